@@ -1,0 +1,91 @@
+# Makes the environment, builds the extension, runs the demo and the tests. `make help` lists the targets.
+#
+# Needed on the machine: Python 3.10 to 3.13 with its headers and venv module, a C++ compiler, make. All else goes
+# into the virtual environment $(VENV).
+
+# Interpreter that the environment is made from.
+PYTHON ?= python3
+# Directory of the environment; it belongs to this Makefile.
+VENV ?= .venv
+# What pip installs as torch; the extension is built against it.
+TORCH ?= torch==2.13.0
+# Passed on to the demo or to pytest: make demo ARGS="--optimizer atc", make test ARGS="-k neighbor -x".
+ARGS ?=
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build demo test clean FORCE
+
+# Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
+# only when that changes: another PYTHON makes a new environment, another TORCH a new build.
+PYTHON_STAMP := $(VENV)/.made-from-python
+TORCH_STAMP := $(VENV)/.made-with-torch
+REQUIREMENTS_STAMP := $(VENV)/.requirements
+EXTENSION_STAMP := $(VENV)/.extension
+
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+# The environment's programs (ninja for one) come first. The shell finds its directory, as make splits at spaces.
+IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
+PIP = $(IN_VENV) python -m pip --disable-pip-version-check
+
+help:
+	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--optimizer atc --dynamic\")"
+	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
+	@echo "make build   make the environment and build the extension"
+	@echo "make clean   remove the environment and all that was built"
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
+
+build: $(EXTENSION_STAMP)
+
+demo: build
+	@echo "== demo: 4 processes train on scikit-learn's digits"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc_per_node=4 \
+		examples/train_digits.py $(ARGS)
+
+test: build
+	@echo "== tests"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests $(ARGS)
+
+clean:
+	@echo "== removing $(VENV) and what was built"
+	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so .pytest_cache train_digits.png
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(PYTHON_STAMP): FORCE
+	@new=$$($(PYTHON) -c 'import sys; print("Python %d.%d.%d" % sys.version_info[:3], sys.base_prefix)') || exit 1; \
+	if [ "$$(cat "$@" 2>/dev/null)" = "$$new" ]; then exit 0; fi; \
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "PYTHON=$(PYTHON) is $$new; 3.10 to 3.13 are supported" >&2; exit 1; }; \
+	if [ -e "$(VENV)" ] && [ ! -e "$@" ]; then \
+		echo "$(VENV) was not made by this Makefile: remove it, or name another directory with VENV=" >&2; exit 1; \
+	fi; \
+	echo "== environment: $$new in $(VENV)"; \
+	rm -rf "$(VENV)" && mkdir -p "$(VENV)" && echo unfinished > "$@" && \
+	$(PYTHON) -m venv "$(VENV)" && echo "$$new" > "$@"
+
+$(TORCH_STAMP): $(PYTHON_STAMP) FORCE
+	@if [ "$$(cat "$@" 2>/dev/null)" != '$(TORCH)' ]; then rm -rf build; echo '$(TORCH)' > "$@"; fi
+
+# What the build needs stands in pyproject.toml; pip installs it here because the build is not isolated.
+define BUILD_REQUIREMENTS
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["build-system"]["requires"]))
+endef
+export BUILD_REQUIREMENTS
+
+$(REQUIREMENTS_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
+	@echo "== requirements: installing $(TORCH) and what the build needs (a large download the first time)"
+	@$(IN_VENV) python -c "$$BUILD_REQUIREMENTS" > "$(VENV)/build-requirements.txt"
+	@$(PIP) install --quiet '$(TORCH)' -r "$(VENV)/build-requirements.txt"
+	@touch "$@"
+
+$(EXTENSION_STAMP): $(REQUIREMENTS_STAMP) $(SOURCES)
+	@echo "== extension: compiling fog_pg._C and installing fogdist in place (minutes the first time)"
+	@$(PIP) install --quiet --no-build-isolation '$(TORCH)' --editable '.[test,examples]'
+	@touch "$@"

@@ -1,0 +1,201 @@
+// The Python module fog_pg._C. Its types are described in fog_pg/_C.pyi.
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "mpi/api.hpp"
+#include "mpi/engine.hpp"
+#include "mpi/runtime.hpp"
+#include "neighbor_plan.hpp"
+#include "process_group_fog.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using fog::NeighborPlan;
+using fog::ProcessGroupFog;
+using Timeout = std::optional<std::chrono::milliseconds>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+ProcessGroupFog::CallOptions call_options(std::string name, bool confirm, Timeout timeout) {
+  TORCH_CHECK_VALUE(!timeout || timeout->count() > 0, "timeout: got ", timeout->count(), " ms; allowed is more than 0");
+  return {std::move(name), confirm, timeout};
+}
+
+// For a thread that waits without the GIL: lets Python's signal handlers run, so that Ctrl-C ends the wait.
+void check_interrupt() {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+std::string mpi_version() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  fog::mpi::check(fog::mpi::api().Get_library_version(text, &length), "MPI_Get_library_version");
+  return {text, static_cast<size_t>(length)};
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The C++ part of the fog backend.";
+  fog::mpi::Engine::instance().set_interrupt_check(check_interrupt);
+
+  module.attr("torch_version") = TORCH_VERSION;
+#ifdef FOG_NATIVE_MPI
+  module.attr("native_mpi") = true;
+#else
+  module.attr("native_mpi") = false;
+#endif
+
+  py::class_<NeighborPlan>(module, "NeighborPlan")
+      .def(
+          py::init<int, int, double, const std::vector<std::pair<int, double>>&, const std::vector<std::pair<int, double>>&, bool>(),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("self_weight"),
+          py::arg("sources"),
+          py::arg("destinations"),
+          py::kw_only(),
+          py::arg("mean") = false)
+      .def_property_readonly("rank", &NeighborPlan::rank)
+      .def_property_readonly("size", &NeighborPlan::size)
+      .def_property_readonly("self_weight", &NeighborPlan::self_weight)
+      .def_property_readonly("mean", &NeighborPlan::mean)
+      .def_property_readonly(
+          "sources",
+          [](const NeighborPlan& plan) {
+            std::vector<std::pair<int, double>> peers;
+            for (const auto& peer : plan.sources()) {
+              peers.emplace_back(peer.rank, peer.weight);
+            }
+            return peers;
+          })
+      .def_property_readonly(
+          "destinations",
+          [](const NeighborPlan& plan) {
+            std::vector<std::pair<int, double>> peers;
+            for (const auto& peer : plan.destinations()) {
+              peers.emplace_back(peer.rank, peer.weight);
+            }
+            return peers;
+          })
+      .def("__repr__", &NeighborPlan::describe);
+
+  py::module_::import("torch._C._distributed_c10d"); // registers the base classes
+  auto group = py::class_<ProcessGroupFog, c10d::Backend, c10::intrusive_ptr<ProcessGroupFog>>(module, "ProcessGroupFog");
+
+  py::class_<ProcessGroupFog::Options, c10d::Backend::Options, c10::intrusive_ptr<ProcessGroupFog::Options>>(group, "Options")
+      .def(py::init<>())
+      .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
+      .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
+      .def(
+          "__deepcopy__",
+          [](const ProcessGroupFog::Options& options, const py::dict&) {
+            return c10::make_intrusive<ProcessGroupFog::Options>(options);
+          },
+          py::arg("memo"));
+
+  group
+      .def(
+          py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<ProcessGroupFog::Options> options) {
+            return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(options));
+          }),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "neighbor_allreduce",
+          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::optional<at::Tensor> output,
+             std::string name, bool confirm, Timeout timeout) -> WorkPtr {
+            return self.neighbor_allreduce(tensor, plan, std::move(output), call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("output") = py::none(),
+          py::arg("name") = "",
+          py::arg("confirm") = true,
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "neighbor_allgather",
+          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, bool confirm,
+             Timeout timeout) -> WorkPtr {
+            return self.neighbor_allgather(tensor, plan, call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("confirm") = true,
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "allgather_concat",
+          [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, bool confirm, Timeout timeout) -> WorkPtr {
+            return self.allgather_concat(tensor, call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("confirm") = true,
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "allreduce_named",
+          [](ProcessGroupFog& self, at::Tensor tensor, const c10d::ReduceOp& op, std::string name, Timeout timeout) -> WorkPtr {
+            return self.allreduce_named(tensor, op, call_options(std::move(name), true, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("op"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "broadcast_named",
+          [](ProcessGroupFog& self, at::Tensor tensor, int root, std::string name, Timeout timeout) -> WorkPtr {
+            return self.broadcast_named(tensor, root, call_options(std::move(name), true, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("root"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
+      .def_property_readonly("hosts", &ProcessGroupFog::hosts);
+
+  module.def("load_mpi", &fog::mpi::load, py::arg("path"));
+  module.def("mpi_library", &fog::mpi::library_path);
+  module.def("mpi_version", &mpi_version);
+  module.def("launcher_world", []() -> std::optional<std::pair<int, int>> {
+    const auto world = fog::mpi::launcher_world();
+    return world.size > 0 ? std::make_optional(std::make_pair(world.rank, world.size)) : std::nullopt;
+  });
+  module.def(
+      "start_from_launcher",
+      [](std::chrono::milliseconds timeout) {
+        auto& runtime = fog::mpi::Runtime::instance();
+        runtime.start_from_launcher(timeout);
+        return std::make_pair(runtime.rank(), runtime.size());
+      },
+      py::arg("timeout"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "broadcast_from_rank_zero",
+      [](const std::string& text) { return fog::mpi::Runtime::instance().broadcast(text); },
+      py::arg("text"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def("shutdown", [] { fog::mpi::Engine::instance().shutdown(); }, py::call_guard<py::gil_scoped_release>());
+}

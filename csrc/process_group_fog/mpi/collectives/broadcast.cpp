@@ -1,0 +1,96 @@
+#include "broadcast.hpp"
+
+#include "slices.hpp"
+
+namespace fog::mpi {
+namespace {
+
+constexpr size_t kTreeBytes = 64 * 1024;
+
+} // namespace
+
+Broadcast::Broadcast(Signature signature, void* data, size_t bytes)
+    : Operation(signature), data_(static_cast<char*>(data)), bytes_(bytes) {}
+
+// The rank `distance` places after the root.
+int Broadcast::relative(int distance) const {
+  return (signature_.root + distance) % size();
+}
+
+void Broadcast::launch() {
+  tree_ = bytes_ <= kTreeBytes || size() == 2;
+  if (!tree_) {
+    launch_slices();
+    return;
+  }
+  // A rank confirms once all below it have, so that the root learns of a disagreement anywhere.
+  defer_confirmations();
+  const int distance = (rank() - signature_.root + size()) % size();
+  if (distance == 0) {
+    send_down();
+    return;
+  }
+  parent_ = relative(distance & (distance - 1)); // without the lowest bit
+  receive(parent_, 0, data_, bytes_);
+}
+
+void Broadcast::send_down() {
+  passed_on_ = true;
+  const int distance = (rank() - signature_.root + size()) % size();
+  const int lowest = distance == 0 ? size() : distance & -distance;
+  int farthest = 1;
+  while (farthest < lowest && distance + farthest < size()) {
+    farthest <<= 1;
+  }
+  for (int step = farthest; step >= 1; step >>= 1) { // the largest subtree first
+    if (step < lowest && distance + step < size()) {
+      send(relative(distance + step), 0, data_, bytes_, 1.0, true);
+    }
+  }
+}
+
+void Broadcast::launch_slices() {
+  const int parts = size() - 1;
+  const int distance = (rank() - signature_.root + size()) % size();
+  for (int other = 1; other < size(); ++other) {
+    const auto slice = slice_of(bytes_, other - 1, parts);
+    if (distance == 0) {
+      send(relative(other), 0, data_ + slice.begin, slice.numel, 1.0, true);
+    } else if (other == distance) {
+      receive(signature_.root, 0, data_ + slice.begin, slice.numel);
+    } else {
+      receive(relative(other), 1, data_ + slice.begin, slice.numel);
+    }
+  }
+  passed_on_ = distance == 0;
+}
+
+Operation::Action Broadcast::advance() {
+  if (!received(0)) {
+    return Action::kWait;
+  }
+  if (!passed_on_) {
+    if (tree_) {
+      send_down();
+    } else {
+      passed_on_ = true;
+      const int distance = (rank() - signature_.root + size()) % size();
+      const auto slice = slice_of(bytes_, distance - 1, size() - 1);
+      for (int other = 1; other < size(); ++other) {
+        if (other != distance) {
+          send(relative(other), 1, data_ + slice.begin, slice.numel);
+        }
+      }
+    }
+  }
+  if (!received(1) || !confirmed()) {
+    return Action::kWait;
+  }
+  if (tree_ && parent_ >= 0 && confirming() && !confirmed_to_parent_) {
+    confirmed_to_parent_ = true;
+    confirm_to(parent_);
+  }
+  return Action::kDone;
+}
+
+} // namespace fog::mpi

@@ -1,0 +1,121 @@
+#include "gather_scatter.hpp"
+
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+namespace fog::mpi {
+namespace {
+
+void copy_own(const Block& from, const Block& to) {
+  TORCH_CHECK_VALUE(from.bytes == to.bytes, "got an input of ", from.bytes, " bytes for an output of ", to.bytes, " bytes");
+  if (from.data != to.data && from.bytes > 0) {
+    std::memmove(to.data, from.data, from.bytes);
+  }
+}
+
+} // namespace
+
+Allgather::Allgather(Signature signature, Block input, std::vector<Block> outputs)
+    : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
+
+void Allgather::launch() {
+  for (int distance = 1; distance < size(); ++distance) {
+    const int to = (rank() + distance) % size();
+    const int from = (rank() - distance + size()) % size();
+    receive(from, 0, outputs_[from].data, outputs_[from].bytes);
+    send(to, 0, input_.data, input_.bytes);
+  }
+}
+
+Operation::Action Allgather::advance() {
+  if (!copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) ? Action::kDone : Action::kWait;
+}
+
+void Allgather::compute() {
+  copy_own(input_, outputs_[rank()]);
+}
+
+Gather::Gather(Signature signature, Block input, std::vector<Block> outputs)
+    : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
+
+void Gather::launch() {
+  if (rank() != signature_.root) {
+    send(signature_.root, 0, input_.data, input_.bytes, 1.0, true);
+    return;
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      receive(peer, 0, outputs_[peer].data, outputs_[peer].bytes);
+    }
+  }
+}
+
+Operation::Action Gather::advance() {
+  if (rank() == signature_.root && !copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) ? Action::kDone : Action::kWait;
+}
+
+void Gather::compute() {
+  copy_own(input_, outputs_[rank()]);
+}
+
+Scatter::Scatter(Signature signature, std::vector<Block> inputs, Block output)
+    : Operation(signature), inputs_(std::move(inputs)), output_(output) {}
+
+void Scatter::launch() {
+  if (rank() != signature_.root) {
+    receive(signature_.root, 0, output_.data, output_.bytes);
+    return;
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      send(peer, 0, inputs_[peer].data, inputs_[peer].bytes, 1.0, true);
+    }
+  }
+}
+
+Operation::Action Scatter::advance() {
+  if (rank() == signature_.root && !copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) ? Action::kDone : Action::kWait;
+}
+
+void Scatter::compute() {
+  copy_own(inputs_[rank()], output_);
+}
+
+Alltoall::Alltoall(Signature signature, std::vector<Block> inputs, std::vector<Block> outputs)
+    : Operation(signature), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+
+void Alltoall::launch() {
+  for (int distance = 1; distance < size(); ++distance) {
+    const int to = (rank() + distance) % size();
+    const int from = (rank() - distance + size()) % size();
+    receive(from, 0, outputs_[from].data, outputs_[from].bytes);
+    send(to, 0, inputs_[to].data, inputs_[to].bytes);
+  }
+}
+
+Operation::Action Alltoall::advance() {
+  if (!copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) ? Action::kDone : Action::kWait;
+}
+
+void Alltoall::compute() {
+  copy_own(inputs_[rank()], outputs_[rank()]);
+}
+
+} // namespace fog::mpi

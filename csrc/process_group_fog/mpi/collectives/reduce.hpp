@@ -1,0 +1,37 @@
+#pragma once
+
+#include "../operation.hpp"
+#include "reduction_inputs.hpp"
+
+namespace fog::mpi {
+
+// The root gets the reduction over all ranks, in place; the others' tensors stay as they are. Arithmetic as in Allreduce.
+//
+// Small tensors go straight to the root. Larger ones are reduced by slices on all ranks, and the slices go to the root.
+class Reduce : public Operation {
+ public:
+  Reduce(Signature signature, void* data, size_t numel, double scale);
+
+ protected:
+  void launch() override;
+  Action advance() override;
+  void compute() override;
+
+ private:
+  enum class Phase { kCollect, kReduced, kGather };
+  bool at_root() const {
+    return rank() == signature_.root;
+  }
+  char* slice(int rank) const;
+
+  char* const data_;
+  const size_t numel_;
+  const size_t item_;
+  const double scale_;
+  bool whole_ = false;
+  Phase phase_ = Phase::kCollect;
+  ReductionInputs inputs_;
+  char* result_ = nullptr;
+};
+
+} // namespace fog::mpi

@@ -1,0 +1,718 @@
+#include "engine.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <random>
+#include <sstream>
+
+#include <c10/util/Exception.h>
+#include <c10/util/thread_name.h>
+
+#include "backoff.hpp"
+#include "host.hpp"
+#include "point_to_point.hpp"
+
+namespace fog::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of processes on this host
+constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
+constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
+constexpr auto kBackgroundAlert = std::chrono::milliseconds(100); // looks on every millisecond for so long after the last one
+constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
+
+int available_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+std::exception_ptr backend_error(const std::string& text) {
+  try {
+    C10_THROW_ERROR(DistBackendError, text);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+// The text without the C++ backtrace that c10::Error::what() may add.
+std::string message_of(const std::exception& error) {
+  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
+  return c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
+}
+
+std::string join(const std::set<int>& ranks) {
+  std::string text;
+  for (const int rank : ranks) {
+    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  return text;
+}
+
+Member parse_member(const std::string& text, std::string* job) {
+  std::istringstream lines(text);
+  Member member;
+  std::string number;
+  std::getline(lines, *job);
+  std::getline(lines, number);
+  member.world_rank = std::stoi(number);
+  std::getline(lines, number);
+  member.pid = std::stoi(number);
+  std::getline(lines, member.host_id);
+  std::getline(lines, member.host_name);
+  return member;
+}
+
+} // namespace
+
+Engine& Engine::instance() {
+  static auto* engine = new Engine();
+  return *engine;
+}
+
+Engine::Engine() : next_check_(Clock::now()) {
+  // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
+  pthread_atfork(nullptr, nullptr, [] { Engine::instance().forked_ = true; });
+}
+
+std::shared_ptr<Group> Engine::connect(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
+  TORCH_CHECK(!forked_, "fog: this process was forked from one that used fog; start ranks with spawn or exec instead");
+  auto& runtime = Runtime::instance();
+  std::vector<Member> members;
+  uint64_t id = 0;
+  if (size == 1 && !runtime.started()) {
+    // Nobody to talk to: no MPI, no messages.
+    members.push_back({0, static_cast<int>(getpid()), 0, host_id(), host_name()});
+  } else {
+    runtime.start(store, rank, size, timeout);
+    Rendezvous rendezvous(store, rank, size, timeout);
+    std::ostringstream mine;
+    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host_id() << '\n' << host_name();
+    std::vector<std::string> host_ids;
+    int peer = 0;
+    for (const auto& text : rendezvous.allgather("member", mine.str())) {
+      std::string job;
+      members.push_back(parse_member(text, &job));
+      host_ids.push_back(members.back().host_id);
+      TORCH_CHECK_WITH(
+          DistBackendError, job == runtime.job(), "fog: rank ", peer, " of group '", name,
+          "' belongs to another MPI world than this rank ", rank,
+          ": the first fog group of each process fixes its world, and this group spans two of them. Make a fog group of all ranks first.");
+      ++peer;
+    }
+    const auto hosts = number_hosts(host_ids);
+    for (int member = 0; member < size; ++member) {
+      members[member].host = hosts[member];
+    }
+    id = std::stoull(rendezvous.from_rank_zero("group", [] {
+      std::random_device device;
+      return std::to_string((static_cast<uint64_t>(device()) << 32) | device());
+    }));
+  }
+  auto group = std::make_shared<Group>(id, name, rank, std::move(members));
+  Lock lock(mutex_);
+  TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
+  group->ready = &ready_;
+  if (size > 1) {
+    if (!messenger_) {
+      messenger_.reset(new Messenger(runtime, *this)); // the handler is a private base: make_unique cannot see it
+    }
+    group->messenger = messenger_.get();
+    groups_.emplace(id, group);
+    int local = 0;
+    for (int member = 0; member < size; ++member) {
+      const auto& peer = group->members[member];
+      if (peer.host_id != group->members[rank].host_id) {
+        continue;
+      }
+      ++local;
+      if (member != rank) {
+        peers_.watch(peer.world_rank, peer.pid);
+      }
+    }
+    oversubscribed_ = oversubscribed_ || local > available_cores();
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { background(); });
+    }
+    auto early = std::move(early_[id]);
+    early_.erase(id);
+    for (const auto& message : early) {
+      on_message(message.source, message.header, message.data.data());
+    }
+  }
+  unlock_and_deliver(lock);
+  return group;
+}
+
+void Engine::submit(
+    const std::shared_ptr<Group>& group,
+    const std::shared_ptr<Operation>& operation,
+    std::chrono::milliseconds timeout,
+    const std::string& name) {
+  TORCH_CHECK(!forked_, "fog: this process was forked from one that used fog; groups of the parent cannot be used here");
+  Lock lock(mutex_);
+  if (group->closed || stopping_) {
+    C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' was destroyed");
+  }
+  if (!group->failure.reason.empty()) {
+    C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' has failed and takes no more work: " + group->failure.reason);
+  }
+  const auto kind = operation->signature().kind;
+  uint64_t key = 0;
+  if (kind == OpKind::kPointToPoint) {
+    key = static_cast<const PointToPoint&>(*operation).tag();
+  } else if (name.empty()) {
+    key = group->next_key++;
+  } else {
+    const auto use = group->named[name];
+    key = key_of_name(kind, name, use);
+    if (use > 0) {
+      TORCH_CHECK_VALUE(
+          group->by_key.count(key_of_name(kind, name, use - 1)) == 0, "name: got '", name,
+          "', which names an operation still in flight; wait for it or use another name");
+    }
+    ++group->named[name];
+  }
+  ++in_flight_;
+  group->operations.insert(operation);
+  if (kind != OpKind::kPointToPoint) {
+    group->by_key.emplace(key, operation);
+  }
+  try {
+    operation->begin(group, key, group->sequence++, timeout);
+    if (kind != OpKind::kPointToPoint) {
+      const auto found = group->early.find(key);
+      if (found != group->early.end()) {
+        auto messages = std::move(found->second);
+        group->early.erase(found);
+        for (const auto& message : messages) {
+          operation->on_message(message.source, message.header, message.data.data());
+        }
+      }
+    } else if (static_cast<const PointToPoint&>(*operation).receives()) {
+      auto receive = std::static_pointer_cast<PointToPointReceive>(operation);
+      const auto found = std::find_if(group->unexpected.begin(), group->unexpected.end(), [&](const EarlyMessage& message) {
+        return receive->matches(message.source, message.header);
+      });
+      if (found == group->unexpected.end()) {
+        group->posted.push_back(receive);
+      } else {
+        const auto message = std::move(*found);
+        group->unexpected.erase(found);
+        receive->on_message(message.source, message.header, message.data.data());
+      }
+    }
+    for (const int peer : operation->awaited()) {
+      if (group->gone.count(peer) > 0) {
+        C10_THROW_ERROR(DistBackendError, group->describe_member(peer) + " is gone");
+      }
+    }
+    make_ready(operation);
+    drive(lock);
+  } catch (const std::exception& error) {
+    fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
+  }
+  unlock_and_deliver(lock);
+  if (in_flight_ > 0 && background_idle_) {
+    wake_background();
+  }
+}
+
+void Engine::on_message(int source, const Header& header, const char* data) {
+  if (header.kind == MessageKind::kGoodbye) {
+    departed_.insert(source);
+    lose(source, "ended", false);
+    return;
+  }
+  const auto found = groups_.find(header.group);
+  if (found == groups_.end()) {
+    if (closed_groups_.count(header.group) == 0) {
+      early_[header.group].push_back({source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
+    }
+    return;
+  }
+  const auto group = found->second; // a failure below may take it off the map
+  const int peer = group->group_rank(source);
+  if (peer < 0) {
+    return;
+  }
+  try {
+    route(group, peer, header, header.bytes <= Messenger::kInlineBytes ? data : nullptr);
+  } catch (const std::exception& error) {
+    fail(group, c10d::ErrorType::COMM_ERROR, message_of(error));
+  }
+}
+
+void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  switch (header.kind) {
+    case MessageKind::kError:
+      fail(group, c10d::ErrorType::REMOTE_ERROR, "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes), false);
+      return;
+    case MessageKind::kClosed: {
+      group->gone.insert(source);
+      const auto operations = group->operations; // fail() empties it
+      for (const auto& operation : operations) {
+        if (operation->awaited(false).count(source) > 0) {
+          fail(group, c10d::ErrorType::REMOTE_ERROR, operation->describe() + ": " + group->describe_member(source) + " has destroyed its group");
+          return;
+        }
+      }
+      return;
+    }
+    case MessageKind::kPointToPoint:
+      on_point_to_point(group, source, header, data);
+      return;
+    case MessageKind::kConfirm: {
+      const auto found = group->by_key.find(header.key);
+      if (found != group->by_key.end()) {
+        found->second->on_confirm(source);
+      }
+      return;
+    }
+    case MessageKind::kData: {
+      if (!group->failure.reason.empty()) {
+        return;
+      }
+      const auto found = group->by_key.find(header.key);
+      if (found != group->by_key.end()) {
+        const auto operation = found->second;
+        operation->on_message(source, header, data);
+        return;
+      }
+      if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
+        C10_THROW_ERROR(
+            DistBackendError,
+            c10::str(
+                "ranks disagree in group '", group->name, "': rank ", source, " called ", header.signature.describe(),
+                " and sends to this rank ", group->rank, " in it, which has ended its operation at that place of its program without rank ",
+                source));
+      }
+      group->early[header.key].push_back(
+          {source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
+      return;
+    }
+    case MessageKind::kGoodbye:
+      return; // for the whole process, handled above
+  }
+}
+
+void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  if (!group->failure.reason.empty()) {
+    return;
+  }
+  for (auto position = group->posted.begin(); position != group->posted.end(); ++position) {
+    if ((*position)->matches(source, header)) {
+      const auto receive = *position;
+      group->posted.erase(position);
+      receive->on_message(source, header, data);
+      return;
+    }
+  }
+  group->unexpected.push_back(
+      {source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
+}
+
+bool Engine::drive(Lock& lock) {
+  bool progressed = false;
+  if (messenger_) {
+    try {
+      progressed = messenger_->poll();
+    } catch (const std::exception& error) {
+      const auto groups = groups_; // MPI itself failed: nobody can go on
+      for (const auto& [id, group] : groups) {
+        fail(group, c10d::ErrorType::COMM_ERROR, message_of(error), false);
+      }
+    }
+    auto released = messenger_->take_released();
+    std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
+  }
+  progressed = progressed || !ready_.empty();
+  step_ready(lock);
+  const auto now = Clock::now();
+  if (now >= next_check_) {
+    next_check_ = now + kCheckInterval;
+    check_deadlines();
+    check_peers(lock);
+  }
+  return progressed;
+}
+
+void Engine::step_ready(Lock& lock) {
+  while (!ready_.empty()) {
+    const auto operation = ready_.front();
+    ready_.pop_front();
+    operation->queued = false;
+    if (operation->ended() || operation->computing) {
+      outbox_.retired.push_back(operation);
+      continue;
+    }
+    try {
+      switch (operation->step()) {
+        case Operation::Action::kWait:
+          break;
+        case Operation::Action::kDone:
+          complete(operation, nullptr);
+          break;
+        case Operation::Action::kCompute: {
+          operation->computing = true;
+          lock.unlock();
+          std::exception_ptr error;
+          try {
+            operation->compute();
+          } catch (...) {
+            error = std::current_exception();
+          }
+          lock.lock();
+          operation->computing = false;
+          if (error) {
+            std::rethrow_exception(error);
+          }
+          make_ready(operation);
+          break;
+        }
+      }
+    } catch (const std::exception& error) {
+      fail(operation->group(), c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
+    }
+    outbox_.retired.push_back(operation); // a last reference must not be dropped under the lock
+  }
+}
+
+void Engine::complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error) {
+  if (operation->ended()) {
+    return;
+  }
+  operation->retire();
+  const auto& group = operation->group();
+  group->operations.erase(operation);
+  const auto found = group->by_key.find(operation->key());
+  if (found != group->by_key.end() && found->second == operation) {
+    group->by_key.erase(found);
+  }
+  --in_flight_;
+  outbox_.completions.push_back({operation, std::move(error)});
+}
+
+void Engine::unlock_and_deliver(Lock& lock) {
+  auto outbox = std::exchange(outbox_, {});
+  lock.unlock();
+  for (auto& [operation, error] : outbox.completions) {
+    operation->finish(std::move(error));
+  }
+}
+
+void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text) {
+  Header header;
+  header.kind = kind;
+  header.group = group->id;
+  header.bytes = std::min(text.size(), Messenger::kInlineBytes);
+  for (int peer = 0; peer < group->size(); ++peer) {
+    const int world_rank = group->members[peer].world_rank;
+    if (peer == group->rank || lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0 || group->gone.count(peer) > 0) {
+      continue;
+    }
+    try {
+      messenger_->send(world_rank, header, text.data(), nullptr, 0);
+    } catch (const std::exception&) { // it cannot be told; its own time-out will
+    }
+  }
+}
+
+void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell) {
+  if (!group->failure.reason.empty()) {
+    return;
+  }
+  group->failure = {type, reason};
+  unhealthy_ = true;
+  if (tell && messenger_ && !group->closed) {
+    notify(group, MessageKind::kError, reason);
+  }
+  const auto operations = group->operations;
+  const auto error = backend_error("fog: " + reason);
+  for (const auto& operation : operations) {
+    complete(operation, error);
+  }
+  for (const auto& receive : group->posted) {
+    outbox_.retired.push_back(receive);
+  }
+  group->posted.clear();
+  group->unexpected.clear();
+  group->early.clear();
+}
+
+void Engine::lose(int world_rank, const std::string& how, bool announced) {
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    const int peer = group->group_rank(world_rank);
+    if (peer < 0) {
+      continue;
+    }
+    group->gone.insert(peer);
+    const auto operations = group->operations;
+    for (const auto& operation : operations) {
+      if (operation->awaited(announced).count(peer) > 0) {
+        fail(
+            group, c10d::ErrorType::REMOTE_ERROR,
+            operation->describe() + ": " + group->describe_member(peer) + " " + how + " while this rank waits for it");
+        break;
+      }
+    }
+  }
+}
+
+void Engine::check_peers(Lock& lock) {
+  for (const int peer : peers_.ended()) {
+    if (departed_.count(peer) > 0) {
+      continue;
+    }
+    // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
+    for (int empty = 0; empty < 3;) {
+      try {
+        empty = messenger_ && messenger_->poll() ? 0 : empty + 1;
+      } catch (const std::exception&) {
+        break;
+      }
+      step_ready(lock);
+    }
+    if (departed_.count(peer) > 0) {
+      continue;
+    }
+    unhealthy_ = true;
+    lost_.emplace(peer, "lost");
+    // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
+    // print a traceback.
+    for (const auto& [id, group] : groups_) {
+      const int rank = group->group_rank(peer);
+      if (rank >= 0 && !group->closed) {
+        std::fprintf(
+            stderr, "fog: rank %d of group '%s': lost %s: its process ended\n", group->rank, group->name.c_str(),
+            group->describe_member(rank).c_str());
+        break;
+      }
+    }
+    lose(peer, "was lost: its process ended", true);
+  }
+}
+
+void Engine::check_deadlines() {
+  if (in_flight_ == 0) {
+    return;
+  }
+  const auto now = Clock::now();
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    for (const auto& operation : group->operations) {
+      if (now < operation->deadline() || operation->computing) {
+        continue;
+      }
+      const auto awaited = operation->awaited();
+      fail(
+          group, c10d::ErrorType::TIMEOUT,
+          c10::str(
+              operation->describe(), " timed out after ", operation->timeout().count(), " ms",
+              awaited.empty() ? ", waiting for any rank" : "; not there: rank(s) " + join(awaited)));
+      break; // fail() emptied the set
+    }
+  }
+}
+
+bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
+  struct Waiting {
+    std::atomic<int>& count;
+    explicit Waiting(std::atomic<int>& waiting) : count(waiting) {
+      ++count;
+    }
+    ~Waiting() {
+      --count;
+    }
+  };
+  const Waiting waiting(waiting_);
+  Backoff backoff(oversubscribed_);
+  auto next_interrupt_check = Clock::now() + kInterruptInterval;
+  while (!done.load(std::memory_order_acquire)) {
+    bool progressed = false;
+    Lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+      progressed = drive(lock);
+      unlock_and_deliver(lock);
+    }
+    if (done.load(std::memory_order_acquire)) {
+      break;
+    }
+    if (progressed) {
+      backoff.reset();
+      continue;
+    }
+    const auto pause = backoff.pause();
+    if (pause.count() == 0) {
+      continue;
+    }
+    peers_.sleep(pause);
+    const auto now = Clock::now();
+    if (now >= deadline) {
+      return done.load(std::memory_order_acquire);
+    }
+    if (now >= next_interrupt_check) {
+      next_interrupt_check = now + kInterruptInterval;
+      if (interrupt_check_) {
+        interrupt_check_();
+      }
+    }
+  }
+  return true;
+}
+
+void Engine::drive_once() {
+  Lock lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock()) {
+    drive(lock);
+    unlock_and_deliver(lock);
+  }
+}
+
+void Engine::wake_background() {
+  {
+    Lock lock(mutex_);
+  }
+  wake_.notify_one();
+}
+
+void Engine::background() {
+  c10::setThreadName("fog_progress");
+  Backoff backoff(true);
+  auto last_busy = Clock::now();
+  Lock lock(mutex_);
+  while (!stopping_) {
+    if (in_flight_ == 0 && Clock::now() - last_busy > kBackgroundAlert) {
+      // Nothing to do and nothing lately: no CPU at all until submit() calls.
+      background_idle_ = true;
+      wake_.wait(lock, [this] { return stopping_ || in_flight_ > 0; });
+      background_idle_ = false;
+      last_busy = Clock::now();
+    }
+    if (in_flight_ == 0 || waiting_ > 0) {
+      wake_.wait_for(lock, std::chrono::milliseconds(1));
+      last_busy = in_flight_ > 0 ? Clock::now() : last_busy;
+      continue;
+    }
+    last_busy = Clock::now();
+    const bool progressed = drive(lock);
+    unlock_and_deliver(lock);
+    if (progressed) {
+      backoff.reset();
+    }
+    const auto pause = std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval);
+    peers_.sleep(pause);
+    lock.lock();
+  }
+}
+
+void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
+  Lock lock(mutex_);
+  if (!group->closed) {
+    fail(group, c10d::ErrorType::COMM_ERROR, reason);
+  }
+  unlock_and_deliver(lock);
+}
+
+void Engine::close(const std::shared_ptr<Group>& group) {
+  if (forked_) {
+    return;
+  }
+  Lock lock(mutex_);
+  if (!group->closed) {
+    if (!group->operations.empty()) {
+      fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
+    }
+    if (group->size() > 1 && group->failure.reason.empty() && !stopping_) {
+      notify(group, MessageKind::kClosed, "");
+    }
+    group->closed = true;
+    groups_.erase(group->id);
+    closed_groups_.insert(group->id);
+  }
+  unlock_and_deliver(lock);
+}
+
+Failure Engine::failure(const std::shared_ptr<Group>& group) {
+  Lock lock(mutex_);
+  return group->failure;
+}
+
+uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
+  Lock lock(mutex_);
+  return group->sequence;
+}
+
+std::string Engine::describe(const std::shared_ptr<Operation>& operation) {
+  Lock lock(mutex_);
+  const auto awaited = operation->awaited();
+  return operation->describe() + (awaited.empty() ? "" : "; not there: rank(s) " + join(awaited));
+}
+
+void Engine::shutdown() {
+  if (forked_) {
+    return;
+  }
+  Lock lock(mutex_);
+  if (stopping_) {
+    return;
+  }
+  stopping_ = true;
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    if (!group->operations.empty()) {
+      fail(group, c10d::ErrorType::COMM_ERROR, "the program ended while operations of group '" + group->name + "' were in flight");
+    }
+  }
+  unlock_and_deliver(lock);
+  wake_.notify_all();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  auto& runtime = Runtime::instance();
+  if (!messenger_ || !runtime.started()) {
+    return;
+  }
+  lock.lock();
+  Header goodbye;
+  goodbye.kind = MessageKind::kGoodbye;
+  for (int rank = 0; rank < runtime.size(); ++rank) {
+    if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0) {
+      try {
+        messenger_->send(rank, goodbye, nullptr, nullptr, 0);
+      } catch (const std::exception&) {
+        unhealthy_ = true;
+      }
+    }
+  }
+  // A message that MPI has taken may still wait in this process for its way out. Each peer's goodbye shows that it goes on
+  // taking messages; after a failure the own ones get a moment and nobody is waited for.
+  auto everyone_left = [&] {
+    return departed_.size() + lost_.size() + 1 >= static_cast<size_t>(runtime.size());
+  };
+  const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kGoodbyeTimeout));
+  Backoff backoff(true);
+  while (Clock::now() < limit && !(everyone_left() && !messenger_->sending()) && !(unhealthy_ && !messenger_->sending())) {
+    if (drive(lock)) {
+      backoff.reset();
+    }
+    unlock_and_deliver(lock);
+    const auto pause = backoff.pause();
+    if (pause.count() > 0) {
+      peers_.sleep(pause);
+    }
+    lock.lock();
+  }
+  const bool healthy = !unhealthy_;
+  lock.unlock();
+  runtime.finalize(healthy);
+}
+
+} // namespace fog::mpi

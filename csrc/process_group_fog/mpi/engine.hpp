@@ -1,0 +1,126 @@
+// The progress engine: one in a process, shared by all its groups.
+//
+// Progress is cooperative. Whoever waits for a Work drives every operation in flight; a background thread does it only
+// while operations are in flight and nobody waits. One lock guards MPI and all state; completions (which may run Python
+// callbacks) and arithmetic happen outside of it.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "../work.hpp"
+#include "group.hpp"
+#include "messenger.hpp"
+#include "operation.hpp"
+#include "peer_watch.hpp"
+#include "runtime.hpp"
+
+namespace fog::mpi {
+
+class Engine : public Driver, private MessageHandler {
+ public:
+  // Lives until the process ends, as MPI does.
+  static Engine& instance();
+
+  // Makes a group of the ranks that meet at `store`, and starts MPI in the first one. Blocks until every rank has come;
+  // throws DistBackendError naming those that do not within `timeout`.
+  std::shared_ptr<Group> connect(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      std::chrono::milliseconds timeout,
+      const std::string& name);
+
+  // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
+  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed.
+  void submit(
+      const std::shared_ptr<Group>& group,
+      const std::shared_ptr<Operation>& operation,
+      std::chrono::milliseconds timeout,
+      const std::string& name = "");
+
+  bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
+  void drive_once() override;
+
+  // Fails everything in flight in the group and all later operations, here and on every rank.
+  void abort(const std::shared_ptr<Group>& group, const std::string& reason);
+  // The group is not used any more on this rank; those that still wait for this rank are told.
+  void close(const std::shared_ptr<Group>& group);
+  Failure failure(const std::shared_ptr<Group>& group);
+  uint64_t sequence(const std::shared_ptr<Group>& group);
+  std::string describe(const std::shared_ptr<Operation>& operation);
+
+  // Called every now and then by a thread that waits; may throw (Ctrl-C).
+  void set_interrupt_check(std::function<void()> check) {
+    interrupt_check_ = std::move(check);
+  }
+
+  // Says goodbye to the other ranks and ends MPI; waits for theirs, but not long. For interpreter exit.
+  void shutdown();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  struct Completion {
+    std::shared_ptr<Operation> operation;
+    std::exception_ptr error;
+  };
+  // What must be destroyed or called without the lock.
+  struct Outbox {
+    std::vector<Completion> completions;
+    std::vector<std::shared_ptr<TransferOwner>> released;
+    std::vector<std::shared_ptr<Operation>> retired;
+  };
+
+  Engine();
+  void on_message(int source, const Header& header, const char* data) override;
+  void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+
+  // One round of progress with the lock held (it is released around arithmetic); true if anything moved.
+  bool drive(Lock& lock);
+  void step_ready(Lock& lock);
+  void check_peers(Lock& lock);
+  void check_deadlines();
+  void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
+  // The first failure decides; every rank of the group is told unless it told us.
+  void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
+  // Fails what waits for a rank that has ended; `announced` as in Operation::awaited().
+  void lose(int world_rank, const std::string& how, bool announced);
+  void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
+  // Takes what has to happen without the lock and does it after unlocking.
+  void unlock_and_deliver(Lock& lock);
+
+  void background();
+  void wake_background();
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::unique_ptr<Messenger> messenger_;
+  PeerWatch peers_;
+  std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
+  std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
+  std::unordered_set<uint64_t> closed_groups_;
+  std::deque<std::shared_ptr<Operation>> ready_;
+  Outbox outbox_;
+  std::unordered_set<int> departed_; // world ranks that said goodbye
+  std::unordered_map<int, std::string> lost_; // world ranks that ended without, and how they were called
+  std::chrono::steady_clock::time_point next_check_;
+  std::atomic<size_t> in_flight_{0};
+  std::atomic<int> waiting_{0};
+  std::atomic<bool> background_idle_{true};
+  bool stopping_ = false;
+  bool unhealthy_ = false;
+  bool oversubscribed_ = false;
+  std::atomic<bool> forked_{false};
+  std::thread thread_;
+  std::function<void()> interrupt_check_;
+};
+
+} // namespace fog::mpi

@@ -1,0 +1,46 @@
+#include "group.hpp"
+
+#include <sstream>
+
+namespace fog::mpi {
+
+Group::Group(uint64_t group_id, std::string group_name, int group_rank, std::vector<Member> group_members)
+    : id(group_id), name(std::move(group_name)), rank(group_rank), members(std::move(group_members)) {
+  for (int member = 0; member < size(); ++member) {
+    group_ranks_.emplace(members[member].world_rank, member);
+  }
+}
+
+int Group::group_rank(int world_rank) const {
+  const auto found = group_ranks_.find(world_rank);
+  return found == group_ranks_.end() ? -1 : found->second;
+}
+
+std::string Group::describe_member(int member) const {
+  std::ostringstream text;
+  text << "rank " << member << " (pid " << members[member].pid << " on host " << members[member].host_name << ")";
+  return text.str();
+}
+
+void make_ready(const std::shared_ptr<Operation>& operation) {
+  if (!operation->queued && !operation->ended()) {
+    operation->queued = true;
+    operation->group()->ready->push_back(operation);
+  }
+}
+
+uint64_t key_of_name(OpKind kind, const std::string& name, uint64_t use) {
+  // FNV-1a: the same on every rank, whatever the standard library's own hash is.
+  uint64_t hash = 1469598103934665603ULL;
+  auto mix = [&hash](uint8_t byte) { hash = (hash ^ byte) * 1099511628211ULL; };
+  mix(static_cast<uint8_t>(kind));
+  for (const char character : name) {
+    mix(static_cast<uint8_t>(character));
+  }
+  for (int shift = 0; shift < 64; shift += 8) {
+    mix(static_cast<uint8_t>(use >> shift));
+  }
+  return hash | kNamedKey;
+}
+
+} // namespace fog::mpi

@@ -1,0 +1,250 @@
+#include "operation.hpp"
+
+#include <cstring>
+#include <sstream>
+
+#include <c10/util/Exception.h>
+
+#include "group.hpp"
+
+namespace fog::mpi {
+
+void Operation::begin(const std::shared_ptr<Group>& group, uint64_t key, uint64_t sequence, std::chrono::milliseconds timeout) {
+  group_ = group;
+  key_ = key;
+  sequence_ = sequence;
+  timeout_ = timeout;
+  deadline_ = std::chrono::steady_clock::now() + timeout;
+  sending_.assign(group->size(), 0);
+  state_ = State::kActive;
+  work_->set_sequence(sequence);
+  launch();
+}
+
+int Operation::rank() const {
+  return group_->rank;
+}
+
+int Operation::size() const {
+  return group_->size();
+}
+
+std::string Operation::describe() const {
+  std::ostringstream text;
+  text << name_of(signature_.kind) << " #" << sequence_ << " [" << signature_.describe() << "] of group '" << group_->name
+       << "' on rank " << group_->rank;
+  return text.str();
+}
+
+std::set<int> Operation::awaited(bool announced) const {
+  std::set<int> peers(unconfirmed_.begin(), unconfirmed_.end());
+  for (const auto& receive : receives_) {
+    if (!receive.complete && (announced || !receive.arrived)) {
+      peers.insert(receive.peer);
+    }
+  }
+  for (size_t peer = 0; announced && peer < sending_.size(); ++peer) {
+    if (sending_[peer] > 0) {
+      peers.insert(static_cast<int>(peer));
+    }
+  }
+  peers.erase(-1); // any source
+  return peers;
+}
+
+void Operation::send(int peer, uint16_t step, const void* data, size_t bytes, double scale, bool confirm) {
+  if (group_->gone.count(peer) > 0) {
+    C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + " is gone");
+  }
+  Header header;
+  header.kind = signature_.kind == OpKind::kPointToPoint ? MessageKind::kPointToPoint : MessageKind::kData;
+  header.step = step;
+  header.group = group_->id;
+  header.key = key_;
+  header.bytes = bytes;
+  header.scale = scale;
+  header.signature = signature_;
+  if (confirm && confirm_) {
+    header.wants_confirm = 1;
+    unconfirmed_.insert(peer);
+  }
+  const auto segments = group_->messenger->send(
+      group_->members[peer].world_rank, header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+  sending_[peer] += segments;
+  sends_ += segments;
+}
+
+size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
+  const auto index = receive_header(peer, step);
+  receives_[index].data = data;
+  receives_[index].bytes = bytes;
+  receives_[index].any_size = false;
+  return index;
+}
+
+size_t Operation::receive_header(int peer, uint16_t step) {
+  if (receiving_.size() <= step) {
+    receiving_.resize(step + size_t(1), 0);
+  }
+  ++receiving_[step];
+  receives_.push_back({peer, step, nullptr, 0, true, false, false, 0, Header(), {}});
+  return receives_.size() - 1;
+}
+
+void Operation::fetch(size_t index, void* data) {
+  auto& receive = receives_[index];
+  receive.data = data;
+  ++receiving_[receive.step];
+  receive.complete = false;
+  take(index, receive.stash.empty() ? nullptr : receive.stash.data());
+}
+
+bool Operation::received(uint16_t step) const {
+  return step >= receiving_.size() || receiving_[step] == 0;
+}
+
+void* Operation::scratch(size_t bytes) {
+  scratch_.emplace_back(new char[bytes > 0 ? bytes : 1]);
+  return scratch_.back().get();
+}
+
+void Operation::complete_receive(Receive& receive) {
+  receive.complete = true;
+  --receiving_[receive.step];
+  make_ready(shared_from_this());
+}
+
+// Brings the data of an arrived message to its place.
+void Operation::take(size_t index, const char* data) {
+  auto& receive = receives_[index];
+  if (receive.header.bytes <= Messenger::kInlineBytes) {
+    if (receive.header.bytes > 0) {
+      std::memcpy(receive.data, data, receive.header.bytes);
+    }
+    complete_receive(receive);
+    return;
+  }
+  receive.segments = group_->messenger->receive(
+      group_->members[receive.peer].world_rank, receive.header, receive.data, shared_from_this(), index);
+}
+
+void Operation::on_unmatched(int source, const Header& header) {
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(
+          describe(), " got a message from rank ", source, " that it does not expect: rank ", source, " called ",
+          header.signature.describe(), " and has this rank among those it sends to; this rank does not receive from it"));
+}
+
+void Operation::on_message(int source, const Header& header, const char* data) {
+  if (ended()) {
+    return;
+  }
+  if (!signature_.agrees_with(header.signature)) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            "ranks disagree in ", describe(), ": this rank called ", signature_.describe(), ", rank ", source, " called ",
+            header.signature.describe()));
+  }
+  for (size_t index = 0; index < receives_.size(); ++index) {
+    auto& receive = receives_[index];
+    if (receive.arrived || receive.step != header.step || (receive.peer != source && receive.peer != -1)) {
+      continue;
+    }
+    if (!receive.any_size && receive.bytes != header.bytes) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(
+              "ranks disagree in ", describe(), ": this rank expects ", receive.bytes, " bytes from rank ", source,
+              ", which sends ", header.bytes, " (", header.signature.describe(), ")"));
+    }
+    receive.arrived = true;
+    receive.peer = source;
+    receive.header = header;
+    if (header.wants_confirm != 0 && !defer_confirmations_) {
+      confirm_to(source);
+    }
+    if (receive.any_size) {
+      if (header.bytes <= Messenger::kInlineBytes) {
+        receive.stash.assign(data, data + header.bytes);
+      }
+      complete_receive(receive);
+    } else {
+      take(index, data);
+    }
+    return;
+  }
+  on_unmatched(source, header);
+}
+
+void Operation::confirm_to(int peer) {
+  if (group_->gone.count(peer) > 0) {
+    return;
+  }
+  Header header;
+  header.kind = MessageKind::kConfirm;
+  header.group = group_->id;
+  header.key = key_;
+  header.signature = signature_;
+  group_->messenger->send(group_->members[peer].world_rank, header, nullptr, nullptr, 0);
+}
+
+void Operation::on_confirm(int source) {
+  const auto found = unconfirmed_.find(source);
+  if (!ended() && found != unconfirmed_.end()) {
+    unconfirmed_.erase(found);
+    make_ready(shared_from_this());
+  }
+}
+
+void Operation::on_transfer(size_t token) {
+  if (token >= kSendToken) {
+    --sending_[token - kSendToken];
+    --sends_;
+    make_ready(shared_from_this());
+    return;
+  }
+  auto& receive = receives_[token];
+  if (--receive.segments == 0) {
+    complete_receive(receive);
+  }
+}
+
+void Operation::on_transfer_error(size_t token, const std::string& reason) {
+  const int peer = token >= kSendToken ? static_cast<int>(token - kSendToken) : receives_[token].peer;
+  transfer_error_ = c10::str("MPI failed to ", token >= kSendToken ? "send to " : "receive from ", group_->describe_member(peer), ": ", reason);
+  make_ready(shared_from_this());
+}
+
+Operation::Action Operation::step() {
+  if (!transfer_error_.empty()) {
+    C10_THROW_ERROR(DistBackendError, transfer_error_);
+  }
+  const auto action = advance();
+  if (action == Action::kDone && (sends_ > 0 || !unconfirmed_.empty())) {
+    return Action::kWait;
+  }
+  return action;
+}
+
+void Operation::finish(std::exception_ptr error) {
+  if (!error && epilogue_) {
+    try {
+      epilogue_();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  if (!error && has_outputs_) {
+    work_->set_outputs(std::move(outputs_));
+  }
+  epilogue_ = nullptr;
+  if (error == nullptr) {
+    kept_.clear();
+  } // after a failure MPI may still read or write them; they go with the operation
+  auto work = std::move(work_);
+  work->complete(std::move(error));
+}
+
+} // namespace fog::mpi

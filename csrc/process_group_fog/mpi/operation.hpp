@@ -1,0 +1,174 @@
+// One operation in flight: a small state machine over messages.
+//
+// An algorithm derives from Operation. launch() posts its first sends and receives; advance() is called after each event
+// and says whether to wait, to compute (outside of the engine's lock) or that the operation is done. It names its peers by
+// group rank and never sees the engine.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "../signature.hpp"
+#include "../work.hpp"
+#include "messenger.hpp"
+
+namespace fog::mpi {
+
+class Group;
+
+class Operation : public TransferOwner, public std::enable_shared_from_this<Operation> {
+ public:
+  enum class Action { kWait, kCompute, kDone };
+
+  explicit Operation(Signature signature) : signature_(signature) {}
+
+  // --- for whoever makes it ---
+  // Tensors whose memory the operation uses; kept until it ends.
+  void keep(const at::Tensor& tensor) {
+    kept_.push_back(tensor);
+  }
+  // Runs after success, before the Work completes, outside of the engine's lock: copies staged results to their places.
+  void set_epilogue(std::function<void()> epilogue) {
+    epilogue_ = std::move(epilogue);
+  }
+  void set_work(c10::intrusive_ptr<WorkFog> work) {
+    work_ = std::move(work);
+  }
+  // Whether senders wait until the receiver has accepted their messages, where they would not learn of it otherwise.
+  void set_confirm(bool confirm) {
+    confirm_ = confirm;
+  }
+
+  // --- for the engine ---
+  void begin(const std::shared_ptr<Group>& group, uint64_t key, uint64_t sequence, std::chrono::milliseconds timeout);
+  void on_message(int source, const Header& header, const char* data);
+  void on_confirm(int source);
+  void on_transfer(size_t token) final;
+  void on_transfer_error(size_t token, const std::string& reason) final;
+  // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing.
+  Action step();
+  virtual void compute() {}
+  // Copies results to their places and completes the Work.
+  void finish(std::exception_ptr error);
+  // Ends it without completing; later events are ignored.
+  void retire() {
+    state_ = State::kEnded;
+  }
+
+  bool ended() const {
+    return state_ == State::kEnded;
+  }
+  bool computing = false; // a thread is in compute()
+  bool queued = false; // for a step()
+  uint64_t key() const {
+    return key_;
+  }
+  std::chrono::steady_clock::time_point deadline() const {
+    return deadline_;
+  }
+  std::chrono::milliseconds timeout() const {
+    return timeout_;
+  }
+  const std::shared_ptr<Group>& group() const {
+    return group_;
+  }
+  const Signature& signature() const {
+    return signature_;
+  }
+  // Group ranks that the operation cannot end without. Without `announced`, those that still owe it a message: data that is
+  // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
+  std::set<int> awaited(bool announced = true) const;
+  // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
+  std::string describe() const;
+
+ protected:
+  virtual void launch() = 0;
+  virtual Action advance() = 0;
+
+  // --- for algorithms ---
+  int rank() const;
+  int size() const;
+  // Sends `bytes` of `data` to group rank `peer` as message `step`. The memory stays untouched until the operation ends.
+  void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false);
+  // Expects exactly `bytes` from `peer` as message `step`, into `data`.
+  size_t receive(int peer, uint16_t step, void* data, size_t bytes);
+  // Expects a message of any size; fetch() then names the place for its data.
+  size_t receive_header(int peer, uint16_t step);
+  void fetch(size_t receive, void* data);
+  // True once every receive with this step number is complete.
+  bool received(uint16_t step) const;
+  bool confirmed() const {
+    return unconfirmed_.empty();
+  }
+  const Header& header(size_t receive) const {
+    return receives_[receive].header;
+  }
+  // The rank that a receive has matched.
+  int source(size_t receive) const {
+    return receives_[receive].peer;
+  }
+  // Confirmations of this operation are given by confirm_to() instead of at once.
+  void defer_confirmations() {
+    defer_confirmations_ = true;
+  }
+  void confirm_to(int peer);
+  void set_outputs(std::vector<at::Tensor> outputs) {
+    outputs_ = std::move(outputs);
+    has_outputs_ = true;
+  }
+  // Memory that lives as long as the operation.
+  void* scratch(size_t bytes);
+  bool confirming() const {
+    return confirm_;
+  }
+  // Takes a point-to-point message that the group has matched to this receive.
+  virtual void on_unmatched(int source, const Header& header);
+
+  Signature signature_;
+  c10::intrusive_ptr<WorkFog> work_;
+
+ private:
+  enum class State { kNew, kActive, kEnded };
+  struct Receive {
+    int peer;
+    uint16_t step;
+    void* data;
+    size_t bytes;
+    bool any_size;
+    bool arrived = false;
+    bool complete = false;
+    size_t segments = 0;
+    Header header;
+    std::vector<char> stash; // inline data whose place is not known yet
+  };
+  static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
+
+  void complete_receive(Receive& receive);
+  void take(size_t index, const char* data);
+
+  State state_ = State::kNew;
+  std::shared_ptr<Group> group_;
+  uint64_t key_ = 0;
+  uint64_t sequence_ = 0;
+  std::chrono::steady_clock::time_point deadline_;
+  std::chrono::milliseconds timeout_{0};
+  bool confirm_ = true;
+  bool defer_confirmations_ = false;
+  bool has_outputs_ = false;
+  std::vector<Receive> receives_;
+  std::vector<size_t> receiving_; // by step: receives not complete
+  std::vector<size_t> sending_; // by peer: segments that MPI still reads
+  size_t sends_ = 0;
+  std::string transfer_error_;
+  std::multiset<int> unconfirmed_;
+  std::vector<at::Tensor> kept_;
+  std::vector<at::Tensor> outputs_;
+  std::vector<std::unique_ptr<char[]>> scratch_;
+  std::function<void()> epilogue_;
+};
+
+} // namespace fog::mpi

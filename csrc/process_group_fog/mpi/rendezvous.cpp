@@ -1,0 +1,99 @@
+#include "rendezvous.hpp"
+
+#include <exception>
+
+#include <c10/util/Exception.h>
+
+namespace fog::mpi {
+namespace {
+
+std::string rank_key(const std::string& key, int rank) {
+  return key + "/" + std::to_string(rank);
+}
+
+} // namespace
+
+Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)
+    : store_(std::move(store)), rank_(rank), size_(size), timeout_(timeout) {}
+
+void Rendezvous::set(const std::string& key, const std::string& value) {
+  store_->set("fog/" + key, value);
+}
+
+bool Rendezvous::has(const std::string& key) {
+  return store_->check({"fog/" + key});
+}
+
+std::string Rendezvous::get(const std::string& key) {
+  const auto value = store_->get("fog/" + key);
+  return {value.begin(), value.end()};
+}
+
+void Rendezvous::wait(const std::string& key, const std::vector<int>& ranks) {
+  std::vector<std::string> keys;
+  keys.reserve(ranks.size());
+  for (const int rank : ranks) {
+    keys.push_back("fog/" + rank_key(key, rank));
+  }
+  try {
+    store_->wait(keys, timeout_);
+  } catch (const std::exception& error) {
+    std::string missing;
+    try {
+      for (const int rank : ranks) {
+        if (!has(rank_key(key, rank))) {
+          missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+        }
+      }
+    } catch (const std::exception&) { // the store itself is gone; the first error says so
+    }
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            "fog: rank ", rank_, " of ", size_, " waited for ", timeout_.count(), " ms at the step '", key, "' of setting up the group",
+            missing.empty() ? "" : "; not there: rank(s) " + missing, ". The store said: ", error.what()));
+  }
+}
+
+std::vector<std::string> Rendezvous::allgather(const std::string& key, const std::string& value) {
+  set(rank_key(key, rank_), value);
+  std::vector<int> everyone;
+  everyone.reserve(size_);
+  for (int rank = 0; rank < size_; ++rank) {
+    everyone.push_back(rank);
+  }
+  wait(key, everyone);
+  std::vector<std::string> values;
+  values.reserve(size_);
+  for (int rank = 0; rank < size_; ++rank) {
+    values.push_back(rank == rank_ ? value : get(rank_key(key, rank)));
+  }
+  return values;
+}
+
+std::string Rendezvous::from_rank_zero(const std::string& key, const std::function<std::string()>& make) {
+  if (rank_ == 0) {
+    auto value = make();
+    set(rank_key(key, 0), value);
+    return value;
+  }
+  wait(key, {0});
+  return get(rank_key(key, 0));
+}
+
+void Rendezvous::barrier(const std::string& key) {
+  // One key a rank rather than a counter, so that a time-out can name who is missing.
+  allgather(key, "1");
+}
+
+c10::intrusive_ptr<c10d::Store> clone_store(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    if (auto copy = store->clone()) {
+      return copy;
+    }
+  } catch (const std::exception&) {
+  }
+  return store;
+}
+
+} // namespace fog::mpi

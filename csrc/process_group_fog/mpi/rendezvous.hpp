@@ -1,0 +1,51 @@
+// Exchanges over a c10d Store in which every rank of a group takes part.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace fog::mpi {
+
+// Every rank's view of one group's Store. All waiting is bounded by `timeout`, and an error names the ranks that did not
+// come.
+class Rendezvous {
+ public:
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
+
+  // Every rank's value under `key`, in rank order.
+  std::vector<std::string> allgather(const std::string& key, const std::string& value);
+
+  // Rank 0's value under `key`, made by `make` there.
+  std::string from_rank_zero(const std::string& key, const std::function<std::string()>& make);
+
+  // Returns once every rank has called it with this key.
+  void barrier(const std::string& key);
+
+  void set(const std::string& key, const std::string& value);
+  bool has(const std::string& key);
+  std::string get(const std::string& key);
+
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+
+ private:
+  void wait(const std::string& key, const std::vector<int>& ranks);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+};
+
+// A copy of `store` for use by another thread; a store that cannot be copied (one written in Python) is shared.
+c10::intrusive_ptr<c10d::Store> clone_store(const c10::intrusive_ptr<c10d::Store>& store);
+
+} // namespace fog::mpi

@@ -1,0 +1,255 @@
+#include "runtime.hpp"
+
+#include <unistd.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iomanip>
+#include <random>
+#include <sstream>
+#include <thread>
+
+#include <c10/util/Exception.h>
+
+#include "host.hpp"
+
+namespace fog::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int environment_int(const char* name, int missing) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') {
+    return missing;
+  }
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  return *end == '\0' ? static_cast<int>(value) : missing;
+}
+
+std::string random_name() {
+  std::random_device device;
+  std::ostringstream name;
+  name << "fog_" << getpid() << '_' << std::hex;
+  for (int word = 0; word < 4; ++word) {
+    name << std::setw(8) << std::setfill('0') << device();
+  }
+  return name.str();
+}
+
+// Sets variables for MPI_Init and takes them back afterwards, so that programs which this process starts do not mistake
+// themselves for ranks of its job.
+class ScopedEnvironment {
+ public:
+  ~ScopedEnvironment() {
+    for (const auto& [name, old] : saved_) {
+      old ? setenv(name.c_str(), old->c_str(), 1) : unsetenv(name.c_str());
+    }
+  }
+  void set(const std::string& name, const std::string& value) {
+    save(name);
+    setenv(name.c_str(), value.c_str(), 1);
+  }
+  void unset(const std::string& name) {
+    save(name);
+    unsetenv(name.c_str());
+  }
+
+ private:
+  void save(const std::string& name) {
+    const char* old = std::getenv(name.c_str());
+    saved_.emplace_back(name, old ? std::optional<std::string>(old) : std::nullopt);
+  }
+  std::vector<std::pair<std::string, std::optional<std::string>>> saved_;
+};
+
+// Removes the names of the shared-memory files that MPI mapped at start-up. All local ranks have attached by then; without
+// its name the memory goes when the last of them ends, however it ends. MPICH leaves the files behind after a kill -9.
+void unlink_shared_memory_names() {
+  std::ifstream maps("/proc/self/maps");
+  std::string line;
+  while (std::getline(maps, line)) {
+    const auto at = line.find("/dev/shm/");
+    if (at == std::string::npos || line.find("(deleted)") != std::string::npos) {
+      continue;
+    }
+    const auto path = line.substr(at);
+    if (path.find("mpich") != std::string::npos || path.find("fog_") != std::string::npos) {
+      unlink(path.c_str());
+    }
+  }
+}
+
+} // namespace
+
+LauncherWorld launcher_world() {
+  // Workers of torchrun inherit the variables of the launcher that started torchrun itself; those name another world.
+  if (std::getenv("TORCHELASTIC_RUN_ID") != nullptr) {
+    return {};
+  }
+  static constexpr std::array<std::array<const char*, 2>, 3> names = {
+      {{"PMI_RANK", "PMI_SIZE"}, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"SLURM_PROCID", "SLURM_NTASKS"}}};
+  for (const auto& [rank_name, size_name] : names) {
+    const int rank = environment_int(rank_name, -1);
+    const int size = environment_int(size_name, -1);
+    if (rank >= 0 && size > rank) {
+      // A batch shell has SLURM's variables as well; a rank that srun started can also reach a PMI.
+      const bool slurm = std::strcmp(rank_name, "SLURM_PROCID") == 0;
+      if (!slurm || std::getenv("PMI_FD") != nullptr || std::getenv("PMIX_RANK") != nullptr) {
+        return {rank, size};
+      }
+    }
+  }
+  return {};
+}
+
+Runtime& Runtime::instance() {
+  static auto* runtime = new Runtime();
+  return *runtime;
+}
+
+void Runtime::initialize(std::chrono::milliseconds timeout) {
+  int running = 0;
+  check(api().Initialized(&running), "MPI_Initialized");
+  int provided = 0;
+  if (running != 0) { // by the program itself, through another user of the same library
+    check(api().Query_thread(&provided), "MPI_Query_thread");
+  } else {
+    // fog stages device memory itself where it must; MPI's own probing of GPUs costs start-up time.
+    setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
+    // MPI_Init has no time-out. It runs in a thread of its own, so that this one can give up and say why.
+    struct Attempt {
+      std::mutex mutex;
+      std::condition_variable changed;
+      bool done = false;
+      int code = 0;
+      int provided = 0;
+    };
+    auto attempt = std::make_shared<Attempt>();
+    std::thread([attempt] {
+      int level = 0;
+      const int code = api().Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level);
+      std::lock_guard<std::mutex> lock(attempt->mutex);
+      attempt->done = true;
+      attempt->code = code;
+      attempt->provided = level;
+      attempt->changed.notify_all();
+    }).detach();
+    const auto deadline = Clock::now() + timeout;
+    std::unique_lock<std::mutex> lock(attempt->mutex);
+    while (!attempt->changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return attempt->done; })) {
+      const auto error = pmi_ ? pmi_->error() : std::string();
+      if (!error.empty() || Clock::now() > deadline) {
+        C10_THROW_ERROR(
+            DistBackendError,
+            c10::str(
+                "fog: MPI did not start", error.empty() ? c10::str(" within ", timeout.count(), " ms") : ": " + error));
+      }
+    }
+    check(attempt->code, "MPI_Init_thread");
+    provided = attempt->provided;
+    initialized_here_ = true;
+  }
+  if (provided < MPI_THREAD_SERIALIZED) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            "fog: needs MPI_THREAD_SERIALIZED, but MPI runs with thread level ", provided,
+            ". Start fog before other users of MPI, or start MPI with a higher level."));
+  }
+}
+
+void Runtime::adopt_world() {
+  check(api().Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check(api().Comm_dup(MPI_COMM_WORLD, &communicator_), "MPI_Comm_dup");
+  check(api().Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check(api().Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
+  check(api().Comm_size(communicator_, &size_), "MPI_Comm_size");
+  void* value = nullptr;
+  int found = 0;
+  check(api().Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
+  max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the least that the standard promises
+  started_ = true;
+}
+
+void Runtime::start(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (started_) {
+    return;
+  }
+  if (!failure_.empty()) {
+    C10_THROW_ERROR(DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
+  }
+  Rendezvous rendezvous(store, rank, size, timeout);
+  // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
+  const auto hosts = number_hosts(rendezvous.allgather("host", host_id()));
+  job_ = rendezvous.from_rank_zero("job", random_name);
+  try {
+    const auto launcher = launcher_world();
+    launched_ = launcher.size == size && launcher.rank == rank;
+    ScopedEnvironment environment;
+    if (!launched_) {
+      pmi_ = std::make_unique<PmiServer>(
+          std::make_unique<Rendezvous>(clone_store(store), rank, size, timeout), job_, process_mapping(hosts));
+      for (const char* inherited : {"PMI_PORT", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3"}) {
+        environment.unset(inherited);
+      }
+      environment.set("PMI_FD", std::to_string(pmi_->client_fd()));
+      environment.set("PMI_RANK", std::to_string(rank));
+      environment.set("PMI_SIZE", std::to_string(size));
+      environment.set("MPIR_CVAR_PMI_VERSION", "1");
+    }
+    initialize(timeout);
+    adopt_world();
+    TORCH_CHECK_WITH(
+        DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_, ", the group has this process as rank ", rank,
+        " of ", size);
+    rendezvous.barrier("mpi-started");
+  } catch (const std::exception& error) {
+    started_ = false;
+    failure_ = error.what();
+    throw;
+  }
+  unlink_shared_memory_names();
+}
+
+void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (started_) {
+    return;
+  }
+  if (launcher_world().size == 0) {
+    C10_THROW_ERROR(DistBackendError, "fog: no launcher: neither mpiexec nor srun set a rank and a size in the environment");
+  }
+  launched_ = true;
+  initialize(timeout);
+  adopt_world();
+  job_ = broadcast(random_name());
+  unlink_shared_memory_names(); // broadcast() from rank 0 is no barrier, but MPI_Comm_dup was: all have attached
+}
+
+std::string Runtime::broadcast(const std::string& text) {
+  std::array<char, 512> buffer = {};
+  TORCH_CHECK_VALUE(text.size() < buffer.size(), "fog: text of ", text.size(), " characters; at most ", buffer.size() - 1);
+  std::memcpy(buffer.data(), text.data(), text.size());
+  check(api().Bcast(buffer.data(), static_cast<int>(buffer.size()), MPI_BYTE, 0, communicator_), "MPI_Bcast");
+  return buffer.data();
+}
+
+void Runtime::finalize(bool healthy) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!started_ || finalized_) {
+    return;
+  }
+  finalized_ = true;
+  int ended = 0;
+  if (launched_ && initialized_here_ && healthy && api().Finalized(&ended) == MPI_SUCCESS && ended == 0) {
+    api().Finalize();
+  }
+}
+
+} // namespace fog::mpi

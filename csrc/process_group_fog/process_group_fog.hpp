@@ -1,0 +1,163 @@
+// The c10d backend "fog".
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "mpi/group.hpp"
+#include "neighbor_plan.hpp"
+#include "work.hpp"
+
+namespace fog {
+
+// Serves every collective of c10d for CPU tensors over MPI, and neighbor collectives beside them. It checks arguments,
+// stages tensors that are not contiguous, and hands operations to the engine, which runs them for as long as their Work or
+// the engine needs; it owns no thread.
+//
+// Contract: operations of one group start in program order, the same on every rank; several may be in flight. Bad
+// arguments raise ValueError or TypeError before anything is sent. A failure in flight raises DistBackendError on every
+// rank of the group, and from then on the group refuses work.
+class ProcessGroupFog : public c10d::Backend {
+ public:
+  struct Options : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : c10d::Backend::Options("fog", timeout) {}
+
+    // Whether ranks that only send in an operation (the root of a broadcast, say) wait until the receivers have accepted
+    // their messages. Without it they learn of a disagreement at their next operation only.
+    bool confirm = true;
+  };
+
+  // Blocks until all `size` ranks have come to `store`.
+  ProcessGroupFog(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  ~ProcessGroupFog() override;
+
+  const std::string getBackendName() const override {
+    return "fog";
+  }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return c10::static_intrusive_pointer_cast<c10d::Backend::Options>(options_);
+  }
+  bool supportsCoalescing() const override {
+    return true;
+  }
+
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options = c10d::BroadcastOptions()) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
+      std::vector<at::Tensor>& tensors,
+      const c10d::AllreduceCoalescedOptions& options = c10d::AllreduceCoalescedOptions()) override;
+  c10::intrusive_ptr<c10d::Work> reduce(
+      std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options = c10d::ReduceOptions()) override;
+  c10::intrusive_ptr<c10d::Work> allgather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options = c10d::AllgatherOptions()) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options = c10d::AllgatherOptions()) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options = c10d::AllgatherOptions()) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllgatherOptions& options = c10d::AllgatherOptions()) override;
+  c10::intrusive_ptr<c10d::Work> gather(
+      std::vector<std::vector<at::Tensor>>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::GatherOptions& options = c10d::GatherOptions()) override;
+  c10::intrusive_ptr<c10d::Work> scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ScatterOptions& options = c10d::ScatterOptions()) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(
+      std::vector<at::Tensor>& outputs,
+      std::vector<std::vector<at::Tensor>>& inputs,
+      const c10d::ReduceScatterOptions& options = c10d::ReduceScatterOptions()) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options = c10d::ReduceScatterOptions()) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::ReduceScatterOptions& options = c10d::ReduceScatterOptions()) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options = c10d::AllToAllOptions()) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(
+      std::vector<at::Tensor>& outputs,
+      std::vector<at::Tensor>& inputs,
+      const c10d::AllToAllOptions& options = c10d::AllToAllOptions()) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int destination, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options = c10d::BarrierOptions()) override;
+
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    options_->timeout = timeout;
+  }
+  // Sequence numbers count from 0 on every rank; there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  // --- fog's own operations ---
+  // `name`, if given, is the operation's rendezvous key instead of its place in program order.
+  struct CallOptions {
+    std::string name;
+    bool confirm = true;
+    std::optional<std::chrono::milliseconds> timeout;
+  };
+  // The Work's result is `output` (a new tensor unless given): see NeighborAllreduce.
+  c10::intrusive_ptr<c10d::Work> neighbor_allreduce(
+      const at::Tensor& tensor, const NeighborPlan& plan, std::optional<at::Tensor> output, const CallOptions& options);
+  // The Work's result is the sources' tensors, one after the other along dimension 0 in the plan's order.
+  c10::intrusive_ptr<c10d::Work> neighbor_allgather(
+      const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
+  // The Work's result is all ranks' tensors along dimension 0; first dimensions may differ.
+  c10::intrusive_ptr<c10d::Work> allgather_concat(const at::Tensor& tensor, const CallOptions& options);
+  c10::intrusive_ptr<c10d::Work> allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options);
+  c10::intrusive_ptr<c10d::Work> broadcast_named(at::Tensor& tensor, int root, const CallOptions& options);
+
+  // Ranks of the group on this process's host, this one included, ascending.
+  std::vector<int> local_ranks() const;
+  // Host number of every rank, by first appearance.
+  std::vector<int> hosts() const;
+
+ private:
+  struct Call;
+
+  CallOptions call_options(std::chrono::milliseconds timeout) const;
+  c10::intrusive_ptr<c10d::Work> submit(
+      const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
+  c10::intrusive_ptr<c10d::Work> when_all(c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  c10::intrusive_ptr<c10d::Work> gather_concat(
+      const at::Tensor& tensor,
+      OpKind kind,
+      std::vector<int> sources,
+      std::vector<int> destinations,
+      const CallOptions& options);
+  void check_plan(const NeighborPlan& plan) const;
+  void check_root(const char* op, int64_t root) const;
+  void check_peer(const char* op, int peer, int tag) const;
+
+  const c10::intrusive_ptr<Options> options_;
+  std::shared_ptr<mpi::Group> group_;
+  bool coalescing_ = false;
+  std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;
+};
+
+} // namespace fog

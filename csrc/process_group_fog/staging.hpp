@@ -1,0 +1,50 @@
+// Checks of tensor arguments, and contiguous stand-ins for tensors that are not.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace fog {
+
+// Throws unless `tensor` is a dense CPU tensor: ValueError naming `op`, `argument`, what came and what is allowed.
+void check_tensor(const char* op, const char* argument, const at::Tensor& tensor);
+
+// The same for a tensor that is written to; its elements must not share memory with each other (expanded tensors).
+void check_output(const char* op, const char* argument, const at::Tensor& tensor);
+
+// Whether the spans of memory from first to last element of two tensors meet.
+bool share_memory(const at::Tensor& one, const at::Tensor& other);
+
+// The one tensor of a list that c10d passes for one device each.
+const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);
+
+// The list for the one device.
+const std::vector<at::Tensor>& only_list(
+    const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists);
+
+// Contiguous memory for a tensor. What an operation writes there is copied to the tensor by copy_back(); neither autograd
+// nor the version counter sees the copies, as is usual for collectives.
+class Staging {
+ public:
+  // The tensor's own memory if it is contiguous, else a copy.
+  at::Tensor input(const at::Tensor& tensor);
+  // The tensor's own memory if it is contiguous, else memory to be copied back.
+  at::Tensor output(const at::Tensor& tensor);
+  // Both.
+  at::Tensor in_place(const at::Tensor& tensor);
+
+  // Copies outputs back; empty if there is nothing to copy.
+  std::function<void()> copy_back() const;
+
+ private:
+  struct Copy {
+    at::Tensor from;
+    at::Tensor to;
+  };
+  std::vector<Copy> copies_;
+};
+
+} // namespace fog

@@ -1,0 +1,68 @@
+"""Average consensus: every rank ends with the mean of all values, and talks to its neighbors only.
+
+    torchrun --nproc_per_node=4 examples/average_consensus.py
+    torchrun --nproc_per_node=4 examples/average_consensus.py --topology ring
+    torchrun --nproc_per_node=4 examples/average_consensus.py --dynamic
+
+Rank i starts with the value i. In each round it replaces its value by a weighted mean of its own and those of
+its in-neighbors. The weights that reach a rank sum to 1, and so do those that leave it: the mean of all ranks
+stays as it is, and the distance to it shrinks, the faster the better the topology is connected.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import fogdist
+from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Average consensus with neighbor_allreduce.")
+    parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="exp2", help="who is whose neighbor")
+    parser.add_argument("--dynamic", action="store_true", help="one peer a round, in turn")
+    parser.add_argument("--rounds", type=int, default=100)
+    args = parser.parse_args()
+    if args.dynamic and args.topology in ("mesh", "star"):
+        # A rank could receive from several peers at once, and the weights that leave a rank not sum to 1.
+        parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+
+    fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+    rank, size = fogdist.rank(), fogdist.size()
+    peers = None
+    if args.dynamic and size > 1:
+        peers = GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
+
+    x = torch.tensor([float(rank)])
+    average = fogdist.allreduce(x)
+    errors = [(x - average).abs()]
+    for _ in range(args.rounds):
+        if peers is None:
+            x = fogdist.neighbor_allreduce(x)
+        else:
+            send_ranks, recv_ranks = next(peers)
+            weight = 1.0 / (len(recv_ranks) + 1)
+            x = fogdist.neighbor_allreduce(
+                x, self_weight=weight, src_weights={r: weight for r in recv_ranks}, dst_weights=send_ranks
+            )
+        errors.append((x - average).abs())
+
+    # One row a rank, one column a round.
+    all_errors = fogdist.allgather(torch.cat(errors).unsqueeze(0))
+    values = fogdist.allgather(x)
+    if rank == 0:
+        print(f"{'round':>6}{'largest error':>16}")
+        for round_, error in enumerate(all_errors.max(dim=0).values.tolist()):
+            if round_ < 10 or round_ % 10 == 0 or round_ == args.rounds:
+                print(f"{round_:>6}{error:>16.2e}")
+        for r, value in enumerate(values.tolist()):
+            print(f"rank {r}: {value} (average of all ranks: {average.item()})")
+    fogdist.shutdown()
+
+
+if __name__ == "__main__":
+    main()

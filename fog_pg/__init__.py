@@ -1,0 +1,47 @@
+"""Registers the torch.distributed backend "fog".
+
+Importing this package loads no library; the C++ extension and MPI are loaded when a first group is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fog_pg._C import ProcessGroupFog
+
+__all__ = ["autoload", "register"]
+
+
+def register() -> None:
+    """Registers "fog" for the device types cpu and cuda; calling it again does nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or "FOG" in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend("fog", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def autoload() -> None:
+    """What torch 2.11 to 2.13 call at the end of "import torch". An exception here would break that import."""
+    register()
+
+
+def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
+    """Makes the backend of one group; torch calls it on every rank of the group."""
+    from fog_pg._extension import load
+
+    extension = load()
+    if backend_options is None:
+        backend_options = extension.ProcessGroupFog.Options()
+        backend_options._timeout = options.timeout
+        backend_options.group_name = str(options.group_id)
+        backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
+    elif not isinstance(backend_options, extension.ProcessGroupFog.Options):
+        raise TypeError(
+            f"pg_options: got {type(backend_options).__name__}; allowed for backend fog is ProcessGroupFog.Options"
+        )
+    return extension.ProcessGroupFog(options.store, options.group_rank, options.group_size, backend_options)
+
+
+register()

@@ -1,0 +1,102 @@
+"""Loads the C++ extension and the MPI library it uses, with errors that say what to do."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.metadata
+import os
+import sys
+from ctypes.util import find_library
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+# The MPI library to use instead of the one that is found: any that follows the MPI standard ABI.
+MPI_LIBRARY_VARIABLE = "FOG_MPI_LIBRARY"
+# "0" makes ranks that only send in an operation go on without waiting for the receivers to accept their messages.
+CONFIRM_VARIABLE = "FOG_CONFIRM"
+
+_LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
+
+
+def _minor(version: str) -> tuple[str, ...]:
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def _check_build() -> None:
+    import torch
+
+    try:
+        from fog_pg import _build_info
+    except ImportError as error:
+        raise ImportError(
+            "fog_pg: the C++ extension is not built. In fog's checkout run: pip install --no-build-isolation ."
+        ) from error
+    if _minor(_build_info.TORCH_VERSION) != _minor(torch.__version__):
+        raise ImportError(
+            f"fog_pg: the C++ extension was built for torch {_build_info.TORCH_VERSION}, this is torch {torch.__version__}. "
+            "C++ interfaces differ from one minor version to the next; rebuild it in fog's checkout with: "
+            "pip install --no-build-isolation --force-reinstall --no-deps ."
+        )
+
+
+def _mpich_package_library() -> Path | None:
+    """The library of the PyPI package mpich in this environment."""
+    try:
+        files = importlib.metadata.files("mpich") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if file.name == "libmpi_abi.so.1":
+            return Path(file.locate()).resolve()
+    return None
+
+
+def find_mpi_library() -> str:
+    """Path of the MPI library: FOG_MPI_LIBRARY, else the mpich package's, else the system's.
+
+    Raises:
+        ImportError: If FOG_MPI_LIBRARY names no file, or if none is found.
+    """
+    if named := os.environ.get(MPI_LIBRARY_VARIABLE):
+        if os.sep in named and not Path(named).is_file():
+            raise ImportError(f"fog_pg: {MPI_LIBRARY_VARIABLE} is {named!r}, which is not a file")
+        return named
+    package = _mpich_package_library()
+    if package is not None and package.is_file():
+        return str(package)
+    for folder in (Path(sys.prefix) / "lib", Path(sys.base_prefix) / "lib"):
+        for name in _LIBRARY_NAMES:
+            if (folder / name).is_file():
+                return str(folder / name)
+    if system := find_library("mpi_abi"):
+        return system
+    raise ImportError(
+        "fog_pg: no MPI library with the MPI standard ABI (libmpi_abi.so) was found. Install one with: pip install 'mpich>=5'; "
+        f"or name your site's (MPICH 5, Intel MPI, Open MPI 6) in {MPI_LIBRARY_VARIABLE}; or build fog against your site's MPI "
+        "with FOG_MPICXX=/path/to/mpicxx pip install --no-build-isolation ."
+    )
+
+
+@cache
+def load() -> ModuleType:
+    """The extension module, with MPI's library opened; MPI itself is not started.
+
+    Raises:
+        ImportError: If the extension is missing or built for another torch, or if no MPI library can be used.
+    """
+    _check_build()
+    try:
+        from fog_pg import _C
+    except ImportError as error:
+        raise ImportError(
+            f"fog_pg: the C++ extension cannot be loaded ({error}). Rebuild it in fog's checkout with: "
+            "pip install --no-build-isolation --force-reinstall --no-deps ."
+        ) from error
+    try:
+        _C.load_mpi("" if _C.native_mpi else find_mpi_library())
+    except RuntimeError as error:
+        raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
+    # Before the interpreter goes: the progress thread may run Python callbacks.
+    atexit.register(_C.shutdown)
+    return _C

@@ -1,0 +1,70 @@
+"""Handles of operations in flight: integers that a caller polls and waits for.
+
+A handle owns what its operation still needs, the tensors it reads included, until it is waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+# One counter for the process: a handle of a group that was shut down never names an operation of the next.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    work: dist.Work
+    finish: Callable[[dist.Work], Tensor]
+    reads: tuple[Tensor, ...]
+
+
+class HandleTable:
+    """The operations of one group that nobody has waited for yet."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, _InFlight] = {}
+
+    def add(self, work: dist.Work, finish: Callable[[dist.Work], Tensor], *reads: Tensor) -> int:
+        """Returns a new handle.
+
+        Args:
+            work: The operation.
+            finish: Called once with the completed work; returns what the user gets from `wait`.
+            reads: Tensors that must live as long as the operation.
+        """
+        handle = next(_numbers)
+        self._in_flight[handle] = _InFlight(work, finish, reads)
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        """Returns whether the operation is complete, whether well or not; `wait` tells which.
+
+        Raises:
+            TypeError: `handle` is not an integer.
+            ValueError: No operation in flight has this handle.
+        """
+        return bool(self._in_flight[self._known(handle)].work.is_completed())
+
+    def wait(self, handle: int) -> Tensor:
+        """Waits for the operation, frees the handle (also if the operation failed) and returns the output.
+
+        Raises:
+            TypeError: `handle` is not an integer.
+            ValueError: No operation in flight has this handle.
+            torch.distributed.DistBackendError: The operation failed.
+        """
+        operation = self._in_flight.pop(self._known(handle))
+        operation.work.wait()
+        return operation.finish(operation.work)
+
+    def _known(self, handle: int) -> int:
+        if not isinstance(handle, int) or isinstance(handle, bool):
+            raise TypeError(f"handle must be an int from a nonblocking call, got {type(handle).__name__}")
+        if handle not in self._in_flight:
+            raise ValueError(f"handle must be of an operation nobody has waited for yet, got {handle}")
+        return handle

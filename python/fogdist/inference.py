@@ -1,0 +1,70 @@
+"""Each rank knows one side of its edges; together they know the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import SupportsIndex
+
+import numpy as np
+import torch
+
+from fogdist.collectives import allgather
+from fogdist.context import current
+from fogdist.topology import (
+    check_neighbor_ranks,
+    matrix_from_destinations,
+    matrix_from_sources,
+    transpose_neighbor_ranks,
+)
+
+
+def InferSourceFromDestinationRanks(
+    dst_ranks: Iterable[SupportsIndex], construct_adjacency_matrix: bool = False
+) -> list[int] | tuple[list[int], np.ndarray]:
+    """Returns the ranks that send to this one, from whom every rank sends to. Collective.
+
+    Args:
+        dst_ranks: The ranks this one sends to.
+        construct_adjacency_matrix: True to get the mixing matrix of the plain mean too.
+
+    Returns:
+        The sources, ascending; or (sources, W), W being a float64 array of shape (n, n), the adjacency
+        matrix with self loops divided by its column sums: `W[i, j]` is the weight of the edge i -> j.
+
+    Raises:
+        TypeError: A rank is not an integer.
+        TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
+            AssertionError.
+    """
+    destinations = _gather_lists(dst_ranks, "dst_ranks")
+    sources = transpose_neighbor_ranks(destinations)[current().rank]
+    return (sources, matrix_from_destinations(destinations)) if construct_adjacency_matrix else sources
+
+
+def InferDestinationFromSourceRanks(
+    src_ranks: Iterable[SupportsIndex], construct_adjacency_matrix: bool = False
+) -> list[int] | tuple[list[int], np.ndarray]:
+    """Returns the ranks this one sends to, from whom every rank receives from. Collective.
+
+    Args:
+        src_ranks: The ranks this one receives from.
+        construct_adjacency_matrix: As in `InferSourceFromDestinationRanks`.
+
+    Returns:
+        The destinations, ascending; or (destinations, W) as in `InferSourceFromDestinationRanks`.
+
+    Raises:
+        TypeError: A rank is not an integer.
+        TopologyError: A rank is out of range, given twice, or this rank itself.
+    """
+    sources = _gather_lists(src_ranks, "src_ranks")
+    destinations = transpose_neighbor_ranks(sources)[current().rank]
+    return (destinations, matrix_from_sources(sources)) if construct_adjacency_matrix else destinations
+
+
+def _gather_lists(ranks: Iterable[SupportsIndex], argument: str) -> list[list[int]]:
+    context = current()
+    peers = check_neighbor_ranks(ranks, context.rank, context.size, argument)
+    # One message: every rank's list after its length, concatenated.
+    gathered = iter(allgather(torch.tensor([len(peers), *peers])).tolist())
+    return [[next(gathered) for _ in range(length)] for length in gathered]

@@ -1,0 +1,102 @@
+"""ATC, adapt then combine: a local step, then the average of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fogdist.context import current
+from fogdist.optim.combining import CombiningOptimizer
+from fogdist.optim.parameter_average import CommunicationType, ParameterAverage
+from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
+from fogdist.optim.wrapper import Models, wrap
+
+
+def DistributedAdaptThenCombineOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+    num_steps_per_communication: int = 1,
+) -> AdaptThenCombineOptimizer:
+    """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
+
+    `step` makes the optimizer's own step, with whatever was done to the gradients before (accumulation,
+    clipping, unscaling), and then averages the parameters. (Chen and Sayed, "Diffusion adaptation strategies
+    for distributed optimization and learning over networks", IEEE Transactions on Signal Processing 60,
+    2012.) A gradient scaler must skip steps on all ranks alike.
+
+    Args:
+        optimizer: Any torch optimizer; it keeps its state.
+        model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
+            buffers are not.
+        communication_type: Whom to average with.
+        num_steps_per_communication: J: the average is in the step that completes J backward passes since the
+            last one. With J = 3 both three passes and one step, and three passes with a step after each, make
+            one average. A step counts as one pass at least.
+
+    Returns:
+        An instance of the optimizer's class with `step` as above and the attributes `self_weight`,
+        `src_weights`, `dst_weights`, `enable_topo_check`, `communication_type`.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
+            parameters have the same name; `num_steps_per_communication` is below 1; before `init`.
+        RuntimeError: After `shutdown`.
+    """
+    context = current()
+    distributed = wrap(AdaptThenCombineOptimizer, optimizer, model, num_steps_per_communication)
+    distributed.communication_type = communication_type
+    distributed._fog_start(is_alone=context.size == 1)
+    return distributed
+
+
+class AdaptThenCombineOptimizer(CombiningOptimizer):
+    """See `DistributedAdaptThenCombineOptimizer`, which makes it."""
+
+    _fog_average: ParameterAverage
+    _fog_counter: PassCounter
+    _fog_has_warned: bool
+    _fog_is_alone: bool
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes the optimizer's step and then the average, if one is due.
+
+        Args:
+            closure: Given to the optimizer; counts as one pass, however often it is evaluated.
+
+        Returns:
+            What the optimizer's own step returns.
+        """
+        if self._fog_is_alone:
+            return self._fog_wrapped.step() if closure is None else self._fog_wrapped.step(closure)
+        if closure is None:
+            passes = self._fog_counter.count_step()
+            result = self._fog_wrapped.step()
+        else:
+            with self._fog_counter.paused():
+                result = self._fog_wrapped.step(closure)
+            passes = self._fog_counter.count_step()
+        parameters = self._fog_parameters()
+        if passes >= self._fog_steps:
+            self._fog_average.start(parameters, self.communication_type, self._fog_weights())
+            self._fog_average.finish()
+            self._fog_counter.reset()
+        self._fog_counter.watch(parameters)
+        return result
+
+    def _fog_start(self, is_alone: bool) -> None:
+        self._fog_is_alone = is_alone
+        self._fog_has_warned = False
+        self._fog_average = ParameterAverage(f"fogdist.atc.{self._fog_number}")
+        self._fog_counter = PassCounter(self._fog_after_gradient)
+        if not is_alone:
+            self._fog_counter.watch(self._fog_parameters())
+
+    def _fog_after_gradient(self, parameter: Tensor) -> None:
+        if self._fog_counter.passes_of(parameter) > self._fog_steps and not self._fog_has_warned:
+            self._fog_has_warned = True
+            warn_too_many_passes("backward", self._fog_steps)

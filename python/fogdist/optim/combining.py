@@ -1,0 +1,44 @@
+"""What the optimizers that average parameters have in common: whom they average with, and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from fogdist.optim.parameter_average import CommunicationType, NeighborWeights
+from fogdist.optim.wrapper import DistributedOptimizer
+
+
+class CombiningOptimizer(DistributedOptimizer):
+    """An optimizer that averages parameters.
+
+    Attributes:
+        self_weight, src_weights, dst_weights: Arguments of `neighbor_allreduce` for the next average; None
+            for the topology. Set them before each iteration for a dynamic topology.
+        enable_topo_check: The same; False by default, for speed.
+    """
+
+    _public: ClassVar[frozenset[str]] = frozenset(
+        {"self_weight", "src_weights", "dst_weights", "enable_topo_check", "communication_type"}
+    )
+
+    self_weight: float | None = None
+    src_weights: Mapping[int, float] | None = None
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None
+    enable_topo_check: bool = False
+    _fog_communication_type: CommunicationType
+
+    @property
+    def communication_type(self) -> CommunicationType:
+        """Whom parameters are averaged with; can be set between iterations, on all ranks alike."""
+        return self._fog_communication_type
+
+    @communication_type.setter
+    def communication_type(self, value: CommunicationType) -> None:
+        if not isinstance(value, CommunicationType):
+            allowed = ", ".join(f"CommunicationType.{kind.name}" for kind in CommunicationType)
+            raise TypeError(f"communication_type must be one of {allowed}, got {value!r}")
+        self._fog_communication_type = value
+
+    def _fog_weights(self) -> NeighborWeights:
+        return NeighborWeights(self.self_weight, self.src_weights, self.dst_weights, self.enable_topo_check)

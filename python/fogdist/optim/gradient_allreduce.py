@@ -1,0 +1,153 @@
+"""Gradient averaging over all ranks: the baseline that decentralized methods are compared with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fogdist.context import current
+from fogdist.optim.gradient_average import GradientAverage
+from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
+from fogdist.optim.wrapper import DistributedOptimizer, Models, reject_lbfgs, wrap
+
+
+def DistributedGradientAllreduceOptimizer(
+    optimizer: Optimizer, model: Models, num_steps_per_communication: int = 1
+) -> GradientAllreduceOptimizer:
+    """Returns an optimizer that makes its step with the gradients averaged over all ranks.
+
+    A bucket of gradients is averaged as soon as the J-th backward pass completes it, while the pass goes on;
+    `step` averages what is missing, and waits. A parameter without a gradient on some rank counts as zero
+    there; one without a gradient on every rank is left alone. (As Horovod: Sergeev and Del Balso, 2018.)
+
+    To clip gradients, or unscale them with a gradient scaler, call `synchronize` first.
+
+    Args:
+        optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
+        model: The model, or a list of models, that hold its parameters.
+        num_steps_per_communication: J: the number of backward passes that accumulate gradients before a step;
+            their sum is averaged. A step after fewer passes is local: it takes this rank's own gradients,
+            after which the ranks' parameters differ. That is warned about once.
+
+    Returns:
+        An instance of the optimizer's class with `step` as above, `synchronize` and `skip_synchronize`.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
+            model; two parameters have the same name; `num_steps_per_communication` is below 1; before `init`.
+        RuntimeError: After `shutdown`.
+    """
+    context = current()
+    distributed = wrap(GradientAllreduceOptimizer, optimizer, model, num_steps_per_communication)
+    reject_lbfgs(optimizer)
+    distributed._fog_start(is_alone=context.size == 1)
+    return distributed
+
+
+class GradientAllreduceOptimizer(DistributedOptimizer):
+    """See `DistributedGradientAllreduceOptimizer`, which makes it."""
+
+    _fog_average: GradientAverage
+    _fog_counter: PassCounter
+    _fog_is_synchronized: bool
+    _fog_has_warned_passes: bool
+    _fog_has_warned_local: bool
+    _fog_is_alone: bool
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
+
+        Args:
+            closure: Evaluated once, before the gradients are averaged.
+
+        Returns:
+            What the closure returned, else what the optimizer's own step returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._fog_is_alone:
+            self._fog_average_if_due()
+        result = self._fog_wrapped.step()
+        return result if closure is None else loss
+
+    def synchronize(self) -> None:
+        """Averages the gradients now; the next `step` uses them as they are then. Collective."""
+        if self._fog_is_alone:
+            return
+        parameters = self._fog_parameters()
+        if not self._fog_average.has_begun:
+            self._fog_average.begin(parameters)
+        self._fog_average.finish()
+        self._fog_counter.reset()
+        self._fog_counter.watch(parameters)
+        self._fog_is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Around a `step` after `synchronize`, as scripts for Horovod and BlueFog have it.
+
+        `step` knows by itself that the gradients are averaged, so this only checks that they are.
+
+        Raises:
+            RuntimeError: `synchronize` was not called after the last backward pass.
+        """
+        if not self._fog_is_synchronized and not self._fog_is_alone:
+            raise RuntimeError(
+                "skip_synchronize() needs a call of synchronize() after the last backward pass"
+            )
+        yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients; an average of them in flight is discarded, which all ranks must do alike."""
+        if self._fog_average.has_begun:
+            self._fog_average.discard()
+            self._fog_counter.reset()
+        self._fog_wrapped.zero_grad(set_to_none=set_to_none)
+
+    def _fog_start(self, is_alone: bool) -> None:
+        self._fog_is_alone = is_alone
+        self._fog_is_synchronized = False
+        self._fog_has_warned_passes = False
+        self._fog_has_warned_local = False
+        self._fog_average = GradientAverage(f"fogdist.gradient.{self._fog_number}")
+        self._fog_counter = PassCounter(self._fog_after_gradient)
+        if not is_alone:
+            self._fog_counter.watch(self._fog_parameters())
+
+    def _fog_average_if_due(self) -> None:
+        if not self._fog_is_synchronized:
+            passes = self._fog_counter.count_step()
+            if passes >= self._fog_steps:
+                self.synchronize()
+            elif not self._fog_has_warned_local:
+                self._fog_has_warned_local = True
+                warnings.warn(
+                    f"step() after {passes} of num_steps_per_communication={self._fog_steps} backward passes "
+                    "takes this rank's own gradients; the parameters of the ranks differ from now on",
+                    stacklevel=3,
+                )
+        self._fog_is_synchronized = False
+
+    def _fog_after_gradient(self, parameter: Tensor) -> None:
+        self._fog_is_synchronized = False
+        passes = self._fog_counter.passes_of(parameter)
+        if passes < self._fog_steps:
+            return
+        if not self._fog_average.has_begun:
+            self._fog_average.begin(self._fog_parameters())
+        if passes == self._fog_steps:
+            self._fog_average.add(parameter)
+            return
+        self._fog_average.outdate(parameter)
+        if not self._fog_has_warned_passes:
+            self._fog_has_warned_passes = True
+            warn_too_many_passes("backward", self._fog_steps)

@@ -1,0 +1,100 @@
+"""How many backward passes there were since the last communication.
+
+One communication every J passes covers accumulation (J backward passes, then one step) and local steps (J
+times a backward pass and a step) alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+
+def warn_too_many_passes(kind: str, allowed: int) -> None:
+    """Warns that `step` was not called when it should have been."""
+    warnings.warn(
+        f"Unexpected behavior: more than num_steps_per_communication={allowed} {kind} passes without a "
+        "step() that communicates. Call step() in time, or raise num_steps_per_communication.",
+        stacklevel=3,
+    )
+
+
+class PassCounter:
+    """Counts backward passes by the parameters' gradients.
+
+    A pass is counted once however many parameters it reaches. A step() counts as a pass even if no gradient
+    came on this rank, so that a rank without data for one step still takes part in what the others do.
+
+    Args:
+        on_gradient: A bound method, called with each parameter whose gradient was accumulated, after counting
+            it. Its object is not kept alive.
+    """
+
+    def __init__(self, on_gradient: Callable[[Tensor], None]) -> None:
+        self._until_last_step = 0
+        self._since_last_step: dict[Tensor, int] = {}
+        self._is_paused = False
+        self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Counts the gradients of `parameters` too, where it does not yet."""
+        for parameter in parameters:
+            if parameter not in self._hooks:
+                self._hooks[parameter] = _hook(parameter, self)
+
+    def passes_of(self, parameter: Tensor) -> int:
+        """Returns the passes since the last communication; since the last step, those of this parameter."""
+        return self._until_last_step + self._since_last_step.get(parameter, 0)
+
+    def count_step(self) -> int:
+        """Closes the passes of one step() and returns all passes since the last communication."""
+        self._until_last_step += max(1, max(self._since_last_step.values(), default=0))
+        self._since_last_step.clear()
+        return self._until_last_step
+
+    def reset(self) -> None:
+        """Starts from zero: a communication was done."""
+        self._until_last_step = 0
+        self._since_last_step.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing inside."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def count(self, parameter: Tensor) -> None:
+        """Counts one gradient; called by the parameters' hooks."""
+        on_gradient = self._on_gradient()
+        if self._is_paused or on_gradient is None:
+            return
+        self._since_last_step[parameter] = self._since_last_step.get(parameter, 0) + 1
+        on_gradient(parameter)
+
+
+def _hook(parameter: Tensor, counter: PassCounter) -> RemovableHandle:
+    # The parameter outlives its optimizer: its hook must not keep the optimizer alive.
+    reference = weakref.ref(counter)
+
+    def count(accumulated: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.count(accumulated)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(count)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()

@@ -1,0 +1,182 @@
+"""A distributed optimizer as a view of the user's optimizer.
+
+The user's object stays the only holder of parameter groups, state, options and hooks, and its `step` makes
+every local update, whatever algorithm it is. The view adds communication around that, and is an instance of
+the user's optimizer class too, so that schedulers, gradient scalers and isinstance checks take it for what it
+wraps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+Models = Module | Sequence[Module]
+
+_RENAMED = {
+    "neighbor_weights": "src_weights",
+    "send_neighbors": "dst_weights",
+    "neighbor_machine_weights": "src_machine_weights",
+    "send_neighbor_machines": "dst_machine_weights",
+}
+# Distributed optimizers are made in the same order on all ranks, so their numbers tell their messages apart.
+_numbers = itertools.count()
+
+_View = TypeVar("_View", bound="DistributedOptimizer")
+
+
+class DistributedOptimizer(Optimizer):
+    """Base of the distributed optimizers; made by `wrap` only.
+
+    Attributes that a subclass lists in `_public`, and names that begin with ``_fog``, live in the view. All
+    others are read from, written to and deleted in the wrapped optimizer.
+    """
+
+    _public: ClassVar[frozenset[str]] = frozenset()
+    # Written by learning-rate schedulers, which put a counter around `step` of the optimizer they are given.
+    _scheduler_marks: ClassVar[frozenset[str]] = frozenset({"step", "_opt_called"})
+
+    _fog_wrapped: Optimizer
+    _fog_models: tuple[Module, ...]
+    _fog_owner: dict[Tensor, int]
+    _fog_number: int
+    _fog_steps: int
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is found neither in the view nor in its classes.
+        if name.startswith("_fog"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._fog_wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _RENAMED:
+            raise AttributeError(f"the attribute {name!r} of older scripts is called {_RENAMED[name]!r} now")
+        if self._is_own(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._fog_wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self._fog_wrapped, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a distributed optimizer cannot be copied or pickled; use its state_dict()")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of the wrapped optimizer's class, distributed or not."""
+        self._fog_wrapped.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group whose parameters belong to the model.
+
+        Raises:
+            ValueError: A parameter is not in the model.
+        """
+        self._fog_wrapped.add_param_group(param_group)
+        try:
+            check_ownership(self._fog_wrapped, self._fog_owner)
+        except ValueError:
+            self._fog_wrapped.param_groups.pop()
+            raise
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith("_fog") or name in self._public or name in self._scheduler_marks
+
+    def _fog_parameters(self, model: int | None = None) -> list[Tensor]:
+        """The optimizer's parameters that are not frozen now, of all models or of one of them."""
+        return [
+            parameter
+            for group in self._fog_wrapped.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and (model is None or self._fog_owner[parameter] == model)
+        ]
+
+
+def wrap(view: type[_View], optimizer: Optimizer, model: Models, num_steps_per_communication: int) -> _View:
+    """Returns a distributed optimizer of class `view` around `optimizer`.
+
+    Args:
+        view: A subclass of DistributedOptimizer.
+        optimizer: The user's optimizer.
+        model: The model, or models, that hold its parameters.
+        num_steps_per_communication: At least 1.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
+            parameters have the same name; `num_steps_per_communication` is below 1.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ValueError(
+            f"optimizer must not be distributed already, got {type(optimizer).__mro__[1].__name__}"
+        )
+    models = (model,) if isinstance(model, Module) else model
+    if not isinstance(models, (list, tuple)) or not all(isinstance(each, Module) for each in models):
+        raise TypeError(f"model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
+    steps = num_steps_per_communication
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"num_steps_per_communication must be an int, got {type(steps).__name__}")
+    if steps < 1:
+        raise ValueError(f"num_steps_per_communication must be at least 1, got {steps}")
+    owner = owners(models)
+    check_ownership(optimizer, owner)
+    kind = type(optimizer)
+    # Named as the user's class, which is what its repr and logs should say.
+    body = {"__module__": view.__module__, "__doc__": view.__doc__}
+    made: type[_View] = type(kind.__name__, (view, kind), body)
+    distributed = object.__new__(made)  # without the __init__ of the user's class
+    distributed._fog_wrapped = optimizer
+    distributed._fog_models = tuple(models)
+    distributed._fog_owner = owner
+    distributed._fog_number = next(_numbers)
+    distributed._fog_steps = steps
+    return distributed
+
+
+def reject_lbfgs(optimizer: Optimizer) -> None:
+    """Raises ValueError for an LBFGS, whose step evaluates its closure as often as it likes on each rank."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer must evaluate its closure once a step, got an LBFGS, which evaluates it several "
+            "times; DistributedAdaptThenCombineOptimizer serves it"
+        )
+
+
+def owners(models: Iterable[Module]) -> dict[Tensor, int]:
+    """Returns the model, by its place, that each parameter belongs to; the first one for shared parameters.
+
+    Raises:
+        ValueError: Two different parameters have the same name.
+    """
+    owner: dict[Tensor, int] = {}
+    names: dict[str, Tensor] = {}
+    for place, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if names.setdefault(name, parameter) is not parameter:
+                raise ValueError(
+                    f"model must have one name for each parameter, got {name!r} in several models"
+                )
+            owner.setdefault(parameter, place)
+    return owner
+
+
+def check_ownership(optimizer: Optimizer, owner: dict[Tensor, int]) -> None:
+    """Raises ValueError for a parameter of the optimizer that no model has."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if parameter not in owner:
+                raise ValueError(
+                    f"optimizer must hold parameters of the model only, got parameter {place} of group "
+                    f"{number}, of shape {tuple(parameter.shape)}, which model.named_parameters() lacks"
+                )

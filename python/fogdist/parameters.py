@@ -1,0 +1,196 @@
+"""The same start everywhere: parameters and optimizer state of one rank, or parameters averaged over all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.buckets import flatten, make_buckets, unflatten
+from fogdist.collectives import allgather, allreduce_nonblocking_, broadcast_nonblocking_, wait
+from fogdist.context import PreconditionError, current
+from fogdist.topology.validation import check_rank
+
+Parameters = Mapping[str, Tensor] | list[Tensor] | list[tuple[str, Tensor]]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int) -> None:
+    """Overwrites parameters with those of one rank, in place. Collective.
+
+    Args:
+        params: A dict of names to tensors, such as ``model.state_dict()``; or a list of tensors or of
+            (name, tensor) pairs, such as ``list(model.named_parameters())``. Names, shapes and dtypes must be
+            the same on all ranks; a dict's order does not count.
+        root_rank: The rank whose values all get.
+
+    Raises:
+        TypeError: `root_rank` is not an integer.
+        ValueError: `params` is none of these, an iterator for example; ranks disagree on a name, shape or
+            dtype (on all ranks alike); `root_rank` is not a rank; before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    root = check_rank(root_rank, current().size, "root_rank")
+    named = _named(params)
+    _check_same_everywhere("params", [_signature(name, tensor) for name, tensor in named])
+    _broadcast_tensors([tensor for _, tensor in named], root)
+
+
+def allreduce_parameters(params: Parameters) -> None:
+    """Overwrites parameters with their average over all ranks, in place. Collective.
+
+    Args:
+        params: As in `broadcast_parameters`, of floating-point or complex dtypes.
+
+    Raises:
+        PreconditionError: A tensor of integers or bools, which has no average.
+        ValueError: As `broadcast_parameters`.
+        RuntimeError: As `broadcast_parameters`.
+    """
+    current()
+    named = _named(params)
+    for name, tensor in named:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise PreconditionError(
+                f"params must have floating-point or complex dtypes, got {name!r} of {tensor.dtype}"
+            )
+    _check_same_everywhere("params", [_signature(name, tensor) for name, tensor in named])
+    tensors = [tensor for _, tensor in named]
+    with torch.no_grad():
+        flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
+        handles = [allreduce_nonblocking_(flat) for _, flat in flats]
+        for (bucket, flat), handle in zip(flats, handles, strict=True):
+            wait(handle)
+            unflatten(bucket, flat, tensors)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Overwrites an optimizer's state and options with those of one rank. Collective.
+
+    All that ``state_dict()`` holds travels: tensors, numbers, None, and the options of the parameter groups.
+    An optimizer that has made no step yet needs none; where the root has no state, nobody has it afterwards.
+
+    Args:
+        optimizer: With the same parameter groups, by number of parameters, on all ranks.
+        root_rank: The rank whose state all get.
+
+    Raises:
+        TypeError: `optimizer` is not a torch.optim.Optimizer, or `root_rank` not an integer.
+        ValueError: `optimizer` is an LBFGS, whose history is of one trajectory; ranks disagree on the
+            parameter groups (on all ranks alike); `root_rank` is not a rank; before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    context = current()
+    root = check_rank(root_rank, context.size, "root_rank")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer must not be an LBFGS: its state cannot be broadcast")
+    _check_same_everywhere(
+        "optimizer",
+        [
+            f"parameter group {i} of {len(group['params'])} parameters"
+            for i, group in enumerate(optimizer.param_groups)
+        ],
+    )
+    tensors: list[Tensor] = []
+    message: list[Any] = [None]
+    if context.rank == root:
+        message[0] = _take_tensors(optimizer.state_dict(), tensors)
+    dist.broadcast_object_list(message, group_src=root, group=context.group)
+    if context.rank == root:
+        _broadcast_tensors(tensors, root)
+    else:
+        state = _make_tensors(message[0], tensors)
+        _broadcast_tensors(tensors, root)
+        optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True)
+class _TensorSlot:
+    """Stands in a state dict for a tensor that is broadcast by itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _take_tensors(state: Any, tensors: list[Tensor]) -> Any:
+    """Returns `state` with slots for its tensors, which are appended to `tensors`."""
+    if isinstance(state, Tensor):
+        tensors.append(state.detach().cpu())
+        return _TensorSlot(tuple(state.shape), state.dtype)
+    return _map_containers(state, lambda value: _take_tensors(value, tensors))
+
+
+def _make_tensors(state: Any, tensors: list[Tensor]) -> Any:
+    """Returns `state` with new tensors in its slots, which are appended to `tensors` in order of taking."""
+    if isinstance(state, _TensorSlot):
+        tensors.append(torch.empty(state.shape, dtype=state.dtype))
+        return tensors[-1]
+    return _map_containers(state, lambda value: _make_tensors(value, tensors))
+
+
+def _map_containers(value: Any, function: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: function(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [function(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _broadcast_tensors(tensors: list[Tensor], root: int) -> None:
+    with torch.no_grad():
+        flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
+        handles = [broadcast_nonblocking_(flat, root) for _, flat in flats]
+        for (bucket, flat), handle in zip(flats, handles, strict=True):
+            wait(handle)
+            if current().rank != root:
+                unflatten(bucket, flat, tensors)
+
+
+def _named(params: Parameters) -> list[tuple[str, Tensor]]:
+    if isinstance(params, Mapping):
+        pairs: Iterable[Any] = sorted(params.items(), key=lambda pair: pair[0])
+    elif isinstance(params, list):
+        pairs = [(str(i), item) if isinstance(item, Tensor) else item for i, item in enumerate(params)]
+    else:
+        raise ValueError(
+            f"params must be a dict, a list of tensors or a list of (name, tensor), got "
+            f"{type(params).__name__}; an iterator such as model.named_parameters() needs list()"
+        )
+    named = []
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            raise ValueError(f"params must hold tensors only, or (name, tensor) pairs, got {pair!r}")
+        named.append((str(pair[0]), pair[1]))
+    return named
+
+
+def _signature(name: str, tensor: Tensor) -> str:
+    return f"{name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _check_same_everywhere(argument: str, items: list[str]) -> None:
+    """Raises the same ValueError on all ranks unless all have the same items. Collective; 8 bytes an item."""
+    digests = [
+        int.from_bytes(hashlib.blake2b(item.encode(), digest_size=8).digest(), "big", signed=True)
+        for item in items
+    ]
+    context = current()
+    lengths = allgather(torch.tensor([len(digests)])).tolist()
+    tables = torch.split(allgather(torch.tensor(digests, dtype=torch.int64)), lengths)
+    for place in range(max(lengths)):
+        groups: dict[int | None, list[int]] = {}
+        for other, table in enumerate(tables):
+            groups.setdefault(int(table[place]) if place < len(table) else None, []).append(other)
+        if len(groups) > 1:
+            mine = items[place] if place < len(items) else "nothing"
+            raise ValueError(
+                f"{argument} must be the same on all ranks: item {place} differs between the ranks "
+                f"{' and '.join(str(ranks) for ranks in groups.values())}; on rank {context.rank}: {mine}"
+            )

@@ -1,0 +1,146 @@
+"""Weights of a topology: a rank's share of the mixing matrix, and rules that choose weights for given edges.
+
+The convention everywhere: `W[i, j]` is the weight of the edge i -> j, as in networkx's adjacency matrix. A
+row is a sender, a column a receiver: rank j gets ``sum_i W[i, j] * x_i``, and averages if its column sums
+to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import SupportsIndex
+
+import networkx as nx
+import numpy as np
+
+from fogdist.topology.errors import TopologyError
+from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
+from fogdist.topology.validation import check_rank, check_topology, edge_weight
+
+
+def build_topology(size: int, edges: Iterable[tuple[int, int, float | Fraction]]) -> nx.DiGraph:
+    """Returns the graph on ranks 0 ... size-1 with the given (source, destination, weight) edges.
+
+    Edges are inserted in ascending order, so that predecessors and successors come in ascending order of
+    rank, and weights are Python floats.
+    """
+    topology = nx.DiGraph()
+    topology.add_nodes_from(range(size))
+    topology.add_weighted_edges_from((i, j, float(weight)) for i, j, weight in sorted(edges))
+    return topology
+
+
+def mixing_matrix(topology: nx.DiGraph) -> np.ndarray:
+    """Returns the mixing matrix of a topology.
+
+    Args:
+        topology: A graph on the ranks 0 ... n-1; an edge without a weight weighs 1.
+
+    Returns:
+        A float64 array W of shape (n, n): `W[i, j]` is the weight of the edge i -> j, 0 where there is none.
+
+    Raises:
+        TypeError: `topology` is not a networkx.DiGraph, or a weight is not a real number.
+        TopologyError: Its nodes are not 0 ... n-1, or a weight is not finite.
+    """
+    size = check_topology(topology)
+    matrix = np.zeros((size, size))
+    for i, j in topology.edges:
+        matrix[int(i), int(j)] = edge_weight(topology, i, j)
+    return matrix
+
+
+def GetRecvWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
+    """Returns what `rank` receives with: its column of the mixing matrix.
+
+    Args:
+        topo: A graph on the ranks 0 ... n-1.
+        rank: The receiver.
+
+    Returns:
+        (self weight, {source rank: weight of the edge source -> rank}), sources ascending. The self weight is
+        0.0 if the rank has no self loop.
+
+    Raises:
+        TypeError: `topo` is not a networkx.DiGraph, `rank` not an integer, or a weight not a real number.
+        TopologyError: The nodes are not 0 ... n-1, `rank` is none of them, or a weight is not finite.
+    """
+    rank = check_rank(rank, check_topology(topo, "topo"), "rank")
+    weights = {source: edge_weight(topo, source, rank) for source in in_neighbors(topo, rank)}
+    return _self_weight(topo, rank), weights
+
+
+def GetSendWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
+    """Returns what `rank` sends with: its row of the mixing matrix.
+
+    Args:
+        topo: A graph on the ranks 0 ... n-1.
+        rank: The sender.
+
+    Returns:
+        (self weight, {destination rank: weight of the edge rank -> destination}), destinations ascending. The
+        self weight is 0.0 if the rank has no self loop.
+
+    Raises:
+        TypeError: `topo` is not a networkx.DiGraph, `rank` not an integer, or a weight not a real number.
+        TopologyError: The nodes are not 0 ... n-1, `rank` is none of them, or a weight is not finite.
+    """
+    rank = check_rank(rank, check_topology(topo, "topo"), "rank")
+    weights = {dst: edge_weight(topo, rank, dst) for dst in out_neighbors(topo, rank)}
+    return _self_weight(topo, rank), weights
+
+
+def _self_weight(topo: nx.DiGraph, rank: int) -> float:
+    return edge_weight(topo, rank, rank) if topo.has_edge(rank, rank) else 0.0
+
+
+def uniform_weights(topology: nx.DiGraph) -> nx.DiGraph:
+    """Returns the same edges with the plain mean of every rank and its in-neighbors, self loops added.
+
+    `W[i, j] = 1 / (in-degree of j + 1)`, self loops not counted: what a rank uses when a topology's own
+    weights are ignored. Columns sum to 1; rows do too if, self loops aside, the graph is regular.
+
+    Args:
+        topology: A graph on the ranks 0 ... n-1; its weights are not looked at.
+
+    Raises:
+        TypeError: `topology` is not a networkx.DiGraph.
+        TopologyError: Its nodes are not 0 ... n-1.
+    """
+    size = check_topology(topology)
+    sources = [[j, *in_neighbors(topology, j)] for j in range(size)]
+    edges = [(i, j, Fraction(1, len(sources[j]))) for j in range(size) for i in sources[j]]
+    return build_topology(size, edges)
+
+
+def metropolis_hastings_weights(topology: nx.DiGraph) -> nx.DiGraph:
+    """Returns the same edges with Metropolis-Hastings weights, self loops added.
+
+    `W[i, j] = 1 / (1 + max(degree i, degree j))` on an edge, self loops not counted in the degrees, and a
+    self loop keeps the rest: symmetric and doubly stochastic on any symmetric graph (Xiao and Boyd, "Fast
+    linear iterations for distributed averaging", Systems & Control Letters 53, 2004).
+
+    Args:
+        topology: A graph on the ranks 0 ... n-1 in which i -> j comes with j -> i; its weights are not looked
+            at.
+
+    Raises:
+        TypeError: `topology` is not a networkx.DiGraph.
+        TopologyError: Its nodes are not 0 ... n-1, or an edge has no reverse.
+    """
+    size = check_topology(topology)
+    neighbors = [out_neighbors(topology, i) for i in range(size)]
+    edges = []
+    for i in range(size):
+        rest = Fraction(1)  # Exact: the self weight does not collect the rounding of the other weights.
+        for j in neighbors[i]:
+            if i not in neighbors[j]:
+                raise TopologyError(
+                    f"topology must have the reverse of every edge, got {i} -> {j} without {j} -> {i}"
+                )
+            weight = Fraction(1, 1 + max(len(neighbors[i]), len(neighbors[j])))
+            edges.append((i, j, weight))
+            rest -= weight
+        edges.append((i, i, rest))
+    return build_topology(size, edges)

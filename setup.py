@@ -1,0 +1,104 @@
+"""Builds the extension fog_pg._C against the torch that is installed; everything else is in pyproject.toml.
+
+Environment:
+    FOG_MPICXX: path of a site's mpicxx. The extension is then compiled against, and linked with, that MPI; without it the
+        extension is compiled against mpi_abi.h of the PyPI package mpich and finds an ABI library at run time.
+    MAX_JOBS: compilers that run at once (default: one a core).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = Path("csrc/process_group_fog")
+
+
+def fail(message: str) -> None:
+    sys.exit(f"fog: {message}")
+
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:
+    fail(
+        "building needs torch in this environment. Install torch (2.11 or later), mpich, setuptools and ninja, then "
+        "run pip with --no-build-isolation."
+    )
+
+
+def mpi_flags() -> tuple[list[str], list[str]]:
+    """Compiler and linker arguments for MPI."""
+    if wrapper := os.environ.get("FOG_MPICXX"):
+        return ["-DFOG_NATIVE_MPI", *wrapper_flags(wrapper, "compile")], wrapper_flags(wrapper, "link")
+    import importlib.metadata
+
+    try:
+        files = importlib.metadata.files("mpich") or []
+    except importlib.metadata.PackageNotFoundError:
+        fail("mpi_abi.h not found: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
+    for file in files:
+        if file.name == "mpi_abi.h":
+            return [f"-I{Path(file.locate()).resolve().parent}"], []
+    fail("the installed mpich package has no mpi_abi.h: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
+    raise AssertionError
+
+
+def wrapper_flags(wrapper: str, step: str) -> list[str]:
+    """What an mpicxx adds for one step; MPICH and Open MPI spell the question differently."""
+    for question in (f"--showme:{step}", f"-{step}_info"):
+        answer = subprocess.run([wrapper, question], capture_output=True, text=True)
+        if answer.returncode == 0:
+            return [flag for flag in shlex.split(answer.stdout) if flag.startswith(("-I", "-D", "-L", "-l", "-Wl", "-pthread"))]
+    fail(f"FOG_MPICXX={wrapper} answers neither --showme:{step} nor -{step}_info")
+    raise AssertionError
+
+
+class BuildFog(BuildExtension):
+    """Writes down what the extension was built for, so that importing it elsewhere can say what is wrong."""
+
+    def run(self) -> None:
+        super().run()
+        target = ROOT if self.inplace else Path(self.build_lib)
+        (target / "fog_pg" / "_build_info.py").write_text(
+            '"""Written by setup.py: what fog_pg._C was built for."""\n\n'
+            f'TORCH_VERSION = "{torch.__version__}"\n'
+            f"NATIVE_MPI = {bool(os.environ.get('FOG_MPICXX'))}\n"
+        )
+
+
+compile_mpi, link_mpi = mpi_flags()
+# torch 2.15's headers need C++20; the older ones are content with C++17.
+torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+standard = "c++20" if torch_version >= (2, 13) else "c++17"
+
+setup(
+    ext_modules=[
+        CppExtension(
+            "fog_pg._C",
+            sorted(str(source) for source in SOURCES.rglob("*.cpp")),
+            extra_compile_args={
+                "cxx": [
+                    f"-std={standard}",
+                    "-O3",
+                    "-g1",
+                    "-Wall",
+                    "-Wextra",
+                    "-Wno-unused-parameter",
+                    "-ffp-contract=off",  # the same bits on every CPU
+                    "-fvisibility=hidden",
+                    *compile_mpi,
+                ]
+            },
+            extra_link_args=link_mpi,
+        )
+    ],
+    cmdclass={"build_ext": BuildFog},
+)

@@ -1,0 +1,529 @@
+"""Worlds of rank processes for tests.
+
+A ``World`` is a process group of real processes on this host. Its ranks are forked from one server process
+that has imported torch already, so a world starts in a fraction of a second; a test file keeps its worlds and
+sends them functions to run. Everything that waits here has a deadline: a rank that does not answer in time is
+asked for its stack, killed with the rest of its world, and reported. Ranks leave as a script leaves: they
+destroy the process group and finalize the interpreter, so a crash at teardown fails the test that owns the
+world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# The backend under test. The same tests run on another backend of c10d to check the tests themselves.
+BACKEND = os.environ.get("FOG_TEST_BACKEND", "fog")
+
+# Deadlines in seconds. A world starts and stops in about a second; the rest is room for a busy machine.
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 30.0
+RUN_TIMEOUT = 60.0
+# Once a rank has failed, the others often wait for it: no need to sit out the whole deadline.
+GRACE_AFTER_FAILURE = 5.0
+
+# Their pools start at import or at the first operation and would be threads of the fork server.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_LOG_TAIL = 6000
+
+# Ranks are forked from a process that has imported this module.
+_PRELOAD = "fork_server"
+
+_context = multiprocessing.get_context("forkserver")
+# Every rank leads a session of its own, so whatever it starts can be found by these numbers when it is gone.
+_sessions: set[int] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of one call on one rank.
+
+    Attributes:
+        rank: rank in the world.
+        state: ``"returned"``, ``"raised"``, ``"died"`` or ``"stuck"`` (killed at the deadline).
+        value: what the function returned.
+        error: what it raised; a RuntimeError with the same text if the exception cannot be pickled.
+        details: traceback, exit status or stacks, with what the rank printed meanwhile.
+        seconds: how long the function ran in the rank.
+    """
+
+    rank: int
+    state: str
+    value: Any = None
+    error: BaseException | None = None
+    details: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        text = f"== rank {self.rank}: {self.state} after {self.seconds:.2f} s"
+        return f"{text}\n{self.details.rstrip()}" if self.details.strip() else text
+
+
+class RankFailures(AssertionError):
+    """Raised when ranks did not all return; its message shows every rank."""
+
+    def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
+        failed = [o.rank for o in outcomes if o.state != "returned"]
+        lines = [f"{what}: {len(failed)} of {len(outcomes)} ranks failed (ranks {failed})"]
+        super().__init__("\n".join(lines + [str(o) for o in outcomes]))
+        self.outcomes = list(outcomes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    rank: int
+    size: int
+    backend: str
+    timeout: float
+    environment: dict[str, str]
+    log: str
+    initialize: bool
+
+
+def init_process_group(timeout: float, backend: str = BACKEND) -> None:
+    """Join the world in a rank process, as a script under torchrun does.
+
+    Args:
+        timeout: the group's timeout in seconds.
+        backend: name of the c10d backend.
+    """
+    if backend == "fog":
+        import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+
+
+def _rank_main(settings: _Settings, connection: Connection) -> None:
+    # A session of its own: Ctrl-C at the terminal is for pytest, and descendants can be found and killed.
+    os.setsid()
+    threading.Thread(target=_die_with_pytest, daemon=True).start()
+    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable(all_threads=True)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(settings.environment)
+    torch.set_num_threads(1)
+
+    def start() -> None:
+        if settings.initialize:
+            init_process_group(settings.timeout, settings.backend)
+
+    _answer(connection, settings.rank, start, ())
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:  # pytest has gone, or gave this world up
+            os._exit(1)
+        if not request:
+            break
+        _answer(connection, settings.rank, _unpickle_and_call, (request,))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    # multiprocessing ends its processes with os._exit. Leave as a script does instead, through the
+    # finalization of Python and the destructors of C++, so that a backend that crashes there is seen.
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def _die_with_pytest() -> None:
+    """Kill this rank, whatever it is doing, when pytest has been killed."""
+    pytest_process = multiprocessing.parent_process()
+    assert pytest_process is not None
+    pytest_process.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _unpickle_and_call(request: bytes) -> Any:
+    function, arguments = pickle.loads(request)
+    return function(*arguments)
+
+
+def _answer(
+    connection: Connection, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    begin = time.monotonic()
+    try:
+        value = function(*arguments)
+        outcome = Outcome(rank, "returned", value=value, seconds=time.monotonic() - begin)
+        # pickle, not Connection.send: torch teaches multiprocessing to move tensors to shared memory.
+        answer = pickle.dumps(outcome)
+    except BaseException as error:
+        outcome = Outcome(
+            rank,
+            "raised",
+            error=_picklable(error),
+            details="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            seconds=time.monotonic() - begin,
+        )
+        answer = pickle.dumps(outcome)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(answer)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error if isinstance(copy, type(error)) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class World:
+    """A process group of ``size`` rank processes on this host.
+
+    Args:
+        size: number of ranks.
+        backend: c10d backend, by default the one under test.
+        timeout: the group's timeout in seconds.
+        environment: more environment variables for the ranks.
+        initialize: False leaves ``init_process_group`` to the functions that the test sends.
+
+    Raises:
+        RankFailures: a rank did not start.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str = BACKEND,
+        timeout: float = 30.0,
+        environment: dict[str, str] | None = None,
+        initialize: bool = True,
+    ) -> None:
+        _start_fork_server()
+        self.size = size
+        self.broken = False
+        self._killed: set[int] = set()
+        self._directory = Path(tempfile.mkdtemp(prefix="fog-test-"))
+        # The store outlives every rank, as it does under torchrun.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._log_offsets = [0] * size
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        try:
+            for rank in range(size):
+                self._start_rank(rank, backend, timeout, environment or {}, initialize)
+            outcomes = self._collect(START_TIMEOUT, GRACE_AFTER_FAILURE)
+            if any(o.state != "returned" for o in outcomes):
+                raise RankFailures(f"start of a world of {size} ranks", outcomes)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _start_rank(
+        self, rank: int, backend: str, timeout: float, environment: dict[str, str], initialize: bool
+    ) -> None:
+        variables = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            # As under torchrun: the store is the launcher's, and rank 0 is only its client.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            **_ONE_THREAD,
+            **environment,
+        }
+        settings = _Settings(rank, self.size, backend, timeout, variables, str(self._log(rank)), initialize)
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_rank_main, args=(settings, theirs), name=f"rank-{rank}")
+        process.start()
+        theirs.close()
+        _sessions.add(process.pid)
+        self._connections.append(ours)
+        self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
+        """Call ``function(*arguments)`` on every rank.
+
+        Args:
+            function: a function of a module, so that ranks can import it.
+            arguments: picklable arguments, the same for all ranks.
+            timeout: seconds until ranks that have not answered are killed.
+
+        Returns:
+            What each rank returned, in rank order.
+
+        Raises:
+            RankFailures: a rank raised, died or did not answer. The world is killed then: its ranks may be
+                waiting for each other, or have messages of the failed operation in flight.
+        """
+        self._send(function, arguments)
+        outcomes = self._collect(timeout, GRACE_AFTER_FAILURE)
+        if any(o.state != "returned" for o in outcomes):
+            self.abandon()
+            raise RankFailures(f"{function.__module__}.{function.__qualname__}", outcomes)
+        return [o.value for o in outcomes]
+
+    def run_raw(
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = RUN_TIMEOUT
+    ) -> list[Outcome]:
+        """Call ``function(*arguments)`` on every living rank, for tests that expect failures.
+
+        Returns:
+            One outcome for each rank that was alive, in rank order. Raising and dying leave the world as it
+            is; if a rank is stuck the whole world is killed.
+        """
+        self._send(function, arguments)
+        return self._collect(timeout, None)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank with SIGKILL and wait until it is gone."""
+        self._killed.add(rank)
+        self._kill_process(rank)
+
+    def living(self) -> list[int]:
+        """Ranks whose processes run."""
+        return [r for r in range(len(self._processes)) if self._processes[r].is_alive()]
+
+    def pid(self, rank: int) -> int:
+        """Process id of a rank."""
+        return self._processes[rank].pid
+
+    def close(self) -> None:
+        """End the world: ranks destroy their process group and exit as scripts do.
+
+        Raises:
+            RankFailures: a rank that the test did not kill hung or crashed in its teardown.
+        """
+        if self.broken:
+            return
+        waiting = self.living()
+        for rank in waiting:
+            with contextlib.suppress(OSError):  # it died by itself; its exit status tells
+                self._connections[rank].send_bytes(b"")
+        deadline = time.monotonic() + STOP_TIMEOUT
+        outcomes = []
+        for rank in waiting:
+            self._processes[rank].join(max(0.0, deadline - time.monotonic()))
+        stuck = [r for r in waiting if self._processes[r].is_alive()]
+        stacks = self._dump_stacks(stuck)
+        for rank in range(self.size):
+            status = self._processes[rank].exitcode
+            if rank in stuck:
+                outcomes.append(Outcome(rank, "stuck", details=stacks[rank], seconds=STOP_TIMEOUT))
+            elif status != 0 and rank not in self._killed:
+                outcomes.append(Outcome(rank, "died", details=self._post_mortem(rank)))
+            else:
+                outcomes.append(Outcome(rank, "returned"))
+        self.abandon()
+        if any(o.state != "returned" for o in outcomes):
+            raise RankFailures(f"end of a world of {self.size} ranks", outcomes)
+
+    def abandon(self) -> None:
+        """Kill whatever is left of the world and remove its files."""
+        self.broken = True
+        for rank in range(len(self._processes)):
+            self._kill_process(rank)
+            self._connections[rank].close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _log(self, rank: int) -> Path:
+        return self._directory / f"rank{rank}.log"
+
+    def _send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        if self.broken:
+            raise RuntimeError("this world was killed after an earlier failure; take a new one")
+        request = pickle.dumps((function, arguments))
+        for rank in range(self.size):
+            log = self._log(rank)
+            self._log_offsets[rank] = log.stat().st_size if log.exists() else 0
+        for rank in self.living():
+            with contextlib.suppress(OSError):  # it died by itself; _collect sees the end of its pipe
+                self._connections[rank].send_bytes(request)
+
+    def _collect(self, timeout: float, grace: float | None) -> list[Outcome]:
+        waiting = {self._connections[r]: r for r in range(self.size) if r not in self._killed}
+        outcomes: dict[int, Outcome] = {}
+        begin = time.monotonic()
+        deadline = begin + timeout
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    outcome = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    self._processes[rank].join(STOP_TIMEOUT)
+                    seconds = time.monotonic() - begin
+                    outcome = Outcome(rank, "died", details=self._post_mortem(rank), seconds=seconds)
+                    self._killed.add(rank)
+                if outcome.state == "raised":
+                    outcome = dataclasses.replace(outcome, details=outcome.details + self._printed(rank))
+                if outcome.state != "returned" and grace is not None:
+                    deadline = min(deadline, time.monotonic() + grace)
+                outcomes[rank] = outcome
+        if waiting:
+            stacks = self._dump_stacks(sorted(waiting.values()))
+            for rank in waiting.values():
+                seconds = time.monotonic() - begin
+                outcomes[rank] = Outcome(rank, "stuck", details=stacks[rank], seconds=seconds)
+            self.abandon()
+        return [outcomes[rank] for rank in sorted(outcomes)]
+
+    def _kill_process(self, rank: int) -> None:
+        process = self._processes[rank]
+        if process.is_alive():  # else its number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):  # it does not lead its group yet
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+        process.join(STOP_TIMEOUT)
+
+    def _dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        if ranks:
+            time.sleep(0.5)  # faulthandler writes within this, or the process is stopped and never will
+        return {rank: _thread_states(self._processes[rank].pid) + self._printed(rank) for rank in ranks}
+
+    def _post_mortem(self, rank: int) -> str:
+        status = self._processes[rank].exitcode
+        cause = f"status {status}"
+        if status is not None and status < 0:
+            cause = f"signal {signal.Signals(-status).name}"
+        return f"process ended with {cause}\n{self._printed(rank)}"
+
+    def _printed(self, rank: int) -> str:
+        log = self._log(rank)
+        if not log.exists():
+            return ""
+        with log.open("rb") as file:
+            file.seek(self._log_offsets[rank])
+            text = file.read().decode(errors="replace")
+        return f"-- printed by rank {rank}:\n{text[-_LOG_TAIL:]}" if text.strip() else ""
+
+
+def _start_fork_server() -> None:
+    """Start the fork server unless it runs; only its own environment says where the preloaded module is."""
+    saved = dict(os.environ)
+    path = [str(Path(__file__).parent), saved.get("PYTHONPATH", "")]
+    os.environ.update(_ONE_THREAD, PYTHONPATH=os.pathsep.join(filter(None, path)))
+    try:
+        _context.set_forkserver_preload([_PRELOAD])
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+class WorldPool:
+    """Worlds by size, started when first asked for and kept; a world that broke is replaced by a new one."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def __call__(self, size: int) -> World:
+        """The world of ``size`` ranks."""
+        world = self._worlds.get(size)
+        if world is None or world.broken:
+            world = self._worlds[size] = World(size)
+        return world
+
+    def close(self) -> None:
+        """End all worlds; raises RankFailures if one did not end well."""
+        close_all(list(self._worlds.values()))
+
+
+def close_all(worlds: Sequence[World]) -> None:
+    """Close every world, and only then raise the first failure."""
+    failures = []
+    for world in worlds:
+        try:
+            world.close()
+        except RankFailures as failure:
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+
+
+def _thread_states(pid: int) -> str:
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*/stat")):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue
+        fields = rest.split()
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        lines.append(f"thread {name}: state {fields[0]}, {seconds:.1f} s of CPU")
+    return "\n".join(lines) + "\n"
+
+
+def leftover_processes() -> dict[int, str]:
+    """Processes that ranks left behind: process id -> command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z" and int(fields[3]) in _sessions:
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def shared_memory_entries() -> set[str]:
+    """Names of this user's entries in /dev/shm."""
+    directory = Path("/dev/shm")
+    if not directory.exists():
+        return set()
+    return {entry.name for entry in directory.iterdir() if _owned(entry)}
+
+
+def in_use(names: set[str]) -> set[str]:
+    """Those of ``names`` in /dev/shm that a living process has mapped or open: they are not left behind."""
+    used = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        held = []
+        try:
+            held.append((entry / "maps").read_text())
+            for link in (entry / "fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    held.append(os.readlink(link))
+        except OSError:
+            pass  # another user's, or it ended meanwhile
+        used |= {name for name in names if any(f"/dev/shm/{name}" in text for text in held)}
+    return used
+
+
+def _owned(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid()
+    except OSError:
+        return False

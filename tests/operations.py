@@ -1,0 +1,269 @@
+"""One way to call every collective of c10d, with its inputs, its outputs and the check of its result.
+
+Tests that ask the same of all collectives (types, sizes, layouts, futures, operations in flight, subgroups)
+go through ``prepare``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import BACKEND
+from reference import DTYPES, Checks, make_input, reduce, sum_in_rank_order
+
+# Reductions that hold for complex, floating and integer types. PREMUL_SUM multiplies by PREMUL_FACTOR first.
+PREMUL_FACTOR = 0.375
+_COMPLEX_REDUCTIONS = ["SUM", "AVG", "PREMUL_SUM"]
+_FLOAT_REDUCTIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"]
+_INTEGER_REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+
+REDUCING = ["all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"]
+MOVING = [
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+]
+COLLECTIVES = REDUCING + MOVING
+ROOTED = ["broadcast", "reduce", "gather", "scatter"]
+# These give a Future where the others give a Work.
+WITHOUT_WORK = ["all_reduce_coalesced", "all_gather_coalesced"]
+# Operations on whole tensors that are cut along dimension 0: they have no zero-dimensional form.
+CUT_ALONG_ROWS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
+
+# Gloo knows neither these types nor this reduction; it serves to check the tests.
+_NOT_ON_GLOO = [torch.int16, torch.uint16, torch.uint32, torch.uint64]
+
+
+# Starts an operation; its argument is ``async_op``.
+Start = Callable[[bool], "dist.Work | torch.futures.Future | None"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A collective that is ready to start on this rank.
+
+    Attributes:
+        start: calls it, with ``async_op`` as argument; returns what c10d returns: a Work, a Future in the
+            coalesced forms, None for a synchronous call.
+        outputs: tensors that it writes on this rank.
+        verify: checks the outputs when it is complete, and that its inputs are what they were.
+    """
+
+    start: Start
+    outputs: list[Tensor]
+    verify: Callable[[Checks, str], None]
+
+
+def supported_dtypes(operation: str) -> list[torch.dtype]:
+    """The dtypes that ``operation`` is tested with on the backend under test."""
+    if BACKEND == "gloo":
+        without = _NOT_ON_GLOO + ([torch.complex64, torch.complex128] if operation == "gather" else [])
+        return [d for d in DTYPES if d not in without]
+    return DTYPES
+
+
+def reductions(dtype: torch.dtype) -> list[str]:
+    """Names of the reductions that are defined for a dtype."""
+    names = _INTEGER_REDUCTIONS
+    if dtype.is_complex:
+        names = _COMPLEX_REDUCTIONS
+    elif dtype.is_floating_point:
+        names = _FLOAT_REDUCTIONS
+    return [n for n in names if not (BACKEND == "gloo" and n == "PREMUL_SUM")]
+
+
+def reduce_op(name: str) -> dist.ReduceOp:
+    """The ``ReduceOp`` of a name."""
+    if name == "PREMUL_SUM":
+        return dist._make_nccl_premul_sum(PREMUL_FACTOR)
+    return getattr(dist.ReduceOp, name)
+
+
+def verify_reduction(checks: Checks, label: str, actual: Tensor, inputs: list[Tensor], name: str) -> None:
+    """Check a reduced tensor: bit for bit where the result is exact or its order of addition is promised."""
+    dtype = inputs[0].dtype
+    if BACKEND == "gloo" and dtype == torch.bool:
+        actual = actual.logical_not().logical_not()  # its sum of two true is a bool with the byte 2
+    if name == "SUM" and BACKEND == "fog":
+        checks.equal(label, actual, sum_in_rank_order(inputs))
+    elif name in ("MIN", "MAX"):
+        checks.equal(label, actual, reduce(inputs, name).to(dtype))
+    else:
+        checks.close(label, actual, reduce(inputs, name, PREMUL_FACTOR))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def prepare(
+    operation: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    seed: int = 0,
+    root: int = 0,
+    reduction: str = "SUM",
+    group: dist.ProcessGroup | None = None,
+    source: Callable[[Tensor], Tensor] = _same,
+    destination: Callable[[Tensor], Tensor] = _same,
+) -> Prepared:
+    """Prepare one collective on the calling rank.
+
+    Args:
+        operation: one of ``COLLECTIVES``.
+        dtype: of all tensors.
+        shape: of the part that one rank gives to, or gets from, one rank.
+        seed: chooses the values.
+        root: rank in the group, for rooted operations.
+        reduction: name of the ReduceOp, for reducing operations.
+        group: the group, by default the world.
+        source: makes the tensor to pass from an input: same values, perhaps another layout.
+        destination: the same for outputs.
+
+    Returns:
+        The prepared operation.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    ranks = range(size)
+    op = reduce_op(reduction)
+    inputs: list[tuple[Tensor, Tensor]] = []
+
+    def part(giver: int, getter: int = 0) -> Tensor:
+        return make_input(giver, dtype, shape, 64 * seed + getter)
+
+    def given(values: Tensor) -> Tensor:
+        inputs.append((source(values), values.clone()))
+        return inputs[-1][0]
+
+    def empty(parts: int | None = None) -> Tensor:
+        whole = shape if parts is None else (parts * shape[0], *shape[1:])
+        return destination(torch.zeros(whole, dtype=dtype))
+
+    def inputs_kept(checks: Checks, label: str) -> None:
+        for tensor, values in inputs:
+            checks.equal(f"{label}: its input", tensor, values)
+
+    def moved(start: Start, outputs: list[Tensor], expected: list[Tensor]) -> Prepared:
+        def verify(checks: Checks, label: str) -> None:
+            checks.equal(label, outputs, expected)
+            inputs_kept(checks, label)
+
+        return Prepared(start, outputs, verify)
+
+    def reduced(start: Start, outputs: list[Tensor], getters: list[int]) -> Prepared:
+        def verify(checks: Checks, label: str) -> None:
+            for output, getter in zip(outputs, getters, strict=True):
+                verify_reduction(checks, label, output, [part(r, getter) for r in ranks], reduction)
+            inputs_kept(checks, label)
+
+        return Prepared(start, outputs, verify)
+
+    if operation == "all_reduce":
+        tensor = source(part(rank))
+        return reduced(lambda a: dist.all_reduce(tensor, op, group=group, async_op=a), [tensor], [0])
+
+    if operation == "all_reduce_coalesced":
+        tensors = [source(part(rank, k)) for k in range(3)]
+        return reduced(
+            lambda a: dist.all_reduce_coalesced(tensors, op, group=group, async_op=a), tensors, list(range(3))
+        )
+
+    if operation == "reduce":
+        tensor = source(part(rank))
+        # What the other ranks find in their tensor is not defined.
+        outputs, getters = ([tensor], [0]) if rank == root else ([], [])
+        return reduced(
+            lambda a: dist.reduce(tensor, op=op, group=group, group_dst=root, async_op=a), outputs, getters
+        )
+
+    if operation == "reduce_scatter":
+        tensors, output = [given(part(rank, k)) for k in ranks], empty()
+        return reduced(
+            lambda a: dist.reduce_scatter(output, tensors, op, group=group, async_op=a), [output], [rank]
+        )
+
+    if operation == "reduce_scatter_tensor":
+        tensor, output = given(torch.cat([part(rank, k) for k in ranks])), empty()
+        return reduced(
+            lambda a: dist.reduce_scatter_tensor(output, tensor, op, group=group, async_op=a),
+            [output],
+            [rank],
+        )
+
+    if operation == "broadcast":
+        tensor = source(part(rank))
+        return moved(
+            lambda a: dist.broadcast(tensor, group=group, group_src=root, async_op=a), [tensor], [part(root)]
+        )
+
+    if operation == "all_gather":
+        tensor, outputs = given(part(rank)), [empty() for _ in ranks]
+        return moved(
+            lambda a: dist.all_gather(outputs, tensor, group=group, async_op=a),
+            outputs,
+            [part(r) for r in ranks],
+        )
+
+    if operation == "all_gather_into_tensor":
+        tensor, output = given(part(rank)), empty(size)
+        return moved(
+            lambda a: dist.all_gather_into_tensor(output, tensor, group=group, async_op=a),
+            [output],
+            [torch.cat([part(r) for r in ranks])],
+        )
+
+    if operation == "all_gather_coalesced":
+        tensors, lists = (
+            [given(part(rank, k)) for k in range(3)],
+            [[empty() for _ in range(3)] for _ in ranks],
+        )
+        return moved(
+            lambda a: dist.all_gather_coalesced(lists, tensors, group=group, async_op=a),
+            [t for outputs in lists for t in outputs],
+            [part(r, k) for r in ranks for k in range(3)],
+        )
+
+    if operation == "gather":
+        tensor, outputs = given(part(rank)), [empty() for _ in ranks] if rank == root else []
+        return moved(
+            lambda a: dist.gather(tensor, outputs or None, group=group, group_dst=root, async_op=a),
+            outputs,
+            [part(r) for r in ranks] if rank == root else [],
+        )
+
+    if operation == "scatter":
+        tensors, output = [given(part(rank, k)) for k in ranks] if rank == root else None, empty()
+        return moved(
+            lambda a: dist.scatter(output, tensors, group=group, group_src=root, async_op=a),
+            [output],
+            [part(root, rank)],
+        )
+
+    if operation == "all_to_all":
+        tensors, outputs = [given(part(rank, k)) for k in ranks], [empty() for _ in ranks]
+        return moved(
+            lambda a: dist.all_to_all(outputs, tensors, group=group, async_op=a),
+            outputs,
+            [part(r, rank) for r in ranks],
+        )
+
+    if operation == "all_to_all_single":
+        tensor, output = given(torch.cat([part(rank, k) for k in ranks])), empty(size)
+        return moved(
+            lambda a: dist.all_to_all_single(output, tensor, group=group, async_op=a),
+            [output],
+            [torch.cat([part(r, rank) for r in ranks])],
+        )
+
+    raise ValueError(f"operation must be one of {COLLECTIVES}, not {operation!r}")

@@ -1,0 +1,115 @@
+"""Runs a script on several ranks through a real launcher, as a user does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# torchrun gives its workers 30 s to leave after SIGTERM before it kills them.
+STOP_TIMEOUT = 40.0
+
+
+def launcher_command(launcher: str, ranks: int) -> list[str]:
+    """Returns the words that stand before a script's path.
+
+    Args:
+        launcher: "torchrun" or "mpiexec" (that of the mpich package of this interpreter).
+        ranks: How many processes to start on this host.
+    """
+    if launcher == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run"]
+        return [*run, "--standalone", f"--nproc_per_node={ranks}"]
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    return [str(mpiexec if mpiexec.exists() else shutil.which("mpiexec")), "-n", str(ranks), sys.executable]
+
+
+class Job:
+    """A script that runs on several ranks; its output goes to a file.
+
+    Args:
+        script: The script with its arguments.
+        ranks: How many processes to start.
+        log: Takes what the launcher and the ranks print.
+        launcher: As in `launcher_command`.
+    """
+
+    def __init__(
+        self, script: Sequence[str | Path], ranks: int, log: Path, launcher: str = "torchrun"
+    ) -> None:
+        self._log = log
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*launcher_command(launcher, ranks), *map(str, script)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What was printed so far; a progress bar's states are lines of their own."""
+        return self._log.read_text(errors="replace").replace("\r", "\n")
+
+    def wait_for(self, condition: Callable[[str], bool], timeout: float) -> None:
+        """Returns once the output fulfils the condition; AssertionError if it does not in time."""
+        deadline = time.monotonic() + timeout
+        while not condition(self.output):
+            assert self._process.poll() is None, f"the job ended early:\n{self.output}"
+            if time.monotonic() > deadline:
+                self.stop()
+                raise AssertionError(f"not seen within {timeout} s in the output:\n{self.output}")
+            time.sleep(0.05)
+
+    def worker(self, rank: int) -> int:
+        """Returns the process id of a rank that torchrun started."""
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        for pid in children:
+            if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                return int(pid)
+        raise AssertionError(f"rank {rank} is not among the processes {children}")
+
+    def wait(self, timeout: float) -> int:
+        """Returns the launcher's exit status; AssertionError if it has none in time, and the job is stopped."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise AssertionError(f"the job did not end within {timeout} s:\n{self.output}") from None
+
+    def stop(self) -> None:
+        """Ends the launcher and its ranks, if they still run."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(STOP_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+
+def run_script(
+    script: Sequence[str | Path], ranks: int, log: Path, launcher: str = "torchrun", timeout: float = 60.0
+) -> str:
+    """Runs a script on several ranks to its end and returns what was printed.
+
+    Raises:
+        AssertionError: It did not end in time, or not with status 0.
+    """
+    job = Job(script, ranks, log, launcher)
+    try:
+        status = job.wait(timeout)
+    finally:
+        job.stop()
+    assert status == 0, f"exit status {status}:\n{job.output}"
+    return job.output

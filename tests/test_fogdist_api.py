@@ -1,0 +1,616 @@
+"""The public functions of fogdist: start and end, topology, collectives, handles, parameters."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import itertools
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from fogdist.buckets import BucketCache, flatten, make_buckets, unflatten
+from fogdist.context import PreconditionError, hosts_are_homogeneous
+from harness import init_process_group
+from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
+
+SIZES = [1, 2, 3, 5]
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_exists():
+    assert len(set(fogdist.__all__)) == len(fogdist.__all__)
+    assert fogdist.__all__ == sorted(fogdist.__all__)
+    for name in fogdist.__all__:
+        assert getattr(fogdist, name).__doc__, name
+
+
+def test_every_module_imports_only_what_is_below_it():
+    order = ["topology", "launch", "handles", "context", "exchange", "collectives", "inference", "buckets"]
+    order += ["parameters", "optim", "__init__"]
+    folder = Path(fogdist.__file__).parent
+    for file in folder.rglob("*.py"):
+        layer = file.relative_to(folder).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "fogdist":
+                names = (
+                    [node.module] if node.module != "fogdist" else [f"fogdist.{a.name}" for a in node.names]
+                )
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("fogdist.")]
+            for imported in (name.split(".")[1] for name in names):
+                assert imported == layer or order.index(imported) < order.index(layer), (file, imported)
+
+
+# --- start and end ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        fogdist.rank,
+        fogdist.size,
+        fogdist.local_rank,
+        fogdist.local_size,
+        fogdist.machine_rank,
+        fogdist.machine_size,
+        fogdist.is_homogeneous,
+        fogdist.set_topology,
+        fogdist.load_topology,
+        fogdist.is_topo_weighted,
+        fogdist.in_neighbor_ranks,
+        fogdist.out_neighbor_ranks,
+        fogdist.barrier,
+        lambda: fogdist.poll(0),
+        lambda: fogdist.wait(0),
+        lambda: fogdist.allreduce(torch.ones(1)),
+        lambda: fogdist.broadcast(torch.ones(1), 0),
+        lambda: fogdist.allgather(torch.ones(1)),
+        lambda: fogdist.neighbor_allreduce(torch.ones(1)),
+        lambda: fogdist.neighbor_allgather(torch.ones(1)),
+        lambda: fogdist.broadcast_parameters({}, 0),
+        lambda: fogdist.allreduce_parameters({}),
+        lambda: fogdist.InferSourceFromDestinationRanks([]),
+    ],
+)
+def test_calls_before_init(call):
+    assert not fogdist.is_initialized()
+    with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
+        call()
+    fogdist.shutdown()  # does nothing
+
+
+def start_and_end() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    with Checks() as checks:
+        with pytest.raises(TypeError, match="topology_fn"):
+            fogdist.init(nx.DiGraph())
+        with pytest.raises(TypeError, match="DiGraph"):
+            fogdist.init(lambda n: "ring")
+        checks.true("a failed init is no init", not fogdist.is_initialized())
+        fogdist.init()
+        checks.equal("size", (fogdist.rank(), fogdist.size()), (rank, size))
+        checks.equal("local", (fogdist.local_rank(), fogdist.local_size()), (rank, size))
+        checks.equal("machine", (fogdist.machine_rank(), fogdist.machine_size()), (0, 1))
+        checks.true("homogeneous", fogdist.is_homogeneous())
+        default = topologies.ExponentialGraph(size)
+        checks.true("default topology", topologies.IsTopologyEquivalent(fogdist.load_topology(), default))
+        checks.true("not weighted", not fogdist.is_topo_weighted())
+        fogdist.set_topology(topologies.StarGraph(size), is_weighted=True)
+        handle = fogdist.allreduce_nonblocking(torch.ones(2))
+        fogdist.init()
+        checks.true("init resets", topologies.IsTopologyEquivalent(fogdist.load_topology(), default))
+        checks.true("init resets weighted", not fogdist.is_topo_weighted())
+        checks.equal("init keeps handles", fogdist.wait(handle), torch.ones(2))
+        fogdist.init(topologies.RingGraph, is_weighted=True)
+        checks.true(
+            "topology_fn",
+            topologies.IsTopologyEquivalent(fogdist.load_topology(), topologies.RingGraph(size)),
+        )
+        checks.true("weighted", fogdist.is_topo_weighted())
+        stale = fogdist.allreduce_nonblocking(torch.ones(2))
+        fogdist.barrier()
+        fogdist.shutdown()
+        fogdist.shutdown()
+        checks.true("shut down", not fogdist.is_initialized())
+        checks.true("the user's group stays", dist.is_initialized())
+        for call in (fogdist.rank, fogdist.load_topology, fogdist.barrier, lambda: fogdist.wait(stale)):
+            with pytest.raises(RuntimeError, match="shut down"):
+                call()
+        fogdist.init()
+        checks.equal("again", fogdist.allreduce(torch.ones(1), average=False).item(), size)
+        with pytest.raises(ValueError, match="handle"):
+            fogdist.wait(stale)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_start_and_end(worlds, size):
+    worlds(size).run(start_and_end)
+
+
+def start_without_a_group() -> list[float]:
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    results = []
+    for _ in range(2):
+        fogdist.init()
+        results.append(fogdist.allreduce(torch.tensor([float(fogdist.rank())])).item())
+        fogdist.shutdown()
+        assert not dist.is_initialized()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_init_makes_the_group_and_shutdown_destroys_it(new_world, size):
+    assert new_world(size, initialize=False).run(start_without_a_group) == [[(size - 1) / 2] * 2] * size
+
+
+def start_beside(backend: str) -> None:
+    import fog_pg  # noqa: F401
+
+    init_process_group(30.0, backend)
+    for _ in range(2):
+        fogdist.init()
+        assert fogdist.allgather(torch.tensor([fogdist.rank()])).tolist() == list(range(fogdist.size()))
+        fogdist.shutdown()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    assert x.item() == dist.get_world_size()
+
+
+def test_init_beside_a_group_of_another_backend(new_world):
+    new_world(2, initialize=False).run(start_beside, "gloo")
+
+
+def group_destroyed_by_the_user() -> None:
+    fogdist.init()
+    fogdist.barrier()
+    dist.destroy_process_group()
+    assert not fogdist.is_initialized()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        fogdist.rank()
+    init_process_group(30.0)
+    fogdist.init()
+    assert fogdist.allreduce(torch.ones(1)).item() == 1.0
+
+
+def test_a_group_that_the_user_destroys(new_world):
+    new_world(2).run(group_destroyed_by_the_user)
+
+
+def test_the_wrapper_of_debug_mode_is_peeled(new_world):
+    world = new_world(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    world.run(start_and_end)
+
+
+# --- topology -----------------------------------------------------------------------------------------------
+
+
+def topologies_set_and_loaded() -> None:
+    fogdist.init()
+    size, rank = fogdist.size(), fogdist.rank()
+    with Checks() as checks:
+        for topology, error, message in [
+            ("ring", TypeError, "topology.*DiGraph"),
+            (topologies.RingGraph(size).to_undirected(), TypeError, "DiGraph"),
+            (topologies.RingGraph(size + 1), TypeError, "as many nodes as ranks"),
+            (nx.relabel_nodes(topologies.RingGraph(size), {0: "a"}), ValueError, "node"),
+        ]:
+            with pytest.raises(error, match=message):
+                fogdist.set_topology(topology)
+        infinite = topologies.RingGraph(size)
+        nx.set_edge_attributes(infinite, float("inf"), "weight")
+        with pytest.raises(ValueError, match="weight"):
+            fogdist.set_topology(infinite, is_weighted=True)
+        checks.true("unweighted infinity", fogdist.set_topology(infinite))
+        checks.equal("returns True", fogdist.set_topology(topologies.StarGraph(size)), True)
+
+        # A star weighs its edges differently from the plain mean; only is_weighted changes between the calls.
+        x = torch.tensor([float(rank == 0)], dtype=torch.float64)
+        graph = topologies.StarGraph(size)
+        for is_weighted, weight in [(False, 1 / 2), (True, 1 / size), (False, 1 / 2)]:
+            fogdist.set_topology(graph, is_weighted)
+            checks.equal("is_topo_weighted", fogdist.is_topo_weighted(), is_weighted)
+            if rank != 0:
+                expected = torch.tensor([weight], dtype=torch.float64)
+                checks.close(f"weighted={is_weighted}", fogdist.neighbor_allreduce(x), expected)
+            else:
+                fogdist.neighbor_allreduce(x)
+
+        # Neighbors come in the graph's own order, self loops left out.
+        graph = nx.DiGraph()
+        graph.add_nodes_from(reversed(range(size)))
+        graph.add_edges_from((i, j) for i, j in itertools.product(reversed(range(size)), repeat=2))
+        fogdist.set_topology(graph)
+        others = [r for r in reversed(range(size)) if r != rank]
+        checks.equal("in-neighbors", fogdist.in_neighbor_ranks(), others)
+        checks.equal("out-neighbors", fogdist.out_neighbor_ranks(), others)
+        fogdist.in_neighbor_ranks().clear()
+        fogdist.load_topology().remove_node(0)
+        graph.remove_edges_from(list(graph.edges))
+        checks.equal(
+            "copies are private",
+            (fogdist.in_neighbor_ranks(), fogdist.load_topology().size()),
+            (others, size**2),
+        )
+        checks.equal("default", fogdist.set_topology(), True)
+        default = topologies.ExponentialGraph(size)
+        checks.true("default topology", topologies.IsTopologyEquivalent(fogdist.load_topology(), default))
+
+
+def test_topologies_set_and_loaded(worlds):
+    worlds(3).run(topologies_set_and_loaded)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ([0], True),
+        ([0, 0, 0], True),
+        ([0, 1, 2], True),
+        ([3, 3, 1, 1], True),
+        ([0, 0, 1], False),
+        ([0, 1, 0, 1], False),
+        ([0, 0, 0, 1], False),
+        ([0, 1, 1, 2, 2, 0], False),
+    ],
+)
+def test_hosts_are_homogeneous(hosts, expected):
+    assert hosts_are_homogeneous(hosts) is expected
+
+
+def inferred_neighbors() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with Checks() as checks:
+        for seed in range(5):
+            adjacency = np.random.default_rng(seed).random((size, size)) < 0.5
+            np.fill_diagonal(adjacency, False)
+            destinations, sources = np.flatnonzero(adjacency[rank]), np.flatnonzero(adjacency[:, rank])
+            matrix = (adjacency + np.eye(size)) / (adjacency + np.eye(size)).sum(axis=0)
+            checks.equal("sources", fogdist.InferSourceFromDestinationRanks(destinations), sources.tolist())
+            checks.equal(
+                "destinations", fogdist.InferDestinationFromSourceRanks(list(sources)), destinations.tolist()
+            )
+            ranks, got = fogdist.InferSourceFromDestinationRanks(
+                destinations, construct_adjacency_matrix=True
+            )
+            checks.true("matrix", ranks == sources.tolist() and np.array_equal(got, matrix))
+            ranks, got = fogdist.InferDestinationFromSourceRanks(sources, construct_adjacency_matrix=True)
+            checks.true("matrix", ranks == destinations.tolist() and np.array_equal(got, matrix))
+        for infer in (fogdist.InferSourceFromDestinationRanks, fogdist.InferDestinationFromSourceRanks):
+            for ranks, errors in [
+                ([rank], (ValueError, AssertionError)),
+                ([size], (ValueError, AssertionError)),
+            ]:
+                for error in errors:
+                    with pytest.raises(error, match="_ranks"):
+                        infer(ranks)
+            with pytest.raises(TypeError, match="integer"):
+                infer([0.5])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_inferred_neighbors(worlds, size):
+    worlds(size).run(inferred_neighbors)
+
+
+# --- collectives --------------------------------------------------------------------------------------------
+
+
+def collectives() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    forms: dict[str, Any] = {
+        "allreduce": fogdist.allreduce,
+        "allreduce nonblocking": lambda *a: fogdist.wait(fogdist.allreduce_nonblocking(*a)),
+        "allreduce_": fogdist.allreduce_,
+        "allreduce_ nonblocking": lambda *a: fogdist.synchronize(fogdist.allreduce_nonblocking_(*a)),
+        "broadcast": fogdist.broadcast,
+        "broadcast nonblocking": lambda *a: fogdist.wait(fogdist.broadcast_nonblocking(*a)),
+        "broadcast_": fogdist.broadcast_,
+        "broadcast_ nonblocking": lambda *a: fogdist.synchronize(fogdist.broadcast_nonblocking_(*a)),
+    }
+    dtypes = [torch.int32, torch.int64, torch.uint8, *FLOATS, *COMPLEX]
+    with Checks() as checks:
+        for (name, call), dtype, shape in itertools.product(forms.items(), dtypes, [(), (0,), (7,), (5, 4)]):
+            inputs = [make_input(r, dtype, shape) for r in range(size)]
+            if name.startswith("broadcast"):
+                cases = [(root, inputs[root]) for root in {0, size - 1}]
+            else:
+                cases = [(False, reduce(inputs, "SUM"))]
+                if dtype.is_floating_point or dtype.is_complex:
+                    cases.append((True, reduce(inputs, "AVG")))
+            layouts = (
+                [lambda t: t] if len(shape) < 2 else [lambda t: t, lambda t: t.t(), lambda t: t[::2, 1:]]
+            )
+            for (argument, expected), layout in itertools.product(cases, layouts):
+                label = f"{name}({argument}) {dtype} {shape}"
+                memory = inputs[rank].clone()
+                tensor = layout(memory)
+                output = call(tensor, argument)
+                checks.close(label, output, layout(expected))
+                if "_" in name:
+                    checks.true(f"{label} in place", output is tensor)
+                else:
+                    checks.equal(f"{label} input", memory, inputs[rank])
+                    checks.true(
+                        f"{label} alias", tensor.numel() == 0 or output.data_ptr() != tensor.data_ptr()
+                    )
+        for dtype, rest in itertools.product([torch.bool, *INTEGERS, *FLOATS, *COMPLEX], [(), (3,), (2, 0)]):
+            inputs = [make_input(r, dtype, ((3 * r + 1) % 4, *rest)) for r in range(size)]
+            checks.equal(f"allgather {dtype} {rest}", fogdist.allgather(inputs[rank]), torch.cat(inputs))
+
+        parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+        checks.equal("no gradient", fogdist.allreduce(parameter).requires_grad, False)
+        fogdist.allreduce_(parameter)
+        checks.equal("leaf", parameter.detach(), torch.full((3,), (size - 1) / 2))
+        checks.true("still a leaf", parameter.requires_grad and parameter.is_leaf)
+        conjugate = torch.tensor([complex(rank, 1.0)]).conj()
+        checks.equal(
+            "conjugate", fogdist.allreduce_(conjugate), torch.tensor([complex((size - 1) / 2, -1.0)])
+        )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives(worlds, size):
+    worlds(size).run(collectives)
+
+
+def wrong_arguments() -> None:
+    fogdist.init()
+    ints = torch.ones(2, dtype=torch.int64)
+    if fogdist.rank() == 0:
+        for call, error, message in [
+            (lambda: fogdist.allreduce(ints), ValueError, "average.*int64"),
+            (lambda: fogdist.allreduce_(ints), AssertionError, "average.*int64"),
+            (lambda: fogdist.allreduce(ints > 0), PreconditionError, "average.*bool"),
+            (lambda: fogdist.allreduce(3.0), TypeError, "tensor.*float"),
+            (lambda: fogdist.allreduce(torch.ones(2).to_sparse()), TypeError, "dense"),
+            (lambda: fogdist.allreduce(torch.ones(2), name=1), TypeError, "name"),
+            (lambda: fogdist.broadcast(ints, 2), ValueError, "root_rank.*2"),
+            (lambda: fogdist.broadcast(ints, -1), ValueError, "root_rank.*-1"),
+            (lambda: fogdist.broadcast_(ints, 0.5), TypeError, "root_rank"),
+            (lambda: fogdist.allgather(torch.tensor(1)), ValueError, "dimension"),
+        ]:
+            with pytest.raises(error, match=message):
+                call()
+    fogdist.barrier()
+
+
+def test_wrong_arguments(worlds):
+    worlds(2).run(wrong_arguments)
+
+
+def handles() -> None:
+    fogdist.init()
+    size = fogdist.size()
+    issued = [fogdist.allreduce_nonblocking(torch.full((3,), float(i)), average=False) for i in range(10)]
+    assert len(set(issued)) == 10 and all(isinstance(handle, int) for handle in issued)
+    for i in reversed(range(10)):
+        while not fogdist.poll(issued[i]):
+            pass
+        assert fogdist.wait(issued[i]).tolist() == [i * size] * 3
+        for used in (fogdist.poll, fogdist.wait, fogdist.synchronize):
+            with pytest.raises(ValueError, match=f"handle.*{issued[i]}"):
+                used(issued[i])
+    with pytest.raises(ValueError, match="handle"):
+        fogdist.wait(10**9)
+    with pytest.raises(TypeError, match="handle"):
+        fogdist.wait("0")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_handles(worlds, size):
+    worlds(size).run(handles)
+
+
+def named_in_different_orders() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    calls = {
+        "sum": lambda n: fogdist.allreduce_nonblocking(torch.ones(4) * rank, False, name=n),
+        "other sum": lambda n: fogdist.allreduce_nonblocking_(torch.ones(5) * rank, False, name=n),
+        "root": lambda n: fogdist.broadcast_nonblocking(torch.tensor([rank]), size - 1, n),
+        "all": lambda n: fogdist.allgather_nonblocking(torch.tensor([rank]), n),
+        "neighbors": lambda n: fogdist.neighbor_allgather_nonblocking(torch.tensor([rank]), name=n),
+    }
+    order = list(calls)[rank:] + list(calls)[:rank]
+    waiting = {name: calls[name](name) for name in order}
+    results = {name: fogdist.wait(handle).tolist() for name, handle in waiting.items()}
+    total = float(sum(range(size)))
+    assert results == {
+        "sum": [total] * 4,
+        "other sum": [total] * 5,
+        "root": [size - 1],
+        "all": list(range(size)),
+        "neighbors": sorted(fogdist.in_neighbor_ranks()),
+    }
+
+
+def test_named_operations_in_different_orders(worlds):
+    worlds(4).run(named_in_different_orders)
+
+
+# --- buckets ------------------------------------------------------------------------------------------------
+
+
+def test_buckets_hold_each_tensor_once_in_order():
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    counts = torch.randint(0, 40, (60,), generator=generator).tolist()
+    tensors = [torch.zeros(n, dtype=dtypes[i % 3]) for i, n in enumerate(counts)]
+    buckets = make_buckets(tensors, max_bytes=256)
+    assert sorted(place for bucket in buckets for place in bucket.places) == list(range(60))
+    assert len(buckets) > 3
+    for bucket in buckets:
+        assert list(bucket.places) == sorted(bucket.places)
+        assert {tensors[place].dtype for place in bucket.places} == {bucket.dtype}
+        size = sum(tensors[place].nbytes for place in bucket.places)
+        assert size <= 256 or len([p for p in bucket.places if tensors[p].numel()]) == 1
+    assert make_buckets([]) == []
+
+
+def test_flatten_and_unflatten_keep_the_order_of_elements():
+    tensors = [
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor(7.0),
+        torch.empty(0, 3),
+        torch.arange(4.0)[::2],
+    ]
+    (bucket,) = make_buckets(tensors)
+    flat = flatten(bucket, tensors)
+    assert flat.tolist() == [0, 3, 1, 4, 2, 5, 7, 0, 2]
+    expected = [2 * tensor for tensor in tensors]
+    unflatten(bucket, 2 * flat, tensors)
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, expected))
+
+
+def test_bucket_cache_notices_changes():
+    cache, tensors = BucketCache(), [torch.zeros(3), torch.zeros(3)]
+    first = cache.of(tensors)
+    assert cache.of(list(tensors)) is first
+    tensors[1].data = tensors[1].data.double()
+    assert [bucket.dtype for bucket in cache.of(tensors)] == [torch.float32, torch.float64]
+
+
+# --- parameters ---------------------------------------------------------------------------------------------
+
+
+def make_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4).double()
+    )
+    model.tied = model[0]
+    model[1].num_batches_tracked.fill_(seed)
+    return model
+
+
+def parameters_from_one_rank() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with Checks() as checks:
+        for root in {0, size - 1}:
+            expected = make_model(root).state_dict()
+            model = make_model(rank)
+            state = model.state_dict()
+            shuffled = OrderedDict(reversed(state.items())) if rank % 2 else state
+            fogdist.broadcast_parameters(shuffled, root)
+            for name, value in model.state_dict().items():
+                checks.equal(f"dict {name}", value, expected[name])
+            model = make_model(rank)
+            fogdist.broadcast_parameters(list(model.named_parameters()), root)
+            fogdist.broadcast_parameters(list(model.buffers()), np.int64(root))
+            for name, value in model.state_dict().items():
+                checks.equal(f"lists {name}", value, expected[name])
+        model = make_model(rank)
+        fogdist.allreduce_parameters(dict(model.named_parameters()))
+        models = [dict(make_model(r).named_parameters()) for r in range(size)]
+        for name, value in model.named_parameters():
+            checks.close(f"average {name}", value.detach(), reduce([m[name].detach() for m in models], "AVG"))
+            checks.true(f"leaf {name}", value.is_leaf and value.requires_grad)
+        for wrong in (model.named_parameters(), "abc", [("a", 1)], {"a": 1.0}, [torch.ones(1), 2]):
+            for call in (lambda p: fogdist.broadcast_parameters(p, 0), fogdist.allreduce_parameters):
+                with pytest.raises(ValueError, match="params"):
+                    call(wrong)
+        with pytest.raises(PreconditionError, match="num_batches_tracked"):
+            fogdist.allreduce_parameters(model.state_dict())
+        with pytest.raises(ValueError, match="root_rank"):
+            fogdist.broadcast_parameters({}, size)
+        fogdist.broadcast_parameters({}, 0)
+        fogdist.broadcast_parameters([], 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameters(worlds, size):
+    worlds(size).run(parameters_from_one_rank)
+
+
+def parameters_that_differ(kind: str) -> str:
+    fogdist.init()
+    params = {"a": torch.zeros(2), "b": torch.zeros(2, 3), "c": torch.zeros(4)}
+    if fogdist.rank() == 1:
+        params |= {"shape": {"b": torch.zeros(3, 2)}, "dtype": {"b": torch.zeros(2, 3).double()}}.get(
+            kind, {}
+        )
+        if kind == "missing":
+            params.pop("b")
+    before = copy.deepcopy(params)
+    for call in (lambda p: fogdist.broadcast_parameters(p, 0), fogdist.allreduce_parameters):
+        with pytest.raises(ValueError, match=r"params.*item 1 differs between the ranks \[0, 2\] and \[1\]"):
+            call(params)
+    assert all(torch.equal(params[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype", "missing"])
+def test_parameters_that_differ_are_an_error_everywhere(worlds, kind):
+    worlds(3).run(parameters_that_differ, kind)
+
+
+def make_optimizer(
+    name: str, rank: int, steps: int
+) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
+    torch.manual_seed(rank)
+    parameters = [
+        torch.nn.Parameter(torch.randn(3, 2)),
+        torch.nn.Parameter(torch.randn(5, dtype=torch.float64)),
+    ]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5 + rank}]
+    # Options that are None, as foreach is, broke BlueFog's broadcast.
+    options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "Adagrad": {}}.get(name, {"amsgrad": True})
+    optimizer = getattr(torch.optim, name)(groups, lr=0.1 * (rank + 1), foreach=None, **options)
+    for _ in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return optimizer, parameters
+
+
+def flat_state(state: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(state, dict):
+        return {k: v for key, item in state.items() for k, v in flat_state(item, f"{path}.{key}").items()}
+    if isinstance(state, (list, tuple)):
+        return {k: v for key, item in enumerate(state) for k, v in flat_state(item, f"{path}.{key}").items()}
+    return {path: state}
+
+
+def optimizer_state_from_one_rank() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with Checks() as checks:
+        for name, root in itertools.product(["SGD", "Adam", "AdamW", "Adagrad"], {0, size - 1}):
+            # The root has made steps, or not; the others have made other numbers of steps, or none.
+            for root_steps in (0, 3):
+                optimizer, _ = make_optimizer(name, rank, root_steps if rank == root else rank % 2 * 2)
+                fogdist.broadcast_optimizer_state(optimizer, root)
+                expected = flat_state(make_optimizer(name, root, root_steps)[0].state_dict())
+                got = flat_state(optimizer.state_dict())
+                checks.equal(f"{name} keys", sorted(got), sorted(expected))
+                for path, value in expected.items():
+                    checks.equal(f"{name} {path}", got.get(path), value)
+        optimizer, parameters = make_optimizer("Adam", rank, 0)
+        with pytest.raises(ValueError, match="LBFGS"):
+            fogdist.broadcast_optimizer_state(torch.optim.LBFGS(parameters), 0)
+        with pytest.raises(TypeError, match="Optimizer"):
+            fogdist.broadcast_optimizer_state(optimizer.state_dict(), 0)
+        if size > 1:
+            if rank == 0:
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+            with pytest.raises(ValueError, match=r"optimizer.*item 2"):
+                fogdist.broadcast_optimizer_state(optimizer, 0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_optimizer_state(worlds, size):
+    worlds(size).run(optimizer_state_from_one_rank)

@@ -1,0 +1,515 @@
+"""neighbor_allreduce and neighbor_allgather against a mixing matrix applied in float64 by one process."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, mix
+
+SIZES = [1, 2, 3, 4, 5]
+WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
+SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (257,), (4, 0, 2), (100_003,)]
+
+
+def plain_mean(graph: Any) -> np.ndarray:
+    """The matrix that a topology without its weights stands for."""
+    return topologies.mixing_matrix(topologies.uniform_weights(graph))
+
+
+def random_matrix(size: int, seed: int) -> np.ndarray:
+    """Weights in [-1, 1] on about half of all edges, the diagonal included; some ranks may have no edge."""
+    generator = np.random.default_rng(seed)
+    return generator.uniform(-1, 1, (size, size)) * (generator.random((size, size)) < 0.5)
+
+
+def peers_of(matrix: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
+    """Sources and destinations of a rank: where its column and its row are not 0."""
+    others = [r for r in range(len(matrix)) if r != rank]
+    return [r for r in others if matrix[r, rank] != 0], [r for r in others if matrix[rank, r] != 0]
+
+
+# --- along the topology -------------------------------------------------------------------------------------
+
+
+def static_exchanges(names: tuple[str, ...]) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with Checks() as checks:
+        for name, is_weighted in itertools.product(names, [False, True]):
+            graph = topologies.by_name(name, size)
+            fogdist.set_topology(graph, is_weighted)
+            matrix = topologies.mixing_matrix(graph) if is_weighted else plain_mean(graph)
+            for dtype, shape in itertools.product(WEIGHTED_DTYPES, SHAPES):
+                label = f"{name} weighted={is_weighted} {dtype} {shape}"
+                inputs = [make_input(r, dtype, shape) for r in range(size)]
+                mine = inputs[rank].clone()
+                output = fogdist.neighbor_allreduce(mine)
+                checks.equal(f"{label} dtype", output.dtype, dtype)
+                checks.close(label, output, mix(inputs, matrix)[rank])
+                checks.equal(f"{label} input", mine, inputs[rank])
+                checks.true(f"{label} alias", mine.numel() == 0 or output.data_ptr() != mine.data_ptr())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_topologies(worlds, size):
+    worlds(size).run(
+        static_exchanges, topologies.TOPOLOGY_NAMES if size < 5 else ("exp", "star", "ring-left")
+    )
+
+
+def own_weights() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    inputs = [make_input(r, torch.float64, 11) for r in range(size)]
+    sources = sorted(fogdist.in_neighbor_ranks())
+    with Checks() as checks:
+        for seed in range(6):
+            generator = np.random.default_rng([seed, rank])
+            kept = [s for s in sources if generator.random() < 0.6]
+            weights = {np.int64(s): generator.uniform(-1, 1) for s in kept}
+            for own in (0, 2, 0.5, np.float32(0.25), np.float64(-1.5), np.int32(3)):
+                matrix = np.zeros((size, size))
+                matrix[rank, rank] = own
+                for source, weight in weights.items():
+                    matrix[source, rank] = weight
+                output = fogdist.neighbor_allreduce(inputs[rank], self_weight=own, src_weights=weights)
+                checks.close(f"seed {seed} own {own!r}", output, mix(inputs, matrix)[rank])
+        # Every in-neighbor left out: they still send, and this rank keeps its own share.
+        output = fogdist.neighbor_allreduce(inputs[rank], self_weight=0.5, src_weights={})
+        checks.equal("no sources", output, inputs[rank] * 0.5)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_of_a_static_exchange(worlds, size):
+    # BlueFog gave a strict subset of weights to the first in-neighbors, whichever ranks it named.
+    worlds(size).run(own_weights)
+
+
+def accumulation_keeps_tiny_values() -> None:
+    fogdist.init(topologies.FullyConnectedGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    tiny = torch.tensor([2.0**-256 * (rank + 1)], dtype=torch.float64)
+    total = 2.0**-256 * sum(range(1, size + 1))
+    with Checks() as checks:
+        ones = dict.fromkeys(fogdist.in_neighbor_ranks(), 1.0)
+        output = fogdist.neighbor_allreduce(tiny, self_weight=1.0, src_weights=ones)
+        checks.equal("sum", output, torch.tensor([total], dtype=torch.float64))
+        checks.equal(
+            "mean", fogdist.neighbor_allreduce(tiny), torch.tensor([total / size], dtype=torch.float64)
+        )
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_tiny_values_are_summed_exactly(worlds, size):
+    worlds(size).run(accumulation_keeps_tiny_values)
+
+
+def consensus(rounds: int) -> float:
+    fogdist.init()
+    x = torch.tensor([float(fogdist.rank())])
+    for _ in range(rounds):
+        x = fogdist.neighbor_allreduce(x)
+    return x.item()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_consensus_is_the_exact_average(worlds, size):
+    assert worlds(size).run(consensus, 100) == [(size - 1) / 2] * size
+
+
+def masked_neighbor() -> None:
+    fogdist.init(topologies.FullyConnectedGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    x = torch.full((3,), float("nan") if rank == 1 else float(rank))
+    weights = {} if rank == 1 else {r: 1.0 for r in range(size) if r not in (1, rank)}
+    output = fogdist.neighbor_allreduce(x, self_weight=1.0, src_weights=weights)
+    with Checks() as checks:
+        if rank != 1:
+            checks.equal("sum", output, torch.full((3,), float(sum(r for r in range(size) if r != 1))))
+
+
+def test_a_neighbor_of_weight_zero_leaves_no_trace(worlds):
+    worlds(3).run(masked_neighbor)
+
+
+# --- dynamic ------------------------------------------------------------------------------------------------
+
+
+def dynamic_exchanges(seeds: int) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with Checks() as checks:
+        for seed in range(seeds):
+            matrix = random_matrix(size, seed)
+            sources, destinations = peers_of(matrix, rank)
+            # Half of each edge's weight comes from either end: their product counts.
+            src_weights = {np.int64(s): matrix[s, rank] / 2 for s in reversed(sources)}
+            dst_weights: Any = {np.int32(d): 2.0 for d in destinations}
+            if seed % 3 == 1:
+                src_weights = {s: 2 * w for s, w in src_weights.items()}
+                dst_weights = [np.array(destinations, dtype=np.int64), tuple(destinations)][seed % 2]
+            for dtype, shape in [(d, (33,)) for d in WEIGHTED_DTYPES] + [(torch.float32, s) for s in SHAPES]:
+                inputs = [make_input(r, dtype, shape, seed) for r in range(size)]
+                mine = inputs[rank].clone()
+                output = fogdist.neighbor_allreduce(
+                    mine,
+                    self_weight=matrix[rank, rank],
+                    src_weights=src_weights,
+                    dst_weights=dst_weights,
+                    enable_topo_check=seed % 2 == 0,
+                )
+                label = f"seed {seed} {dtype} {shape}"
+                checks.close(label, output, mix(inputs, matrix)[rank])
+                checks.equal(f"{label} input", mine, inputs[rank])
+                checks.true(f"{label} alias", mine.numel() == 0 or output.data_ptr() != mine.data_ptr())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dynamic_exchanges(worlds, size):
+    worlds(size).run(dynamic_exchanges, 6)
+
+
+def one_peer_rounds(enable_topo_check: bool) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    peers = [fogdist.GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), r) for r in range(size)]
+    values = [make_input(r, torch.float64, 5) for r in range(size)]
+    mine = values[rank]
+    with Checks() as checks:
+        for step in range(40):
+            matrix = np.zeros((size, size))
+            destinations: list[int] = []
+            sources: list[int] = []
+            for r in range(size):
+                send, receive = next(peers[r])
+                matrix[r, r] = 1 / (len(receive) + 1)
+                matrix[receive, r] = 1 / (len(receive) + 1)
+                if r == rank:
+                    destinations, sources = send, receive
+            share = matrix[rank, rank]
+            mine = fogdist.neighbor_allreduce(
+                mine,
+                self_weight=share,
+                src_weights=dict.fromkeys(sources, share),
+                dst_weights=destinations,
+                enable_topo_check=enable_topo_check,
+            )
+            values = mix(values, matrix)
+            checks.close(f"step {step}", mine, values[rank])
+
+
+@pytest.mark.parametrize("enable_topo_check", [True, False])
+@pytest.mark.parametrize("size", [2, 5])
+def test_one_peer_rounds(worlds, size, enable_topo_check):
+    worlds(size).run(one_peer_rounds, enable_topo_check)
+
+
+def order_of_sources_does_not_matter_for_peers() -> list[float]:
+    # Rank 0 only sends, the last rank only receives, and no rank of the topology is asked.
+    fogdist.init(topologies.RingGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    last = size - 1
+    output = fogdist.neighbor_allreduce(
+        torch.tensor([float(rank)]),
+        self_weight=0.0,
+        src_weights={r: 1.0 for r in range(last)} if rank == last else {},
+        dst_weights=[last] if rank != last else [],
+    )
+    return output.tolist()
+
+
+def test_empty_sides(worlds):
+    assert worlds(4).run(order_of_sources_does_not_matter_for_peers) == [[0.0], [0.0], [0.0], [3.0]]
+
+
+# --- gathering ----------------------------------------------------------------------------------------------
+
+
+def gatherings() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    dtypes = [torch.bool, *INTEGERS, *WEIGHTED_DTYPES]
+    with Checks() as checks:
+        for name in ("exp", "ring-left", "star"):
+            graph = topologies.by_name(name, size)
+            fogdist.set_topology(graph)
+            sources = sorted(r for r in graph.predecessors(rank) if r != rank)
+            for dtype, rest in itertools.product(dtypes, [(), (3,), (2, 0)]):
+                inputs = [make_input(r, dtype, ((2 * r + 1) % 4, *rest)) for r in range(size)]
+                output = fogdist.neighbor_allgather(inputs[rank])
+                checks.equal(
+                    f"{name} {dtype} {rest}",
+                    output,
+                    torch.cat([inputs[rank][:0], *(inputs[s] for s in sources)]),
+                )
+        for seed in range(6):
+            matrix = random_matrix(size, seed)
+            sources, destinations = peers_of(matrix, rank)
+            np.random.default_rng([seed, rank]).shuffle(sources)
+            inputs = [make_input(r, torch.float32, (r + 1, 2), seed) for r in range(size)]
+            output = fogdist.neighbor_allgather(
+                inputs[rank],
+                src_ranks=np.array(sources, dtype=np.int64) if seed % 2 else sources,
+                dst_ranks=tuple(destinations),
+                enable_topo_check=seed < 4,
+            )
+            checks.equal(f"seed {seed}", output, torch.cat([inputs[rank][:0], *(inputs[s] for s in sources)]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gatherings(worlds, size):
+    worlds(size).run(gatherings)
+
+
+# --- tensors of every kind ----------------------------------------------------------------------------------
+
+
+def strange_tensors() -> None:
+    fogdist.init(topologies.FullyConnectedGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    matrix = np.full((size, size), 1 / size)
+    base = [make_input(r, torch.complex128, (6, 4)) for r in range(size)]
+    views = {
+        "transposed": lambda t: t.real.t(),
+        "strided": lambda t: t.real[::2, 1:3],
+        "expanded": lambda t: t.real[:1].expand(5, 4),
+        "conjugate": lambda t: t.conj(),
+        "imaginary part of the conjugate": lambda t: t.conj().imag,
+        "channels last": lambda t: t.real.reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    }
+    with Checks() as checks:
+        for name, view in views.items():
+            inputs = [view(t) for t in base]
+            checks.close(name, fogdist.neighbor_allreduce(inputs[rank]), mix(inputs, matrix)[rank])
+            everyone = torch.cat([inputs[r] for r in range(size) if r != rank])
+            checks.equal(
+                f"gathered {name}", fogdist.neighbor_allgather(inputs[rank]), everyone.resolve_conj()
+            )
+        parameter = torch.nn.Parameter(base[rank].real.clone())
+        output = fogdist.neighbor_allreduce(parameter)
+        checks.close("parameter", output, mix([t.real for t in base], matrix)[rank])
+        checks.true("detached", not output.requires_grad)
+
+
+def test_strange_tensors(worlds):
+    worlds(3).run(strange_tensors)
+
+
+# --- handles and names --------------------------------------------------------------------------------------
+
+
+def many_in_flight(named: bool) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    matrix = plain_mean(fogdist.load_topology())
+    order = list(range(20))
+    if named:  # each rank calls them in an order of its own
+        np.random.default_rng(rank).shuffle(order)
+    handles = {}
+    for i in order:
+        tensor = make_input(rank, torch.float64, 50 * i, i)
+        handles[i] = fogdist.neighbor_allreduce_nonblocking(tensor, name=f"tensor {i}" if named else None)
+        del tensor  # the handle keeps it
+    with Checks() as checks:
+        for i in reversed(range(20)):
+            inputs = [make_input(r, torch.float64, 50 * i, i) for r in range(size)]
+            checks.close(f"operation {i}", fogdist.wait(handles[i]), mix(inputs, matrix)[rank])
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("size", [1, 4])
+def test_many_in_flight(worlds, size, named):
+    worlds(size).run(many_in_flight, named)
+
+
+def two_of_one_name() -> str:
+    fogdist.init()
+    first = fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same")
+    try:
+        fogdist.wait(fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same"))
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    fogdist.wait(first)
+    fogdist.neighbor_allreduce(torch.ones(3), name="same")
+    return message
+
+
+def test_a_name_in_flight_is_rejected(worlds):
+    assert all("same" in message for message in worlds(1).run(two_of_one_name))
+
+
+# --- wrong arguments ----------------------------------------------------------------------------------------
+
+ONE = torch.ones(2)
+# On rank 0 of a unidirectional ring of 3, whose only in-neighbor is rank 2.
+WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("neighbor_allreduce", {"tensor": [1.0]}, TypeError, "tensor"),
+    ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.int64)}, ValueError, "float32.*int64"),
+    ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.bool)}, ValueError, "tensor.*bool"),
+    ("neighbor_allreduce", {"tensor": ONE.to_sparse()}, TypeError, "tensor.*dense"),
+    ("neighbor_allreduce", {"neighbor_weights": {}}, TypeError, "src_weights"),
+    ("neighbor_allreduce", {"send_neighbors": []}, TypeError, "dst_weights"),
+    ("neighbor_allreduce", {"weights": []}, TypeError, "unexpected keyword argument 'weights'"),
+    ("neighbor_allreduce", {"self_weight": 0.5}, ValueError, "self_weight without src_weights"),
+    ("neighbor_allreduce", {"src_weights": {}}, ValueError, "src_weights without self_weight"),
+    ("neighbor_allreduce", {"dst_weights": [1]}, ValueError, "dst_weights"),
+    ("neighbor_allreduce", {"self_weight": True, "src_weights": {}}, TypeError, "self_weight.*bool"),
+    ("neighbor_allreduce", {"self_weight": "1", "src_weights": {}}, TypeError, "self_weight.*str"),
+    (
+        "neighbor_allreduce",
+        {"self_weight": float("nan"), "src_weights": {}},
+        ValueError,
+        "self_weight.*finite",
+    ),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": [2]}, TypeError, "src_weights.*dict.*list"),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {2: "1"}}, TypeError, r"src_weights\[2\]"),
+    (
+        "neighbor_allreduce",
+        {"self_weight": 1, "src_weights": {2: float("inf")}},
+        ValueError,
+        r"src_weights\[2\]",
+    ),
+    (
+        "neighbor_allreduce",
+        {"self_weight": 1, "src_weights": {1: 1.0}},
+        ValueError,
+        "src_weights.*in-neighbors",
+    ),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {0: 1.0}}, ValueError, "src_weights.*itself"),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {3: 1.0}}, ValueError, r"src_weights.*\[0, 2\]"),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {1.5: 1.0}}, TypeError, "src_weights.*integer"),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {}, "dst_weights": 1}, TypeError, "dst_weights"),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {}, "dst_weights": [1, 1]}, ValueError, "twice"),
+    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {}, "dst_weights": [0]}, ValueError, "itself"),
+    (
+        "neighbor_allreduce",
+        {"self_weight": 1, "src_weights": {}, "dst_weights": [-1]},
+        ValueError,
+        "dst_weights",
+    ),
+    (
+        "neighbor_allreduce",
+        {"self_weight": 1, "src_weights": {}, "dst_weights": {1: None}},
+        TypeError,
+        "dst_weights",
+    ),
+    ("neighbor_allreduce", {"name": 3}, TypeError, "name"),
+    ("neighbor_allgather", {"tensor": torch.tensor(1.0)}, ValueError, "dimension"),
+    ("neighbor_allgather", {"src_ranks": [1]}, ValueError, "src_ranks without dst_ranks"),
+    ("neighbor_allgather", {"dst_ranks": []}, ValueError, "dst_ranks without src_ranks"),
+    ("neighbor_allgather", {"src_ranks": [1, 1], "dst_ranks": []}, ValueError, "src_ranks.*twice"),
+    ("neighbor_allgather", {"src_ranks": [], "dst_ranks": [0]}, ValueError, "dst_ranks.*itself"),
+    ("neighbor_allgather", {"src_ranks": ["1"], "dst_ranks": []}, TypeError, "src_ranks.*integer"),
+]
+
+
+def wrong_arguments() -> None:
+    fogdist.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    if fogdist.rank() == 0:
+        for operation, arguments, error, message in WRONG_ARGUMENTS:
+            for form in ("", "_nonblocking"):
+                with pytest.raises(error, match=message):
+                    getattr(fogdist, operation + form)(**{"tensor": ONE, **arguments})
+    # Nothing was sent for any of them.
+    assert fogdist.neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
+
+
+def test_wrong_arguments(worlds):
+    worlds(3).run(wrong_arguments)
+
+
+# --- ranks that disagree ------------------------------------------------------------------------------------
+
+
+def disagreement(kind: str) -> tuple[str, str]:
+    fogdist.init()
+    rank = fogdist.rank()
+    x = torch.ones(4)
+    peers = {"src_weights": {(rank - 1) % 3: 0.5}, "dst_weights": [(rank + 1) % 3]}
+    error, function, arguments = "", fogdist.neighbor_allreduce, {"self_weight": 0.5, **peers}
+    if kind == "unexpected" and rank == 1:
+        arguments["dst_weights"] = [2, 0]
+    elif kind == "missing" and rank == 2:
+        arguments["dst_weights"] = []
+    elif kind == "both" and rank == 0:
+        arguments |= {"dst_weights": [2], "src_weights": {1: 1.0}}
+    elif kind == "shape" and rank == 1:
+        x = torch.ones(2, 2)
+    elif kind == "dtype" and rank == 1:
+        x = x.double()
+    elif kind == "operation" and rank == 1:
+        function, arguments = fogdist.neighbor_allgather, {"src_ranks": [0], "dst_ranks": [2]}
+    elif kind == "gathered" and rank != 3:
+        function, arguments = (
+            fogdist.neighbor_allgather,
+            {"src_ranks": [(rank - 1) % 3], "dst_ranks": [(rank + 1) % 3]},
+        )
+        x = torch.ones(rank + 1, 5 if rank == 2 else 4)
+    try:
+        function(x, **arguments)
+    except ValueError as raised:
+        error = str(raised)
+    # The group is as it was.
+    return error, str(fogdist.neighbor_allreduce(torch.ones(1), self_weight=0.5, **peers).item())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fragments"),
+    [
+        (
+            "unexpected",
+            ["rank 1 sends to rank 0 (dst_weights), but rank 0 does not receive from rank 1 (src_weights)"],
+        ),
+        (
+            "missing",
+            ["rank 0 receives from rank 2 (src_weights), but rank 2 does not send to rank 0 (dst_weights)"],
+        ),
+        (
+            "both",
+            [
+                "rank 0 sends to rank 2 (dst_weights), but rank 2 does not receive",
+                "rank 1 receives from rank 0 (src_weights), but rank 0 does not send",
+                "rank 2 sends to rank 0 (dst_weights), but rank 0 does not receive",
+                "rank 0 receives from rank 1 (src_weights), but rank 1 does not send",
+            ],
+        ),
+        (
+            "shape",
+            [
+                "rank 0 sends float32 of shape (4,) to rank 1, which has float32 of shape (2, 2)",
+                "rank 1 sends float32 of shape (2, 2) to rank 2, which has float32 of shape (4,)",
+            ],
+        ),
+        ("dtype", ["rank 0 sends float32 of shape (4,) to rank 1, which has float64 of shape (4,)"]),
+        ("operation", ["rank 0 calls neighbor_allreduce", "rank 1 calls neighbor_allgather"]),
+        ("gathered", ["rank 1 sends float32 of shape (2, 4) to rank 2, which has float32 of shape (3, 5)"]),
+    ],
+)
+def test_disagreements_are_the_same_error_everywhere(worlds, kind, fragments):
+    outcomes = worlds(3).run(disagreement, kind)
+    assert len({error for error, _ in outcomes}) == 1
+    for fragment in fragments:
+        assert fragment in outcomes[0][0]
+    assert {after for _, after in outcomes} == {"1.0"}
+
+
+def static_disagreement() -> str:
+    fogdist.init()
+    try:
+        fogdist.neighbor_allreduce(torch.ones(3 + fogdist.rank()))
+    except (ValueError, dist.DistBackendError) as error:
+        return str(error)
+    return ""
+
+
+def test_shapes_that_differ_along_the_topology(new_world):
+    # new_world: a failure in flight may leave the group unusable.
+    assert all(message for message in new_world(2).run(static_disagreement))

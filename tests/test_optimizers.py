@@ -1,0 +1,854 @@
+"""Distributed optimizers against one process that simulates all ranks with the mixing matrix.
+
+Models and mixing are in float64, so that a wrong weight, a lost update or a gradient at the wrong point shows
+at once: trajectories agree to rounding or not at all.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+from fogdist import CommunicationType
+from fogdist import topology as topologies
+from reference import Checks, mix
+from torch import Tensor, nn
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
+    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
+    "gradient": fogdist.DistributedGradientAllreduceOptimizer,
+}
+
+
+class Net(nn.Module):
+    """Every kind of parameter that a walk over leaf modules, or over gradients, would miss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(4))  # held by the container itself
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 4, bias=False)
+        self.decoder.weight = self.encoder.weight  # tied
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)  # never has a gradient
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.encoder(x + self.position))
+        return self.head(torch.tanh(self.frozen(self.decoder(hidden)) + self.encoder(hidden)))
+
+
+def make_net(rank: int, **options: Any) -> Net:
+    torch.manual_seed(100 + rank)  # ranks start apart, so that every exchange shows
+    return Net(**options).double()
+
+
+def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    return (
+        torch.randn(5, 4, generator=generator, dtype=torch.float64),
+        torch.randn(5, 3, generator=generator, dtype=torch.float64),
+    )
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+    x, y = batch(rank, number)
+    return (model(x) - y).square().mean()
+
+
+def snapshot(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run: what is optimized, how, and who talks to whom.
+
+    Attributes:
+        kind: awc, atc or gradient.
+        optimizer: Name in OPTIMIZERS.
+        steps: Calls of step().
+        every: num_steps_per_communication.
+        passes: Forward and backward passes before each step().
+        mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator),
+            "random" (new weights and edges each step), "allreduce" or "empty".
+    """
+
+    kind: str
+    optimizer: str
+    steps: int = 7
+    every: int = 1
+    passes: int = 1
+    mixing: str = "static"
+
+
+def matrices(run: Run, size: int) -> list[np.ndarray]:
+    """The mixing matrix of each step."""
+    graph = topologies.StarGraph(size) if run.mixing == "weighted" else topologies.ExponentialGraph(size)
+    result = []
+    generators = [topologies.GetDynamicOnePeerSendRecvRanks(graph, r) for r in range(size)]
+    for step in range(run.steps):
+        matrix = np.eye(size)
+        if run.mixing == "static":
+            matrix = topologies.mixing_matrix(topologies.uniform_weights(graph))
+        elif run.mixing == "weighted":
+            matrix = topologies.mixing_matrix(graph)
+        elif run.mixing == "dynamic":
+            for r in range(size):
+                _, sources = next(generators[r])
+                matrix[[r, *sources], r] = 1 / (len(sources) + 1)
+        elif run.mixing == "random":
+            random = np.random.default_rng([step, size])
+            matrix = random.random((size, size)) * (
+                (random.random((size, size)) < 0.5) | np.eye(size, dtype=bool)
+            )
+            matrix /= matrix.sum(axis=0)
+        elif run.mixing == "allreduce":
+            matrix = np.full((size, size), 1 / size)
+        result.append(matrix)
+    return result
+
+
+def simulate(run: Run, size: int) -> list[Tensor]:
+    """Trains all ranks in this process; returns the parameters of rank r after step s as [r][s]."""
+    models = [make_net(r) for r in range(size)]
+    optimizers = [OPTIMIZERS[run.optimizer](m.parameters()) for m in models]
+    trajectories: list[list[Tensor]] = [[] for _ in range(size)]
+    done, number = 0, 0
+    for matrix in matrices(run, size):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(run.passes):
+            for rank, model in enumerate(models):
+                loss_of(model, rank, number).backward()
+            number += 1
+        done += run.passes
+        communicate = done >= run.every
+        done = 0 if communicate else done
+        if communicate and run.kind == "awc":
+            mix_parameters(models, matrix)
+        if communicate and run.kind == "gradient":
+            for same in zip(*(m.parameters() for m in models)):
+                if same[0].grad is not None:
+                    mean = torch.stack([p.grad for p in same]).mean(0)
+                    for p in same:
+                        p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if communicate and run.kind == "atc":
+            mix_parameters(models, matrix)
+        for trajectory, model in zip(trajectories, models):
+            trajectory.append(snapshot(model))
+    return [torch.stack(trajectory) for trajectory in trajectories]
+
+
+def mix_parameters(models: list[Net], matrix: np.ndarray) -> None:
+    with torch.no_grad():
+        for same in zip(*(m.parameters() for m in models)):
+            if same[0].requires_grad:
+                for parameter, value in zip(same, mix([p.detach().clone() for p in same], matrix)):
+                    parameter.copy_(value)
+
+
+def set_dynamic(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
+    """Gives an optimizer one step's column of weights as its dynamic attributes."""
+    others = [r for r in range(len(matrix)) if r != rank]
+    optimizer.self_weight = matrix[rank, rank]
+    optimizer.src_weights = {r: matrix[r, rank] for r in others if matrix[r, rank] != 0}
+    optimizer.dst_weights = [r for r in others if matrix[rank, r] != 0]
+
+
+def distribute(run: Run, model: nn.Module) -> Any:
+    base = OPTIMIZERS[run.optimizer](model.parameters())
+    if run.kind == "gradient":
+        return FACTORIES[run.kind](base, model, num_steps_per_communication=run.every)
+    kinds = {"allreduce": CommunicationType.allreduce, "empty": CommunicationType.empty}
+    kind = kinds.get(run.mixing, CommunicationType.neighbor_allreduce)
+    return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every)
+
+
+def train(run: Run) -> Tensor:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    fogdist.set_topology(*((topologies.StarGraph(size), True) if run.mixing == "weighted" else ()))
+    model = make_net(rank)
+    optimizer = distribute(run, model)
+    trajectory, number = [], 0
+    for step, matrix in enumerate(matrices(run, size)):
+        if run.mixing in ("dynamic", "random"):
+            set_dynamic(optimizer, matrix, rank)
+            optimizer.enable_topo_check = step % 2 == 0
+        optimizer.zero_grad()
+        for _ in range(run.passes):
+            loss_of(model, rank, number).backward()
+            number += 1
+        optimizer.step()
+        trajectory.append(snapshot(model))
+    return torch.stack(trajectory)
+
+
+RUNS = [
+    *(Run(kind, optimizer) for kind in FACTORIES for optimizer in OPTIMIZERS),
+    *(Run(kind, "adam", every=3, passes=3) for kind in FACTORIES),  # accumulate, then one step
+    *(Run(kind, "sgd", every=3) for kind in FACTORIES),  # local steps
+    *(
+        Run(kind, "sgd", mixing=mixing)
+        for kind in ("awc", "atc")
+        for mixing in ("weighted", "dynamic", "allreduce")
+    ),
+    *(Run(kind, "adamw", mixing="random") for kind in ("awc", "atc")),
+    *(Run(kind, "adam", every=3, mixing="dynamic", steps=10) for kind in ("awc", "atc")),
+    *(Run(kind, "sgd", mixing="empty") for kind in ("awc", "atc")),
+]
+
+
+@pytest.mark.filterwarnings("ignore:step.. after")
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_trajectories(worlds, size, run):
+    for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("size", [2, 5])
+def test_other_sizes(worlds, size, kind):
+    run = Run(kind, "adam", mixing="dynamic" if kind != "gradient" else "static")
+    for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+# --- buckets ------------------------------------------------------------------------------------------------
+
+
+def exchange_by_parameter() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(
+        nn.Linear(1100, 1000).double(),  # more than one bucket by itself
+        nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
+        nn.Linear(3, 5).bfloat16(),
+        nn.Linear(1000, 1100).double(),
+        nn.Linear(7, 9),
+    )
+    optimizer = fogdist.DistributedAdaptThenCombineOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model
+    )
+    expected = [fogdist.neighbor_allreduce(p) for p in model.parameters()]
+    layouts = [(p.data_ptr(), p.stride()) for p in model.parameters()]
+    optimizer.step()
+    with Checks() as checks:
+        for i, (parameter, value) in enumerate(zip(model.parameters(), expected)):
+            checks.equal(f"parameter {i}", parameter.detach().clone(), value)
+        checks.equal("memory", [(p.data_ptr(), p.stride()) for p in model.parameters()], layouts)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_fused_exchange_equals_one_exchange_a_parameter(worlds, size):
+    worlds(size).run(exchange_by_parameter)
+
+
+def views_of_one_buffer(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = nn.Linear(4, 3).double()
+    flat = torch.randn(15, dtype=torch.float64)
+    model.weight.data, model.bias.data = flat[:12].view(3, 4), flat[12:]
+    optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+    assert torch.equal(snapshot(model), flat)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_parameters_stay_views_of_their_buffer(worlds, kind):
+    # BlueFog's p.set_(output) cut parameters from the memory they shared. The model is a bare leaf module.
+    worlds(2).run(views_of_one_buffer, kind)
+
+
+# --- it is the user's optimizer -----------------------------------------------------------------------------
+
+
+def is_the_users_optimizer(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    with Checks() as checks, warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
+        model = make_net(rank)
+        base = torch.optim.Adam(model.parameters(), lr=0.02)
+        before = torch.optim.lr_scheduler.StepLR(base, 1, 0.5)
+        loss_of(model, rank, 0).backward()
+        base.step()
+        calls = []
+        base.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer = FACTORIES[kind](base, model)
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        checks.true("isinstance", isinstance(optimizer, torch.optim.Adam))
+        checks.equal("class name", type(optimizer).__name__, "Adam")
+        checks.true("repr", repr(optimizer).startswith("Adam ("))
+        checks.true("shared groups", optimizer.param_groups is base.param_groups)
+        checks.true("shared state", optimizer.state is base.state and len(base.state) > 0)
+        checks.equal("defaults", optimizer.defaults["lr"], 0.02)
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        checks.equal("first step kept", int(next(iter(optimizer.state.values()))["step"]), 1)
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            optimizer.step()
+            before.step()
+            after.step()
+        checks.equal("steps counted", int(next(iter(base.state.values()))["step"]), 3)
+        checks.equal("hooks", calls, ["pre", "post"] * 2)
+        checks.close("schedulers", torch.tensor(base.param_groups[0]["lr"]), torch.tensor(0.02 * 0.25 * 0.1))
+
+        # State dicts go both ways between plain and distributed optimizers.
+        state = copy.deepcopy(optimizer.state_dict())
+        plain = torch.optim.Adam(make_net(0).parameters(), lr=1.0)
+        plain.load_state_dict(state)
+        checks.equal("to plain", plain.param_groups[0]["lr"], base.param_groups[0]["lr"])
+        state["param_groups"][0]["lr"] = 0.125
+        optimizer.load_state_dict(state)
+        checks.equal(
+            "from dict", (optimizer.param_groups[0]["lr"], base.param_groups[0]["lr"]), (0.125, 0.125)
+        )
+        checks.true(
+            "still shared", optimizer.param_groups is base.param_groups and optimizer.state is base.state
+        )
+
+        # zero_grad in both forms, attributes, and no copies.
+        loss_of(model, rank, 9).backward()
+        optimizer.zero_grad(set_to_none=False)
+        checks.true("zeros", all(not p.grad.any() for p in model.head.parameters()))
+        optimizer.zero_grad()
+        checks.true("none", all(p.grad is None for p in model.parameters()))
+        optimizer.note = 5
+        checks.equal("attributes are the user's", base.note, 5)
+        del optimizer.note
+        checks.true("deleted", not hasattr(base, "note"))
+        with pytest.raises(TypeError, match="state_dict"):
+            copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_is_the_users_optimizer(worlds, size, kind):
+    worlds(size).run(is_the_users_optimizer, kind)
+
+
+def groups_and_closures(kind: str) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = copy.deepcopy(models[rank])
+    bases = [torch.optim.SGD([m.position], lr=0.1) for m in models]
+    optimizer = FACTORIES[kind](torch.optim.SGD([model.position], lr=0.1), model)
+    with pytest.raises(ValueError, match="model"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.2})
+    for base, other in zip(bases, models):
+        base.add_param_group({"params": other.head.parameters(), "lr": 0.2})
+    held = [[m.position, *m.head.parameters()] for m in models]
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(fogdist.load_topology()))
+    evaluated = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, 0)
+        loss.backward()
+        evaluated.append(loss.item())
+        return loss
+
+    def mix_held() -> None:
+        with torch.no_grad():
+            for same in zip(*held):
+                for parameter, value in zip(same, mix([p.detach().clone() for p in same], matrix)):
+                    parameter.copy_(value)
+
+    for _ in range(3):
+        loss = optimizer.step(closure)
+        assert loss.item() == evaluated[-1]
+        for r, other in enumerate(models):
+            bases[r].zero_grad()
+            loss_of(other, r, 0).backward()
+        if kind == "gradient":
+            for same in zip(*held):
+                mean = torch.stack([p.grad for p in same]).mean(0)
+                for p in same:
+                    p.grad.copy_(mean)
+        if kind == "awc":
+            mix_held()
+        for base in bases:
+            base.step()
+        if kind == "atc":
+            mix_held()
+    assert len(evaluated) == 3
+    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_added_groups_and_closures(worlds, size, kind):
+    # Only parameters that the optimizer holds are averaged, from the moment it holds them.
+    worlds(size).run(groups_and_closures, kind)
+
+
+def lbfgs() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    base = torch.optim.LBFGS([p for p in model.parameters() if p.requires_grad], max_iter=4)
+    for kind in ("awc", "gradient"):
+        with pytest.raises(ValueError, match="LBFGS"):
+            FACTORIES[kind](base, model)
+    optimizer = FACTORIES["atc"](base, model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, 0)
+        loss.backward()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = optimizer.step(closure).item()
+        for _ in range(3):
+            last = optimizer.step(closure).item()
+    assert last < first
+
+
+def test_lbfgs(worlds):
+    worlds(2).run(lbfgs)
+
+
+# --- wrong arguments ----------------------------------------------------------------------------------------
+
+
+def wrong_arguments(kind: str) -> None:
+    fogdist.init()
+    make = FACTORIES[kind]
+    model = make_net(0)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+    for arguments, options, error, message in [
+        ((model, model), {}, TypeError, "optimizer.*Net"),
+        ((base, base), {}, TypeError, "model.*SGD"),
+        ((base, [model, 3]), {}, TypeError, "model"),
+        ((base, model), {"num_steps_per_communication": 0}, ValueError, "num_steps_per_communication.*0"),
+        (
+            (base, model),
+            {"num_steps_per_communication": 1.0},
+            TypeError,
+            "num_steps_per_communication.*float",
+        ),
+        ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
+        ((base, [model, make_net(1)]), {}, ValueError, "position"),
+        ((base, []), {}, ValueError, "model"),
+        ((make(base, model), model), {}, ValueError, "distributed already"),
+    ]:
+        with pytest.raises(error, match=message):
+            make(*arguments, **options)
+    if kind != "gradient":
+        with pytest.raises(TypeError, match=r"communication_type.*neighbor_allreduce"):
+            make(base, model, "allreduce")
+        optimizer = make(base, model)
+        assert optimizer.communication_type is CommunicationType.neighbor_allreduce
+        with pytest.raises(TypeError, match="communication_type"):
+            optimizer.communication_type = "empty"
+        optimizer.communication_type = CommunicationType.empty
+        for old, new in [
+            ("neighbor_weights", "src_weights"),
+            ("send_neighbors", "dst_weights"),
+            ("neighbor_machine_weights", "src_machine_weights"),
+            ("send_neighbor_machines", "dst_machine_weights"),
+        ]:
+            with pytest.raises(AttributeError, match=f"{old}.*{new}"):
+                setattr(optimizer, old, [])
+    fogdist.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        make(base, model)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_wrong_arguments(worlds, kind):
+    worlds(2).run(wrong_arguments, kind)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_before_init(kind):
+    model = make_net(0)
+    with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
+        FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+# --- passes, steps and warnings -----------------------------------------------------------------------------
+
+
+def too_many_passes(kind: str) -> list[str]:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = FACTORIES[kind](
+        torch.optim.SGD(model.parameters(), lr=0.1), model, num_steps_per_communication=2
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(3):
+            for _ in range(3):
+                loss_of(model, rank, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Passes without gradients, and in evaluation mode, are no passes.
+        model.eval()
+        for _ in range(5):
+            with torch.no_grad():
+                loss_of(model, rank, 0)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_too_many_passes_warn_once(worlds, kind):
+    for messages in worlds(2).run(too_many_passes, kind):
+        assert len(messages) == 1
+        assert messages[0].startswith("Unexpected behavior: more than num_steps_per_communication=2")
+
+
+def gradients_after_too_many_passes() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = make_net(0)
+    optimizer = FACTORIES["gradient"](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(3):
+            loss_of(model, rank, number).backward()
+        optimizer.synchronize()
+    reference = make_net(0)
+    for number in range(3):
+        (sum(loss_of(reference, r, number) for r in range(size)) / size).backward()
+    for got, expected in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-11, atol=1e-12)
+
+
+def test_no_gradient_is_lost_after_too_many_passes(worlds):
+    worlds(3).run(gradients_after_too_many_passes)
+
+
+def rank_without_data(kind: str) -> Tensor:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for number in range(4):
+        optimizer.zero_grad()
+        if (rank, number) != (1, 2):  # its data ended early
+            loss_of(model, rank, number).backward()
+        fogdist.barrier()
+        optimizer.step()
+    if kind == "gradient":
+        assert all(p.grad is not None for p in model.head.parameters())
+        assert model.unused.weight.grad is None
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_rank_without_data_for_one_step(worlds, kind):
+    size = 3
+    models = [make_net(r) for r in range(size)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(size)))
+    for number in range(4):
+        for rank, model in enumerate(models):
+            optimizers[rank].zero_grad()
+            (loss_of(model, rank, number) * float((rank, number) != (1, 2))).backward()
+        if kind == "gradient":
+            for same in zip(*(m.parameters() for m in models)):
+                if same[0].grad is not None:
+                    mean = torch.stack([p.grad for p in same]).mean(0)
+                    for p in same:
+                        p.grad = mean.clone()
+        if kind == "awc":
+            mix_parameters(models, matrix)
+        for optimizer in optimizers:
+            optimizer.step()
+        if kind == "atc":
+            mix_parameters(models, matrix)
+    for got, model in zip(worlds(size).run(rank_without_data, kind), models):
+        torch.testing.assert_close(got, snapshot(model), rtol=1e-11, atol=1e-12)
+
+
+class Routed(nn.Module):
+    """Each rank's data goes through a layer of its own; nobody uses the last one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 3) for _ in range(size + 1))
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        return self.experts[expert](x)
+
+
+def gradients_on_some_ranks_only() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    torch.manual_seed(0)
+    model = Routed(size).double()
+    reference = copy.deepcopy(model)
+    optimizer = FACTORIES["gradient"](torch.optim.AdamW(model.parameters(), lr=0.1), model)
+    base = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for number in range(4):
+        optimizer.zero_grad()
+        base.zero_grad()
+        (x, y), mine = batch(rank, number), (rank + number) % size
+        (model(x, mine) - y).square().mean().backward()
+        optimizer.step()
+        for r in range(size):
+            x, y = batch(r, number)
+            ((reference(x, (r + number) % size) - y).square().mean() / size).backward()
+        base.step()
+    with Checks() as checks:
+        for i, (got, expected) in enumerate(zip(model.parameters(), reference.parameters())):
+            checks.close(f"parameter {i}", got.detach(), expected.detach())
+        # Weight decay would move it if it had a gradient of zeros.
+        checks.true("nobody's layer", model.experts[size].weight.grad is None)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_gradients_that_exist_on_some_ranks_only(worlds, size):
+    worlds(size).run(gradients_on_some_ranks_only)
+
+
+def clipped_gradients() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model, reference = make_net(0), make_net(0)
+    optimizer = FACTORIES["gradient"](torch.optim.SGD(model.parameters(), lr=0.5), model)
+    base = torch.optim.SGD(reference.parameters(), lr=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            if number == 0:
+                with pytest.raises(RuntimeError, match="synchronize"), optimizer.skip_synchronize():
+                    pass
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if number == 1:
+                optimizer.step()
+            else:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            base.zero_grad()
+            (sum(loss_of(reference, r, number) for r in range(size)) / size).backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            base.step()
+    torch.testing.assert_close(snapshot(model), snapshot(reference), rtol=1e-11, atol=1e-12)
+    # Clipped without synchronize(), after the average was sent.
+    layer = nn.Linear(4, 3).double()
+    optimizer = FACTORIES["gradient"](torch.optim.SGD(layer.parameters(), lr=0.5), layer)
+    loss_of(layer, rank, 7).backward()
+    nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
+    with pytest.warns(UserWarning, match="synchronize"):
+        optimizer.step()
+
+
+def test_clipped_gradients(worlds):
+    worlds(2).run(clipped_gradients)
+
+
+def discarded_gradients() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model, reference = make_net(0), make_net(0)
+    optimizer = FACTORIES["gradient"](torch.optim.SGD(model.parameters(), lr=0.5), model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(model, rank, 0).backward()
+        optimizer.zero_grad()
+        loss_of(model, rank, 1).backward()
+        optimizer.step()
+    (sum(loss_of(reference, r, 1) for r in range(size)) / size).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    torch.testing.assert_close(snapshot(model), snapshot(reference), rtol=1e-11, atol=1e-12)
+
+
+def test_zero_grad_discards_an_average_in_flight(worlds):
+    worlds(2).run(discarded_gradients)
+
+
+def sparse_gradients() -> None:
+    fogdist.init()
+    model = nn.Embedding(5, 3, sparse=True)
+    optimizer = FACTORIES["gradient"](torch.optim.SparseAdam(model.parameters()), model)
+    with pytest.raises(ValueError, match="dense"):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    for kind in ("awc", "atc"):
+        model = nn.Embedding(5, 3, sparse=True)
+        optimizer = FACTORIES[kind](torch.optim.SparseAdam(model.parameters()), model)
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+
+def test_sparse_gradients(worlds):
+    worlds(2).run(sparse_gradients)
+
+
+def local_step_of_gradient_averaging() -> list[str]:
+    fogdist.init()
+    model = make_net(fogdist.rank())
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = FACTORIES["gradient"](base, model, num_steps_per_communication=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(model, fogdist.rank(), number).backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_local_steps_of_gradient_averaging_warn_once(worlds):
+    for messages in worlds(2).run(local_step_of_gradient_averaging):
+        assert len(messages) == 1
+        assert "after 1 of num_steps_per_communication=4" in messages[0]
+
+
+# --- models -------------------------------------------------------------------------------------------------
+
+
+def several_models(kind: str) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    pairs = []
+    for r in range(size):
+        torch.manual_seed(r)
+        pairs.append([nn.Sequential(nn.Linear(4, 4)).double(), nn.Module()])
+        pairs[-1][1].add_module("head", nn.Linear(4, 3).double())
+        pairs[-1][1].forward = pairs[-1][1].head.forward
+    models = copy.deepcopy(pairs[rank])
+    models[1].forward = models[1].head.forward
+    optimizer = FACTORIES[kind](torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.1), models)
+    for number in range(3):
+        optimizer.zero_grad()
+        x, y = batch(rank, number)
+        (models[1](models[0](x)) - y).square().mean().backward()
+        optimizer.step()
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(fogdist.load_topology()))
+    joined = [nn.ModuleList(pair) for pair in pairs]
+    bases = [torch.optim.SGD(j.parameters(), lr=0.1) for j in joined]
+    for number in range(3):
+        for r, pair in enumerate(pairs):
+            bases[r].zero_grad()
+            x, y = batch(r, number)
+            (pair[1](pair[0](x)) - y).square().mean().backward()
+        if kind == "awc":
+            mix_parameters(joined, matrix)
+        for base in bases:
+            base.step()
+        if kind == "atc":
+            mix_parameters(joined, matrix)
+    torch.testing.assert_close(
+        snapshot(nn.ModuleList(models)), snapshot(joined[rank]), rtol=1e-11, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc"])
+def test_several_models(worlds, kind):
+    worlds(3).run(several_models, kind)
+
+
+def unfrozen(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = FACTORIES[kind](
+        torch.optim.SGD(model.parameters(), lr=0.1), model, num_steps_per_communication=1
+    )
+    frozen = model.frozen.weight.detach().clone()
+    with Checks() as checks:
+        for number in range(6):
+            if number == 3:
+                checks.equal("frozen", model.frozen.weight.detach().clone(), frozen)
+                model.frozen.requires_grad_(True)
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            optimizer.step()
+        checks.true("unfrozen", not torch.equal(model.frozen.weight, frozen))
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_parameters_that_are_unfrozen(worlds, kind):
+    worlds(2).run(unfrozen, kind)
+
+
+def optimizer_dropped(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    assert not model._forward_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    # Only rank 0 goes on, alone: nothing of the dropped optimizer communicates.
+    if rank == 0:
+        for number in range(3):
+            loss_of(model, rank, number).backward()
+    fogdist.barrier()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_dropped_optimizer_leaves_the_model(worlds, kind):
+    worlds(2).run(optimizer_dropped, kind)
+
+
+def gradient_scaler(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    models = [make_net(rank).float() for _ in range(2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled = FACTORIES[kind](torch.optim.AdamW(models[0].parameters(), lr=0.01), models[0])
+    plain = FACTORIES[kind](torch.optim.AdamW(models[1].parameters(), lr=0.01), models[1])
+    for number in range(3):
+        x, y = (t.float() for t in batch(rank, number))
+        for model, optimizer in zip(models, (scaled, plain)):
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            (scaler.scale(loss) if optimizer is scaled else loss).backward()
+            if kind == "gradient":
+                optimizer.synchronize()
+        scaler.unscale_(scaled)
+        scaler.step(scaled)
+        scaler.update()
+        plain.step()
+    torch.testing.assert_close(snapshot(models[0]), snapshot(models[1]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_gradient_scaler(worlds, kind):
+    worlds(2).run(gradient_scaler, kind)

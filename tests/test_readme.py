@@ -1,0 +1,102 @@
+"""What the README shows is run: each Python block as a script; its commands are held against the project."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from scripts import ROOT, run_script
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    from pip._vendor import tomli as tomllib
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+# Each line a rank prints, for the blocks whose output the README does not show.
+PATTERNS = {"train.py": r"rank \d: loss 0\.0\d+, distance to the true weights 0\.0\d\d"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script of the README.
+
+    Attributes:
+        name: File name, from the block's first line.
+        ranks: From the torchrun command in the block's first line.
+        code: The whole block.
+        output: What the README says it prints; None if it does not say.
+    """
+
+    name: str
+    ranks: int
+    code: str
+    output: str | None
+
+
+def examples() -> list[Example]:
+    found = []
+    for (language, code), (next_language, next_block) in zip(BLOCKS, [*BLOCKS[1:], ("", "")]):
+        if language == "python":
+            first = re.match(r"# (\S+\.py): torchrun --nproc_per_node=(\d+) \1\n", code)
+            assert first, f"the first line of a Python block has to name its file and command:\n{code}"
+            output = next_block if next_language == "text" else None
+            found.append(Example(first[1], int(first[2]), code, output))
+    return found
+
+
+def test_readme_shows_consensus_and_optimizer() -> None:
+    assert {"average.py", "train.py"} <= {example.name for example in examples()}
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
+def test_python_block_runs(tmp_path: Path, example: Example) -> None:
+    script = tmp_path / example.name
+    script.write_text(example.code)
+    output = run_script([script], example.ranks, tmp_path / "log.txt")
+    lines = sorted(line for line in output.splitlines() if line.startswith("rank "))
+    assert len(lines) == example.ranks, output
+    if example.output is not None:
+        assert lines == example.output.splitlines()
+    else:
+        assert all(re.fullmatch(PATTERNS[example.name], line) for line in lines), output
+
+
+@pytest.mark.parametrize(
+    "ranks, launcher", [(2, "mpiexec"), (3, "torchrun"), (4, "mpiexec"), (5, "torchrun"), (8, "mpiexec")]
+)
+def test_consensus_is_exact_elsewhere_too(tmp_path: Path, ranks: int, launcher: str) -> None:
+    (code,) = (example.code for example in examples() if example.name == "average.py")
+    script = tmp_path / "average.py"
+    script.write_text(code)
+    output = run_script([script], ranks, tmp_path / "log.txt", launcher, timeout=90)
+    lines = sorted(line for line in output.splitlines() if line.startswith("rank "))
+    assert lines == [f"rank {rank}: {(ranks - 1) / 2}" for rank in range(ranks)]
+
+
+def test_commands_name_what_is_there() -> None:
+    commands = "\n".join(block for language, block in BLOCKS if language == "sh")
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", commands, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    scripts = re.findall(r"\bexamples/\w+\.py", README)
+    assert scripts
+    for script in scripts:
+        assert (ROOT / script).is_file(), script
+
+
+def test_plain_way_installs_what_the_build_requires() -> None:
+    def names(requirements: list[str]) -> set[str]:
+        return {re.match(r"[\w.-]+", requirement.strip('"'))[0].lower() for requirement in requirements}
+
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)
+    first = re.search(r"^pip install (torch.*)$", README, re.MULTILINE)
+    assert first and names(first[1].split()) == names(project["build-system"]["requires"])
+    extra = re.search(r"^pip install (scikit-learn.*?) *#", README, re.MULTILINE)
+    assert extra and names(extra[1].split()) == names(project["project"]["optional-dependencies"]["examples"])
