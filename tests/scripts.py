@@ -80,7 +80,7 @@ class Job:
         raise AssertionError(f"rank {rank} is not among the processes {children}")
 
     def wait(self, timeout: float) -> int:
-        """Returns the launcher's exit status; AssertionError if it has none in time, and the job is stopped."""
+        """Returns the launcher's exit status; if it has none in time, stops the job: AssertionError."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:

@@ -9,6 +9,8 @@
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
+#include "names.hpp"
+
 namespace fog {
 namespace {
 
@@ -277,8 +279,9 @@ void weighted(void* out, const std::vector<const void*>& inputs, const std::vect
 
 void check_reduction(RedOp op, c10::ScalarType dtype) {
   TORCH_CHECK_VALUE(
-      is_reducible(dtype), "tensor: got dtype ", dtype,
+      is_reducible(dtype), "tensor: got dtype ", dtype_name(dtype),
       "; reductions allow bool, integers, float16, bfloat16, float32, float64, complex64 and complex128");
+  const char* name = reduction_name(op);
   switch (op) {
     case RedOp::SUM:
     case RedOp::PRODUCT:
@@ -286,20 +289,19 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
     case RedOp::AVG:
     case RedOp::PREMUL_SUM:
       TORCH_CHECK_VALUE(
-          is_fractional(dtype), "op: got ", op == RedOp::AVG ? "AVG" : "PREMUL_SUM", " for dtype ", dtype,
-          "; it allows floating and complex dtypes");
+          is_fractional(dtype), "op: got ", name, " for dtype ", dtype_name(dtype), "; it allows floating and complex dtypes");
       return;
     case RedOp::MIN:
     case RedOp::MAX:
       TORCH_CHECK_VALUE(
-          !c10::isComplexType(dtype), "op: got ", op == RedOp::MIN ? "MIN" : "MAX", " for dtype ", dtype,
+          !c10::isComplexType(dtype), "op: got ", name, " for dtype ", dtype_name(dtype),
           "; complex numbers have no order, allowed are bool, integer and floating dtypes");
       return;
     case RedOp::BAND:
     case RedOp::BOR:
     case RedOp::BXOR:
       TORCH_CHECK_VALUE(
-          !is_fractional(dtype), "op: got a bitwise reduction for dtype ", dtype, "; allowed are bool and integer dtypes");
+          !is_fractional(dtype), "op: got ", name, " for dtype ", dtype_name(dtype), "; it allows bool and integer dtypes");
       return;
     default:
       TORCH_CHECK_VALUE(
@@ -343,7 +345,7 @@ void reduce(
 
 void check_weighted_sum(c10::ScalarType dtype) {
   TORCH_CHECK_VALUE(
-      is_reducible(dtype) && is_fractional(dtype), "tensor: got dtype ", dtype,
+      is_reducible(dtype) && is_fractional(dtype), "tensor: got dtype ", dtype_name(dtype),
       "; neighbor averages allow float16, bfloat16, float32, float64, complex64 and complex128");
 }
 

@@ -16,6 +16,7 @@
 #include "mpi/collectives/reduce_scatter.hpp"
 #include "mpi/engine.hpp"
 #include "mpi/point_to_point.hpp"
+#include "names.hpp"
 #include "staging.hpp"
 
 namespace fog {
@@ -45,8 +46,8 @@ Signature reduction_signature(OpKind kind, const at::Tensor& tensor, const c10d:
 
 void check_same(const char* op, const char* argument, const at::Tensor& tensor, const at::Tensor& like) {
   TORCH_CHECK_VALUE(
-      tensor.scalar_type() == like.scalar_type(), op, ": ", argument, ": got dtype ", tensor.scalar_type(), "; allowed is ",
-      like.scalar_type(), " as in the input");
+      tensor.scalar_type() == like.scalar_type(), op, ": ", argument, ": got dtype ", dtype_name(tensor.scalar_type()), "; allowed is ",
+      dtype_name(like.scalar_type()), " as in the input");
 }
 
 void check_numel(const char* op, const char* argument, const at::Tensor& tensor, int64_t numel) {
@@ -215,11 +216,11 @@ WorkPtr ProcessGroupFog::endCoalescing() {
 }
 
 void ProcessGroupFog::check_root(const char* op, int64_t root) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": root: got rank ", root, "; allowed are ranks 0 to ", size_ - 1);
+  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": root: got rank ", root, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
 }
 
 void ProcessGroupFog::check_peer(const char* op, int peer, int tag) const {
-  TORCH_CHECK_VALUE(peer >= 0 && peer < size_, op, ": peer: got rank ", peer, "; allowed are ranks 0 to ", size_ - 1);
+  TORCH_CHECK_VALUE(peer >= 0 && peer < size_, op, ": peer: got rank ", peer, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
   TORCH_CHECK_VALUE(peer != rank_, op, ": peer: got this rank itself (", peer, ")");
   TORCH_CHECK_VALUE(tag >= 0, op, ": tag: got ", tag, "; allowed are 0 and more");
 }
@@ -547,14 +548,14 @@ WorkPtr ProcessGroupFog::alltoall_base(
   check_output("alltoall_base", "output", output);
   check_tensor("alltoall_base", "input", input);
   check_same("alltoall_base", "output", output, input);
+  if (output_splits.empty() && input_splits.empty()) {
+    check_numel("alltoall_base", "output", output, input.numel());
+  }
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
   auto sends = split_rows("alltoall_base", "input", staged_input, input_splits, size_);
   auto receives = split_rows("alltoall_base", "output", staged_output, output_splits, size_);
-  TORCH_CHECK_VALUE(
-      sends[rank_].bytes == receives[rank_].bytes, "alltoall_base: output: got ", receives[rank_].bytes, " bytes for what this rank sends to itself, ",
-      sends[rank_].bytes, " bytes");
   auto operation =
       std::make_shared<mpi::Alltoall>(Signature::of(OpKind::kAlltoall, input), std::move(sends), std::move(receives));
   operation->keep(staged_input);

@@ -43,8 +43,8 @@ struct Signature {
 
   static Signature of(OpKind kind, const at::Tensor& tensor);
 
-  // Same op, dtype, reduction and root; and number of elements, except where ranks may differ in it (all-to-all, gathers
-  // of tensors with different first dimensions). Neighbor averages want the same shape as well.
+  // Same op, dtype, reduction, root and shape, except where ranks may differ: all-to-all in every size, gathers of unequal
+  // tensors in the first dimension, and a send and its receive in the shape for one number of elements.
   bool agrees_with(const Signature& other) const;
 
   // "allreduce(SUM, float32[3, 4])"

@@ -316,7 +316,7 @@ def _start_broadcast(buffer: Tensor, root_rank: SupportsIndex, name: str | None,
 
 
 def _only_result(work: dist.Work) -> Tensor:
-    return work.result()[0]
+    return work.get_future().value()[0]
 
 
 def _deliver(buffer: Tensor, target: Tensor) -> Tensor:

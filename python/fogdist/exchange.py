@@ -154,7 +154,7 @@ def verify(context: Context, exchange: Exchange, tensor: Tensor, name: str) -> N
     )
     work = context.backend.allgather_concat(vector, name=f"{name}.check" if name else "")
     work.wait()
-    table = work.result()[0].tolist()
+    table = work.get_future().value()[0].tolist()
     requests, place = [], 0
     for _ in range(context.size):
         request, place = _read_request(table, place)

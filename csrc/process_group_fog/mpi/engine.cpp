@@ -24,8 +24,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of processes on this host
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
-constexpr auto kBackgroundAlert = std::chrono::milliseconds(100); // looks on every millisecond for so long after the last one
+constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none are
 constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
+constexpr auto kLastWords = std::chrono::milliseconds(20);
 
 int available_cores() {
   cpu_set_t set;
@@ -46,12 +47,27 @@ std::string message_of(const std::exception& error) {
   return c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
 }
 
-std::string join(const std::set<int>& ranks) {
-  std::string text;
-  for (const int rank : ranks) {
-    text += (text.empty() ? "" : ", ") + std::to_string(rank);
+// "rank 2", "ranks 0, 3"
+std::string ranks(const std::set<int>& numbers) {
+  std::string text = numbers.size() == 1 ? "rank " : "ranks ";
+  for (const int number : numbers) {
+    text += (number == *numbers.begin() ? "" : ", ") + std::to_string(number);
   }
   return text;
+}
+
+// "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
+std::string waiting_for(const Operation& operation) {
+  const auto awaited = operation.awaited();
+  std::set<int> absent;
+  std::set<int> others;
+  for (const int peer : awaited) {
+    (operation.heard_from(peer) ? others : absent).insert(peer);
+  }
+  if (awaited.empty()) {
+    return "; waiting for any rank";
+  }
+  return (absent.empty() ? "" : "; not there: " + ranks(absent)) + (others.empty() ? "" : "; waiting for " + ranks(others));
 }
 
 Member parse_member(const std::string& text, std::string* job) {
@@ -90,8 +106,8 @@ std::shared_ptr<Group> Engine::connect(
     // Nobody to talk to: no MPI, no messages.
     members.push_back({0, static_cast<int>(getpid()), 0, host_id(), host_name()});
   } else {
-    runtime.start(store, rank, size, timeout);
     Rendezvous rendezvous(store, rank, size, timeout);
+    runtime.start(rendezvous, timeout);
     std::ostringstream mine;
     mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host_id() << '\n' << host_name();
     std::vector<std::string> host_ids;
@@ -208,7 +224,7 @@ void Engine::submit(
         receive->on_message(message.source, message.header, message.data.data());
       }
     }
-    for (const int peer : operation->awaited()) {
+    for (const int peer : operation->awaited(false)) {
       if (group->gone.count(peer) > 0) {
         C10_THROW_ERROR(DistBackendError, group->describe_member(peer) + " is gone");
       }
@@ -218,9 +234,10 @@ void Engine::submit(
   } catch (const std::exception& error) {
     fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
   }
+  const bool wake = background_idle_ && busy();
   unlock_and_deliver(lock);
-  if (in_flight_ > 0 && background_idle_) {
-    wake_background();
+  if (wake) {
+    wake_.notify_one();
   }
 }
 
@@ -228,6 +245,16 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kGoodbye) {
     departed_.insert(source);
     lose(source, "ended", false);
+    Header taken;
+    taken.kind = MessageKind::kGoodbyeTaken;
+    try {
+      messenger_->send(source, taken, nullptr, nullptr, 0);
+    } catch (const std::exception&) { // it ends anyway
+    }
+    return;
+  }
+  if (header.kind == MessageKind::kGoodbyeTaken) {
+    released_by_.insert(source);
     return;
   }
   const auto found = groups_.find(header.group);
@@ -298,6 +325,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       return;
     }
     case MessageKind::kGoodbye:
+    case MessageKind::kGoodbyeTaken:
       return; // for the whole process, handled above
   }
 }
@@ -468,6 +496,7 @@ void Engine::lose(int world_rank, const std::string& how, bool announced) {
 
 void Engine::check_peers(Lock& lock) {
   for (const int peer : peers_.ended()) {
+    released_by_.insert(peer);
     if (departed_.count(peer) > 0) {
       continue;
     }
@@ -511,12 +540,9 @@ void Engine::check_deadlines() {
       if (now < operation->deadline() || operation->computing) {
         continue;
       }
-      const auto awaited = operation->awaited();
       fail(
           group, c10d::ErrorType::TIMEOUT,
-          c10::str(
-              operation->describe(), " timed out after ", operation->timeout().count(), " ms",
-              awaited.empty() ? ", waiting for any rank" : "; not there: rank(s) " + join(awaited)));
+          c10::str(operation->describe(), " timed out after ", operation->timeout().count(), " ms", waiting_for(*operation)));
       break; // fail() emptied the set
     }
   }
@@ -576,39 +602,39 @@ void Engine::drive_once() {
   }
 }
 
-void Engine::wake_background() {
-  {
-    Lock lock(mutex_);
-  }
-  wake_.notify_one();
+bool Engine::busy() const {
+  return in_flight_ > 0 || (messenger_ && messenger_->sending());
 }
 
 void Engine::background() {
   c10::setThreadName("fog_progress");
   Backoff backoff(true);
-  auto last_busy = Clock::now();
   Lock lock(mutex_);
   while (!stopping_) {
-    if (in_flight_ == 0 && Clock::now() - last_busy > kBackgroundAlert) {
-      // Nothing to do and nothing lately: no CPU at all until submit() calls.
+    if (!busy()) {
+      // Nothing of this process is in flight, as far as MPI says; but it may still hold messages that it calls sent (a
+      // receiver that computes does not take them), and other ranks may have things to say. A look every few milliseconds
+      // costs next to nothing.
       background_idle_ = true;
-      wake_.wait(lock, [this] { return stopping_ || in_flight_ > 0; });
+      wake_.wait_for(lock, kIdleInterval, [this] { return stopping_ || busy(); });
       background_idle_ = false;
-      last_busy = Clock::now();
-    }
-    if (in_flight_ == 0 || waiting_ > 0) {
+      backoff.reset();
+      if (stopping_) {
+        break;
+      }
+    } else if (waiting_ > 0) {
       wake_.wait_for(lock, std::chrono::milliseconds(1));
-      last_busy = in_flight_ > 0 ? Clock::now() : last_busy;
       continue;
     }
-    last_busy = Clock::now();
     const bool progressed = drive(lock);
+    const bool more = busy();
     unlock_and_deliver(lock);
     if (progressed) {
       backoff.reset();
     }
-    const auto pause = std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval);
-    peers_.sleep(pause);
+    if (more) {
+      peers_.sleep(std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval));
+    }
     lock.lock();
   }
 }
@@ -652,8 +678,7 @@ uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
 
 std::string Engine::describe(const std::shared_ptr<Operation>& operation) {
   Lock lock(mutex_);
-  const auto awaited = operation->awaited();
-  return operation->describe() + (awaited.empty() ? "" : "; not there: rank(s) " + join(awaited));
+  return operation->describe() + waiting_for(*operation);
 }
 
 void Engine::shutdown() {
@@ -692,14 +717,19 @@ void Engine::shutdown() {
       }
     }
   }
-  // A message that MPI has taken may still wait in this process for its way out. Each peer's goodbye shows that it goes on
-  // taking messages; after a failure the own ones get a moment and nobody is waited for.
-  auto everyone_left = [&] {
-    return departed_.size() + lost_.size() + 1 >= static_cast<size_t>(runtime.size());
+  // MPI may call a message sent and still hold it in this process. So this waits until each peer has said that it has
+  // taken the goodbye, or has ended; after a failure only for a moment.
+  auto everyone_knows = [&] {
+    for (int rank = 0; rank < runtime.size(); ++rank) {
+      if (rank != runtime.rank() && lost_.count(rank) == 0 && released_by_.count(rank) == 0) {
+        return false;
+      }
+    }
+    return !messenger_->sending();
   };
   const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kGoodbyeTimeout));
   Backoff backoff(true);
-  while (Clock::now() < limit && !(everyone_left() && !messenger_->sending()) && !(unhealthy_ && !messenger_->sending())) {
+  while (!everyone_knows() && Clock::now() < limit) {
     if (drive(lock)) {
       backoff.reset();
     }
@@ -708,6 +738,12 @@ void Engine::shutdown() {
     if (pause.count() > 0) {
       peers_.sleep(pause);
     }
+    lock.lock();
+  }
+  for (const auto end = Clock::now() + kLastWords; Clock::now() < end;) { // for this rank's own answers
+    drive(lock);
+    unlock_and_deliver(lock);
+    peers_.sleep(std::chrono::milliseconds(1));
     lock.lock();
   }
   const bool healthy = !unhealthy_;

@@ -98,7 +98,8 @@ class Engine : public Driver, private MessageHandler {
   void unlock_and_deliver(Lock& lock);
 
   void background();
-  void wake_background();
+  // Whether somebody has to drive MPI for what this process has started.
+  bool busy() const;
 
   std::mutex mutex_;
   std::condition_variable wake_;
@@ -110,11 +111,12 @@ class Engine : public Driver, private MessageHandler {
   std::deque<std::shared_ptr<Operation>> ready_;
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
+  std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
   std::unordered_map<int, std::string> lost_; // world ranks that ended without, and how they were called
   std::chrono::steady_clock::time_point next_check_;
-  std::atomic<size_t> in_flight_{0};
+  size_t in_flight_ = 0;
   std::atomic<int> waiting_{0};
-  std::atomic<bool> background_idle_{true};
+  bool background_idle_ = false;
   bool stopping_ = false;
   bool unhealthy_ = false;
   bool oversubscribed_ = false;

@@ -14,7 +14,8 @@ enum class MessageKind : uint8_t {
   kConfirm, // the receiver of a kData message has accepted it
   kError, // the sender's group failed; the data is the reason
   kClosed, // the sender has destroyed its group
-  kGoodbye, // the sender ends; nothing follows
+  kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes
+  kGoodbyeTaken, // the sender has taken the receiver's goodbye and all before it
 };
 
 // Every message starts with one of these. Data of at most Messenger::kInlineBytes follows in the same message, more comes

@@ -160,9 +160,10 @@ void Operation::on_message(int source, const Header& header, const char* data) {
               ", which sends ", header.bytes, " (", header.signature.describe(), ")"));
     }
     receive.arrived = true;
+    heard_.insert(source);
     receive.peer = source;
     receive.header = header;
-    if (header.wants_confirm != 0 && !defer_confirmations_) {
+    if (header.wants_confirm != 0) {
       confirm_to(source);
     }
     if (receive.any_size) {
@@ -176,6 +177,18 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     return;
   }
   on_unmatched(source, header);
+}
+
+void Operation::announce_to(int peer) {
+  if (confirm_) {
+    send(peer, kAnnouncement, nullptr, 0);
+  }
+}
+
+void Operation::expect_announcement(int peer) {
+  if (confirm_) {
+    receive(peer, kAnnouncement, nullptr, 0);
+  }
 }
 
 void Operation::confirm_to(int peer) {

@@ -82,6 +82,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // Group ranks that the operation cannot end without. Without `announced`, those that still owe it a message: data that is
   // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
   std::set<int> awaited(bool announced = true) const;
+  // Whether any message of this operation came from `peer`.
+  bool heard_from(int peer) const {
+    return heard_.count(peer) > 0;
+  }
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
 
@@ -101,9 +105,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void fetch(size_t receive, void* data);
   // True once every receive with this step number is complete.
   bool received(uint16_t step) const;
-  bool confirmed() const {
-    return unconfirmed_.empty();
-  }
   const Header& header(size_t receive) const {
     return receives_[receive].header;
   }
@@ -111,20 +112,19 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   int source(size_t receive) const {
     return receives_[receive].peer;
   }
-  // Confirmations of this operation are given by confirm_to() instead of at once.
-  void defer_confirmations() {
-    defer_confirmations_ = true;
+  // Between a rank that only sends in an operation and one that only receives from it: the receiver sends an empty message
+  // at once, so that each has seen what the other one called. Nothing happens where confirm is off.
+  void announce_to(int peer);
+  void expect_announcement(int peer);
+  bool announced() const {
+    return received(kAnnouncement);
   }
-  void confirm_to(int peer);
   void set_outputs(std::vector<at::Tensor> outputs) {
     outputs_ = std::move(outputs);
     has_outputs_ = true;
   }
   // Memory that lives as long as the operation.
   void* scratch(size_t bytes);
-  bool confirming() const {
-    return confirm_;
-  }
   // Takes a point-to-point message that the group has matched to this receive.
   virtual void on_unmatched(int source, const Header& header);
 
@@ -145,8 +145,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     Header header;
     std::vector<char> stash; // inline data whose place is not known yet
   };
+  static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
   static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
 
+  void confirm_to(int peer);
   void complete_receive(Receive& receive);
   void take(size_t index, const char* data);
 
@@ -157,7 +159,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::chrono::steady_clock::time_point deadline_;
   std::chrono::milliseconds timeout_{0};
   bool confirm_ = true;
-  bool defer_confirmations_ = false;
   bool has_outputs_ = false;
   std::vector<Receive> receives_;
   std::vector<size_t> receiving_; // by step: receives not complete
@@ -165,6 +166,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   size_t sends_ = 0;
   std::string transfer_error_;
   std::multiset<int> unconfirmed_;
+  std::set<int> heard_;
   std::vector<at::Tensor> kept_;
   std::vector<at::Tensor> outputs_;
   std::vector<std::unique_ptr<char[]>> scratch_;

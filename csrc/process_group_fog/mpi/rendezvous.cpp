@@ -14,18 +14,36 @@ std::string rank_key(const std::string& key, int rank) {
 } // namespace
 
 Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)
-    : store_(std::move(store)), rank_(rank), size_(size), timeout_(timeout) {}
+    : store_(std::move(store)),
+      rank_(rank),
+      size_(size),
+      timeout_(timeout),
+      prefix_("fog/" + std::to_string(store_->add("fog/rendezvous/" + std::to_string(rank), 1)) + "/") {}
+
+Rendezvous::Rendezvous(const Rendezvous& other, c10::intrusive_ptr<c10d::Store> store)
+    : store_(std::move(store)), rank_(other.rank_), size_(other.size_), timeout_(other.timeout_), prefix_(other.prefix_) {}
+
+std::unique_ptr<Rendezvous> Rendezvous::clone() const {
+  auto store = store_;
+  try {
+    if (auto copy = store_->clone()) {
+      store = copy;
+    }
+  } catch (const std::exception&) {
+  }
+  return std::unique_ptr<Rendezvous>(new Rendezvous(*this, std::move(store)));
+}
 
 void Rendezvous::set(const std::string& key, const std::string& value) {
-  store_->set("fog/" + key, value);
+  store_->set(prefix_ + key, value);
 }
 
 bool Rendezvous::has(const std::string& key) {
-  return store_->check({"fog/" + key});
+  return store_->check({prefix_ + key});
 }
 
 std::string Rendezvous::get(const std::string& key) {
-  const auto value = store_->get("fog/" + key);
+  const auto value = store_->get(prefix_ + key);
   return {value.begin(), value.end()};
 }
 
@@ -33,7 +51,7 @@ void Rendezvous::wait(const std::string& key, const std::vector<int>& ranks) {
   std::vector<std::string> keys;
   keys.reserve(ranks.size());
   for (const int rank : ranks) {
-    keys.push_back("fog/" + rank_key(key, rank));
+    keys.push_back(prefix_ + rank_key(key, rank));
   }
   try {
     store_->wait(keys, timeout_);
@@ -84,16 +102,6 @@ std::string Rendezvous::from_rank_zero(const std::string& key, const std::functi
 void Rendezvous::barrier(const std::string& key) {
   // One key a rank rather than a counter, so that a time-out can name who is missing.
   allgather(key, "1");
-}
-
-c10::intrusive_ptr<c10d::Store> clone_store(const c10::intrusive_ptr<c10d::Store>& store) {
-  try {
-    if (auto copy = store->clone()) {
-      return copy;
-    }
-  } catch (const std::exception&) {
-  }
-  return store;
 }
 
 } // namespace fog::mpi

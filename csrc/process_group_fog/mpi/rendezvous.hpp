@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,15 @@ namespace fog::mpi {
 
 // Every rank's view of one group's Store. All waiting is bounded by `timeout`, and an error names the ranks that did not
 // come.
+//
+// The same store may serve several groups one after the other (init_process_group after destroy_process_group does that),
+// so every rank counts its rendezvous there, and each has keys of its own.
 class Rendezvous {
  public:
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
+
+  // The same rendezvous for use by another thread. A store that cannot be copied (one written in Python) is shared.
+  std::unique_ptr<Rendezvous> clone() const;
 
   // Every rank's value under `key`, in rank order.
   std::vector<std::string> allgather(const std::string& key, const std::string& value);
@@ -37,15 +44,14 @@ class Rendezvous {
   }
 
  private:
+  Rendezvous(const Rendezvous& other, c10::intrusive_ptr<c10d::Store> store);
   void wait(const std::string& key, const std::vector<int>& ranks);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;
+  const std::string prefix_;
 };
-
-// A copy of `store` for use by another thread; a store that cannot be copied (one written in Python) is shared.
-c10::intrusive_ptr<c10d::Store> clone_store(const c10::intrusive_ptr<c10d::Store>& store);
 
 } // namespace fog::mpi

@@ -175,8 +175,9 @@ void Runtime::adopt_world() {
   started_ = true;
 }
 
-void Runtime::start(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout) {
+void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
+  const int rank = rendezvous.rank();
+  const int size = rendezvous.size();
   std::lock_guard<std::mutex> lock(mutex_);
   if (started_) {
     return;
@@ -184,7 +185,6 @@ void Runtime::start(
   if (!failure_.empty()) {
     C10_THROW_ERROR(DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
   }
-  Rendezvous rendezvous(store, rank, size, timeout);
   // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
   const auto hosts = number_hosts(rendezvous.allgather("host", host_id()));
   job_ = rendezvous.from_rank_zero("job", random_name);
@@ -193,8 +193,7 @@ void Runtime::start(
     launched_ = launcher.size == size && launcher.rank == rank;
     ScopedEnvironment environment;
     if (!launched_) {
-      pmi_ = std::make_unique<PmiServer>(
-          std::make_unique<Rendezvous>(clone_store(store), rank, size, timeout), job_, process_mapping(hosts));
+      pmi_ = std::make_unique<PmiServer>(rendezvous.clone(), job_, process_mapping(hosts));
       for (const char* inherited : {"PMI_PORT", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3"}) {
         environment.unset(inherited);
       }

@@ -26,10 +26,10 @@ class Runtime {
   // Lives until the process ends: MPI's threads and mappings must not outlive it.
   static Runtime& instance();
 
-  // Starts MPI on the ranks of `store` unless it runs already. Under a launcher whose world is this group, MPI starts from
-  // the launcher; else from a PMI server over the store. Throws DistBackendError when a rank does not come within
+  // Starts MPI on the ranks of `rendezvous` unless it runs already. Under a launcher whose world is this group, MPI starts from
+  // the launcher; else from a PMI server over its store. Throws DistBackendError when a rank does not come within
   // `timeout` or MPI fails.
-  void start(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
+  void start(Rendezvous& rendezvous, std::chrono::milliseconds timeout);
 
   // Starts MPI from the launcher, without a store. Throws when there is no launcher.
   void start_from_launcher(std::chrono::milliseconds timeout);

@@ -1,9 +1,9 @@
 """When to communicate: torch optimizers that average with neighbors while they train.
 
 `wrapper` makes a distributed optimizer out of the user's. `adapt_with_combine`, `adapt_then_combine` and
-`gradient_allreduce` are one algorithm each: when to communicate. `parameter_average` and `gradient_average` are
-what is communicated; `combining` is what the first two algorithms have in common, and `pass_counter` counts
-backward passes for num_steps_per_communication.
+`gradient_allreduce` are one algorithm each: when to communicate. `parameter_average` and `gradient_average`
+are what is communicated; `combining` is what the first two algorithms have in common, and `pass_counter`
+counts backward passes for num_steps_per_communication.
 """
 
 from __future__ import annotations

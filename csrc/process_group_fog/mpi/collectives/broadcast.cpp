@@ -19,19 +19,23 @@ int Broadcast::relative(int distance) const {
 
 void Broadcast::launch() {
   tree_ = bytes_ <= kTreeBytes || size() == 2;
+  if (rank() != signature_.root) {
+    announce_to(signature_.root);
+  } else {
+    for (int other = 1; other < size(); ++other) {
+      expect_announcement(relative(other));
+    }
+  }
   if (!tree_) {
     launch_slices();
     return;
   }
-  // A rank confirms once all below it have, so that the root learns of a disagreement anywhere.
-  defer_confirmations();
   const int distance = (rank() - signature_.root + size()) % size();
   if (distance == 0) {
     send_down();
     return;
   }
-  parent_ = relative(distance & (distance - 1)); // without the lowest bit
-  receive(parent_, 0, data_, bytes_);
+  receive(relative(distance & (distance - 1)), 0, data_, bytes_); // the parent: without the lowest bit
 }
 
 void Broadcast::send_down() {
@@ -44,7 +48,7 @@ void Broadcast::send_down() {
   }
   for (int step = farthest; step >= 1; step >>= 1) { // the largest subtree first
     if (step < lowest && distance + step < size()) {
-      send(relative(distance + step), 0, data_, bytes_, 1.0, true);
+      send(relative(distance + step), 0, data_, bytes_);
     }
   }
 }
@@ -55,7 +59,7 @@ void Broadcast::launch_slices() {
   for (int other = 1; other < size(); ++other) {
     const auto slice = slice_of(bytes_, other - 1, parts);
     if (distance == 0) {
-      send(relative(other), 0, data_ + slice.begin, slice.numel, 1.0, true);
+      send(relative(other), 0, data_ + slice.begin, slice.numel);
     } else if (other == distance) {
       receive(signature_.root, 0, data_ + slice.begin, slice.numel);
     } else {
@@ -83,14 +87,7 @@ Operation::Action Broadcast::advance() {
       }
     }
   }
-  if (!received(1) || !confirmed()) {
-    return Action::kWait;
-  }
-  if (tree_ && parent_ >= 0 && confirming() && !confirmed_to_parent_) {
-    confirmed_to_parent_ = true;
-    confirm_to(parent_);
-  }
-  return Action::kDone;
+  return received(1) && announced() ? Action::kDone : Action::kWait;
 }
 
 } // namespace fog::mpi

@@ -25,9 +25,7 @@ class Broadcast : public Operation {
   char* const data_;
   const size_t bytes_;
   bool tree_ = true;
-  int parent_ = -1;
   bool passed_on_ = false;
-  bool confirmed_to_parent_ = false;
 };
 
 } // namespace fog::mpi

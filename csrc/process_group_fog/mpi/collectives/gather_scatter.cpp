@@ -8,7 +8,7 @@ namespace fog::mpi {
 namespace {
 
 void copy_own(const Block& from, const Block& to) {
-  TORCH_CHECK_VALUE(from.bytes == to.bytes, "got an input of ", from.bytes, " bytes for an output of ", to.bytes, " bytes");
+  TORCH_CHECK_VALUE(from.bytes == to.bytes, "this rank sends itself ", from.bytes, " bytes and expects ", to.bytes);
   if (from.data != to.data && from.bytes > 0) {
     std::memmove(to.data, from.data, from.bytes);
   }
@@ -45,12 +45,14 @@ Gather::Gather(Signature signature, Block input, std::vector<Block> outputs)
 
 void Gather::launch() {
   if (rank() != signature_.root) {
-    send(signature_.root, 0, input_.data, input_.bytes, 1.0, true);
+    send(signature_.root, 0, input_.data, input_.bytes);
+    expect_announcement(signature_.root);
     return;
   }
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank()) {
       receive(peer, 0, outputs_[peer].data, outputs_[peer].bytes);
+      announce_to(peer);
     }
   }
 }
@@ -60,7 +62,7 @@ Operation::Action Gather::advance() {
     copied_ = true;
     return Action::kCompute;
   }
-  return received(0) ? Action::kDone : Action::kWait;
+  return received(0) && announced() ? Action::kDone : Action::kWait;
 }
 
 void Gather::compute() {
@@ -73,11 +75,13 @@ Scatter::Scatter(Signature signature, std::vector<Block> inputs, Block output)
 void Scatter::launch() {
   if (rank() != signature_.root) {
     receive(signature_.root, 0, output_.data, output_.bytes);
+    announce_to(signature_.root);
     return;
   }
   for (int peer = 0; peer < size(); ++peer) {
     if (peer != rank()) {
-      send(peer, 0, inputs_[peer].data, inputs_[peer].bytes, 1.0, true);
+      send(peer, 0, inputs_[peer].data, inputs_[peer].bytes);
+      expect_announcement(peer);
     }
   }
 }
@@ -87,7 +91,7 @@ Operation::Action Scatter::advance() {
     copied_ = true;
     return Action::kCompute;
   }
-  return received(0) ? Action::kDone : Action::kWait;
+  return received(0) && announced() ? Action::kDone : Action::kWait;
 }
 
 void Scatter::compute() {

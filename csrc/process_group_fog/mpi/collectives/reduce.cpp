@@ -26,7 +26,8 @@ void Reduce::launch() {
   whole_ = numel_ * item_ <= kWholeBytes || size() == 2;
   inputs_ = ReductionInputs(size());
   if (whole_ && !at_root()) {
-    send(signature_.root, 0, data_, numel_ * item_, scale_, true);
+    send(signature_.root, 0, data_, numel_ * item_, scale_);
+    expect_announcement(signature_.root);
     return;
   }
   const size_t mine = whole_ ? numel_ * item_ : slice_of(numel_, rank(), size()).numel * item_;
@@ -40,7 +41,9 @@ void Reduce::launch() {
     inputs_.data[peer] = place;
     inputs_.receives[peer] = receive(peer, 0, place, mine);
     place += mine;
-    if (!whole_) {
+    if (whole_) {
+      announce_to(peer);
+    } else {
       send(peer, 0, slice(peer), slice_of(numel_, peer, size()).numel * item_, scale_);
       if (at_root()) {
         receive(peer, 1, slice(peer), slice_of(numel_, peer, size()).numel * item_);
@@ -52,7 +55,7 @@ void Reduce::launch() {
 
 Operation::Action Reduce::advance() {
   if (whole_ && !at_root()) {
-    return Action::kDone;
+    return announced() ? Action::kDone : Action::kWait;
   }
   if (phase_ == Phase::kCollect) {
     if (!received(0)) {

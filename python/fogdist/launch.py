@@ -1,0 +1,77 @@
+"""Joins the ranks of a job: takes rank, size and address from torchrun or from an MPI launcher.
+
+Under torchrun (or anything else that sets RANK and WORLD_SIZE) torch's own environment rendezvous does it. Under mpiexec or
+srun nobody sets these; the launcher knows each process's rank and MPI can already talk, so rank 0 opens a TCPStore and
+tells the others its address over MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+import fog_pg  # registers the backend
+from fog_pg import _extension
+
+__all__ = ["connect"]
+
+
+def connect(timeout: timedelta = default_pg_timeout) -> None:
+    """Makes the default process group with backend fog from what the launcher has set.
+
+    A process that no launcher started becomes the only rank of a group of one.
+
+    Args:
+        timeout: Of the rendezvous and of every operation of the group. Default: torch's own, 30 minutes.
+
+    Raises:
+        ImportError: If the extension or an MPI library is missing.
+        torch.distributed.DistBackendError: If the ranks do not come together within ``timeout``.
+    """
+    fog_pg.register()
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group("fog", timeout=timeout)
+        return
+    extension = _extension.load()
+    if extension.launcher_world() is None:
+        dist.init_process_group("fog", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, size = extension.start_from_launcher(timeout)
+    store = _store_of_rank_zero(extension, rank, size, timeout)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _store_of_rank_zero(extension: object, rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    store = None
+    address = ""
+    if rank == 0:
+        host = os.environ.get("MASTER_ADDR") or _own_address(size)
+        port = int(os.environ.get("MASTER_PORT", "0"))  # 0: any free one
+        store = dist.TCPStore(host, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        address = f"{host} {store.port}"
+    host, port = extension.broadcast_from_rank_zero(address).split()  # type: ignore[attr-defined]
+    if store is None:
+        store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
+    # What the rest of the program may ask for, as under torchrun.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
+    local_rank = os.environ.get("MPI_LOCALRANKID") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", local_rank)
+    return store
+
+
+def _own_address(size: int) -> str:
+    """An address of this host that the other ranks reach."""
+    local_size = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+    if local_size == str(size):
+        return "127.0.0.1"
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        name = socket.gethostname()
+    return name
