@@ -29,7 +29,7 @@ def autoload() -> None:
 
 def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     """Makes the backend of one group; torch calls it on every rank of the group."""
-    from fog_pg._extension import load
+    from fog_pg._extension import confirm_by_default, load
 
     extension = load()
     if backend_options is None:
@@ -37,6 +37,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
         backend_options._timeout = options.timeout
         backend_options.group_name = str(options.group_id)
         backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
+        backend_options.confirm = confirm_by_default()
     elif not isinstance(backend_options, extension.ProcessGroupFog.Options):
         raise TypeError(
             f"pg_options: got {type(backend_options).__name__}; allowed for backend fog is ProcessGroupFog.Options"

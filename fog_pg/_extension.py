@@ -19,6 +19,11 @@ CONFIRM_VARIABLE = "FOG_CONFIRM"
 _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
+def confirm_by_default() -> bool:
+    """What FOG_CONFIRM says; it must say the same on every rank."""
+    return os.environ.get(CONFIRM_VARIABLE, "1") != "0"
+
+
 def _minor(version: str) -> tuple[str, ...]:
     return tuple(version.split("+")[0].split(".")[:2])
 

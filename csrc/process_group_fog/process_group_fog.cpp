@@ -159,7 +159,6 @@ std::vector<int> ProcessGroupFog::local_ranks() const {
 
 ProcessGroupFog::CallOptions ProcessGroupFog::call_options(std::chrono::milliseconds timeout) const {
   CallOptions options;
-  options.confirm = options_->confirm;
   if (timeout > kNoTimeout) { // kUnsetTimeout is negative
     options.timeout = timeout;
   }
@@ -176,7 +175,7 @@ WorkPtr ProcessGroupFog::submit(
   for (const auto& tensor : call.outputs) {
     operation->keep(tensor);
   }
-  operation->set_confirm(options.confirm);
+  operation->set_confirm(options.confirm && options_->confirm);
   operation->set_work(work);
   const std::weak_ptr<mpi::Operation> weak = operation;
   work->set_describe([&engine, weak] {
