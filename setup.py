@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -63,6 +64,11 @@ def wrapper_flags(wrapper: str, step: str) -> list[str]:
 
 class BuildFog(BuildExtension):
     """Writes down what the extension was built for, so that importing it elsewhere can say what is wrong."""
+
+    def finalize_options(self) -> None:
+        # An editable install builds in a temporary folder; with the objects here, ninja compiles only what has changed.
+        super().finalize_options()
+        self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
 
     def run(self) -> None:
         super().run()

@@ -535,7 +535,7 @@ WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
   }
-  return when_all(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(works));
+  return when_all(OpType::COALESCED, std::move(works));
 }
 
 WorkPtr ProcessGroupFog::alltoall_base(

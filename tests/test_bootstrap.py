@@ -1,0 +1,605 @@
+"""Start-up: loading the extension and MPI, meeting over any Store, and groups on one host and on several."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import harness
+from harness import BACKEND, World, WorldPool
+from scripts import Job, launcher_command
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests how fog starts")
+
+TIMEOUT = timedelta(seconds=20)
+SETTLE_SECONDS = 3.0
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test if it leaves a name in /dev/shm that nobody uses."""
+    before = harness.shared_memory_entries()
+    yield
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while left := harness.shared_memory_entries() - before:
+        left -= harness.in_use(left)
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left in /dev/shm: {sorted(left)}"
+        time.sleep(0.1)
+
+
+def my_rank() -> int:
+    """This process's rank in its world, before there is a group."""
+    return int(os.environ["RANK"])
+
+
+def my_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def launcher_store() -> dist.TCPStore:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def join(store: dist.Store, timeout: timedelta = TIMEOUT) -> None:
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    dist.init_process_group("fog", store=store, rank=my_rank(), world_size=my_size(), timeout=timeout)
+
+
+def check_sum(group: dist.ProcessGroup | None = None) -> None:
+    """An all_reduce of every member's global rank, in one message and in several."""
+    members = dist.get_process_group_ranks(group) if group else range(dist.get_world_size())
+    for numel in (1, 100_000):
+        tensor = torch.full((numel,), float(dist.get_rank()))
+        dist.all_reduce(tensor, group=group)
+        torch.testing.assert_close(tensor, torch.full((numel,), float(sum(members))))
+
+
+@pytest.fixture(scope="module")
+def bare_worlds() -> Iterator[list[World]]:
+    made: list[World] = []
+    yield made
+    harness.close_all(made)
+
+
+@pytest.fixture
+def bare_world(bare_worlds: list[World]) -> World:
+    """One process without a group, for tests that leave it so."""
+    if not bare_worlds or bare_worlds[-1].broken:
+        bare_worlds.append(World(1, initialize=False))
+    return bare_worlds[-1]
+
+
+# Stores
+
+
+def start_over(kind: str, path: str) -> None:
+    if kind.endswith("TCPStore"):
+        store: dist.Store = launcher_store()
+    else:
+        store = dist.FileStore(path, my_size())
+    if kind.startswith("PrefixStore"):
+        store = dist.PrefixStore("job", store)
+    join(store)
+    check_sum()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "kind", ["TCPStore", "FileStore", "PrefixStore over TCPStore", "PrefixStore over FileStore"]
+)
+def test_any_store(new_world: Callable[..., World], tmp_path: Path, kind: str) -> None:
+    new_world(3, initialize=False).run(start_over, kind, str(tmp_path / "store"))
+
+
+def start_alone() -> None:
+    join(dist.HashStore())
+    check_sum()
+    dist.barrier()
+    gathered = [torch.zeros(2)]
+    dist.all_gather(gathered, torch.ones(2))
+    torch.testing.assert_close(gathered[0], torch.ones(2))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert backend.hosts == [0] and backend.local_ranks == [0]  # type: ignore[attr-defined]
+
+
+def test_hash_store_and_a_single_rank(new_world: Callable[..., World]) -> None:
+    new_world(1, initialize=False).run(start_alone)
+
+
+def start_again_and_again(times: int) -> None:
+    store = launcher_store()
+    for _ in range(times):
+        join(store)
+        check_sum()
+        dist.destroy_process_group()
+
+
+def test_init_and_destroy_on_one_store(new_world: Callable[..., World]) -> None:
+    new_world(3, initialize=False).run(start_again_and_again, 5)
+
+
+def start_without(late: int, path: str) -> tuple[str, float]:
+    """The late rank comes when the others have given up, and is told that they are gone."""
+    store = dist.FileStore(path, my_size())
+    if my_rank() == late:
+        time.sleep(3.5)
+    begin = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as failure:
+        join(store, timedelta(seconds=0.5 if my_rank() == late else 3))
+    return str(failure.value), time.monotonic() - begin
+
+
+def new_group_without(missing: int) -> str:
+    if my_rank() == missing:
+        return ""
+    with pytest.raises(dist.DistBackendError) as failure:
+        dist.new_group(timeout=timedelta(seconds=1))
+    return str(failure.value)
+
+
+def test_missing_rank_is_named_and_all_can_start_later(
+    new_world: Callable[..., World], tmp_path: Path
+) -> None:
+    world = new_world(3, initialize=False)
+    for rank, (message, seconds) in enumerate(
+        world.run(start_without, 2, str(tmp_path / "store"), timeout=15)
+    ):
+        if rank == 2:
+            assert "not there: rank(s) 0" in message and 0.4 < seconds < 3, message
+        else:
+            assert "not there: rank(s) 2" in message and 2.5 < seconds < 6, message
+    world.run(start_over, "TCPStore", "", timeout=25)
+    for rank, message in enumerate(world.run(new_group_without, 1, timeout=15)):
+        assert rank == 1 or "not there: rank(s) 1" in message, message
+    world.run(check_sum)
+
+
+# Groups
+
+
+def subsets() -> None:
+    members = [[0, 1], [1, 2], [2, 3], [0, 2, 3], [3], [3, 1], [0, 1, 2, 3]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    for ranks, group in reversed(list(zip(members, groups, strict=True))):
+        if dist.get_rank() not in ranks:
+            continue
+        check_sum(group)
+        backend = group._get_backend(torch.device("cpu"))
+        assert backend.rank() == sorted(ranks).index(dist.get_rank())
+        assert backend.local_ranks == list(range(len(ranks)))
+        assert backend.hosts == [0] * len(ranks)
+    # Half of them go; the others stay usable.
+    for ranks, group in list(zip(members, groups, strict=True))[::2]:
+        if dist.get_rank() in ranks:
+            dist.destroy_process_group(group)
+    if dist.get_rank() in members[3]:
+        check_sum(groups[3])
+    check_sum()
+
+
+def test_subsets_and_overlapping_groups(new_world: Callable[..., World]) -> None:
+    new_world(4).run(subsets)
+
+
+def beside_gloo() -> None:
+    import fog_pg  # noqa: F401
+
+    group = dist.new_group(backend="fog")
+    check_sum(group)
+    check_sum()
+    assert dist.get_backend(group) == "fog" and dist.get_backend() == "gloo"
+    dist.barrier(group)
+
+
+def test_group_of_all_ranks_beside_gloo(new_world: Callable[..., World]) -> None:
+    new_world(3, backend="gloo").run(beside_gloo)
+
+
+def groups_of_two_worlds() -> str:
+    """MPI starts with the first fog group of a process, and that group fixes whom the process can ever talk to."""
+    import fog_pg  # noqa: F401
+
+    halves = [dist.new_group(ranks, backend="fog") for ranks in ([0, 1], [2, 3])]
+    mine = halves[dist.get_rank() // 2]
+    check_sum(mine)
+    with pytest.raises(dist.DistBackendError) as failure:
+        dist.new_group(backend="fog", timeout=timedelta(seconds=5))
+    check_sum(mine)
+    return str(failure.value)
+
+
+def test_group_that_spans_two_worlds(new_world: Callable[..., World]) -> None:
+    for message in new_world(4, backend="gloo").run(groups_of_two_worlds, timeout=20):
+        assert "belongs to another MPI world" in message and "Make a fog group of all ranks first" in message
+
+
+def test_two_jobs_at_once(new_world: Callable[..., World]) -> None:
+    worlds = [new_world(2, initialize=False) for _ in range(2)]
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        for started in [pool.submit(world.run, start_over, "TCPStore", "") for world in worlds]:
+            started.result()
+        for summed in [pool.submit(world.run, check_sum) for world in worlds]:
+            summed.result()
+
+
+# Arguments
+
+
+def bad_options() -> None:
+    import fog_pg  # noqa: F401
+
+    for options in (object(), dist.ProcessGroupGloo._Options(), {"confirm": False}):
+        with pytest.raises(TypeError, match=r"pg_options: got \w+; allowed .*ProcessGroupFog.Options"):
+            dist.init_process_group(
+                "fog", store=dist.HashStore(), rank=0, world_size=1, pg_options=options
+            )
+        assert not dist.is_initialized()
+
+
+def good_options() -> str:
+    """The time-out is that of init_process_group, also where options are given."""
+    import fog_pg  # noqa: F401
+    from fog_pg._extension import load
+
+    options = load().ProcessGroupFog.Options()
+    options.confirm = False
+    dist.init_process_group("fog", pg_options=options, timeout=timedelta(seconds=1))
+    check_sum()
+    if dist.get_rank() == 1:
+        time.sleep(1.5)  # longer than the others wait
+        return ""
+    with pytest.raises(dist.DistBackendError) as failure:
+        dist.recv(torch.zeros(1), 1)
+    return str(failure.value)
+
+
+def test_bad_options(bare_world: World) -> None:
+    bare_world.run(bad_options)
+
+
+def test_options_of_a_group(new_world: Callable[..., World]) -> None:
+    assert "timed out after 1000 ms" in new_world(2, initialize=False).run(good_options, timeout=5)[0]
+
+
+def other_devices() -> None:
+    # dist.all_reduce of such a tensor is torch's own affair: it does nothing, on every backend.
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    for call in (backend.allreduce, backend.broadcast):
+        with pytest.raises(ValueError, match="got a tensor on meta.*cpu"):
+            call([torch.ones(2, device="meta")])
+    with pytest.raises(ValueError, match="got a tensor on meta.*cpu"):
+        backend.allgather_concat(torch.ones(2, device="meta"))  # type: ignore[attr-defined]
+    check_sum()
+
+
+def test_tensors_on_other_devices(worlds: WorldPool) -> None:
+    worlds(2).run(other_devices)
+
+
+# Loading
+
+
+def import_cost() -> None:
+    times = []
+    for _ in range(5):
+        # As if for the first time, also where "import torch" has done it already.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "fog_pg"]:
+            del sys.modules[name]
+        dist.Backend._plugins.pop("FOG", None)
+        begin = time.thread_time()
+        import fog_pg
+
+        fog_pg.autoload()  # what "import torch" adds to itself where the package is installed
+        times.append(time.thread_time() - begin)
+    assert min(times) < 0.005, times
+    fog_pg.register()
+    assert dist.Backend.FOG == "fog" and dist.is_backend_available("fog")
+    assert [name for name in sys.modules if name.startswith("fog_pg.")] == []
+    maps = Path("/proc/self/maps").read_text()
+    assert "libtorch_cpu" in maps
+    assert "libmpi" not in maps and "fog_pg/_C" not in maps
+    join(dist.HashStore())  # works after all that
+    check_sum()
+
+
+def test_import_loads_no_library(new_world: Callable[..., World]) -> None:
+    new_world(1, initialize=False).run(import_cost)
+
+
+def load_error(patch: Callable[[pytest.MonkeyPatch], None]) -> str:
+    """The ImportError of a first group, and whether the process can do without fog afterwards."""
+    import fog_pg  # noqa: F401
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patch(monkeypatch)
+        with pytest.raises(ImportError) as failure:
+            join(dist.HashStore())
+    assert not dist.is_initialized()
+    return str(failure.value)
+
+
+def name_missing_file(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("FOG_MPI_LIBRARY", "/nowhere/libmpi_abi.so")
+
+
+def name_unknown_library(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("FOG_MPI_LIBRARY", "libnowhere_abi.so.1")
+
+
+def name_library_without_mpi(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("FOG_MPI_LIBRARY", "libm.so.6")
+
+
+def name_library_without_abi(patch: pytest.MonkeyPatch) -> None:
+    from fog_pg import _extension
+
+    package = _extension._mpich_package_library()
+    if package is None:
+        pytest.skip("needs the package mpich")
+    patch.setenv("FOG_MPI_LIBRARY", str(package.with_name("libmpi.so.12")))
+
+
+def find_no_library(patch: pytest.MonkeyPatch) -> None:
+    from fog_pg import _extension
+
+    patch.delenv("FOG_MPI_LIBRARY", raising=False)
+    patch.setattr(_extension, "_mpich_package_library", lambda: None)
+    patch.setattr(_extension, "_LIBRARY_NAMES", ())
+    patch.setattr(_extension, "find_library", lambda name: None)
+
+
+def build_for_another_torch(patch: pytest.MonkeyPatch) -> None:
+    from fog_pg import _build_info
+
+    patch.setattr(_build_info, "TORCH_VERSION", "2.7.1+cu126")
+
+
+def lose_the_extension(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "fog_pg._C", None)  # what makes an import fail
+    import fog_pg
+
+    patch.delattr(fog_pg, "_C", raising=False)
+
+
+def native_build() -> bool:
+    from fog_pg import _build_info
+
+    return _build_info.NATIVE_MPI
+
+
+@pytest.mark.parametrize(
+    ("patch", "shown"),
+    [
+        (build_for_another_torch, ["2.7.1+cu126", torch.__version__, "pip install --no-build-isolation"]),
+        (lose_the_extension, ["cannot be loaded", "pip install --no-build-isolation"]),
+        (name_missing_file, ["FOG_MPI_LIBRARY", "/nowhere/libmpi_abi.so", "not a file"]),
+        (name_unknown_library, ["libnowhere_abi.so.1", "pip install 'mpich>=5'"]),
+        (name_library_without_mpi, ["libm.so.6", "MPI standard ABI", "pip install 'mpich>=5'"]),
+        (name_library_without_abi, ["libmpi.so.12", "MPI_Abi_get_version", "MPI standard ABI"]),
+        (find_no_library, ["pip install 'mpich>=5'", "FOG_MPI_LIBRARY", "FOG_MPICXX"]),
+    ],
+)
+def test_import_errors(
+    bare_world: World, patch: Callable[[pytest.MonkeyPatch], None], shown: list[str]
+) -> None:
+    if native_build() and "librar" in patch.__name__:
+        pytest.skip("a native build looks for no library")
+    message = bare_world.run(load_error, patch)[0]
+    assert [text for text in shown if text not in message] == [], message
+
+
+# Launchers
+
+CONSENSUS = """
+import sys
+
+import torch
+import fogdist
+
+fogdist.init()
+x = torch.tensor([float(fogdist.rank())], dtype=torch.float64)
+for _ in range(100):
+    x = fogdist.neighbor_allreduce(x)
+place = f"{fogdist.rank()} of {fogdist.size()} ({fogdist.local_rank()} of {fogdist.local_size()})"
+sys.stdout.write(f"rank {place}: {x.item()}\\n")  # one write, so that the lines of ranks do not mix
+fogdist.shutdown()
+"""
+
+
+def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
+    if not Path(launcher_command("mpiexec", 1)[0]).exists():
+        pytest.skip("the package mpich brings no mpiexec to this interpreter")
+    script = tmp_path / "consensus.py"
+    script.write_text(CONSENSUS)
+    jobs = [Job([script], 4, tmp_path / f"{name}.log", name) for name in ("torchrun", "mpiexec")]
+    try:
+        assert [job.wait(45) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
+    finally:
+        for job in jobs:
+            job.stop()
+    for job in jobs:
+        lines = sorted(line for line in job.output.splitlines() if line.startswith("rank "))
+        assert lines == [f"rank {rank} of 4 ({rank} of 4): 1.5" for rank in range(4)], job.output
+
+
+# Several hosts: network namespaces, joined by a bridge in one of their own
+
+CLONE_NEWNET = 0x40000000
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)
+
+
+def namespace_names() -> set[str]:
+    directory = Path("/run/netns")
+    return {entry.name for entry in directory.iterdir()} if directory.exists() else set()
+
+
+@contextlib.contextmanager
+def emulated_hosts(count: int) -> Iterator[list[str]]:
+    """Names of `count` network namespaces; host i has the address 10.213.77.(i + 1). Skips where that cannot be."""
+    if os.geteuid() != 0:
+        pytest.skip("several hosts: needs root to make network namespaces")
+    if shutil.which("ip") is None:
+        pytest.skip("several hosts: needs the program ip")
+    names = [f"fog-{os.getpid()}-{number}" for number in range(count)]
+    switch = f"fog-{os.getpid()}-switch"
+    made = []
+    try:
+        try:
+            for name in [switch, *names]:
+                ip("netns", "add", name)
+                made.append(name)
+            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", switch, "link", "set", "bridge", "up")
+            for number, name in enumerate(names):
+                port = f"port{number}"
+                ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+                ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+                ip("-n", name, "address", "add", f"10.213.77.{number + 1}/24", "dev", "eth0")
+                ip("-n", name, "link", "set", "eth0", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"several hosts: {' '.join(error.cmd)}: {error.stderr.strip()}")
+        yield names
+    finally:
+        for name in made:
+            ip("netns", "delete", name)
+
+
+def move_to_host(names: list[str], placement: list[int]) -> None:
+    """Move this thread, and the threads that it starts, to its rank's namespace, and meet there over TCP."""
+    namespace = os.open(f"/run/netns/{names[placement[my_rank()]]}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(namespace)
+    address = f"10.213.77.{placement[0] + 1}"
+    join(dist.TCPStore(address, 29500, my_size(), my_rank() == 0, timeout=TIMEOUT))
+
+
+def check_hosts(placement: list[int]) -> None:
+    from fog_pg import _C
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    assert backend.hosts == placement  # type: ignore[attr-defined]
+    local = [other for other in range(size) if placement[other] == placement[rank]]
+    assert backend.local_ranks == local  # type: ignore[attr-defined]
+    check_sum()
+    peers = [((rank + step) % size, 0.25) for step in (1, size - 1)]
+    plan = _C.NeighborPlan(rank, size, 0.5, peers, [(peer, 1.0) for peer, _ in peers])
+    for numel in (1, 100_000):
+        work = backend.neighbor_allreduce(torch.full((numel,), float(rank)), plan)  # type: ignore[attr-defined]
+        work.wait()
+        expected = 0.5 * rank + sum(0.25 * peer for peer, _ in peers)
+        torch.testing.assert_close(work.result()[0], torch.full((numel,), expected))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]])
+def test_two_hosts(placement: list[int]) -> None:
+    before = namespace_names()
+    with emulated_hosts(2) as names:
+        world = World(4, initialize=False)
+        try:
+            world.run(move_to_host, names, placement, timeout=30)
+            world.run(check_hosts, placement, timeout=30)
+        finally:
+            if world.broken:
+                world.abandon()
+            else:
+                world.close()
+    assert namespace_names() == before
+
+
+# Forked processes
+
+
+def in_forked_child(action: Callable[[], object]) -> tuple[str, int]:
+    """What `action` raises in a forked child, and the exit status of that child, which ends as Python ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)  # ends the child, should it hang
+        text = "nothing"
+        try:
+            action()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        ctypes.pythonapi.Py_Exit(7)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    return text, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def fork_and_use(kind: str) -> tuple[str, int]:
+    rank = dist.get_rank()
+    check_sum()
+    action: Callable[[], object] = {
+        "collective": lambda: dist.all_reduce(torch.ones(2)),
+        "barrier": dist.barrier,
+        "new group": lambda: dist.new_group([rank]),
+        "nothing": lambda: None,
+        "destroy": dist.destroy_process_group,
+    }[kind]
+    answer = in_forked_child(action)
+    for _ in range(3):  # the parent has noticed nothing
+        check_sum()
+    return answer
+
+
+@pytest.mark.parametrize("kind", ["collective", "barrier", "new group", "nothing", "destroy"])
+def test_forked_child(worlds: WorldPool, kind: str) -> None:
+    for message, status in worlds(2).run(fork_and_use, kind, timeout=20):
+        assert status == 7, message
+        if kind in ("nothing", "destroy"):
+            assert message == "nothing"
+        else:
+            assert message.startswith("RuntimeError") and "forked" in message, message
+
+
+def fork_with_operation_in_flight() -> tuple[str, int]:
+    """The child of rank 0 gets hold of the parent's receive while its message arrives."""
+    rank = dist.get_rank()
+    tensor = torch.zeros(1000)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+        dist.send(torch.ones(1000), 0)
+        check_sum()
+        return "RuntimeError: forked", 7
+    work = dist.irecv(tensor, 1)
+    assert work is not None
+    answer = in_forked_child(lambda: work.wait(timedelta(seconds=2)))
+    work.wait(timedelta(seconds=5))
+    torch.testing.assert_close(tensor, torch.ones(1000))
+    check_sum()
+    return answer
+
+
+def test_operations_of_the_parent_cannot_be_waited_for(new_world: Callable[..., World]) -> None:
+    for message, status in new_world(2).run(fork_with_operation_in_flight, timeout=20):
+        assert message.startswith("RuntimeError") and "forked" in message, message
+        assert status == 7
