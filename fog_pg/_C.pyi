@@ -1,7 +1,7 @@
 """Types of the C++ extension; csrc/process_group_fog/bindings.cpp is what they describe.
 
-The extension is loaded by `fog_pg._extension.load`, which also opens the MPI library. Nothing but the plans and the
-plain functions below works without that.
+The extension is loaded by `fog_pg._extension.load`, which also opens the MPI library. Without that only
+NeighborPlan works.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ native_mpi: bool
 class NeighborPlan:
     """Peers and weights of one neighbor exchange, as one rank sees it; it cannot be changed.
 
-    A rank gets `sum(w * x_j for j, w in sources) + self_weight * x`, where x_j is source j's tensor times the weight
-    that j's own plan has for this rank among its destinations. Sums run in the order of `sources`.
+    A rank gets `sum(w * x_j for j, w in sources) + self_weight * x`, where x_j is source j's tensor times
+    the weight that j's own plan has for this rank among its destinations. Sums run in the order of `sources`.
 
     Args:
         rank: This rank in the group.
@@ -29,11 +29,11 @@ class NeighborPlan:
         self_weight: Weight of this rank's own tensor.
         sources: Ranks this one receives from, with weights.
         destinations: Ranks this one sends to, with weights.
-        mean: Divides the sum by `len(sources) + 1` instead of weighting its terms; all weights must be 1.0 then.
+        mean: Divides the sum by `len(sources) + 1` instead of weighting its terms; all weights must be 1.0.
 
     Raises:
-        ValueError: If a rank is out of range, this rank itself or there twice, if a weight is not finite, or if
-            `mean` is set and a weight is not 1.0.
+        ValueError: If a rank is out of range, this rank itself or there twice, if a weight is not finite, or
+            if `mean` is set and a weight is not 1.0.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class NeighborPlan:
 class ProcessGroupFog(Backend):
     """The backend object of one group: all of c10d's operations, and those below.
 
-    Operations are asynchronous: each returns a Work at once. Errors in flight (a peer that is lost or late, ranks that
-    disagree) come out of `Work.wait()` as torch.distributed.DistBackendError; wrong arguments are a ValueError or
-    TypeError here, before anything is sent.
+    Operations are asynchronous: each returns a Work at once. Errors in flight (a peer that is lost or late,
+    ranks that disagree) come out of `Work.wait()` as torch.distributed.DistBackendError; wrong arguments are
+    a ValueError or TypeError here, before anything is sent.
 
     Common arguments:
-        name: Rendezvous key of the operation, so that ranks may issue named operations in different orders. Without one
-            the key is the operation's place in the program. ValueError if an operation of the same kind and name is in
-            flight on this rank.
-        confirm: Whether the operation also waits until its destinations have accepted what it sends, so that a
-            disagreement raises on both sides.
+        name: Rendezvous key of the operation, so that ranks may issue named operations in different orders.
+            Without one the key is the operation's place in the program. ValueError if an operation of the
+            same kind and name is in flight on this rank.
+        confirm: Whether the operation also waits until its destinations have accepted what it sends, so that
+            a disagreement raises on both sides.
         timeout: Of this operation; default is the group's.
     """
 
@@ -109,9 +109,11 @@ class ProcessGroupFog(Backend):
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
         Args:
-            tensor: Any shape, the same on all neighbors; float16, bfloat16, float32, float64, complex64 or complex128.
+            tensor: Any shape, the same on all neighbors; float16, bfloat16, float32, float64, complex64 or
+                complex128.
             plan: Must be this rank's in this group.
-            output: Takes the result; shape and dtype of `tensor`, no memory shared with it. Default: a new tensor.
+            output: Takes the result; shape and dtype of `tensor`, no memory shared with it. Default: a new
+                tensor.
 
         Returns:
             A Work whose `result()` is `[output]`.
@@ -129,7 +131,8 @@ class ProcessGroupFog(Backend):
         """The sources' tensors joined along dimension 0, in the order of the plan; its weights are not used.
 
         Args:
-            tensor: One dimension or more; dimension 0 may differ between ranks, the others and the dtype may not.
+            tensor: One dimension or more; dimension 0 may differ between ranks, the others and the dtype may
+                not.
 
         Returns:
             A Work whose `result()` is `[joined]`.
@@ -164,7 +167,7 @@ class ProcessGroupFog(Backend):
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
 def load_mpi(path: str) -> None:
-    """Opens the MPI library and looks its functions up; does not start MPI. Once open, another call does nothing.
+    """Opens the MPI library without starting MPI. Once one is open, another call does nothing.
 
     Args:
         path: What dlopen takes; not used if `native_mpi`.
@@ -180,7 +183,7 @@ def mpi_version() -> str:
     """What MPI_Get_library_version says; needs an open library."""
 
 def launcher_world() -> tuple[int, int] | None:
-    """Rank and size that mpiexec or srun gave this process; None if neither started it, or if torchrun did."""
+    """Rank and size that mpiexec or srun gave this process; None if neither or torchrun started it."""
 
 def start_from_launcher(timeout: timedelta) -> tuple[int, int]:
     """Starts MPI with the help of the launcher, without a Store; returns rank and size.

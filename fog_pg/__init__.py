@@ -5,6 +5,7 @@ Importing this package loads no library; the C++ extension and MPI are loaded wh
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,14 +35,17 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     extension = load()
     if backend_options is None:
         backend_options = extension.ProcessGroupFog.Options()
-        backend_options._timeout = options.timeout
-        backend_options.group_name = str(options.group_id)
-        backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
         backend_options.confirm = confirm_by_default()
-    elif not isinstance(backend_options, extension.ProcessGroupFog.Options):
+    elif isinstance(backend_options, extension.ProcessGroupFog.Options):
+        backend_options = copy.deepcopy(backend_options)  # the caller may use his for several groups
+    else:
         raise TypeError(
             f"pg_options: got {type(backend_options).__name__}; allowed for backend fog is ProcessGroupFog.Options"
         )
+    # What init_process_group and new_group were given holds, as with torch's own backends.
+    backend_options._timeout = options.timeout
+    backend_options.group_name = str(options.group_id)
+    backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
     return extension.ProcessGroupFog(options.store, options.group_rank, options.group_size, backend_options)
 
 

@@ -1,6 +1,7 @@
 """fog_pg/_C.pyi names exactly what the extension has: functions, classes, methods, parameters and defaults.
 
-The extension's side is what pybind11 writes at the top of each docstring; the stub's side is the stub, run as Python.
+The extension's side is what pybind11 writes at the top of each docstring; the stub's side is the stub, run as
+Python.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def test_class(stub: dict[str, Any], extension: types.ModuleType, path: str) -> 
     ours, bound = stub_classes(stub)[path], bound_class(extension, path)
     names = set(vars(ours)) | set(inspect.get_annotations(ours))
     assert names - GIVEN == set(vars(bound)) - GIVEN
-    if bound.__bases__[0].__module__ != "pybind11_builtins":  # NeighborPlan has no base that a stub could name
+    if bound.__bases__[0].__module__ != "pybind11_builtins":  # a base that no stub could name
         assert ours.__bases__ == bound.__bases__
     for name, member in vars(bound).items():
         if name in GIVEN or inspect.isclass(member):

@@ -56,15 +56,42 @@ void check_numel(const char* op, const char* argument, const at::Tensor& tensor,
       numel, " elements");
 }
 
+void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int size) {
+  check_tensor("allgather", "inputs", input);
+  TORCH_CHECK_VALUE(
+      static_cast<int>(outputs.size()) == size, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ", size,
+      " ranks");
+  for (const auto& output : outputs) {
+    check_output("allgather", "outputs", output);
+    check_same("allgather", "outputs", output, input);
+    check_numel("allgather", "outputs", output, input.numel());
+  }
+}
+
+void check_allgather_base(const at::Tensor& output, const at::Tensor& input, int size) {
+  check_tensor("allgather_into_tensor", "input", input);
+  check_output("allgather_into_tensor", "output", output);
+  check_same("allgather_into_tensor", "output", output, input);
+  check_numel("allgather_into_tensor", "output", output, input.numel() * size);
+}
+
+void check_reduce_scatter_base(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op, int size) {
+  check_output("reduce_scatter_tensor", "output", output);
+  check_tensor("reduce_scatter_tensor", "input", input);
+  check_same("reduce_scatter_tensor", "output", output, input);
+  check_numel("reduce_scatter_tensor", "input", input, output.numel() * size);
+  check_reduction(op.op_, input.scalar_type());
+}
+
 mpi::Block block_of(const at::Tensor& tensor) {
-  return {const_cast<void*>(tensor.const_data_ptr()), tensor.nbytes()};
+  return {tensor.mutable_data_ptr(), tensor.nbytes()};
 }
 
 // Equal parts of a contiguous tensor, one a rank.
 std::vector<mpi::Block> parts_of(const at::Tensor& tensor, int count) {
   std::vector<mpi::Block> parts;
   const size_t bytes = tensor.nbytes() / static_cast<size_t>(count);
-  auto* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   for (int i = 0; i < count; ++i) {
     parts.push_back({data + bytes * static_cast<size_t>(i), bytes});
   }
@@ -93,7 +120,7 @@ std::vector<mpi::Block> split_rows(
       rows == tensor.size(0), op, ": ", argument, " split sizes: got a sum of ", rows, "; allowed is the tensor's ", tensor.size(0), " rows");
   const size_t row_bytes = rows > 0 ? tensor.nbytes() / static_cast<size_t>(rows) : 0;
   std::vector<mpi::Block> parts;
-  auto* data = static_cast<char*>(const_cast<void*>(tensor.const_data_ptr()));
+  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   for (const auto size : splits) {
     parts.push_back({data, row_bytes * static_cast<size_t>(size)});
     data += parts.back().bytes;
@@ -314,18 +341,12 @@ WorkPtr ProcessGroupFog::allgather(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
   const auto input = only_tensor("allgather", "inputs", inputs);
   const auto& outputs = only_list("allgather", "outputs", output_lists);
-  check_tensor("allgather", "inputs", input);
-  TORCH_CHECK_VALUE(
-      static_cast<int>(outputs.size()) == size_, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ", size_,
-      " ranks");
+  check_allgather(outputs, input, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
   std::vector<mpi::Block> blocks;
   std::vector<at::Tensor> staged_outputs;
   for (const auto& output : outputs) {
-    check_output("allgather", "outputs", output);
-    check_same("allgather", "outputs", output, input);
-    check_numel("allgather", "outputs", output, input.numel());
     staged_outputs.push_back(staging.output(output));
     blocks.push_back(block_of(staged_outputs.back()));
   }
@@ -340,10 +361,7 @@ WorkPtr ProcessGroupFog::allgather(
 }
 
 WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
-  check_tensor("allgather_into_tensor", "input", input);
-  check_output("allgather_into_tensor", "output", output);
-  check_same("allgather_into_tensor", "output", output, input);
-  check_numel("allgather_into_tensor", "output", output, input.numel() * size_);
+  check_allgather_base(output, input, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
@@ -367,13 +385,16 @@ WorkPtr ProcessGroupFog::allgather_coalesced(
         list.size() == inputs.size(), "allgather_coalesced: outputs: got a list of ", list.size(), " tensors; allowed is one for each of the ",
         inputs.size(), " inputs");
   }
+  std::vector<std::vector<at::Tensor>> outputs(inputs.size()); // by input
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    for (const auto& list : output_lists) {
+      outputs[i].push_back(list[i]);
+    }
+    check_allgather(outputs[i], inputs[i], size_); // all before the first is sent
+  }
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
-    std::vector<at::Tensor> outputs;
-    for (const auto& list : output_lists) {
-      outputs.push_back(list[i]);
-    }
-    std::vector<std::vector<at::Tensor>> lists = {outputs};
+    std::vector<std::vector<at::Tensor>> lists = {outputs[i]};
     std::vector<at::Tensor> input = {inputs[i]};
     works.push_back(allgather(lists, input, options));
   }
@@ -385,6 +406,9 @@ WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "allgather_into_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
+  for (size_t i = 0; i < inputs.size(); ++i) { // all before the first is sent
+    check_allgather_base(outputs[i], inputs[i], size_);
+  }
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_allgather_base(outputs[i], inputs[i], options));
@@ -503,10 +527,7 @@ WorkPtr ProcessGroupFog::reduce_scatter(
 
 WorkPtr ProcessGroupFog::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  check_output("reduce_scatter_tensor", "output", output);
-  check_tensor("reduce_scatter_tensor", "input", input);
-  check_same("reduce_scatter_tensor", "output", output, input);
-  check_numel("reduce_scatter_tensor", "input", input, output.numel() * size_);
+  check_reduce_scatter_base(output, input, options.reduceOp, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
@@ -531,6 +552,9 @@ WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
+  for (size_t i = 0; i < inputs.size(); ++i) { // all before the first is sent
+    check_reduce_scatter_base(outputs[i], inputs[i], options.reduceOp, size_);
+  }
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
@@ -624,6 +648,7 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
 WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
   const auto tensor = only_tensor("recvAnysource", "tensors", tensors);
   check_output("recvAnysource", "tensors", tensor);
+  TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; nobody can send to it");
   TORCH_CHECK_VALUE(tag >= 0, "recvAnysource: tag: got ", tag, "; allowed are 0 and more");
   Staging staging;
   const auto staged = staging.output(tensor);

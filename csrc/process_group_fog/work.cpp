@@ -1,6 +1,5 @@
 #include "work.hpp"
 
-#include <ATen/ThreadLocalState.h>
 #include <c10/util/Exception.h>
 
 namespace fog {
@@ -64,18 +63,26 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
 
 void WorkFog::complete(std::exception_ptr error) {
   ended_ = Clock::now();
-  if (error) {
-    future_->setErrorIfNeeded(error);
-  } else {
-    future_->markCompleted(c10::IValue(outputs_));
-  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
     describe_ = nullptr; // these refer to the operation, whose life ends here
     abort_ = nullptr;
   }
+  // The Work first, then its Future: a callback may wait for the Work.
   finish(error);
-  done_.store(true, std::memory_order_release);
+  done_.store(true);
+  auto mark = [future = future_, outputs = outputs_, error] {
+    if (error) {
+      future->setErrorIfNeeded(error);
+    } else {
+      future->markCompleted(c10::IValue(outputs));
+    }
+  };
+  if (future_taken_.load()) {
+    driver_.run_callbacks(std::move(mark));
+  } else {
+    mark();
+  }
 }
 
 bool WorkFog::isCompleted() {
@@ -120,6 +127,9 @@ bool WorkFog::wait(std::chrono::milliseconds timeout) {
               ". The operation goes on; wait() may be called again."));
     }
   }
+  if (future_taken_.load()) {
+    future_->wait(); // marked right after the Work: whoever waited for one finds the other complete
+  }
   if (exception()) {
     std::rethrow_exception(exception());
   }
@@ -138,6 +148,7 @@ void WorkFog::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkFog::getFuture() {
+  future_taken_.store(true);
   return future_;
 }
 

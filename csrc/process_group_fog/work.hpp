@@ -21,6 +21,8 @@ class Driver {
   virtual bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) = 0;
   // Makes progress once, if nobody else is at it.
   virtual void drive_once() = 0;
+  // Runs callbacks, which may block, in a thread that nobody else waits for.
+  virtual void run_callbacks(std::function<void()> callbacks) = 0;
 };
 
 // Holds what it needs and never the group. wait() drives the engine; it may be called from any thread, several times.
@@ -72,6 +74,7 @@ class WorkFog : public c10d::Work {
  private:
   Driver& driver_;
   std::atomic<bool> done_{false};
+  std::atomic<bool> future_taken_{false}; // so it may have callbacks, or somebody who waits for it
   std::vector<at::Tensor> outputs_;
   int source_ = -1;
   uint64_t sequence_ = 0;

@@ -38,9 +38,16 @@ void load(const std::string& path) {
     }
     return address;
   };
-  // Only an ABI library defines this symbol. Without the check a libmpi.so of MPICH or Open MPI would load and then read
-  // fog's handles as its own.
-  symbol("MPI_Abi_get_version");
+  // A libmpi.so of MPICH or Open MPI would load as well and then read fog's handles as its own. MPICH's has this function,
+  // but answers -1.
+  int major = -1;
+  int minor = -1;
+  reinterpret_cast<decltype(&MPI_Abi_get_version)>(symbol("MPI_Abi_get_version"))(&major, &minor);
+  if (major < 1) {
+    throw std::runtime_error(
+        "the MPI library " + path + " does not follow the MPI standard ABI; fog needs one that does (libmpi_abi.so of MPICH 5, " +
+        "Intel MPI 2021.17 or Open MPI 6)");
+  }
 #define FOG_MPI_FILL(name) table.name = reinterpret_cast<decltype(table.name)>(symbol("MPI_" #name));
   FOG_MPI_FUNCTIONS(FOG_MPI_FILL)
 #undef FOG_MPI_FILL

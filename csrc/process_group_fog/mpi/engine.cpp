@@ -96,9 +96,18 @@ Engine::Engine() : next_check_(Clock::now()) {
   pthread_atfork(nullptr, nullptr, [] { Engine::instance().forked_ = true; });
 }
 
+void Engine::check_not_forked() const {
+  TORCH_CHECK(
+      !forked_, "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
+}
+
+void Engine::run_callbacks(std::function<void()> callbacks) {
+  completions_.run(std::move(callbacks));
+}
+
 std::shared_ptr<Group> Engine::connect(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
-  TORCH_CHECK(!forked_, "fog: this process was forked from one that used fog; start ranks with spawn or exec instead");
+  check_not_forked();
   auto& runtime = Runtime::instance();
   std::vector<Member> members;
   uint64_t id = 0;
@@ -161,6 +170,12 @@ std::shared_ptr<Group> Engine::connect(
     for (const auto& message : early) {
       on_message(message.source, message.header, message.data.data());
     }
+    for (int member = 0; member < size; ++member) { // who ended while the group was made
+      const int world_rank = group->members[member].world_rank;
+      if (departed_.count(world_rank) > 0 || lost_.count(world_rank) > 0) {
+        group->gone.insert(member);
+      }
+    }
   }
   unlock_and_deliver(lock);
   return group;
@@ -171,7 +186,7 @@ void Engine::submit(
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
     const std::string& name) {
-  TORCH_CHECK(!forked_, "fog: this process was forked from one that used fog; groups of the parent cannot be used here");
+  check_not_forked();
   Lock lock(mutex_);
   if (group->closed || stopping_) {
     C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' was destroyed");
@@ -186,14 +201,15 @@ void Engine::submit(
   } else if (name.empty()) {
     key = group->next_key++;
   } else {
-    const auto use = group->named[name];
+    const auto kind_and_name = std::string(name_of(kind)) + '.' + name;
+    const auto use = group->named[kind_and_name];
     key = key_of_name(kind, name, use);
     if (use > 0) {
       TORCH_CHECK_VALUE(
           group->by_key.count(key_of_name(kind, name, use - 1)) == 0, "name: got '", name,
           "', which names an operation still in flight; wait for it or use another name");
     }
-    ++group->named[name];
+    ++group->named[kind_and_name];
   }
   ++in_flight_;
   group->operations.insert(operation);
@@ -279,7 +295,8 @@ void Engine::on_message(int source, const Header& header, const char* data) {
 void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   switch (header.kind) {
     case MessageKind::kError:
-      fail(group, c10d::ErrorType::REMOTE_ERROR, "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes), false);
+      // After what came before it: operations that have all they need are complete.
+      reports_.emplace_back(group, "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes));
       return;
     case MessageKind::kClosed: {
       group->gone.insert(source);
@@ -352,6 +369,7 @@ bool Engine::drive(Lock& lock) {
     try {
       progressed = messenger_->poll();
     } catch (const std::exception& error) {
+      unhealthy_ = true;
       const auto groups = groups_; // MPI itself failed: nobody can go on
       for (const auto& [id, group] : groups) {
         fail(group, c10d::ErrorType::COMM_ERROR, message_of(error), false);
@@ -362,6 +380,9 @@ bool Engine::drive(Lock& lock) {
   }
   progressed = progressed || !ready_.empty();
   step_ready(lock);
+  for (const auto& [group, reason] : std::exchange(reports_, {})) {
+    fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
+  }
   const auto now = Clock::now();
   if (now >= next_check_) {
     next_check_ = now + kCheckInterval;
@@ -457,7 +478,6 @@ void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, con
     return;
   }
   group->failure = {type, reason};
-  unhealthy_ = true;
   if (tell && messenger_ && !group->closed) {
     notify(group, MessageKind::kError, reason);
   }
@@ -549,6 +569,7 @@ void Engine::check_deadlines() {
 }
 
 bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
+  check_not_forked();
   struct Waiting {
     std::atomic<int>& count;
     explicit Waiting(std::atomic<int>& waiting) : count(waiting) {
@@ -595,6 +616,7 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
 }
 
 void Engine::drive_once() {
+  check_not_forked();
   Lock lock(mutex_, std::try_to_lock);
   if (lock.owns_lock()) {
     drive(lock);
@@ -640,6 +662,7 @@ void Engine::background() {
 }
 
 void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
+  check_not_forked();
   Lock lock(mutex_);
   if (!group->closed) {
     fail(group, c10d::ErrorType::COMM_ERROR, reason);
@@ -667,16 +690,19 @@ void Engine::close(const std::shared_ptr<Group>& group) {
 }
 
 Failure Engine::failure(const std::shared_ptr<Group>& group) {
+  check_not_forked();
   Lock lock(mutex_);
   return group->failure;
 }
 
 uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
+  check_not_forked();
   Lock lock(mutex_);
   return group->sequence;
 }
 
 std::string Engine::describe(const std::shared_ptr<Operation>& operation) {
+  check_not_forked();
   Lock lock(mutex_);
   return operation->describe() + waiting_for(*operation);
 }
@@ -701,6 +727,7 @@ void Engine::shutdown() {
   if (thread_.joinable()) {
     thread_.join();
   }
+  completions_.stop();
   auto& runtime = Runtime::instance();
   if (!messenger_ || !runtime.started()) {
     return;
@@ -721,11 +748,11 @@ void Engine::shutdown() {
   // taken the goodbye, or has ended; after a failure only for a moment.
   auto everyone_knows = [&] {
     for (int rank = 0; rank < runtime.size(); ++rank) {
-      if (rank != runtime.rank() && lost_.count(rank) == 0 && released_by_.count(rank) == 0) {
+      if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0 && released_by_.count(rank) == 0) {
         return false;
       }
     }
-    return !messenger_->sending();
+    return true;
   };
   const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kGoodbyeTimeout));
   Backoff backoff(true);

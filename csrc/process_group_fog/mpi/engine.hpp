@@ -15,6 +15,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "../completion_pool.hpp"
 #include "../work.hpp"
 #include "group.hpp"
 #include "messenger.hpp"
@@ -48,6 +49,7 @@ class Engine : public Driver, private MessageHandler {
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
   void drive_once() override;
+  void run_callbacks(std::function<void()> callbacks) override;
 
   // Fails everything in flight in the group and all later operations, here and on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -79,6 +81,7 @@ class Engine : public Driver, private MessageHandler {
   };
 
   Engine();
+  void check_not_forked() const;
   void on_message(int source, const Header& header, const char* data) override;
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
@@ -109,6 +112,7 @@ class Engine : public Driver, private MessageHandler {
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
   std::unordered_set<uint64_t> closed_groups_;
   std::deque<std::shared_ptr<Operation>> ready_;
+  std::vector<std::pair<std::shared_ptr<Group>, std::string>> reports_; // of failures on other ranks, not yet acted on
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
@@ -122,6 +126,7 @@ class Engine : public Driver, private MessageHandler {
   bool oversubscribed_ = false;
   std::atomic<bool> forked_{false};
   std::thread thread_;
+  CompletionPool completions_;
   std::function<void()> interrupt_check_;
 };
 

@@ -211,6 +211,7 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
   } catch (const std::exception& error) {
     started_ = false;
     failure_ = error.what();
+    unlink_shared_memory_names();
     throw;
   }
   unlink_shared_memory_names();
@@ -247,6 +248,8 @@ void Runtime::finalize(bool healthy) {
   finalized_ = true;
   int ended = 0;
   if (launched_ && initialized_here_ && healthy && api().Finalized(&ended) == MPI_SUCCESS && ended == 0) {
+    // It waits for all ranks of the world, however long they go on; that is what a launcher's ranks expect. A rank that dies
+    // meanwhile makes the launcher end this one.
     api().Finalize();
   }
 }

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include <ATen/Functions.h>
+#include <c10/core/InferenceMode.h>
 
 namespace fog::mpi {
 
@@ -68,6 +69,7 @@ void GatherConcat::compute() {
       DistBackendError, static_cast<int64_t>(total) == first * row, "the neighbors' tensors have ", total, " bytes for ", first,
       " rows of ", row, " bytes: their shapes differ beyond the first dimension");
   sizes[0] = first;
+  const c10::InferenceMode normal(false); // whoever drives this may be in inference mode; the tensor is not that thread's
   result_ = at::empty(sizes, tensor_.options().requires_grad(false));
   auto* place = static_cast<char*>(result_.mutable_data_ptr());
   for (size_t i = 0; i < sources_.size(); ++i) {
