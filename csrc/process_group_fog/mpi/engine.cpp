@@ -260,7 +260,7 @@ void Engine::submit(
 void Engine::on_message(int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kGoodbye) {
     departed_.insert(source);
-    lose(source, "ended", false);
+    afterwards_.emplace_back([this, source] { lose(source, "ended", false); });
     Header taken;
     taken.kind = MessageKind::kGoodbyeTaken;
     try {
@@ -295,18 +295,15 @@ void Engine::on_message(int source, const Header& header, const char* data) {
 void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   switch (header.kind) {
     case MessageKind::kError:
-      // After what came before it: operations that have all they need are complete.
-      reports_.emplace_back(group, "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes));
+      afterwards_.emplace_back([this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
+        fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
+      });
       return;
     case MessageKind::kClosed: {
       group->gone.insert(source);
-      const auto operations = group->operations; // fail() empties it
-      for (const auto& operation : operations) {
-        if (operation->awaited(false).count(source) > 0) {
-          fail(group, c10d::ErrorType::REMOTE_ERROR, operation->describe() + ": " + group->describe_member(source) + " has destroyed its group");
-          return;
-        }
-      }
+      afterwards_.emplace_back([this, group, source] {
+        fail_awaiting(group, source, group->describe_member(source) + " has destroyed its group", false);
+      });
       return;
     }
     case MessageKind::kPointToPoint:
@@ -380,8 +377,9 @@ bool Engine::drive(Lock& lock) {
   }
   progressed = progressed || !ready_.empty();
   step_ready(lock);
-  for (const auto& [group, reason] : std::exchange(reports_, {})) {
-    fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
+  // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
+  for (const auto& act : std::exchange(afterwards_, {})) {
+    act();
   }
   const auto now = Clock::now();
   if (now >= next_check_) {
@@ -502,14 +500,15 @@ void Engine::lose(int world_rank, const std::string& how, bool announced) {
       continue;
     }
     group->gone.insert(peer);
-    const auto operations = group->operations;
-    for (const auto& operation : operations) {
-      if (operation->awaited(announced).count(peer) > 0) {
-        fail(
-            group, c10d::ErrorType::REMOTE_ERROR,
-            operation->describe() + ": " + group->describe_member(peer) + " " + how + " while this rank waits for it");
-        break;
-      }
+    fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
+  }
+}
+
+void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced) {
+  for (const auto& operation : group->operations) {
+    if (operation->awaited(announced).count(peer) > 0) {
+      fail(group, c10d::ErrorType::REMOTE_ERROR, operation->describe() + ": " + reason);
+      return; // fail() has emptied the set
     }
   }
 }

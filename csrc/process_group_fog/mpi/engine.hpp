@@ -95,6 +95,7 @@ class Engine : public Driver, private MessageHandler {
   // The first failure decides; every rank of the group is told unless it told us.
   void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
   // Fails what waits for a rank that has ended; `announced` as in Operation::awaited().
+  void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   void lose(int world_rank, const std::string& how, bool announced);
   void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
   // Takes what has to happen without the lock and does it after unlocking.
@@ -112,7 +113,7 @@ class Engine : public Driver, private MessageHandler {
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
   std::unordered_set<uint64_t> closed_groups_;
   std::deque<std::shared_ptr<Operation>> ready_;
-  std::vector<std::pair<std::shared_ptr<Group>, std::string>> reports_; // of failures on other ranks, not yet acted on
+  std::vector<std::function<void()>> afterwards_; // news of failures and ends on other ranks, to act on after this round
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
