@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -56,6 +57,24 @@ def future_after_wait() -> list[float]:
 
 def test_future_is_complete_when_wait_returns(worlds: WorldPool) -> None:
     assert worlds(2).run(future_after_wait) == [[2.0 * step for step in range(200)]] * 2
+
+
+def futures_taken_while_another_thread_completes() -> int:
+    """Once failed: the Work said it was complete just before its Future was, to whoever asked for it only then."""
+    rounds = 3000
+    tensor = torch.ones(3)
+    for _ in range(rounds):
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
+        waiter = threading.Thread(target=work.wait)
+        waiter.start()
+        work.wait()
+        assert work.get_future().value()[0][0].item() == 1.0
+        waiter.join()
+    return rounds
+
+
+def test_future_taken_after_wait_is_complete(worlds: WorldPool) -> None:
+    assert worlds(2).run(futures_taken_while_another_thread_completes) == [3000, 3000]
 
 
 def train_with_power_sgd() -> list[float]:

@@ -149,6 +149,9 @@ void WorkFog::abort() {
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkFog::getFuture() {
   future_taken_.store(true);
+  if (done_.load()) {
+    future_->wait(); // the thread that completed the Work is about to mark it, if it has not
+  }
   return future_;
 }
 
