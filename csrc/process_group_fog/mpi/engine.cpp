@@ -25,8 +25,15 @@ constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines an
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
 constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none are
+// Where the bell rings for all that comes, sleep lasts until it does, but for a look at deadlines and at other processes.
+constexpr auto kLongestSleep = std::chrono::milliseconds(20);
+constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
 constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
 constexpr auto kLastWords = std::chrono::milliseconds(20);
+
+// What has become of a process.
+constexpr const char* kEnded = "ended";
+constexpr const char* kLost = "was lost: its process ended";
 
 int available_cores() {
   cpu_set_t set;
@@ -70,7 +77,7 @@ std::string waiting_for(const Operation& operation) {
   return (absent.empty() ? "" : "; not there: " + ranks(absent)) + (others.empty() ? "" : "; waiting for " + ranks(others));
 }
 
-Member parse_member(const std::string& text, std::string* job) {
+Member parse_member(const std::string& text, std::string* job, std::string* inbox) {
   std::istringstream lines(text);
   Member member;
   std::string number;
@@ -81,6 +88,7 @@ Member parse_member(const std::string& text, std::string* job) {
   member.pid = std::stoi(number);
   std::getline(lines, member.host_id);
   std::getline(lines, member.host_name);
+  std::getline(lines, *inbox);
   return member;
 }
 
@@ -110,6 +118,7 @@ std::shared_ptr<Group> Engine::connect(
   check_not_forked();
   auto& runtime = Runtime::instance();
   std::vector<Member> members;
+  std::vector<std::string> inboxes; // by member
   uint64_t id = 0;
   if (size == 1 && !runtime.started()) {
     // Nobody to talk to: no MPI, no messages.
@@ -118,12 +127,21 @@ std::shared_ptr<Group> Engine::connect(
     Rendezvous rendezvous(store, rank, size, timeout);
     runtime.start(rendezvous, timeout);
     std::ostringstream mine;
-    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host_id() << '\n' << host_name();
+    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host_id() << '\n' << host_name() << '\n';
+    {
+      const Lock lock(mutex_);
+      if (!messenger_) {
+        messenger_.reset(new Messenger(runtime, *this)); // the handler is a private base: make_unique cannot see it
+        links_ = &messenger_->local();
+      }
+      mine << messenger_->local().address();
+    }
     std::vector<std::string> host_ids;
     int peer = 0;
     for (const auto& text : rendezvous.allgather("member", mine.str())) {
       std::string job;
-      members.push_back(parse_member(text, &job));
+      inboxes.emplace_back();
+      members.push_back(parse_member(text, &job, &inboxes.back()));
       host_ids.push_back(members.back().host_id);
       TORCH_CHECK_WITH(
           DistBackendError, job == runtime.job(), "fog: rank ", peer, " of group '", name,
@@ -145,9 +163,6 @@ std::shared_ptr<Group> Engine::connect(
   TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
   group->ready = &ready_;
   if (size > 1) {
-    if (!messenger_) {
-      messenger_.reset(new Messenger(runtime, *this)); // the handler is a private base: make_unique cannot see it
-    }
     group->messenger = messenger_.get();
     groups_.emplace(id, group);
     int local = 0;
@@ -159,6 +174,7 @@ std::shared_ptr<Group> Engine::connect(
       ++local;
       if (member != rank) {
         peers_.watch(peer.world_rank, peer.pid);
+        messenger_->local().attach(peer.world_rank, inboxes[member]);
       }
     }
     oversubscribed_ = oversubscribed_ || local > available_cores();
@@ -172,8 +188,10 @@ std::shared_ptr<Group> Engine::connect(
     }
     for (int member = 0; member < size; ++member) { // who ended while the group was made
       const int world_rank = group->members[member].world_rank;
-      if (departed_.count(world_rank) > 0 || lost_.count(world_rank) > 0) {
-        group->gone.insert(member);
+      if (lost_.count(world_rank) > 0) {
+        group->gone.emplace(member, kLost);
+      } else if (departed_.count(world_rank) > 0) {
+        group->gone.emplace(member, kEnded);
       }
     }
   }
@@ -185,7 +203,8 @@ void Engine::submit(
     const std::shared_ptr<Group>& group,
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
-    const std::string& name) {
+    const std::string& name,
+    bool unattended) {
   check_not_forked();
   Lock lock(mutex_);
   if (group->closed || stopping_) {
@@ -241,26 +260,23 @@ void Engine::submit(
       }
     }
     for (const int peer : operation->awaited(false)) {
-      if (group->gone.count(peer) > 0) {
-        C10_THROW_ERROR(DistBackendError, group->describe_member(peer) + " is gone");
-      }
+      group->check_present(peer);
     }
     make_ready(operation);
     drive(lock);
   } catch (const std::exception& error) {
     fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
   }
-  const bool wake = background_idle_ && busy();
   unlock_and_deliver(lock);
-  if (wake) {
-    wake_.notify_one();
+  if (unattended) {
+    watch_in_background();
   }
 }
 
 void Engine::on_message(int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kGoodbye) {
     departed_.insert(source);
-    afterwards_.emplace_back([this, source] { lose(source, "ended", false); });
+    afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
     Header taken;
     taken.kind = MessageKind::kGoodbyeTaken;
     try {
@@ -286,7 +302,7 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     return;
   }
   try {
-    route(group, peer, header, header.bytes <= Messenger::kInlineBytes ? data : nullptr);
+    route(group, peer, header, data);
   } catch (const std::exception& error) {
     fail(group, c10d::ErrorType::COMM_ERROR, message_of(error));
   }
@@ -300,9 +316,9 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       });
       return;
     case MessageKind::kClosed: {
-      group->gone.insert(source);
+      group->gone.emplace(source, "has destroyed its group");
       afterwards_.emplace_back([this, group, source] {
-        fail_awaiting(group, source, group->describe_member(source) + " has destroyed its group", false);
+        fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false);
       });
       return;
     }
@@ -338,6 +354,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
           {source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
       return;
     }
+    case MessageKind::kTaken: // the messenger's own
     case MessageKind::kGoodbye:
     case MessageKind::kGoodbyeTaken:
       return; // for the whole process, handled above
@@ -372,6 +389,7 @@ bool Engine::drive(Lock& lock) {
         fail(group, c10d::ErrorType::COMM_ERROR, message_of(error), false);
       }
     }
+    must_poll_ = messenger_->must_poll();
     auto released = messenger_->take_released();
     std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
   }
@@ -411,7 +429,7 @@ void Engine::step_ready(Lock& lock) {
           lock.unlock();
           std::exception_ptr error;
           try {
-            operation->compute();
+            operation->run();
           } catch (...) {
             error = std::current_exception();
           }
@@ -443,6 +461,9 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
     group->by_key.erase(found);
   }
   --in_flight_;
+  if (error && messenger_) {
+    messenger_->withdraw(*operation); // its memory is the caller's again
+  }
   outbox_.completions.push_back({operation, std::move(error)});
 }
 
@@ -451,6 +472,9 @@ void Engine::unlock_and_deliver(Lock& lock) {
   lock.unlock();
   for (auto& [operation, error] : outbox.completions) {
     operation->finish(std::move(error));
+  }
+  if (!outbox.completions.empty() && sleepers_.load() > 0) {
+    bell().wake(Doorbell::kWaiter); // one of these may be what another thread waits for
   }
 }
 
@@ -499,7 +523,7 @@ void Engine::lose(int world_rank, const std::string& how, bool announced) {
     if (peer < 0) {
       continue;
     }
-    group->gone.insert(peer);
+    group->gone.emplace(peer, how);
     fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
   }
 }
@@ -532,7 +556,10 @@ void Engine::check_peers(Lock& lock) {
       continue;
     }
     unhealthy_ = true;
-    lost_.emplace(peer, "lost");
+    lost_.insert(peer);
+    if (messenger_) {
+      messenger_->forget(peer);
+    }
     // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
     // print a traceback.
     for (const auto& [id, group] : groups_) {
@@ -544,7 +571,7 @@ void Engine::check_peers(Lock& lock) {
         break;
       }
     }
-    lose(peer, "was lost: its process ended", true);
+    lose(peer, kLost, true);
   }
 }
 
@@ -567,18 +594,39 @@ void Engine::check_deadlines() {
   }
 }
 
+// A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes.
+class Engine::Attendance {
+ public:
+  explicit Attendance(Engine& engine) : engine_(engine) {
+    if (engine_.waiting_.fetch_add(1) == 0) {
+      engine_.bell().stop_listening(Doorbell::kBackground);
+    }
+  }
+  ~Attendance() {
+    if (engine_.waiting_.fetch_sub(1) == 1) {
+      engine_.watch_in_background();
+    }
+  }
+
+ private:
+  Engine& engine_;
+};
+
+void Engine::watch_in_background() {
+  const auto* links = links_.load();
+  const bool needed = in_flight_.load() > 0 || (links != nullptr && links->waiting_for_space());
+  if (!needed || waiting_.load() > 0) {
+    return;
+  }
+  bell().listen(Doorbell::kBackground);
+  if (must_poll_.load() || (links != nullptr && links->news())) { // which came before anybody listened
+    bell().wake(Doorbell::kBackground);
+  }
+}
+
 bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
   check_not_forked();
-  struct Waiting {
-    std::atomic<int>& count;
-    explicit Waiting(std::atomic<int>& waiting) : count(waiting) {
-      ++count;
-    }
-    ~Waiting() {
-      --count;
-    }
-  };
-  const Waiting waiting(waiting_);
+  const Attendance attendance(*this);
   Backoff backoff(oversubscribed_);
   auto next_interrupt_check = Clock::now() + kInterruptInterval;
   while (!done.load(std::memory_order_acquire)) {
@@ -595,11 +643,20 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       backoff.reset();
       continue;
     }
-    const auto pause = backoff.pause();
+    auto pause = backoff.pause();
     if (pause.count() == 0) {
       continue;
     }
-    peers_.sleep(pause);
+    if (!must_poll_.load()) {
+      pause = kLongestSleep; // all that can come rings the bell
+    }
+    ++sleepers_;
+    const auto ticket = bell().listen(Doorbell::kWaiter);
+    const auto* links = links_.load();
+    if (!done.load() && (links == nullptr || !links->news())) {
+      bell().sleep(Doorbell::kWaiter, ticket, std::min<std::chrono::nanoseconds>(pause, std::max<std::chrono::nanoseconds>(deadline - Clock::now(), std::chrono::nanoseconds(0))));
+    }
+    --sleepers_;
     const auto now = Clock::now();
     if (now >= deadline) {
       return done.load(std::memory_order_acquire);
@@ -623,6 +680,15 @@ void Engine::drive_once() {
   }
 }
 
+// Sleeps until a message comes, but not longer than `limit`.
+void Engine::doze(std::chrono::nanoseconds limit) {
+  const auto ticket = bell().listen(Doorbell::kWaiter);
+  const auto* links = links_.load();
+  if (links == nullptr || !links->news()) {
+    bell().sleep(Doorbell::kWaiter, ticket, limit);
+  }
+}
+
 bool Engine::busy() const {
   return in_flight_ > 0 || (messenger_ && messenger_->sending());
 }
@@ -630,33 +696,35 @@ bool Engine::busy() const {
 void Engine::background() {
   c10::setThreadName("fog_progress");
   Backoff backoff(true);
-  Lock lock(mutex_);
-  while (!stopping_) {
-    if (!busy()) {
-      // Nothing of this process is in flight, as far as MPI says; but it may still hold messages that it calls sent (a
-      // receiver that computes does not take them), and other ranks may have things to say. A look every few milliseconds
-      // costs next to nothing.
-      background_idle_ = true;
-      wake_.wait_for(lock, kIdleInterval, [this] { return stopping_ || busy(); });
-      background_idle_ = false;
-      backoff.reset();
-      if (stopping_) {
-        break;
+  while (!stopping_.load()) {
+    const auto ticket = bell().listen(Doorbell::kBackground);
+    std::chrono::nanoseconds pause = kLongestSleep;
+    if (waiting_.load() > 0) {
+      bell().stop_listening(Doorbell::kBackground);
+    } else {
+      Lock lock(mutex_);
+      const bool progressed = drive(lock);
+      const bool more = busy();
+      const bool poll = messenger_->must_poll();
+      unlock_and_deliver(lock);
+      if (progressed) {
+        backoff.reset();
+        continue;
       }
-    } else if (waiting_ > 0) {
-      wake_.wait_for(lock, std::chrono::milliseconds(1));
-      continue;
+      if (!more) {
+        // Nothing of this process is in flight. Over MPI other ranks may still have things to say, and MPI may hold messages
+        // that it calls sent; a look every few milliseconds costs next to nothing. On this host whoever needs this process
+        // wakes it.
+        bell().stop_listening(Doorbell::kBackground);
+        pause = poll ? kIdleInterval : kLongestIdleSleep;
+        backoff.reset();
+      } else if (poll) {
+        pause = std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval);
+      }
     }
-    const bool progressed = drive(lock);
-    const bool more = busy();
-    unlock_and_deliver(lock);
-    if (progressed) {
-      backoff.reset();
+    if (!stopping_.load()) {
+      bell().sleep(Doorbell::kBackground, ticket, pause);
     }
-    if (more) {
-      peers_.sleep(std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval));
-    }
-    lock.lock();
   }
 }
 
@@ -722,7 +790,7 @@ void Engine::shutdown() {
     }
   }
   unlock_and_deliver(lock);
-  wake_.notify_all();
+  bell().wake(Doorbell::kBackground);
   if (thread_.joinable()) {
     thread_.join();
   }
@@ -762,14 +830,14 @@ void Engine::shutdown() {
     unlock_and_deliver(lock);
     const auto pause = backoff.pause();
     if (pause.count() > 0) {
-      peers_.sleep(pause);
+      doze(pause);
     }
     lock.lock();
   }
   for (const auto end = Clock::now() + kLastWords; Clock::now() < end;) { // for this rank's own answers
     drive(lock);
     unlock_and_deliver(lock);
-    peers_.sleep(std::chrono::milliseconds(1));
+    doze(std::chrono::milliseconds(1));
     lock.lock();
   }
   const bool healthy = !unhealthy_;

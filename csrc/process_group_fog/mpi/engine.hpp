@@ -1,11 +1,12 @@
 // The progress engine: one in a process, shared by all its groups.
 //
 // Progress is cooperative. Whoever waits for a Work drives every operation in flight; a background thread does it only
-// while operations are in flight and nobody waits. One lock guards MPI and all state; completions (which may run Python
-// callbacks) and arithmetic happen outside of it.
+// while operations are in flight and nobody waits. Threads with nothing to do sleep until a message of this host rings
+// their bell; where something may come over MPI, they look now and then. One lock guards MPI and all state; completions
+// (which may run Python callbacks) and arithmetic happen outside of it.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -40,12 +41,14 @@ class Engine : public Driver, private MessageHandler {
       const std::string& name);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
-  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed.
+  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `unattended`: the
+  // caller may not wait at once, so that the background has to look after it.
   void submit(
       const std::shared_ptr<Group>& group,
       const std::shared_ptr<Operation>& operation,
       std::chrono::milliseconds timeout,
-      const std::string& name = "");
+      const std::string& name = "",
+      bool unattended = true);
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
   void drive_once() override;
@@ -69,6 +72,7 @@ class Engine : public Driver, private MessageHandler {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
+  using Doorbell = shared_memory::Doorbell;
   struct Completion {
     std::shared_ptr<Operation> operation;
     std::exception_ptr error;
@@ -101,13 +105,22 @@ class Engine : public Driver, private MessageHandler {
   // Takes what has to happen without the lock and does it after unlocking.
   void unlock_and_deliver(Lock& lock);
 
+  class Attendance;
+  shared_memory::Doorbell& bell() {
+    auto* links = links_.load();
+    return links != nullptr ? links->doorbell() : early_bell_;
+  }
+  void watch_in_background();
+  void doze(std::chrono::nanoseconds limit);
   void background();
   // Whether somebody has to drive MPI for what this process has started.
   bool busy() const;
 
   std::mutex mutex_;
-  std::condition_variable wake_;
   std::unique_ptr<Messenger> messenger_;
+  // The messenger's, for threads without the lock; null before there is one.
+  std::atomic<LocalLinks*> links_{nullptr};
+  shared_memory::Doorbell early_bell_ = {};
   PeerWatch peers_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
@@ -117,12 +130,13 @@ class Engine : public Driver, private MessageHandler {
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
-  std::unordered_map<int, std::string> lost_; // world ranks that ended without, and how they were called
+  std::unordered_set<int> lost_; // world ranks that ended without
   std::chrono::steady_clock::time_point next_check_;
-  size_t in_flight_ = 0;
-  std::atomic<int> waiting_{0};
-  bool background_idle_ = false;
-  bool stopping_ = false;
+  std::atomic<size_t> in_flight_{0};
+  std::atomic<int> waiting_{0}; // threads in drive_until()
+  std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to
+  std::atomic<bool> must_poll_{false};
+  std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
   bool oversubscribed_ = false;
   std::atomic<bool> forked_{false};

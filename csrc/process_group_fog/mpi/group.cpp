@@ -1,11 +1,15 @@
 #include "group.hpp"
 
+#include <algorithm>
 #include <sstream>
+
+#include <c10/util/Exception.h>
 
 namespace fog::mpi {
 
 Group::Group(uint64_t group_id, std::string group_name, int group_rank, std::vector<Member> group_members)
-    : id(group_id), name(std::move(group_name)), rank(group_rank), members(std::move(group_members)) {
+    : id(group_id), name(std::move(group_name)), rank(group_rank), members(std::move(group_members)),
+      one_host(std::all_of(members.begin(), members.end(), [](const Member& member) { return member.host == 0; })) {
   for (int member = 0; member < size(); ++member) {
     group_ranks_.emplace(members[member].world_rank, member);
   }
@@ -20,6 +24,13 @@ std::string Group::describe_member(int member) const {
   std::ostringstream text;
   text << "rank " << member << " (pid " << members[member].pid << " on host " << members[member].host_name << ")";
   return text.str();
+}
+
+void Group::check_present(int member) const {
+  const auto found = gone.find(member);
+  if (found != gone.end()) {
+    C10_THROW_ERROR(DistBackendError, describe_member(member) + ' ' + found->second);
+  }
 }
 
 void make_ready(const std::shared_ptr<Operation>& operation) {

@@ -48,6 +48,7 @@ class Group {
   const std::string name;
   const int rank;
   const std::vector<Member> members; // by group rank
+  const bool one_host; // all members share it
 
   int size() const {
     return static_cast<int>(members.size());
@@ -56,6 +57,8 @@ class Group {
   int group_rank(int world_rank) const;
   // "rank 2 (pid 71 on host a)"
   std::string describe_member(int rank) const;
+  // Throws DistBackendError if that rank is known to have left the group.
+  void check_present(int rank) const;
 
   Messenger* messenger = nullptr;
   // Operations with something to do; the engine steps them.
@@ -69,7 +72,7 @@ class Group {
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early; // by key
   std::list<std::shared_ptr<PointToPointReceive>> posted; // receives without a message, oldest first
   std::list<EarlyMessage> unexpected; // point-to-point messages without a receive, oldest first
-  std::unordered_set<int> gone; // group ranks that have left the group or ended
+  std::unordered_map<int, std::string> gone; // group ranks that take no further part, and why
   Failure failure;
   bool closed = false;
 

@@ -12,22 +12,33 @@ enum class MessageKind : uint8_t {
   kData = 1, // part of an operation
   kPointToPoint, // of a send; the key is the user's tag
   kConfirm, // the receiver of a kData message has accepted it
+  kTaken, // the receiver has read the data that a message offered
   kError, // the sender's group failed; the data is the reason
   kClosed, // the sender has destroyed its group
   kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes
   kGoodbyeTaken, // the sender has taken the receiver's goodbye and all before it
 };
 
-// Every message starts with one of these. Data of at most Messenger::kInlineBytes follows in the same message, more comes
-// as a separate one with tag `payload_tag`, straight into its place.
+// Where the data of a message is.
+enum class Delivery : uint8_t {
+  kInline, // behind the header
+  kPayload, // in MPI messages with the tag `payload_tag`, straight into its place
+  kOffer, // in the memory of the sender, which is on this host: at `address`, to be read while the offer stands
+};
+
+// Every message starts with one of these.
 struct Header {
   MessageKind kind = MessageKind::kData;
+  Delivery delivery = Delivery::kInline;
   uint8_t wants_confirm = 0;
   uint16_t step = 0; // which message of the operation between these two ranks
   uint32_t payload_tag = 0;
+  uint32_t offer = 0; // number of the offer in the sender's inbox
+  uint64_t transfer = 0; // the sender's number for what is offered, or taken
+  uint64_t address = 0;
   uint64_t group = 0;
   uint64_t key = 0; // of the operation within the group
-  uint64_t bytes = 0; // of data, inline or separate
+  uint64_t bytes = 0; // of data
   double scale = 1.0; // the sender's weight for this receiver
   Signature signature;
 };

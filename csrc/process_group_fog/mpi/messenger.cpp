@@ -21,7 +21,7 @@ std::string error_text(int code) {
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler)
-    : runtime_(runtime), handler_(handler), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
+    : runtime_(runtime), handler_(handler), local_(runtime.rank(), runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
 
 std::unique_ptr<Messenger::Buffer> Messenger::take_buffer() {
   if (buffers_.empty()) {
@@ -47,11 +47,33 @@ void Messenger::track(MPI_Request request, Transfer transfer) {
 
 size_t Messenger::send(
     int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
+  header.delivery = Delivery::kInline;
+  const bool local = local_.reaches(destination);
+  if (local && header.bytes <= kLocalInlineBytes) {
+    local_.send(destination, header, data, header.bytes);
+    return 0;
+  }
+  if (local && local_.read_by(destination)) {
+    if (const auto offer = local_.offer(next_transfer_)) {
+      header.delivery = Delivery::kOffer;
+      header.address = reinterpret_cast<uintptr_t>(data);
+      header.transfer = next_transfer_++;
+      header.offer = *offer;
+      offers_.emplace(header.transfer, Offer{owner, token, destination, *offer});
+      local_.send(destination, header, nullptr, 0);
+      return 1;
+    }
+  }
   const bool separate = header.bytes > kInlineBytes;
   if (separate) {
     // Tags from 1 up, one after the other: a receiver may take payloads of one sender in any order.
     next_tag_[destination] = next_tag_[destination] % static_cast<uint32_t>(runtime_.max_tag()) + 1;
     header.payload_tag = next_tag_[destination];
+    header.delivery = Delivery::kPayload;
+  }
+  if (local) {
+    local_.send(destination, header, nullptr, 0);
+    return send_payload(destination, header, data, owner, token);
   }
   auto buffer = take_buffer();
   std::memcpy(buffer->data(), &header, sizeof(header));
@@ -72,19 +94,22 @@ size_t Messenger::send(
   } else {
     track(request, {std::move(buffer), nullptr, 0, true});
   }
+  return separate ? send_payload(destination, header, data, owner, token) : 0;
+}
+
+size_t Messenger::send_payload(
+    int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   size_t segments = 0;
-  if (separate) {
-    const auto* bytes = static_cast<const char*>(data);
-    for (size_t offset = 0; offset < header.bytes; offset += kSegmentBytes) {
-      const auto count = static_cast<int>(std::min<size_t>(kSegmentBytes, header.bytes - offset));
-      MPI_Request part = MPI_REQUEST_NULL;
-      check(
-          api().Isend(
-              bytes + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag), runtime_.communicator(), &part),
-          "MPI_Isend");
-      track(part, {nullptr, owner, token, true});
-      ++segments;
-    }
+  const auto* bytes = static_cast<const char*>(data);
+  for (size_t offset = 0; offset < header.bytes; offset += kSegmentBytes) {
+    const auto count = static_cast<int>(std::min<size_t>(kSegmentBytes, header.bytes - offset));
+    MPI_Request part = MPI_REQUEST_NULL;
+    check(
+        api().Isend(
+            bytes + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag), runtime_.communicator(), &part),
+        "MPI_Isend");
+    track(part, {nullptr, owner, token, true});
+    ++segments;
   }
   return segments;
 }
@@ -106,9 +131,61 @@ size_t Messenger::receive(
   return segments;
 }
 
+bool Messenger::take(int source, const Header& header) {
+  const bool stands = local_.stands(source, header);
+  Header taken;
+  taken.kind = MessageKind::kTaken;
+  taken.transfer = header.transfer;
+  local_.send(source, taken, nullptr, 0);
+  return stands;
+}
+
+template <typename Which>
+void Messenger::drop_offers(Which&& which) {
+  for (auto position = offers_.begin(); position != offers_.end();) {
+    auto& offer = position->second;
+    if (which(offer)) {
+      local_.withdraw(offer.index);
+      released_.push_back(std::move(offer.owner));
+      position = offers_.erase(position);
+    } else {
+      ++position;
+    }
+  }
+}
+
+void Messenger::withdraw(const TransferOwner& owner) {
+  drop_offers([&](const Offer& offer) { return offer.owner.get() == &owner; });
+}
+
+void Messenger::forget(int peer) {
+  local_.forget(peer);
+  drop_offers([&](const Offer& offer) { return offer.destination == peer; });
+}
+
 bool Messenger::poll() {
-  const bool messages = poll_messages();
-  return poll_transfers() || messages;
+  bool progressed = local_.flush();
+  progressed = local_.poll([this](int source, const Header& header, const char* data) { on_local(source, header, data); }) || progressed;
+  if (must_poll()) {
+    progressed = poll_messages() || progressed;
+    progressed = poll_transfers() || progressed;
+  }
+  return progressed;
+}
+
+void Messenger::on_local(int source, const Header& header, const char* data) {
+  if (header.kind != MessageKind::kTaken) {
+    handler_.on_message(source, header, header.delivery == Delivery::kInline ? data : nullptr);
+    return;
+  }
+  const auto found = offers_.find(header.transfer);
+  if (found != offers_.end()) { // else it was withdrawn
+    local_.withdraw(found->second.index);
+    auto offer = std::move(found->second);
+    offers_.erase(found);
+    offer.owner->on_transfer(offer.token);
+    released_.push_back(std::move(offer.owner));
+  }
 }
 
 bool Messenger::poll_messages() {
@@ -176,7 +253,7 @@ bool Messenger::drain(int source) {
 void Messenger::deliver(int source, std::unique_ptr<Buffer> buffer) {
   Header header;
   std::memcpy(&header, buffer->data(), sizeof(header));
-  handler_.on_message(source, header, header.bytes <= kInlineBytes ? buffer->data() + sizeof(header) : nullptr);
+  handler_.on_message(source, header, header.delivery == Delivery::kInline ? buffer->data() + sizeof(header) : nullptr);
   give_buffer(std::move(buffer));
 }
 

@@ -1,5 +1,6 @@
 #include "operation.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 
@@ -29,6 +30,14 @@ int Operation::size() const {
   return group_->size();
 }
 
+bool Operation::one_host() const {
+  return group_->one_host;
+}
+
+bool Operation::heard_from(int peer) const {
+  return std::any_of(receives_.begin(), receives_.end(), [peer](const Receive& receive) { return receive.arrived && receive.peer == peer; });
+}
+
 std::string Operation::describe() const {
   std::ostringstream text;
   text << name_of(signature_.kind) << " #" << sequence_ << " [" << signature_.describe() << "] of group '" << group_->name
@@ -53,9 +62,7 @@ std::set<int> Operation::awaited(bool announced) const {
 }
 
 void Operation::send(int peer, uint16_t step, const void* data, size_t bytes, double scale, bool confirm) {
-  if (group_->gone.count(peer) > 0) {
-    C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + " is gone");
-  }
+  group_->check_present(peer);
   Header header;
   header.kind = signature_.kind == OpKind::kPointToPoint ? MessageKind::kPointToPoint : MessageKind::kData;
   header.step = step;
@@ -82,12 +89,18 @@ size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
   return index;
 }
 
+size_t Operation::receive_operand(int peer, uint16_t step, size_t bytes) {
+  const auto index = receive(peer, step, nullptr, bytes);
+  receives_[index].in_place = true;
+  return index;
+}
+
 size_t Operation::receive_header(int peer, uint16_t step) {
   if (receiving_.size() <= step) {
     receiving_.resize(step + size_t(1), 0);
   }
   ++receiving_[step];
-  receives_.push_back({peer, step, nullptr, 0, true, false, false, 0, Header(), {}});
+  receives_.push_back({peer, step, nullptr, 0, true, false, false, 0, Header(), {}, false, {}});
   return receives_.size() - 1;
 }
 
@@ -117,15 +130,72 @@ void Operation::complete_receive(Receive& receive) {
 // Brings the data of an arrived message to its place.
 void Operation::take(size_t index, const char* data) {
   auto& receive = receives_[index];
-  if (receive.header.bytes <= Messenger::kInlineBytes) {
-    if (receive.header.bytes > 0) {
-      std::memcpy(receive.data, data, receive.header.bytes);
+  const auto& header = receive.header;
+  if (receive.in_place) {
+    if (header.delivery == Delivery::kOffer) {
+      receive.operand = {reinterpret_cast<const void*>(header.address), group_->members[receive.peer].pid};
+      complete_receive(receive);
+      return;
     }
-    complete_receive(receive);
-    return;
+    receive.data = scratch(header.bytes);
+    receive.operand = {receive.data, 0};
   }
-  receive.segments = group_->messenger->receive(
-      group_->members[receive.peer].world_rank, receive.header, receive.data, shared_from_this(), index);
+  switch (header.delivery) {
+    case Delivery::kInline:
+      if (header.bytes > 0) {
+        std::memcpy(receive.data, data, header.bytes);
+      }
+      complete_receive(receive);
+      break;
+    case Delivery::kOffer:
+      to_copy_.push_back(index);
+      make_ready(shared_from_this());
+      break;
+    case Delivery::kPayload:
+      receive.segments = group_->messenger->receive(
+          group_->members[receive.peer].world_rank, header, receive.data, shared_from_this(), index);
+      break;
+  }
+}
+
+// Tells the sender that its data has been read.
+void Operation::accept_offer(const Receive& receive) {
+  const auto& member = group_->members[receive.peer];
+  if (!group_->messenger->take(member.world_rank, receive.header)) {
+    C10_THROW_ERROR(
+        DistBackendError, group_->describe_member(receive.peer) + " has given up this operation while its data was being read");
+  }
+}
+
+// After compute(): the senders may have their memory back.
+void Operation::release_operands() {
+  for (auto& receive : receives_) {
+    if (receive.operand.pid != 0) {
+      receive.operand = {};
+      accept_offer(receive);
+    }
+  }
+}
+
+void Operation::run() {
+  try {
+    if (task_ == Task::kCompute) {
+      compute();
+      return;
+    }
+    for (const auto index : copying_) {
+      const auto& receive = receives_[index];
+      const Operand offered = {reinterpret_cast<const void*>(receive.header.address), group_->members[receive.peer].pid};
+      read_operand(offered, 0, receive.data, receive.header.bytes);
+    }
+  } catch (const UnreadableMemory& error) {
+    for (int peer = 0; peer < size(); ++peer) {
+      if (group_->members[peer].pid == error.pid && group_->members[peer].host == group_->members[rank()].host) {
+        C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + " was lost: its memory cannot be read: " + error.what());
+      }
+    }
+    throw;
+  }
 }
 
 void Operation::on_unmatched(int source, const Header& header) {
@@ -160,14 +230,13 @@ void Operation::on_message(int source, const Header& header, const char* data) {
               ", which sends ", header.bytes, " (", header.signature.describe(), ")"));
     }
     receive.arrived = true;
-    heard_.insert(source);
     receive.peer = source;
     receive.header = header;
     if (header.wants_confirm != 0) {
       confirm_to(source);
     }
     if (receive.any_size) {
-      if (header.bytes <= Messenger::kInlineBytes) {
+      if (header.delivery == Delivery::kInline) {
         receive.stash.assign(data, data + header.bytes);
       }
       complete_receive(receive);
@@ -234,7 +303,23 @@ Operation::Action Operation::step() {
   if (!transfer_error_.empty()) {
     C10_THROW_ERROR(DistBackendError, transfer_error_);
   }
+  const auto done = std::exchange(task_, Task::kNone);
+  if (done == Task::kCompute) {
+    release_operands();
+  }
+  for (const auto index : std::exchange(copying_, {})) {
+    accept_offer(receives_[index]);
+    complete_receive(receives_[index]);
+  }
+  if (!to_copy_.empty()) {
+    copying_.swap(to_copy_);
+    task_ = Task::kCopy;
+    return Action::kCompute;
+  }
   const auto action = advance();
+  if (action == Action::kCompute) {
+    task_ = Task::kCompute;
+  }
   if (action == Action::kDone && (sends_ > 0 || !unconfirmed_.empty())) {
     return Action::kWait;
   }

@@ -15,6 +15,7 @@
 #include "../signature.hpp"
 #include "../work.hpp"
 #include "messenger.hpp"
+#include "operand.hpp"
 
 namespace fog::mpi {
 
@@ -49,9 +50,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void on_confirm(int source);
   void on_transfer(size_t token) final;
   void on_transfer_error(size_t token, const std::string& reason) final;
-  // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing.
+  // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing; kCompute also when data is
+  // to be copied from other processes.
   Action step();
-  virtual void compute() {}
+  // What step() asked for with kCompute.
+  void run();
   // Copies results to their places and completes the Work.
   void finish(std::exception_ptr error);
   // Ends it without completing; later events are ignored.
@@ -83,23 +86,30 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
   std::set<int> awaited(bool announced = true) const;
   // Whether any message of this operation came from `peer`.
-  bool heard_from(int peer) const {
-    return heard_.count(peer) > 0;
-  }
+  bool heard_from(int peer) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
 
  protected:
   virtual void launch() = 0;
   virtual Action advance() = 0;
+  virtual void compute() {}
 
   // --- for algorithms ---
   int rank() const;
   int size() const;
+  // Whether all ranks share one host; the same on every rank.
+  bool one_host() const;
   // Sends `bytes` of `data` to group rank `peer` as message `step`. The memory stays untouched until the operation ends.
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false);
   // Expects exactly `bytes` from `peer` as message `step`, into `data`.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
+  // Expects exactly `bytes` from `peer`, which stay where they are if this process can read them there. compute() then
+  // finds them as operand(); the sender may reuse its memory after that.
+  size_t receive_operand(int peer, uint16_t step, size_t bytes);
+  const Operand& operand(size_t receive) const {
+    return receives_[receive].operand;
+  }
   // Expects a message of any size; fetch() then names the place for its data.
   size_t receive_header(int peer, uint16_t step);
   void fetch(size_t receive, void* data);
@@ -144,13 +154,18 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     size_t segments = 0;
     Header header;
     std::vector<char> stash; // inline data whose place is not known yet
+    bool in_place = false; // to be read where it is
+    Operand operand;
   };
+  enum class Task { kNone, kCopy, kCompute };
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
   static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
 
   void confirm_to(int peer);
   void complete_receive(Receive& receive);
   void take(size_t index, const char* data);
+  void release_operands();
+  void accept_offer(const Receive& receive);
 
   State state_ = State::kNew;
   std::shared_ptr<Group> group_;
@@ -161,12 +176,14 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool confirm_ = true;
   bool has_outputs_ = false;
   std::vector<Receive> receives_;
+  std::vector<size_t> to_copy_; // receives whose data is to be read from the sender's memory
+  std::vector<size_t> copying_; // and those which run() reads
+  Task task_ = Task::kNone;
   std::vector<size_t> receiving_; // by step: receives not complete
-  std::vector<size_t> sending_; // by peer: segments that MPI still reads
+  std::vector<size_t> sending_; // by peer: parts that MPI or the peer still reads
   size_t sends_ = 0;
   std::string transfer_error_;
   std::multiset<int> unconfirmed_;
-  std::set<int> heard_;
   std::vector<at::Tensor> kept_;
   std::vector<at::Tensor> outputs_;
   std::vector<std::unique_ptr<char[]>> scratch_;

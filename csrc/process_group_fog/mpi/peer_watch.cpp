@@ -1,13 +1,11 @@
 #include "peer_watch.hpp"
 
-#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
-#include <ctime>
 #include <utility>
 
 namespace fog::mpi {
@@ -58,13 +56,6 @@ std::vector<int> PeerWatch::ended() {
     peers.push_back(peer);
   }
   return peers;
-}
-
-void PeerWatch::sleep(std::chrono::nanoseconds duration) const {
-  pollfd watched = {epoll_fd_, POLLIN, 0};
-  const timespec time = {
-      static_cast<time_t>(duration.count() / 1000000000), static_cast<long>(duration.count() % 1000000000)};
-  ppoll(&watched, 1, &time, nullptr);
 }
 
 } // namespace fog::mpi

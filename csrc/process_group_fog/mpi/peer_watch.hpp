@@ -1,13 +1,12 @@
 // Notices at once when a process of the same host ends.
 #pragma once
 
-#include <chrono>
 #include <unordered_map>
 #include <vector>
 
 namespace fog::mpi {
 
-// Every call needs the engine's lock, except sleep().
+// Every call needs the engine's lock.
 class PeerWatch {
  public:
   PeerWatch();
@@ -20,9 +19,6 @@ class PeerWatch {
 
   // Numbers of the watched processes that have ended since the last call.
   std::vector<int> ended();
-
-  // Sleeps for `duration`, or until a watched process ends.
-  void sleep(std::chrono::nanoseconds duration) const;
 
  private:
   int epoll_fd_;

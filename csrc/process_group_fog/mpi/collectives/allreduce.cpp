@@ -1,44 +1,33 @@
 #include "allreduce.hpp"
 
-#include <c10/core/ScalarType.h>
-
 #include "slices.hpp"
 
 namespace fog::mpi {
 
 Allreduce::Allreduce(Signature signature, void* data, size_t numel, double scale)
-    : Operation(signature),
-      data_(static_cast<char*>(data)),
-      numel_(numel),
-      item_(c10::elementSize(static_cast<c10::ScalarType>(signature.dtype))),
-      scale_(scale) {}
+    : Reduction(signature, scale), data_(static_cast<char*>(data)), numel_(numel) {}
 
 char* Allreduce::slice(int rank) const {
-  return data_ + (whole_ ? 0 : slice_of(numel_, rank, size()).begin * item_);
+  return data_ + (whole_ ? 0 : slice_of(numel_, rank, size()).begin * item());
 }
 
 void Allreduce::launch() {
-  whole_ = numel_ * item_ <= Messenger::kInlineBytes;
-  inputs_ = ReductionInputs(size());
-  const size_t mine = (whole_ ? numel_ : slice_of(numel_, rank(), size()).numel) * item_;
-  auto* place = static_cast<char*>(scratch(mine * static_cast<size_t>(size() - 1)));
+  whole_ = numel_ * item() <= Messenger::kInlineBytes;
+  const size_t mine = (whole_ ? numel_ : slice_of(numel_, rank(), size()).numel) * item();
+  use_own_input(slice(rank()));
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) {
-      inputs_.data[peer] = slice(peer);
-      inputs_.scales[peer] = scale_;
       continue;
     }
-    inputs_.data[peer] = place;
-    inputs_.receives[peer] = receive(peer, 0, place, mine);
-    place += mine;
+    expect_input(peer, mine);
     if (!whole_) {
-      // Comes after `peer` has all of its slice from here, so nothing that is still to be sent is overwritten.
-      receive(peer, 1, slice(peer), slice_of(numel_, peer, size()).numel * item_);
+      // Comes after `peer` has all of its slice from here, so nothing that is still to be read is overwritten.
+      receive(peer, 1, slice(peer), slice_of(numel_, peer, size()).numel * item());
     }
   }
   for (int distance = 1; distance < size(); ++distance) {
     const int peer = (rank() + distance) % size(); // not everybody to rank 0 first
-    send(peer, 0, slice(peer), (whole_ ? numel_ : slice_of(numel_, peer, size()).numel) * item_, scale_);
+    send(peer, 0, slice(peer), (whole_ ? numel_ : slice_of(numel_, peer, size()).numel) * item(), scale());
   }
 }
 
@@ -47,11 +36,7 @@ Operation::Action Allreduce::advance() {
     if (!received(0)) {
       return Action::kWait;
     }
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer != rank()) {
-        inputs_.scales[peer] = header(inputs_.receives[peer]).scale;
-      }
-    }
+    collect_inputs();
     phase_ = Phase::kReduced;
     return Action::kCompute;
   }
@@ -59,7 +44,7 @@ Operation::Action Allreduce::advance() {
     phase_ = Phase::kSpread;
     if (!whole_) {
       for (int distance = 1; distance < size(); ++distance) {
-        send((rank() + distance) % size(), 1, slice(rank()), slice_of(numel_, rank(), size()).numel * item_);
+        send((rank() + distance) % size(), 1, slice(rank()), slice_of(numel_, rank(), size()).numel * item());
       }
     }
   }
@@ -67,7 +52,7 @@ Operation::Action Allreduce::advance() {
 }
 
 void Allreduce::compute() {
-  inputs_.reduce_into(signature_, slice(rank()), whole_ ? numel_ : slice_of(numel_, rank(), size()).numel);
+  reduce_into(slice(rank()), whole_ ? numel_ : slice_of(numel_, rank(), size()).numel);
 }
 
 } // namespace fog::mpi

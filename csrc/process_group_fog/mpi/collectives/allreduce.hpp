@@ -1,7 +1,6 @@
 #pragma once
 
-#include "../operation.hpp"
-#include "reduction_inputs.hpp"
+#include "reduction.hpp"
 
 namespace fog::mpi {
 
@@ -12,7 +11,7 @@ namespace fog::mpi {
 // hop; R. Thakur, R. Rabenseifner and W. Gropp, doi:10.1177/1094342005051521, section 4.4 discusses the family). Either
 // way each element is reduced in rank order, in the accumulation type, and rounded once: results are bit-equal on all
 // ranks and do not depend on the size of the tensor.
-class Allreduce : public Operation {
+class Allreduce : public Reduction {
  public:
   // `scale` is this rank's factor for PREMUL_SUM.
   Allreduce(Signature signature, void* data, size_t numel, double scale);
@@ -28,11 +27,8 @@ class Allreduce : public Operation {
 
   char* const data_;
   const size_t numel_;
-  const size_t item_;
-  const double scale_;
   bool whole_ = false; // not cut into slices
   Phase phase_ = Phase::kCollect;
-  ReductionInputs inputs_;
 };
 
 } // namespace fog::mpi

@@ -18,7 +18,11 @@ int Broadcast::relative(int distance) const {
 }
 
 void Broadcast::launch() {
-  tree_ = bytes_ <= kTreeBytes || size() == 2;
+  if (one_host() && bytes_ > Messenger::kLocalInlineBytes) {
+    shape_ = Shape::kStar;
+  } else {
+    shape_ = bytes_ <= kTreeBytes || size() == 2 ? Shape::kTree : Shape::kSlices;
+  }
   if (rank() != signature_.root) {
     announce_to(signature_.root);
   } else {
@@ -26,7 +30,7 @@ void Broadcast::launch() {
       expect_announcement(relative(other));
     }
   }
-  if (!tree_) {
+  if (shape_ == Shape::kSlices) {
     launch_slices();
     return;
   }
@@ -35,12 +39,19 @@ void Broadcast::launch() {
     send_down();
     return;
   }
-  receive(relative(distance & (distance - 1)), 0, data_, bytes_); // the parent: without the lowest bit
+  receive(shape_ == Shape::kStar ? signature_.root : relative(distance & (distance - 1)), 0, data_, bytes_); // the parent
 }
 
 void Broadcast::send_down() {
   passed_on_ = true;
   const int distance = (rank() - signature_.root + size()) % size();
+  if (shape_ == Shape::kStar) {
+    for (int other = 1; distance == 0 && other < size(); ++other) {
+      send(relative(other), 0, data_, bytes_);
+    }
+    return;
+  }
+  // A binomial tree: a rank's parent has its distance without the lowest bit.
   const int lowest = distance == 0 ? size() : distance & -distance;
   int farthest = 1;
   while (farthest < lowest && distance + farthest < size()) {
@@ -74,7 +85,7 @@ Operation::Action Broadcast::advance() {
     return Action::kWait;
   }
   if (!passed_on_) {
-    if (tree_) {
+    if (shape_ != Shape::kSlices) {
       send_down();
     } else {
       passed_on_ = true;

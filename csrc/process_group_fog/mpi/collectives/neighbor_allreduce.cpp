@@ -12,11 +12,8 @@ NeighborAllreduce::NeighborAllreduce(Signature signature, NeighborPlan plan, con
 
 void NeighborAllreduce::launch() {
   const size_t bytes = numel_ * c10::elementSize(static_cast<c10::ScalarType>(signature_.dtype));
-  auto* place = static_cast<char*>(scratch(bytes * plan_.sources().size()));
   for (const auto& source : plan_.sources()) {
-    receive(source.rank, 0, place, bytes);
-    arrived_.push_back(place);
-    place += bytes;
+    receive_operand(source.rank, 0, bytes);
   }
   for (const auto& destination : plan_.destinations()) {
     send(destination.rank, 0, in_, bytes, destination.weight, true);
@@ -36,35 +33,32 @@ Operation::Action NeighborAllreduce::advance() {
 
 void NeighborAllreduce::compute() {
   const auto dtype = static_cast<c10::ScalarType>(signature_.dtype);
-  const size_t sources = arrived_.size();
+  const size_t item = c10::elementSize(dtype);
+  const size_t sources = plan_.sources().size();
   bool mean = plan_.mean();
   for (size_t i = 0; i < sources; ++i) {
     mean = mean && header(i).scale == 1.0;
   }
-  if (mean) {
-    auto inputs = arrived_;
-    inputs.push_back(in_);
-    weighted_sum(dtype, out_, inputs, {}, true, numel_);
-    return;
-  }
   const double share = plan_.mean() ? 1.0 / static_cast<double>(sources + 1) : 1.0;
-  std::vector<const void*> inputs;
-  std::vector<double> weights;
-  auto add = [&](const void* input, double weight) {
-    if (weight != 0.0) {
-      inputs.push_back(input);
+  std::vector<Operand> operands;
+  std::vector<double> weights; // unused for the mean
+  auto add = [&](const Operand& operand, double weight) {
+    if (mean || weight != 0.0) {
+      operands.push_back(operand);
       weights.push_back(weight);
     }
   };
   for (size_t i = 0; i < sources; ++i) {
-    add(arrived_[i], share * plan_.sources()[i].weight * header(i).scale);
+    add(operand(i), share * plan_.sources()[i].weight * header(i).scale);
   }
-  add(in_, share * plan_.self_weight());
-  if (inputs.empty()) {
-    std::memset(out_, 0, numel_ * c10::elementSize(dtype));
+  add({in_, 0}, share * plan_.self_weight());
+  if (operands.empty()) {
+    std::memset(out_, 0, numel_ * item);
     return;
   }
-  weighted_sum(dtype, out_, inputs, weights, false, numel_);
+  for_blocks(operands, item, numel_, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
+    weighted_sum(dtype, static_cast<char*>(out_) + begin * item, inputs, weights, mean, count);
+  });
 }
 
 } // namespace fog::mpi

@@ -22,7 +22,6 @@ class NeighborAllreduce : public Operation {
   const void* const in_;
   void* const out_;
   const size_t numel_;
-  std::vector<const void*> arrived_; // by source, in the plan's order; receive i brings source i
   bool combined_ = false;
 };
 

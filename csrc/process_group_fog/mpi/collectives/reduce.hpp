@@ -1,14 +1,13 @@
 #pragma once
 
-#include "../operation.hpp"
-#include "reduction_inputs.hpp"
+#include "reduction.hpp"
 
 namespace fog::mpi {
 
 // The root gets the reduction over all ranks, in place; the others' tensors stay as they are. Arithmetic as in Allreduce.
 //
 // Small tensors go straight to the root. Larger ones are reduced by slices on all ranks, and the slices go to the root.
-class Reduce : public Operation {
+class Reduce : public Reduction {
  public:
   Reduce(Signature signature, void* data, size_t numel, double scale);
 
@@ -26,11 +25,8 @@ class Reduce : public Operation {
 
   char* const data_;
   const size_t numel_;
-  const size_t item_;
-  const double scale_;
   bool whole_ = false;
   Phase phase_ = Phase::kCollect;
-  ReductionInputs inputs_;
   char* result_ = nullptr;
 };
 

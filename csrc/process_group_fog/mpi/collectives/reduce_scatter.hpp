@@ -1,12 +1,11 @@
 #pragma once
 
-#include "../operation.hpp"
-#include "reduction_inputs.hpp"
+#include "reduction.hpp"
 
 namespace fog::mpi {
 
 // Rank i gets the reduction over all ranks of their i-th inputs. Each rank sends every input straight to its rank.
-class ReduceScatter : public Operation {
+class ReduceScatter : public Reduction {
  public:
   // inputs[i] has bytes[i] bytes and goes to rank i; `out` has bytes[rank] bytes and may be inputs[rank].
   ReduceScatter(Signature signature, std::vector<const void*> inputs, std::vector<size_t> bytes, void* out, double scale);
@@ -20,9 +19,7 @@ class ReduceScatter : public Operation {
   const std::vector<const void*> sends_from_;
   const std::vector<size_t> bytes_;
   void* const out_;
-  const double scale_;
   bool reduced_ = false;
-  ReductionInputs inputs_;
 };
 
 } // namespace fog::mpi

@@ -1,0 +1,131 @@
+#include "local_links.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace fog::mpi {
+
+using shared_memory::Inbox;
+
+LocalLinks::LocalLinks(int rank, int size) : rank_(rank), inbox_(Inbox::create(size)), links_(size), sources_(size) {
+  for (uint32_t offer = Inbox::kOffers; inbox_ && offer > 0; --offer) {
+    free_offers_.push_back(offer - 1);
+  }
+}
+
+void LocalLinks::attach(int peer, const std::string& address) {
+  if (!inbox_ || peer == rank_ || reaches(peer) || address.empty()) {
+    return;
+  }
+  const int count = source_count_.load();
+  if (std::find(sources_.begin(), sources_.begin() + count, peer) == sources_.begin() + count) {
+    sources_[count] = peer; // it may reach this process even where this one cannot reach it
+    source_count_.store(count + 1);
+  }
+  auto inbox = Inbox::attach(address);
+  if (!inbox) {
+    return;
+  }
+  inbox->peer(rank_).fetch_or(Inbox::kAttached | (inbox->owner_is_readable() ? Inbox::kReads : 0U));
+  links_[peer].inbox = std::move(inbox);
+}
+
+bool LocalLinks::read_by(int peer) const {
+  return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kReads) != 0;
+}
+
+bool LocalLinks::attached_by_all() {
+  if (attached_by_all_ || !inbox_) {
+    return attached_by_all_;
+  }
+  for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
+    if (peer != rank_ && (!reaches(peer) || (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kAttached) == 0)) {
+      return false;
+    }
+  }
+  attached_by_all_ = true;
+  return true;
+}
+
+bool LocalLinks::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+  auto& ring = link.inbox->ring(rank_);
+  if (ring.write(first, first_bytes, second, second_bytes)) {
+    link.inbox->doorbell().ring();
+    return true;
+  }
+  ring.writer_waits.store(1); // then once more: the reader may have made space before it could see this
+  if (ring.write(first, first_bytes, second, second_bytes)) {
+    link.inbox->doorbell().ring();
+    return true;
+  }
+  return false;
+}
+
+void LocalLinks::send(int peer, const Header& header, const void* data, size_t bytes) {
+  auto& link = links_[peer];
+  if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes)) {
+    return;
+  }
+  std::vector<char> record(sizeof(header) + bytes);
+  std::memcpy(record.data(), &header, sizeof(header));
+  if (bytes > 0) {
+    std::memcpy(record.data() + sizeof(header), data, bytes);
+  }
+  if (link.queue.empty()) {
+    // The peer may be asleep with nothing of its own in flight, and has to make space all the same.
+    link.inbox->doorbell().wake(shared_memory::Doorbell::kBackground);
+  }
+  link.queue.push_back(std::move(record));
+  ++queued_;
+}
+
+bool LocalLinks::flush() {
+  if (queued_ == 0) {
+    return false;
+  }
+  const size_t before = queued_;
+  for (auto& link : links_) {
+    while (!link.queue.empty() && write(link, link.queue.front().data(), link.queue.front().size(), nullptr, 0)) {
+      link.queue.pop_front();
+      --queued_;
+    }
+  }
+  return queued_ < before;
+}
+
+void LocalLinks::forget(int peer) {
+  queued_ -= links_[peer].queue.size();
+  links_[peer].queue.clear();
+}
+
+bool LocalLinks::news() const {
+  const int count = source_count_.load();
+  for (int index = 0; index < count; ++index) {
+    if (!inbox_->ring(sources_[index]).empty()) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::optional<uint32_t> LocalLinks::offer(uint64_t transfer) {
+  if (free_offers_.empty()) {
+    return std::nullopt;
+  }
+  const uint32_t offer = free_offers_.back();
+  free_offers_.pop_back();
+  inbox_->offer(offer).store(transfer, std::memory_order_release);
+  return offer;
+}
+
+void LocalLinks::withdraw(uint32_t offer) {
+  inbox_->offer(offer).store(0);
+  free_offers_.push_back(offer);
+}
+
+bool LocalLinks::stands(int peer, const Header& header) const {
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return links_[peer].inbox->offer(header.offer).load() == header.transfer;
+}
+
+} // namespace fog::mpi

@@ -1,0 +1,34 @@
+// What a reduction reads: memory of this process, or of another one on this host.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+namespace fog::mpi {
+
+struct Operand {
+  const void* data = nullptr;
+  int pid = 0; // of the process whose memory it is; 0: this one
+};
+
+// The memory of process `pid` cannot be read: mostly because it has ended.
+struct UnreadableMemory : std::runtime_error {
+  UnreadableMemory(int process, int error);
+  const int pid;
+};
+
+// Copies `bytes` of the operand, from `offset` on, to `to`. Throws UnreadableMemory.
+void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes);
+
+// Goes through operands of `numel` elements of `item` bytes in blocks that stay in the cache, so that each operand's memory
+// is read once. For each block it calls use(inputs, begin, count): where the block of each operand is, copied here if it
+// is another process's, and which elements these are. Throws UnreadableMemory.
+void for_blocks(
+    const std::vector<Operand>& operands,
+    size_t item,
+    size_t numel,
+    const std::function<void(const std::vector<const void*>& inputs, size_t begin, size_t count)>& use);
+
+} // namespace fog::mpi

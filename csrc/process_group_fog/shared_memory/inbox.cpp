@@ -1,0 +1,106 @@
+#include "inbox.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <new>
+#include <random>
+#include <sstream>
+
+#include "process_memory.hpp"
+
+namespace fog::shared_memory {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+size_t pages(size_t bytes) {
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
+void* map(int fd, size_t bytes) {
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+} // namespace
+
+size_t Inbox::size_for(int ranks) {
+  return pages(sizeof(Shared)) + pages(sizeof(Slot) * static_cast<size_t>(ranks));
+}
+
+Inbox::Slot* Inbox::slots() const {
+  return reinterpret_cast<Slot*>(reinterpret_cast<char*>(shared_) + pages(sizeof(Shared)));
+}
+
+Inbox::Inbox(int fd, void* memory, size_t bytes, std::string address, int owner, uintptr_t owners_view)
+    : fd_(fd),
+      shared_(static_cast<Shared*>(memory)),
+      bytes_(bytes),
+      address_(std::move(address)),
+      owner_(owner),
+      owners_view_(owners_view) {}
+
+Inbox::~Inbox() {
+  munmap(shared_, bytes_);
+  close(fd_);
+}
+
+std::unique_ptr<Inbox> Inbox::create(int ranks) {
+  const int fd = memfd_create("fog_inbox", MFD_CLOEXEC);
+  if (fd < 0) {
+    return nullptr;
+  }
+  const size_t bytes = size_for(ranks);
+  void* memory = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? map(fd, bytes) : nullptr;
+  if (memory == nullptr) {
+    close(fd);
+    return nullptr;
+  }
+  // Where the Yama security module keeps siblings from reading each other's memory, a process may permit it.
+  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  std::random_device device;
+  const uint64_t token = (static_cast<uint64_t>(device()) << 32) | device();
+  static_cast<Shared*>(memory)->token = token;
+  std::ostringstream address;
+  address << getpid() << ' ' << fd << ' ' << token << ' ' << bytes << ' ' << reinterpret_cast<uintptr_t>(memory);
+  return std::unique_ptr<Inbox>(
+      new Inbox(fd, memory, bytes, address.str(), getpid(), reinterpret_cast<uintptr_t>(memory)));
+}
+
+std::unique_ptr<Inbox> Inbox::attach(const std::string& address) {
+  std::istringstream fields(address);
+  int pid = 0;
+  int number = 0;
+  uint64_t token = 0;
+  size_t bytes = 0;
+  uintptr_t owners_view = 0;
+  if (!(fields >> pid >> number >> token >> bytes >> owners_view)) {
+    return nullptr;
+  }
+  const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) {
+    return nullptr;
+  }
+  struct stat status = {};
+  const bool fits = fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes;
+  void* memory = fits ? map(fd, bytes) : nullptr;
+  if (memory == nullptr) {
+    close(fd);
+    return nullptr;
+  }
+  auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address, pid, owners_view));
+  return inbox->shared_->token == token ? std::move(inbox) : nullptr;
+}
+
+bool Inbox::owner_is_readable() const {
+  uint64_t token = 0;
+  return read_process_memory(owner_, reinterpret_cast<const void*>(owners_view_), &token, sizeof(token)) == 0 &&
+      token == shared_->token;
+}
+
+} // namespace fog::shared_memory

@@ -1,0 +1,83 @@
+// What other processes of the host see of this one: a ring from each of them, its doorbell, and its offers.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "doorbell.hpp"
+#include "ring.hpp"
+
+namespace fog::shared_memory {
+
+// An anonymous file (memfd) mapped by its owner and by the peers that write to it. It has no name in any file system, so
+// nothing is left behind however the processes end, and the size of /dev/shm does not matter. Pages take memory only once
+// they were used.
+class Inbox {
+ public:
+  static constexpr uint32_t kOffers = 1024;
+
+  // What a peer has said about itself.
+  enum Peer : uint32_t {
+    kAttached = 1, // it has mapped this inbox: all its messages come here
+    kReads = 2, // it can read the owner's memory
+  };
+
+  // An inbox for messages from `ranks` ranks; nullptr where the system has no memfd or no memory.
+  static std::unique_ptr<Inbox> create(int ranks);
+  // The inbox that a process of this host has published as `address`; nullptr if it cannot be mapped.
+  static std::unique_ptr<Inbox> attach(const std::string& address);
+  ~Inbox();
+  Inbox(const Inbox&) = delete;
+  Inbox& operator=(const Inbox&) = delete;
+
+  // For attach(), in another process.
+  const std::string& address() const {
+    return address_;
+  }
+  int owner() const {
+    return owner_;
+  }
+
+  Doorbell& doorbell() const {
+    return shared_->doorbell;
+  }
+  Ring& ring(int writer) const {
+    return slots()[writer].ring;
+  }
+  std::atomic<uint32_t>& peer(int writer) const {
+    return slots()[writer].peer;
+  }
+  // Which message's data a peer may read through an offer; 0 once it may not any more.
+  std::atomic<uint64_t>& offer(uint32_t index) const {
+    return shared_->offers[index];
+  }
+  // Whether this process can read the memory of the inbox's owner: tries it.
+  bool owner_is_readable() const;
+
+ private:
+  struct Shared {
+    uint64_t token; // tells this inbox from another file of the same number
+    Doorbell doorbell;
+    alignas(64) std::atomic<uint64_t> offers[kOffers];
+  };
+  struct Slot {
+    std::atomic<uint32_t> peer;
+    Ring ring;
+  };
+
+  Inbox(int fd, void* memory, size_t bytes, std::string address, int owner, uintptr_t owners_view);
+  Slot* slots() const;
+  static size_t size_for(int ranks);
+
+  const int fd_;
+  Shared* const shared_;
+  const size_t bytes_;
+  const std::string address_;
+  const int owner_; // process id
+  const uintptr_t owners_view_; // where the owner has it mapped
+};
+
+} // namespace fog::shared_memory

@@ -1,0 +1,92 @@
+// A queue of records from one process to another, in memory that both have mapped.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+namespace fog::shared_memory {
+
+// One writer, one reader, no locks. All zero is an empty ring. The two sides' counters lie on cache lines of their own.
+struct Ring {
+  static constexpr size_t kCapacity = size_t(256) << 10;
+
+  alignas(64) std::atomic<uint64_t> written; // bytes, ever
+  alignas(64) std::atomic<uint64_t> read; // bytes, ever
+  std::atomic<uint32_t> writer_waits; // for space: the reader rings the writer's bell when it has made some
+  alignas(64) char data[kCapacity];
+
+  bool empty() const {
+    return written.load(std::memory_order_acquire) == read.load(std::memory_order_relaxed);
+  }
+
+  // Appends one record made of two parts; false if there is no space. For the writer only.
+  bool write(const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+    const size_t length = first_bytes + second_bytes;
+    const size_t needed = aligned(sizeof(uint64_t) + length);
+    uint64_t end = written.load(std::memory_order_relaxed);
+    size_t position = end % kCapacity;
+    const size_t rest = kCapacity - position;
+    const size_t skipped = needed > rest ? rest : 0; // records do not wrap around
+    if (end + skipped + needed - read.load(std::memory_order_acquire) > kCapacity) {
+      return false;
+    }
+    if (skipped > 0) {
+      store_length(position, kSkip);
+      end += skipped;
+      position = 0;
+    }
+    store_length(position, length);
+    std::memcpy(data + position + sizeof(uint64_t), first, first_bytes);
+    if (second_bytes > 0) {
+      std::memcpy(data + position + sizeof(uint64_t) + first_bytes, second, second_bytes);
+    }
+    written.store(end + needed, std::memory_order_release);
+    return true;
+  }
+
+  // Hands over the oldest record and removes it, even if `take(const char*, size_t)` throws; false if there is none. For the
+  // reader only.
+  template <typename Take>
+  bool take_one(Take&& take) {
+    uint64_t begin = read.load(std::memory_order_relaxed);
+    if (begin == written.load(std::memory_order_acquire)) {
+      return false;
+    }
+    size_t position = begin % kCapacity;
+    uint64_t length = load_length(position);
+    if (length == kSkip) {
+      begin += kCapacity - position;
+      position = 0;
+      length = load_length(position);
+    }
+    struct Remove {
+      std::atomic<uint64_t>& counter;
+      uint64_t value;
+      ~Remove() {
+        counter.store(value, std::memory_order_release);
+      }
+    };
+    const Remove remove{read, begin + aligned(sizeof(uint64_t) + length)};
+    take(data + position + sizeof(uint64_t), static_cast<size_t>(length));
+    return true;
+  }
+
+ private:
+  static constexpr uint64_t kSkip = ~uint64_t(0); // the record is at the start of the ring
+
+  static size_t aligned(size_t bytes) {
+    return (bytes + 7) & ~size_t(7);
+  }
+  void store_length(size_t position, uint64_t length) {
+    std::memcpy(data + position, &length, sizeof(length));
+  }
+  uint64_t load_length(size_t position) const {
+    uint64_t length = 0;
+    std::memcpy(&length, data + position, sizeof(length));
+    return length;
+  }
+};
+
+} // namespace fog::shared_memory
