@@ -5,14 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <random>
 #include <sstream>
 
 #include <c10/util/Exception.h>
-#include <c10/util/thread_name.h>
 
-#include "backoff.hpp"
+#include "failure.hpp"
 #include "host.hpp"
 #include "point_to_point.hpp"
 
@@ -22,59 +20,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of processes on this host
-constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
-constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
-constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none are
-// Where the bell rings for all that comes, sleep lasts until it does, but for a look at deadlines and at other processes.
-constexpr auto kLongestSleep = std::chrono::milliseconds(20);
-constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
-constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
-constexpr auto kLastWords = std::chrono::milliseconds(20);
-
-// What has become of a process.
-constexpr const char* kEnded = "ended";
-constexpr const char* kLost = "was lost: its process ended";
 
 int available_cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-std::exception_ptr backend_error(const std::string& text) {
-  try {
-    C10_THROW_ERROR(DistBackendError, text);
-  } catch (...) {
-    return std::current_exception();
-  }
-}
-
-// The text without the C++ backtrace that c10::Error::what() may add.
-std::string message_of(const std::exception& error) {
-  const auto* c10_error = dynamic_cast<const c10::Error*>(&error);
-  return c10_error != nullptr ? c10_error->what_without_backtrace() : error.what();
-}
-
-// "rank 2", "ranks 0, 3"
-std::string ranks(const std::set<int>& numbers) {
-  std::string text = numbers.size() == 1 ? "rank " : "ranks ";
-  for (const int number : numbers) {
-    text += (number == *numbers.begin() ? "" : ", ") + std::to_string(number);
-  }
-  return text;
-}
-
-// "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
-std::string waiting_for(const Operation& operation) {
-  const auto awaited = operation.awaited();
-  std::set<int> absent;
-  std::set<int> others;
-  for (const int peer : awaited) {
-    (operation.heard_from(peer) ? others : absent).insert(peer);
-  }
-  if (awaited.empty()) {
-    return "; waiting for any rank";
-  }
-  return (absent.empty() ? "" : "; not there: " + ranks(absent)) + (others.empty() ? "" : "; waiting for " + ranks(others));
 }
 
 Member parse_member(const std::string& text, std::string* job, std::string* inbox) {
@@ -292,7 +241,7 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   const auto found = groups_.find(header.group);
   if (found == groups_.end()) {
     if (closed_groups_.count(header.group) == 0) {
-      early_[header.group].push_back({source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
+      early_[header.group].emplace_back(source, header, data);
     }
     return;
   }
@@ -350,8 +299,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
                 " and sends to this rank ", group->rank, " in it, which has ended its operation at that place of its program without rank ",
                 source));
       }
-      group->early[header.key].push_back(
-          {source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
+      group->early[header.key].emplace_back(source, header, data);
       return;
     }
     case MessageKind::kTaken: // the messenger's own
@@ -373,8 +321,7 @@ void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, 
       return;
     }
   }
-  group->unexpected.push_back(
-      {source, header, data != nullptr ? std::vector<char>(data, data + header.bytes) : std::vector<char>()});
+  group->unexpected.emplace_back(source, header, data);
 }
 
 bool Engine::drive(Lock& lock) {
@@ -478,256 +425,6 @@ void Engine::unlock_and_deliver(Lock& lock) {
   }
 }
 
-void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text) {
-  Header header;
-  header.kind = kind;
-  header.group = group->id;
-  header.bytes = std::min(text.size(), Messenger::kInlineBytes);
-  for (int peer = 0; peer < group->size(); ++peer) {
-    const int world_rank = group->members[peer].world_rank;
-    if (peer == group->rank || lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0 || group->gone.count(peer) > 0) {
-      continue;
-    }
-    try {
-      messenger_->send(world_rank, header, text.data(), nullptr, 0);
-    } catch (const std::exception&) { // it cannot be told; its own time-out will
-    }
-  }
-}
-
-void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell) {
-  if (!group->failure.reason.empty()) {
-    return;
-  }
-  group->failure = {type, reason};
-  if (tell && messenger_ && !group->closed) {
-    notify(group, MessageKind::kError, reason);
-  }
-  const auto operations = group->operations;
-  const auto error = backend_error("fog: " + reason);
-  for (const auto& operation : operations) {
-    complete(operation, error);
-  }
-  for (const auto& receive : group->posted) {
-    outbox_.retired.push_back(receive);
-  }
-  group->posted.clear();
-  group->unexpected.clear();
-  group->early.clear();
-}
-
-void Engine::lose(int world_rank, const std::string& how, bool announced) {
-  const auto groups = groups_;
-  for (const auto& [id, group] : groups) {
-    const int peer = group->group_rank(world_rank);
-    if (peer < 0) {
-      continue;
-    }
-    group->gone.emplace(peer, how);
-    fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
-  }
-}
-
-void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced) {
-  for (const auto& operation : group->operations) {
-    if (operation->awaited(announced).count(peer) > 0) {
-      fail(group, c10d::ErrorType::REMOTE_ERROR, operation->describe() + ": " + reason);
-      return; // fail() has emptied the set
-    }
-  }
-}
-
-void Engine::check_peers(Lock& lock) {
-  for (const int peer : peers_.ended()) {
-    released_by_.insert(peer);
-    if (departed_.count(peer) > 0) {
-      continue;
-    }
-    // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
-    for (int empty = 0; empty < 3;) {
-      try {
-        empty = messenger_ && messenger_->poll() ? 0 : empty + 1;
-      } catch (const std::exception&) {
-        break;
-      }
-      step_ready(lock);
-    }
-    if (departed_.count(peer) > 0) {
-      continue;
-    }
-    unhealthy_ = true;
-    lost_.insert(peer);
-    if (messenger_) {
-      messenger_->forget(peer);
-    }
-    // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
-    // print a traceback.
-    for (const auto& [id, group] : groups_) {
-      const int rank = group->group_rank(peer);
-      if (rank >= 0 && !group->closed) {
-        std::fprintf(
-            stderr, "fog: rank %d of group '%s': lost %s: its process ended\n", group->rank, group->name.c_str(),
-            group->describe_member(rank).c_str());
-        break;
-      }
-    }
-    lose(peer, kLost, true);
-  }
-}
-
-void Engine::check_deadlines() {
-  if (in_flight_ == 0) {
-    return;
-  }
-  const auto now = Clock::now();
-  const auto groups = groups_;
-  for (const auto& [id, group] : groups) {
-    for (const auto& operation : group->operations) {
-      if (now < operation->deadline() || operation->computing) {
-        continue;
-      }
-      fail(
-          group, c10d::ErrorType::TIMEOUT,
-          c10::str(operation->describe(), " timed out after ", operation->timeout().count(), " ms", waiting_for(*operation)));
-      break; // fail() emptied the set
-    }
-  }
-}
-
-// A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes.
-class Engine::Attendance {
- public:
-  explicit Attendance(Engine& engine) : engine_(engine) {
-    if (engine_.waiting_.fetch_add(1) == 0) {
-      engine_.bell().stop_listening(Doorbell::kBackground);
-    }
-  }
-  ~Attendance() {
-    if (engine_.waiting_.fetch_sub(1) == 1) {
-      engine_.watch_in_background();
-    }
-  }
-
- private:
-  Engine& engine_;
-};
-
-void Engine::watch_in_background() {
-  const auto* links = links_.load();
-  const bool needed = in_flight_.load() > 0 || (links != nullptr && links->waiting_for_space());
-  if (!needed || waiting_.load() > 0) {
-    return;
-  }
-  bell().listen(Doorbell::kBackground);
-  if (must_poll_.load() || (links != nullptr && links->news())) { // which came before anybody listened
-    bell().wake(Doorbell::kBackground);
-  }
-}
-
-bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
-  check_not_forked();
-  const Attendance attendance(*this);
-  Backoff backoff(oversubscribed_);
-  auto next_interrupt_check = Clock::now() + kInterruptInterval;
-  while (!done.load(std::memory_order_acquire)) {
-    bool progressed = false;
-    Lock lock(mutex_, std::try_to_lock);
-    if (lock.owns_lock()) {
-      progressed = drive(lock);
-      unlock_and_deliver(lock);
-    }
-    if (done.load(std::memory_order_acquire)) {
-      break;
-    }
-    if (progressed) {
-      backoff.reset();
-      continue;
-    }
-    auto pause = backoff.pause();
-    if (pause.count() == 0) {
-      continue;
-    }
-    if (!must_poll_.load()) {
-      pause = kLongestSleep; // all that can come rings the bell
-    }
-    ++sleepers_;
-    const auto ticket = bell().listen(Doorbell::kWaiter);
-    const auto* links = links_.load();
-    if (!done.load() && (links == nullptr || !links->news())) {
-      bell().sleep(Doorbell::kWaiter, ticket, std::min<std::chrono::nanoseconds>(pause, std::max<std::chrono::nanoseconds>(deadline - Clock::now(), std::chrono::nanoseconds(0))));
-    }
-    --sleepers_;
-    const auto now = Clock::now();
-    if (now >= deadline) {
-      return done.load(std::memory_order_acquire);
-    }
-    if (now >= next_interrupt_check) {
-      next_interrupt_check = now + kInterruptInterval;
-      if (interrupt_check_) {
-        interrupt_check_();
-      }
-    }
-  }
-  return true;
-}
-
-void Engine::drive_once() {
-  check_not_forked();
-  Lock lock(mutex_, std::try_to_lock);
-  if (lock.owns_lock()) {
-    drive(lock);
-    unlock_and_deliver(lock);
-  }
-}
-
-// Sleeps until a message comes, but not longer than `limit`.
-void Engine::doze(std::chrono::nanoseconds limit) {
-  const auto ticket = bell().listen(Doorbell::kWaiter);
-  const auto* links = links_.load();
-  if (links == nullptr || !links->news()) {
-    bell().sleep(Doorbell::kWaiter, ticket, limit);
-  }
-}
-
-bool Engine::busy() const {
-  return in_flight_ > 0 || (messenger_ && messenger_->sending());
-}
-
-void Engine::background() {
-  c10::setThreadName("fog_progress");
-  Backoff backoff(true);
-  while (!stopping_.load()) {
-    const auto ticket = bell().listen(Doorbell::kBackground);
-    std::chrono::nanoseconds pause = kLongestSleep;
-    if (waiting_.load() > 0) {
-      bell().stop_listening(Doorbell::kBackground);
-    } else {
-      Lock lock(mutex_);
-      const bool progressed = drive(lock);
-      const bool more = busy();
-      const bool poll = messenger_->must_poll();
-      unlock_and_deliver(lock);
-      if (progressed) {
-        backoff.reset();
-        continue;
-      }
-      if (!more) {
-        // Nothing of this process is in flight. Over MPI other ranks may still have things to say, and MPI may hold messages
-        // that it calls sent; a look every few milliseconds costs next to nothing. On this host whoever needs this process
-        // wakes it.
-        bell().stop_listening(Doorbell::kBackground);
-        pause = poll ? kIdleInterval : kLongestIdleSleep;
-        backoff.reset();
-      } else if (poll) {
-        pause = std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval);
-      }
-    }
-    if (!stopping_.load()) {
-      bell().sleep(Doorbell::kBackground, ticket, pause);
-    }
-  }
-}
-
 void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
   check_not_forked();
   Lock lock(mutex_);
@@ -771,78 +468,7 @@ uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
 std::string Engine::describe(const std::shared_ptr<Operation>& operation) {
   check_not_forked();
   Lock lock(mutex_);
-  return operation->describe() + waiting_for(*operation);
-}
-
-void Engine::shutdown() {
-  if (forked_) {
-    return;
-  }
-  Lock lock(mutex_);
-  if (stopping_) {
-    return;
-  }
-  stopping_ = true;
-  const auto groups = groups_;
-  for (const auto& [id, group] : groups) {
-    if (!group->operations.empty()) {
-      fail(group, c10d::ErrorType::COMM_ERROR, "the program ended while operations of group '" + group->name + "' were in flight");
-    }
-  }
-  unlock_and_deliver(lock);
-  bell().wake(Doorbell::kBackground);
-  if (thread_.joinable()) {
-    thread_.join();
-  }
-  completions_.stop();
-  auto& runtime = Runtime::instance();
-  if (!messenger_ || !runtime.started()) {
-    return;
-  }
-  lock.lock();
-  Header goodbye;
-  goodbye.kind = MessageKind::kGoodbye;
-  for (int rank = 0; rank < runtime.size(); ++rank) {
-    if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0) {
-      try {
-        messenger_->send(rank, goodbye, nullptr, nullptr, 0);
-      } catch (const std::exception&) {
-        unhealthy_ = true;
-      }
-    }
-  }
-  // MPI may call a message sent and still hold it in this process. So this waits until each peer has said that it has
-  // taken the goodbye, or has ended; after a failure only for a moment.
-  auto everyone_knows = [&] {
-    for (int rank = 0; rank < runtime.size(); ++rank) {
-      if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0 && released_by_.count(rank) == 0) {
-        return false;
-      }
-    }
-    return true;
-  };
-  const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kGoodbyeTimeout));
-  Backoff backoff(true);
-  while (!everyone_knows() && Clock::now() < limit) {
-    if (drive(lock)) {
-      backoff.reset();
-    }
-    unlock_and_deliver(lock);
-    const auto pause = backoff.pause();
-    if (pause.count() > 0) {
-      doze(pause);
-    }
-    lock.lock();
-  }
-  for (const auto end = Clock::now() + kLastWords; Clock::now() < end;) { // for this rank's own answers
-    drive(lock);
-    unlock_and_deliver(lock);
-    doze(std::chrono::milliseconds(1));
-    lock.lock();
-  }
-  const bool healthy = !unhealthy_;
-  lock.unlock();
-  runtime.finalize(healthy);
+  return operation->describe() + operation->describe_awaited();
 }
 
 } // namespace fog::mpi

@@ -98,8 +98,9 @@ class Engine : public Driver, private MessageHandler {
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
   // The first failure decides; every rank of the group is told unless it told us.
   void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
-  // Fails what waits for a rank that has ended; `announced` as in Operation::awaited().
+  // Fails the group if an operation waits for this rank; `announced` as in Operation::awaited().
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
+  // The same in all groups: the process has ended.
   void lose(int world_rank, const std::string& how, bool announced);
   void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
   // Takes what has to happen without the lock and does it after unlocking.

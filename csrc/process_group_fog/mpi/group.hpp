@@ -10,8 +10,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
+#include "failure.hpp"
 #include "messenger.hpp"
 #include "operation.hpp"
 
@@ -31,12 +30,10 @@ struct Member {
 struct EarlyMessage {
   int source; // group rank
   Header header;
-  std::vector<char> data;
-};
+  std::vector<char> data; // what came with the header
 
-struct Failure {
-  c10d::ErrorType type = c10d::ErrorType::SUCCESS;
-  std::string reason; // empty: none
+  EarlyMessage(int from, const Header& its_header, const char* its_data)
+      : source(from), header(its_header), data(its_data, its_data + (its_data != nullptr ? its_header.bytes : 0)) {}
 };
 
 // All members are guarded by the engine's lock, but those that are const.

@@ -9,6 +9,18 @@
 #include "group.hpp"
 
 namespace fog::mpi {
+namespace {
+
+// "rank 2", "ranks 0, 3"
+std::string ranks(const std::set<int>& numbers) {
+  std::string text = numbers.size() == 1 ? "rank " : "ranks ";
+  for (const int number : numbers) {
+    text += (number == *numbers.begin() ? "" : ", ") + std::to_string(number);
+  }
+  return text;
+}
+
+} // namespace
 
 void Operation::begin(const std::shared_ptr<Group>& group, uint64_t key, uint64_t sequence, std::chrono::milliseconds timeout) {
   group_ = group;
@@ -43,6 +55,19 @@ std::string Operation::describe() const {
   text << name_of(signature_.kind) << " #" << sequence_ << " [" << signature_.describe() << "] of group '" << group_->name
        << "' on rank " << group_->rank;
   return text.str();
+}
+
+std::string Operation::describe_awaited() const {
+  const auto peers = awaited();
+  if (peers.empty()) {
+    return "; waiting for any rank";
+  }
+  std::set<int> absent;
+  std::set<int> others;
+  for (const int peer : peers) {
+    (heard_from(peer) ? others : absent).insert(peer);
+  }
+  return (absent.empty() ? "" : "; not there: " + ranks(absent)) + (others.empty() ? "" : "; waiting for " + ranks(others));
 }
 
 std::set<int> Operation::awaited(bool announced) const {

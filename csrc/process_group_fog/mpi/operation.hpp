@@ -85,10 +85,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // Group ranks that the operation cannot end without. Without `announced`, those that still owe it a message: data that is
   // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
   std::set<int> awaited(bool announced = true) const;
-  // Whether any message of this operation came from `peer`.
-  bool heard_from(int peer) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
+  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
+  std::string describe_awaited() const;
 
  protected:
   virtual void launch() = 0;
@@ -161,6 +161,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
   static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
 
+  // Whether any message of this operation came from `peer`.
+  bool heard_from(int peer) const;
   void confirm_to(int peer);
   void complete_receive(Receive& receive);
   void take(size_t index, const char* data);

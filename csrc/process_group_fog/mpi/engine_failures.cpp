@@ -1,0 +1,133 @@
+// How the engine deals with failures: of operations, of time, of other processes.
+#include <cstdio>
+
+#include <c10/util/StringUtil.h>
+
+#include "engine.hpp"
+#include "failure.hpp"
+#include "point_to_point.hpp"
+
+namespace fog::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+} // namespace
+
+void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text) {
+  Header header;
+  header.kind = kind;
+  header.group = group->id;
+  header.bytes = std::min(text.size(), Messenger::kInlineBytes);
+  for (int peer = 0; peer < group->size(); ++peer) {
+    const int world_rank = group->members[peer].world_rank;
+    if (peer == group->rank || lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0 || group->gone.count(peer) > 0) {
+      continue;
+    }
+    try {
+      messenger_->send(world_rank, header, text.data(), nullptr, 0);
+    } catch (const std::exception&) { // it cannot be told; its own time-out will
+    }
+  }
+}
+
+void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell) {
+  if (!group->failure.reason.empty()) {
+    return;
+  }
+  group->failure = {type, reason};
+  if (tell && messenger_ && !group->closed) {
+    notify(group, MessageKind::kError, reason);
+  }
+  const auto operations = group->operations;
+  const auto error = backend_error("fog: " + reason);
+  for (const auto& operation : operations) {
+    complete(operation, error);
+  }
+  for (const auto& receive : group->posted) {
+    outbox_.retired.push_back(receive);
+  }
+  group->posted.clear();
+  group->unexpected.clear();
+  group->early.clear();
+}
+
+void Engine::lose(int world_rank, const std::string& how, bool announced) {
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    const int peer = group->group_rank(world_rank);
+    if (peer < 0) {
+      continue;
+    }
+    group->gone.emplace(peer, how);
+    fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
+  }
+}
+
+void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced) {
+  for (const auto& operation : group->operations) {
+    if (operation->awaited(announced).count(peer) > 0) {
+      fail(group, c10d::ErrorType::REMOTE_ERROR, operation->describe() + ": " + reason);
+      return; // fail() has emptied the set
+    }
+  }
+}
+
+void Engine::check_peers(Lock& lock) {
+  for (const int peer : peers_.ended()) {
+    released_by_.insert(peer);
+    if (departed_.count(peer) > 0) {
+      continue;
+    }
+    // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
+    for (int empty = 0; empty < 3;) {
+      try {
+        empty = messenger_ && messenger_->poll() ? 0 : empty + 1;
+      } catch (const std::exception&) {
+        break;
+      }
+      step_ready(lock);
+    }
+    if (departed_.count(peer) > 0) {
+      continue;
+    }
+    unhealthy_ = true;
+    lost_.insert(peer);
+    if (messenger_) {
+      messenger_->forget(peer);
+    }
+    // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
+    // print a traceback.
+    for (const auto& [id, group] : groups_) {
+      const int rank = group->group_rank(peer);
+      if (rank >= 0 && !group->closed) {
+        std::fprintf(
+            stderr, "fog: rank %d of group '%s': lost %s: its process ended\n", group->rank, group->name.c_str(),
+            group->describe_member(rank).c_str());
+        break;
+      }
+    }
+    lose(peer, kLost, true);
+  }
+}
+
+void Engine::check_deadlines() {
+  if (in_flight_ == 0) {
+    return;
+  }
+  const auto now = Clock::now();
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    for (const auto& operation : group->operations) {
+      if (now < operation->deadline() || operation->computing) {
+        continue;
+      }
+      fail(
+          group, c10d::ErrorType::TIMEOUT,
+          c10::str(operation->describe(), " timed out after ", operation->timeout().count(), " ms", operation->describe_awaited()));
+      break; // fail() emptied the set
+    }
+  }
+}
+
+} // namespace fog::mpi

@@ -1,0 +1,230 @@
+// How threads wait for the engine, what the background does, and how a process takes its leave.
+#include <algorithm>
+
+#include <c10/util/thread_name.h>
+
+#include "backoff.hpp"
+#include "engine.hpp"
+
+namespace fog::mpi {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
+constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
+constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none are
+// Where the bell rings for all that comes, sleep lasts until it does, but for a look at deadlines and at other processes.
+constexpr auto kLongestSleep = std::chrono::milliseconds(20);
+constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
+constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
+constexpr auto kLastWords = std::chrono::milliseconds(20);
+
+} // namespace
+
+// A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes.
+class Engine::Attendance {
+ public:
+  explicit Attendance(Engine& engine) : engine_(engine) {
+    if (engine_.waiting_.fetch_add(1) == 0) {
+      engine_.bell().stop_listening(Doorbell::kBackground);
+    }
+  }
+  ~Attendance() {
+    if (engine_.waiting_.fetch_sub(1) == 1) {
+      engine_.watch_in_background();
+    }
+  }
+
+ private:
+  Engine& engine_;
+};
+
+void Engine::watch_in_background() {
+  const auto* links = links_.load();
+  const bool needed = in_flight_.load() > 0 || (links != nullptr && links->waiting_for_space());
+  if (!needed || waiting_.load() > 0) {
+    return;
+  }
+  bell().listen(Doorbell::kBackground);
+  if (must_poll_.load() || (links != nullptr && links->news())) { // which came before anybody listened
+    bell().wake(Doorbell::kBackground);
+  }
+}
+
+bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
+  check_not_forked();
+  const Attendance attendance(*this);
+  Backoff backoff(oversubscribed_);
+  auto next_interrupt_check = Clock::now() + kInterruptInterval;
+  while (!done.load(std::memory_order_acquire)) {
+    bool progressed = false;
+    Lock lock(mutex_, std::try_to_lock);
+    if (lock.owns_lock()) {
+      progressed = drive(lock);
+      unlock_and_deliver(lock);
+    }
+    if (done.load(std::memory_order_acquire)) {
+      break;
+    }
+    if (progressed) {
+      backoff.reset();
+      continue;
+    }
+    auto pause = backoff.pause();
+    if (pause.count() == 0) {
+      continue;
+    }
+    if (!must_poll_.load()) {
+      pause = kLongestSleep; // all that can come rings the bell
+    }
+    ++sleepers_;
+    const auto ticket = bell().listen(Doorbell::kWaiter);
+    const auto* links = links_.load();
+    if (!done.load() && (links == nullptr || !links->news())) {
+      bell().sleep(Doorbell::kWaiter, ticket, std::min<std::chrono::nanoseconds>(pause, std::max<std::chrono::nanoseconds>(deadline - Clock::now(), std::chrono::nanoseconds(0))));
+    }
+    --sleepers_;
+    const auto now = Clock::now();
+    if (now >= deadline) {
+      return done.load(std::memory_order_acquire);
+    }
+    if (now >= next_interrupt_check) {
+      next_interrupt_check = now + kInterruptInterval;
+      if (interrupt_check_) {
+        interrupt_check_();
+      }
+    }
+  }
+  return true;
+}
+
+void Engine::drive_once() {
+  check_not_forked();
+  Lock lock(mutex_, std::try_to_lock);
+  if (lock.owns_lock()) {
+    drive(lock);
+    unlock_and_deliver(lock);
+  }
+}
+
+// Sleeps until a message comes, but not longer than `limit`.
+void Engine::doze(std::chrono::nanoseconds limit) {
+  const auto ticket = bell().listen(Doorbell::kWaiter);
+  const auto* links = links_.load();
+  if (links == nullptr || !links->news()) {
+    bell().sleep(Doorbell::kWaiter, ticket, limit);
+  }
+}
+
+bool Engine::busy() const {
+  return in_flight_ > 0 || (messenger_ && messenger_->sending());
+}
+
+void Engine::background() {
+  c10::setThreadName("fog_progress");
+  Backoff backoff(true);
+  while (!stopping_.load()) {
+    const auto ticket = bell().listen(Doorbell::kBackground);
+    std::chrono::nanoseconds pause = kLongestSleep;
+    if (waiting_.load() > 0) {
+      bell().stop_listening(Doorbell::kBackground);
+    } else {
+      Lock lock(mutex_);
+      const bool progressed = drive(lock);
+      const bool more = busy();
+      const bool poll = messenger_->must_poll();
+      unlock_and_deliver(lock);
+      if (progressed) {
+        backoff.reset();
+        continue;
+      }
+      if (!more) {
+        // Nothing of this process is in flight. Over MPI other ranks may still have things to say, and MPI may hold messages
+        // that it calls sent; a look every few milliseconds costs next to nothing. On this host whoever needs this process
+        // wakes it.
+        bell().stop_listening(Doorbell::kBackground);
+        pause = poll ? kIdleInterval : kLongestIdleSleep;
+        backoff.reset();
+      } else if (poll) {
+        pause = std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval);
+      }
+    }
+    if (!stopping_.load()) {
+      bell().sleep(Doorbell::kBackground, ticket, pause);
+    }
+  }
+}
+
+void Engine::shutdown() {
+  if (forked_) {
+    return;
+  }
+  Lock lock(mutex_);
+  if (stopping_) {
+    return;
+  }
+  stopping_ = true;
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    if (!group->operations.empty()) {
+      fail(group, c10d::ErrorType::COMM_ERROR, "the program ended while operations of group '" + group->name + "' were in flight");
+    }
+  }
+  unlock_and_deliver(lock);
+  bell().wake(Doorbell::kBackground);
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  completions_.stop();
+  auto& runtime = Runtime::instance();
+  if (!messenger_ || !runtime.started()) {
+    return;
+  }
+  lock.lock();
+  Header goodbye;
+  goodbye.kind = MessageKind::kGoodbye;
+  for (int rank = 0; rank < runtime.size(); ++rank) {
+    if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0) {
+      try {
+        messenger_->send(rank, goodbye, nullptr, nullptr, 0);
+      } catch (const std::exception&) {
+        unhealthy_ = true;
+      }
+    }
+  }
+  // MPI may call a message sent and still hold it in this process. So this waits until each peer has said that it has
+  // taken the goodbye, or has ended; after a failure only for a moment.
+  auto everyone_knows = [&] {
+    for (int rank = 0; rank < runtime.size(); ++rank) {
+      if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0 && released_by_.count(rank) == 0) {
+        return false;
+      }
+    }
+    return true;
+  };
+  const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kGoodbyeTimeout));
+  Backoff backoff(true);
+  while (!everyone_knows() && Clock::now() < limit) {
+    if (drive(lock)) {
+      backoff.reset();
+    }
+    unlock_and_deliver(lock);
+    const auto pause = backoff.pause();
+    if (pause.count() > 0) {
+      doze(pause);
+    }
+    lock.lock();
+  }
+  for (const auto end = Clock::now() + kLastWords; Clock::now() < end;) { // for this rank's own answers
+    drive(lock);
+    unlock_and_deliver(lock);
+    doze(std::chrono::milliseconds(1));
+    lock.lock();
+  }
+  const bool healthy = !unhealthy_;
+  lock.unlock();
+  runtime.finalize(healthy);
+}
+
+} // namespace fog::mpi
