@@ -2,8 +2,16 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
+#include <cstring>
+#include <string>
 #include <type_traits>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include <ATen/Version.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
@@ -15,14 +23,8 @@ namespace fog {
 namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
-
-// Elements whose running result stays in the first-level cache while the inputs stream past it.
-constexpr size_t kBlock = 1024;
-
-template <typename T>
-struct IsComplex : std::false_type {};
-template <typename T>
-struct IsComplex<c10::complex<T>> : std::true_type {};
+using Inputs = c10::ArrayRef<const void*>;
+using Factors = c10::ArrayRef<double>;
 
 template <typename T>
 constexpr bool is_half = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
@@ -31,203 +33,124 @@ constexpr bool is_half = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::
 template <typename T>
 using Accumulator = std::conditional_t<is_half<T>, float, T>;
 
-// The type in which a weighted sum of T runs, and that of its weights.
-template <typename T>
-using WideAccumulator = std::conditional_t<is_half<T>, float, double>;
+[[noreturn]] void no_kernel(RedOp op) {
+  TORCH_INTERNAL_ASSERT(false, "fog: reduction ", static_cast<int>(op), " passed check_reduction() but has no kernel");
+}
 
-// C++ promotes narrow integers to int; unsigned arithmetic keeps overflow defined.
-template <typename T>
-T add(T a, T b) {
-  if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
-    using U = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<U>(static_cast<uint64_t>(static_cast<U>(a)) + static_cast<uint64_t>(static_cast<U>(b))));
-  } else {
-    return a + b;
+[[noreturn]] void no_kernel(c10::ScalarType dtype) {
+  TORCH_INTERNAL_ASSERT(false, "fog: dtype ", dtype, " passed its check but has no kernel");
+}
+
+} // namespace
+} // namespace fog
+
+// What every CPU of the architecture has: SSE2, NEON.
+#define FOG_ISA portable
+#define FOG_TARGET
+#define FOG_VECTOR_BYTES 16
+#include "arithmetic_kernels.hpp"
+#undef FOG_ISA
+#undef FOG_TARGET
+#undef FOG_VECTOR_BYTES
+
+#ifdef __x86_64__
+// Every CPU with AVX2 has F16C, as torch takes for granted too.
+#define FOG_ISA avx2
+#define FOG_TARGET __attribute__((target("avx2,f16c")))
+#define FOG_VECTOR_BYTES 32
+#define FOG_AVX2
+#include "arithmetic_kernels.hpp"
+#undef FOG_ISA
+#undef FOG_TARGET
+#undef FOG_VECTOR_BYTES
+#undef FOG_AVX2
+#endif
+
+namespace fog {
+namespace {
+
+struct Kernels {
+  decltype(&portable::reduce) reduce;
+  decltype(&portable::weighted_sum) weighted_sum;
+};
+
+// Those of the instruction set that torch has chosen for its own kernels, so ATEN_CPU_CAPABILITY=default is obeyed.
+Kernels choose_kernels() {
+#ifdef __x86_64__
+  const std::string capability = at::get_cpu_capability();
+  if ((capability == "AVX2" || capability == "AVX512") && __builtin_cpu_supports("avx2")) {
+    return {avx2::reduce, avx2::weighted_sum};
+  }
+#endif
+  return {portable::reduce, portable::weighted_sum};
+}
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose_kernels();
+  return chosen;
+}
+
+// bool is one byte of 0 or 1.
+RedOp bitwise(RedOp op) {
+  switch (op) {
+    case RedOp::SUM:
+    case RedOp::MAX:
+      return RedOp::BOR;
+    case RedOp::PRODUCT:
+    case RedOp::MIN:
+      return RedOp::BAND;
+    default:
+      return op;
   }
 }
 
-template <typename T>
-T multiply(T a, T b) {
-  if constexpr (std::is_integral_v<T> && !std::is_same_v<T, bool>) {
-    using U = std::make_unsigned_t<T>;
-    return static_cast<T>(static_cast<U>(static_cast<uint64_t>(static_cast<U>(a)) * static_cast<uint64_t>(static_cast<U>(b))));
-  } else {
-    return a * b;
-  }
-}
+// Complex elements whose running result stays in the first-level cache while the inputs stream past it.
+constexpr size_t kBlock = 512;
 
-template <typename T>
-bool is_nan(T value) {
-  return value != value;
-}
-
-struct Minimum {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) {
-      return is_nan(a) || a < b ? a : b;
-    } else {
-      return a < b ? a : b;
-    }
-  }
-};
-
-struct Maximum {
-  template <typename T>
-  T operator()(T a, T b) const {
-    if constexpr (std::is_floating_point_v<T>) {
-      return is_nan(a) || a > b ? a : b;
-    } else {
-      return a > b ? a : b;
-    }
-  }
-};
-
-struct Sum {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return add(a, b);
-  }
-};
-
-struct Product {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return multiply(a, b);
-  }
-};
-
-struct And {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(a & b);
-  }
-};
-
-struct Or {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(a | b);
-  }
-};
-
-struct Xor {
-  template <typename T>
-  T operator()(T a, T b) const {
-    return static_cast<T>(a ^ b);
-  }
-};
-
-struct Identity {
-  template <typename A>
-  A operator()(A value) const {
-    return value;
-  }
-};
-
-// out = finish(combine over k of prepare(k, inputs[k])), block by block. Loading a block of every input before the block is
-// stored makes it safe for `out` to be one of the inputs.
-template <typename T, typename A, typename Prepare, typename Combine, typename Finish>
-void combine_blocks(
-    void* out, const std::vector<const void*>& inputs, size_t numel, Prepare prepare, Combine combine, Finish finish) {
+// What is not done part by part runs on c10's complex arithmetic. Loading a block of every input before the block is stored
+// makes it safe for `out` to be one of the inputs.
+template <typename T, typename Prepare, typename Combine, typename Finish>
+void combine_complex(void* out, Inputs inputs, size_t numel, Prepare prepare, Combine combine, Finish finish) {
   auto* result = static_cast<T*>(out);
-  std::array<A, kBlock> running;
+  std::array<T, kBlock> running;
   for (size_t begin = 0; begin < numel; begin += kBlock) {
     const size_t count = std::min(kBlock, numel - begin);
     const auto* first = static_cast<const T*>(inputs[0]) + begin;
     for (size_t i = 0; i < count; ++i) {
-      running[i] = prepare(size_t(0), static_cast<A>(first[i]));
+      running[i] = prepare(size_t(0), first[i]);
     }
     for (size_t k = 1; k < inputs.size(); ++k) {
       const auto* next = static_cast<const T*>(inputs[k]) + begin;
       for (size_t i = 0; i < count; ++i) {
-        running[i] = combine(running[i], prepare(k, static_cast<A>(next[i])));
+        running[i] = combine(running[i], prepare(k, next[i]));
       }
     }
     for (size_t i = 0; i < count; ++i) {
-      result[begin + i] = static_cast<T>(finish(running[i]));
+      result[begin + i] = finish(running[i]);
     }
   }
 }
 
-template <typename T, typename Combine>
-void plain(void* out, const std::vector<const void*>& inputs, size_t numel, Combine combine) {
-  combine_blocks<T, Accumulator<T>>(
-      out, inputs, numel, [](size_t, auto value) { return value; }, combine, Identity());
-}
-
 template <typename T>
-void reduce_numbers(RedOp op, void* out, const std::vector<const void*>& inputs, const std::vector<double>& scales, size_t numel) {
-  using A = Accumulator<T>;
+void reduce_complex(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel) {
+  using Part = typename T::value_type;
+  const auto keep = [](T value) { return value; };
+  const auto keep_input = [](size_t, T value) { return value; };
+  const auto sum = [](T a, T b) { return a + b; };
   switch (op) {
     case RedOp::SUM:
-      return plain<T>(out, inputs, numel, Sum());
+      return kernels().reduce(op, c10::CppTypeToScalarType<Part>::value, out, inputs, scales, 2 * numel);
     case RedOp::PRODUCT:
-      return plain<T>(out, inputs, numel, Product());
-    case RedOp::AVG:
-      if constexpr (!std::is_integral_v<T>) {
-        const A count = static_cast<A>(static_cast<double>(inputs.size()));
-        return combine_blocks<T, A>(
-            out, inputs, numel, [](size_t, A value) { return value; }, Sum(), [count](A value) { return value / count; });
-      }
-      break;
+      return combine_complex<T>(out, inputs, numel, keep_input, [](T a, T b) { return a * b; }, keep);
+    case RedOp::AVG: {
+      const T count = static_cast<T>(static_cast<Part>(inputs.size()));
+      return combine_complex<T>(out, inputs, numel, keep_input, sum, [count](T value) { return value / count; });
+    }
     case RedOp::PREMUL_SUM:
-      if constexpr (!std::is_integral_v<T>) {
-        std::vector<A> factors;
-        factors.reserve(scales.size());
-        for (const double scale : scales) {
-          factors.push_back(static_cast<A>(scale));
-        }
-        return combine_blocks<T, A>(
-            out, inputs, numel, [&factors](size_t k, A value) { return factors[k] * value; }, Sum(), Identity());
-      }
-      break;
-    case RedOp::MIN:
-      if constexpr (!IsComplex<T>::value) {
-        return plain<T>(out, inputs, numel, Minimum());
-      }
-      break;
-    case RedOp::MAX:
-      if constexpr (!IsComplex<T>::value) {
-        return plain<T>(out, inputs, numel, Maximum());
-      }
-      break;
-    case RedOp::BAND:
-      if constexpr (std::is_integral_v<T>) {
-        return plain<T>(out, inputs, numel, And());
-      }
-      break;
-    case RedOp::BOR:
-      if constexpr (std::is_integral_v<T>) {
-        return plain<T>(out, inputs, numel, Or());
-      }
-      break;
-    case RedOp::BXOR:
-      if constexpr (std::is_integral_v<T>) {
-        return plain<T>(out, inputs, numel, Xor());
-      }
-      break;
+      return combine_complex<T>(
+          out, inputs, numel, [scales](size_t k, T value) { return T(static_cast<Part>(scales[k])) * value; }, sum, keep);
     default:
-      break;
-  }
-  TORCH_INTERNAL_ASSERT(false, "fog: reduction ", static_cast<int>(op), " passed check_reduction() but has no kernel");
-}
-
-// bool is one byte of 0 or 1.
-void reduce_bool(RedOp op, void* out, const std::vector<const void*>& inputs, size_t numel) {
-  switch (op) {
-    case RedOp::SUM:
-    case RedOp::MAX:
-    case RedOp::BOR:
-      return plain<uint8_t>(out, inputs, numel, Or());
-    case RedOp::PRODUCT:
-    case RedOp::MIN:
-    case RedOp::BAND:
-      return plain<uint8_t>(out, inputs, numel, And());
-    case RedOp::BXOR:
-      return plain<uint8_t>(out, inputs, numel, Xor());
-    default:
-      TORCH_INTERNAL_ASSERT(false, "fog: reduction ", static_cast<int>(op), " passed check_reduction() but has no kernel");
+      no_kernel(op);
   }
 }
 
@@ -256,23 +179,6 @@ bool is_reducible(c10::ScalarType dtype) {
 
 bool is_fractional(c10::ScalarType dtype) {
   return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
-}
-
-template <typename T>
-void weighted(void* out, const std::vector<const void*>& inputs, const std::vector<double>& weights, bool mean, size_t numel) {
-  using A = WideAccumulator<T>;
-  if (mean) {
-    const A count = static_cast<A>(inputs.size());
-    return combine_blocks<T, A>(
-        out, inputs, numel, [](size_t, A value) { return value; }, Sum(), [count](A value) { return value / count; });
-  }
-  std::vector<A> factors;
-  factors.reserve(weights.size());
-  for (const double weight : weights) {
-    factors.push_back(static_cast<A>(weight));
-  }
-  combine_blocks<T, A>(
-      out, inputs, numel, [&factors](size_t k, A value) { return factors[k] * value; }, Sum(), Identity());
 }
 
 } // namespace
@@ -311,35 +217,16 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
 }
 
 void reduce(
-    RedOp op,
-    c10::ScalarType dtype,
-    void* out,
-    const std::vector<const void*>& inputs,
-    const std::vector<double>& scales,
-    size_t numel) {
+    RedOp op, c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> scales, size_t numel) {
   switch (dtype) {
-#define FOG_REDUCE_CASE(Name, Type)   \
-  case c10::ScalarType::Name:         \
-    return reduce_numbers<Type>(op, out, inputs, scales, numel);
-    FOG_REDUCE_CASE(Byte, uint8_t)
-    FOG_REDUCE_CASE(Char, int8_t)
-    FOG_REDUCE_CASE(Short, int16_t)
-    FOG_REDUCE_CASE(Int, int32_t)
-    FOG_REDUCE_CASE(Long, int64_t)
-    FOG_REDUCE_CASE(UInt16, uint16_t)
-    FOG_REDUCE_CASE(UInt32, uint32_t)
-    FOG_REDUCE_CASE(UInt64, uint64_t)
-    FOG_REDUCE_CASE(Half, c10::Half)
-    FOG_REDUCE_CASE(BFloat16, c10::BFloat16)
-    FOG_REDUCE_CASE(Float, float)
-    FOG_REDUCE_CASE(Double, double)
-    FOG_REDUCE_CASE(ComplexFloat, c10::complex<float>)
-    FOG_REDUCE_CASE(ComplexDouble, c10::complex<double>)
-#undef FOG_REDUCE_CASE
     case c10::ScalarType::Bool:
-      return reduce_bool(op, out, inputs, numel);
+      return kernels().reduce(bitwise(op), c10::ScalarType::Byte, out, inputs, scales, numel);
+    case c10::ScalarType::ComplexFloat:
+      return reduce_complex<c10::complex<float>>(op, out, inputs, scales, numel);
+    case c10::ScalarType::ComplexDouble:
+      return reduce_complex<c10::complex<double>>(op, out, inputs, scales, numel);
     default:
-      TORCH_INTERNAL_ASSERT(false, "fog: dtype ", dtype, " passed check_reduction() but has no kernel");
+      return kernels().reduce(op, dtype, out, inputs, scales, numel);
   }
 }
 
@@ -352,25 +239,17 @@ void check_weighted_sum(c10::ScalarType dtype) {
 void weighted_sum(
     c10::ScalarType dtype,
     void* out,
-    const std::vector<const void*>& inputs,
-    const std::vector<double>& weights,
+    c10::ArrayRef<const void*> inputs,
+    c10::ArrayRef<double> weights,
     bool mean,
     size_t numel) {
   switch (dtype) {
-    case c10::ScalarType::Half:
-      return weighted<c10::Half>(out, inputs, weights, mean, numel);
-    case c10::ScalarType::BFloat16:
-      return weighted<c10::BFloat16>(out, inputs, weights, mean, numel);
-    case c10::ScalarType::Float:
-      return weighted<float>(out, inputs, weights, mean, numel);
-    case c10::ScalarType::Double:
-      return weighted<double>(out, inputs, weights, mean, numel);
     case c10::ScalarType::ComplexFloat: // real weights act on both parts alike
-      return weighted<float>(out, inputs, weights, mean, 2 * numel);
+      return kernels().weighted_sum(c10::ScalarType::Float, out, inputs, weights, mean, 2 * numel);
     case c10::ScalarType::ComplexDouble:
-      return weighted<double>(out, inputs, weights, mean, 2 * numel);
+      return kernels().weighted_sum(c10::ScalarType::Double, out, inputs, weights, mean, 2 * numel);
     default:
-      TORCH_INTERNAL_ASSERT(false, "fog: dtype ", dtype, " passed check_weighted_sum() but has no kernel");
+      return kernels().weighted_sum(dtype, out, inputs, weights, mean, numel);
   }
 }
 

@@ -1,14 +1,13 @@
 // The arithmetic of fog's operations, over plain memory: elementwise reductions and weighted sums of several inputs.
 //
-// Inputs are combined in the order given, so equal inputs give bit-equal results on every rank and in every run; the file
-// is compiled without contraction of a*b+c, so also on every CPU.
+// Inputs are combined in the order given, so equal inputs give bit-equal results on every rank and in every run; the code
+// is compiled without contraction of a*b+c, so also on every CPU. Nothing is allocated: calls for small blocks are cheap.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <vector>
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace fog {
@@ -25,8 +24,8 @@ void reduce(
     c10d::ReduceOp::RedOpType op,
     c10::ScalarType dtype,
     void* out,
-    const std::vector<const void*>& inputs,
-    const std::vector<double>& scales,
+    c10::ArrayRef<const void*> inputs,
+    c10::ArrayRef<double> scales,
     size_t numel);
 
 // Throws ValueError unless neighbor averages are defined for `dtype`: floating and complex.
@@ -38,8 +37,8 @@ void check_weighted_sum(c10::ScalarType dtype);
 void weighted_sum(
     c10::ScalarType dtype,
     void* out,
-    const std::vector<const void*>& inputs,
-    const std::vector<double>& weights,
+    c10::ArrayRef<const void*> inputs,
+    c10::ArrayRef<double> weights,
     bool mean,
     size_t numel);
 

@@ -1,0 +1,467 @@
+// The loops behind arithmetic.hpp, in vectors of FOG_VECTOR_BYTES for the instruction set that FOG_TARGET names.
+//
+// arithmetic.cpp includes this file once for each instruction set; each has a namespace FOG_ISA of its own. What handles a
+// vector carries FOG_TARGET, and nothing else in the program does: a CPU without the instructions never meets them. An
+// element goes through the same operations in the same order in all of them, so all give the same bits. (Where two NaN meet
+// the CPU decides whose bits stay; that can differ.)
+
+#define FOG_INLINE FOG_TARGET inline __attribute__((always_inline))
+
+namespace fog {
+namespace {
+namespace FOG_ISA {
+
+template <typename T, size_t kBytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kBytes)));
+};
+
+// One register full of A.
+template <typename A>
+using Vector = typename VectorOf<A, FOG_VECTOR_BYTES>::type;
+
+using Floats = Vector<float>;
+using Doubles = Vector<double>;
+using Words = Vector<uint32_t>;
+using SignedWords = Vector<int32_t>;
+
+template <typename A>
+constexpr size_t kLanes = FOG_VECTOR_BYTES / sizeof(A);
+
+// The least that is taken from memory at once. Which elements are in which of the two registers is up to load() and store().
+template <typename A>
+struct Pair {
+  Vector<A> part[2];
+};
+
+template <typename A>
+constexpr size_t kPairLanes = 2 * kLanes<A>;
+
+template <typename V>
+FOG_INLINE V load_vector(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+template <typename V>
+FOG_INLINE void store_vector(void* to, V value) {
+  std::memcpy(to, &value, sizeof(value));
+}
+
+// float in memory, double in registers. Compilers turn __builtin_convertvector() into something slow on x86.
+
+FOG_INLINE Doubles load_as_double(const float* from) {
+#if defined(FOG_AVX2)
+  return (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(from));
+#elif defined(__x86_64__)
+  return (Doubles)_mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  return __builtin_convertvector(load_vector<VectorOf<float, FOG_VECTOR_BYTES / 2>::type>(from), Doubles);
+#endif
+}
+
+FOG_INLINE void store_as_float(float* to, Doubles value) {
+#if defined(FOG_AVX2)
+  _mm_storeu_ps(to, _mm256_cvtpd_ps((__m256d)value));
+#elif defined(__x86_64__)
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_castps_si128(_mm_cvtpd_ps((__m128d)value)));
+#else
+  store_vector(to, __builtin_convertvector(value, VectorOf<float, FOG_VECTOR_BYTES / 2>::type));
+#endif
+}
+
+// 16-bit floats in memory, float in registers. That way the conversion is exact, back it rounds to nearest even. NaN becomes
+// the quiet NaN of c10::BFloat16, which has no sign, and of c10::Half, which keeps it. Words of 32 bits hold two elements
+// each; those in the low halves go to one register and those in the high halves to the other: no shuffles.
+
+// To the high half of each word; the low one is arbitrary.
+FOG_INLINE Words round_to_bfloat16(Floats value) {
+  const Words bits = (Words)value;
+  const Words rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  return value != value ? Words{} + 0x7FC00000 : rounded;
+}
+
+FOG_INLINE Pair<float> load_bfloat16(const void* from) {
+  const Words words = load_vector<Words>(from);
+  return {{(Floats)(words << 16), (Floats)(words & 0xFFFF0000)}};
+}
+
+FOG_INLINE void store_bfloat16(void* to, const Pair<float>& value) {
+  store_vector(to, (round_to_bfloat16(value.part[0]) >> 16) | (round_to_bfloat16(value.part[1]) & 0xFFFF0000));
+}
+
+#ifdef FOG_AVX2
+
+FOG_INLINE Pair<float> load_float16(const void* from) {
+  const auto* halves = static_cast<const __m128i*>(from);
+  return {{(Floats)_mm256_cvtph_ps(_mm_loadu_si128(halves)), (Floats)_mm256_cvtph_ps(_mm_loadu_si128(halves + 1))}};
+}
+
+FOG_INLINE void store_float16(void* to, const Pair<float>& value) {
+  for (int i = 0; i < 2; ++i) {
+    // The instruction keeps the first bits of NaN's payload: clear them. The quiet bit is set since load_float16().
+    const Words bits = (Words)value.part[i];
+    const Words payload = (Words)(value.part[i] != value.part[i]) & 0x003FFFFF;
+    const __m128i halves = _mm256_cvtps_ph((__m256)(bits & ~payload), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(static_cast<__m128i*>(to) + i, halves);
+  }
+}
+
+#else
+
+// A float16 has 5 bits of exponent with bias 15 and 10 of fraction; a float 8 with bias 127 and 23.
+constexpr int kFractionShift = 23 - 10;
+constexpr uint32_t kRebias = (127 - 15) << 23;
+constexpr uint32_t kSmallestNormal = kRebias + (1 << 23); // bits of the float 2^-14
+
+// From the low half of each word, with zeros above it.
+FOG_INLINE Floats widen_float16(Words bits) {
+  const Words sign = (bits & 0x8000) << 16;
+  const Words magnitude = (bits & 0x7FFF) << kFractionShift;
+  // A subnormal is a fraction with no leading one: take it for one at 2^-14, and take 2^-14 off again.
+  const Words subnormal = (Words)((Floats)(magnitude + kSmallestNormal) - (Floats)(Words{} + kSmallestNormal));
+  const Words normal = magnitude + kRebias;
+  const auto compared = (SignedWords)magnitude;
+  Words result = compared < (1 << 23) ? subnormal : normal;
+  result = compared >= (0x1F << 23) ? normal + kRebias : result; // infinity and NaN
+  return (Floats)(sign | result);
+}
+
+FOG_INLINE Words round_to_float16(Floats value) {
+  const Words bits = (Words)value;
+  const Words magnitude = bits & 0x7FFFFFFF;
+  const Words sign = (bits >> 16) & 0x8000;
+  // The last place of a float in [0.5, 1) is that of a subnormal float16, so the addition rounds to it.
+  const Words half = Words{} + 0x3F000000;
+  const Words subnormal = (Words)((Floats)magnitude + (Floats)half) - half;
+  const Words odd = (magnitude >> kFractionShift) & 1;
+  const Words normal = (magnitude - kRebias + 0x0FFF + odd) >> kFractionShift; // may carry into infinity
+  const auto compared = (SignedWords)magnitude;
+  Words result = compared < (int32_t)kSmallestNormal ? subnormal : normal;
+  result = compared >= (int32_t)(kRebias + (0x1F << 23)) ? Words{} + 0x7C00 : result; // 2^16 and above
+  result = value != value ? Words{} + 0x7E00 : result;
+  return sign | result;
+}
+
+FOG_INLINE Pair<float> load_float16(const void* from) {
+  const Words words = load_vector<Words>(from);
+  return {{widen_float16(words & 0xFFFF), widen_float16(words >> 16)}};
+}
+
+FOG_INLINE void store_float16(void* to, const Pair<float>& value) {
+  store_vector(to, round_to_float16(value.part[0]) | (round_to_float16(value.part[1]) << 16));
+}
+
+#endif
+
+template <typename T, typename A>
+FOG_INLINE Pair<A> load(const T* from) {
+  if constexpr (std::is_same_v<T, c10::Half>) {
+    return load_float16(from);
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    return load_bfloat16(from);
+  } else if constexpr (std::is_same_v<T, A>) {
+    return {{load_vector<Vector<A>>(from), load_vector<Vector<A>>(from + kLanes<A>)}};
+  } else {
+    return {{load_as_double(from), load_as_double(from + kLanes<A>)}};
+  }
+}
+
+template <typename T, typename A>
+FOG_INLINE void store(T* to, const Pair<A>& value) {
+  if constexpr (std::is_same_v<T, c10::Half>) {
+    store_float16(to, value);
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    store_bfloat16(to, value);
+  } else if constexpr (std::is_same_v<T, A>) {
+    store_vector(to, value.part[0]);
+    store_vector(to + kLanes<A>, value.part[1]);
+  } else {
+    store_as_float(to, value.part[0]);
+    store_as_float(to + kLanes<A>, value.part[1]);
+  }
+}
+
+// What becomes of an input, of two running values, and of the result.
+
+struct Keep {
+  template <typename V>
+  FOG_INLINE V operator()(V value) const {
+    return value;
+  }
+  template <typename V>
+  FOG_INLINE V operator()(size_t, V value) const {
+    return value;
+  }
+};
+
+template <typename A>
+struct Scale {
+  const double* factors; // one an input
+
+  FOG_INLINE Vector<A> operator()(size_t k, Vector<A> value) const {
+    return static_cast<A>(factors[k]) * value;
+  }
+};
+
+template <typename A>
+struct Divide {
+  A divisor;
+
+  FOG_INLINE Vector<A> operator()(Vector<A> value) const {
+    return value / divisor;
+  }
+};
+
+struct Sum {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return a + b;
+  }
+};
+
+struct Product {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return a * b;
+  }
+};
+
+// NaN stays: `a` that is NaN is taken, and so is `b`, with which no comparison holds.
+struct Minimum {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return (a != a) | (a < b) ? a : b;
+  }
+};
+
+struct Maximum {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return (a != a) | (a > b) ? a : b;
+  }
+};
+
+struct And {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return a & b;
+  }
+};
+
+struct Or {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return a | b;
+  }
+};
+
+struct Xor {
+  template <typename V>
+  FOG_INLINE V operator()(V a, V b) const {
+    return a ^ b;
+  }
+};
+
+template <typename A, typename Prepare>
+FOG_INLINE Pair<A> prepare_pair(Prepare prepare, size_t k, const Pair<A>& value) {
+  return {{prepare(k, value.part[0]), prepare(k, value.part[1])}};
+}
+
+template <typename A, typename Combine>
+FOG_INLINE Pair<A> combine_pair(Combine combine, const Pair<A>& a, const Pair<A>& b) {
+  return {{combine(a.part[0], b.part[0]), combine(a.part[1], b.part[1])}};
+}
+
+template <typename A, typename Finish>
+FOG_INLINE Pair<A> finish_pair(Finish finish, const Pair<A>& value) {
+  return {{finish(value.part[0]), finish(value.part[1])}};
+}
+
+// Pairs in flight at once. More gain nothing, as seen on Zen 4 with 2 to 8 inputs: the caches or the conversions limit.
+constexpr size_t kUnrolled = 2;
+
+// out = finish(combine over k of prepare(k, inputs[k])) for kPairs pairs at `offset`. The running results stay in registers, and
+// all inputs are read before the result is written: `out` may be one of them.
+template <typename T, typename A, size_t kPairs, typename Prepare, typename Combine, typename Finish>
+FOG_INLINE void combine_pairs(
+    T* out, const void* const* inputs, size_t count, size_t offset, Prepare prepare, Combine combine, Finish finish) {
+  Pair<A> running[kPairs];
+  const T* first = static_cast<const T*>(inputs[0]) + offset;
+  for (size_t p = 0; p < kPairs; ++p) {
+    running[p] = prepare_pair<A>(prepare, 0, load<T, A>(first + p * kPairLanes<A>));
+  }
+  for (size_t k = 1; k < count; ++k) {
+    const T* next = static_cast<const T*>(inputs[k]) + offset;
+    for (size_t p = 0; p < kPairs; ++p) {
+      running[p] = combine_pair<A>(combine, running[p], prepare_pair<A>(prepare, k, load<T, A>(next + p * kPairLanes<A>)));
+    }
+  }
+  for (size_t p = 0; p < kPairs; ++p) {
+    store<T, A>(out + offset + p * kPairLanes<A>, finish_pair<A>(finish, running[p]));
+  }
+}
+
+// The same for the last elements, less than a pair, by way of a whole one.
+template <typename T, typename A, typename Prepare, typename Combine, typename Finish>
+FOG_INLINE void combine_rest(
+    T* out, const void* const* inputs, size_t count, size_t offset, size_t numel, Prepare prepare, Combine combine,
+    Finish finish) {
+  T items[kPairLanes<A>] = {};
+  const size_t bytes = (numel - offset) * sizeof(T);
+  std::memcpy(items, static_cast<const T*>(inputs[0]) + offset, bytes);
+  Pair<A> running = prepare_pair<A>(prepare, 0, load<T, A>(items));
+  for (size_t k = 1; k < count; ++k) {
+    std::memcpy(items, static_cast<const T*>(inputs[k]) + offset, bytes);
+    running = combine_pair<A>(combine, running, prepare_pair<A>(prepare, k, load<T, A>(items)));
+  }
+  store<T, A>(items, finish_pair<A>(finish, running));
+  std::memcpy(out + offset, items, bytes);
+}
+
+template <typename T, typename A, typename Prepare, typename Combine, typename Finish>
+FOG_TARGET void combine_all(void* out, Inputs inputs, size_t numel, Prepare prepare, Combine combine, Finish finish) {
+  T* result = static_cast<T*>(out);
+  const void* const* data = inputs.data();
+  const size_t count = inputs.size();
+  constexpr size_t kStep = kUnrolled * kPairLanes<A>;
+  size_t offset = 0;
+  for (; offset + kStep <= numel; offset += kStep) {
+    combine_pairs<T, A, kUnrolled>(result, data, count, offset, prepare, combine, finish);
+  }
+  for (; offset + kPairLanes<A> <= numel; offset += kPairLanes<A>) {
+    combine_pairs<T, A, 1>(result, data, count, offset, prepare, combine, finish);
+  }
+  if (offset < numel) {
+    combine_rest<T, A>(result, data, count, offset, numel, prepare, combine, finish);
+  }
+}
+
+template <typename T, typename Combine>
+void plain(void* out, Inputs inputs, size_t numel, Combine combine) {
+  combine_all<T, Accumulator<T>>(out, inputs, numel, Keep(), combine, Keep());
+}
+
+template <typename T, typename A>
+void mean(void* out, Inputs inputs, size_t numel) {
+  combine_all<T, A>(out, inputs, numel, Keep(), Sum(), Divide<A>{static_cast<A>(inputs.size())});
+}
+
+template <typename T, typename A>
+void scaled_sum(void* out, Inputs inputs, Factors factors, size_t numel) {
+  combine_all<T, A>(out, inputs, numel, Scale<A>{factors.data()}, Sum(), Keep());
+}
+
+template <typename T>
+void reduce_floats(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel) {
+  switch (op) {
+    case RedOp::SUM:
+      return plain<T>(out, inputs, numel, Sum());
+    case RedOp::PRODUCT:
+      return plain<T>(out, inputs, numel, Product());
+    case RedOp::AVG:
+      return mean<T, Accumulator<T>>(out, inputs, numel);
+    case RedOp::PREMUL_SUM:
+      return scaled_sum<T, Accumulator<T>>(out, inputs, scales, numel);
+    case RedOp::MIN:
+      return plain<T>(out, inputs, numel, Minimum());
+    case RedOp::MAX:
+      return plain<T>(out, inputs, numel, Maximum());
+    default:
+      no_kernel(op);
+  }
+}
+
+// Also for bool, which is one byte of 0 or 1.
+void reduce_bits(RedOp op, void* out, Inputs inputs, size_t bytes) {
+  switch (op) {
+    case RedOp::BAND:
+      return plain<uint8_t>(out, inputs, bytes, And());
+    case RedOp::BOR:
+      return plain<uint8_t>(out, inputs, bytes, Or());
+    case RedOp::BXOR:
+      return plain<uint8_t>(out, inputs, bytes, Xor());
+    default:
+      no_kernel(op);
+  }
+}
+
+template <typename T>
+void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel) {
+  using Unsigned = std::make_unsigned_t<T>; // wraps around, to the bits that a signed number would have
+  switch (op) {
+    case RedOp::SUM:
+      return plain<Unsigned>(out, inputs, numel, Sum());
+    case RedOp::PRODUCT:
+      return plain<Unsigned>(out, inputs, numel, Product());
+    case RedOp::MIN:
+      return plain<T>(out, inputs, numel, Minimum());
+    case RedOp::MAX:
+      return plain<T>(out, inputs, numel, Maximum());
+    default:
+      return reduce_bits(op, out, inputs, numel * sizeof(T));
+  }
+}
+
+// fog::reduce() but for bool and complex numbers.
+void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors scales, size_t numel) {
+  switch (dtype) {
+    case c10::ScalarType::Byte:
+      return reduce_integers<uint8_t>(op, out, inputs, numel);
+    case c10::ScalarType::Char:
+      return reduce_integers<int8_t>(op, out, inputs, numel);
+    case c10::ScalarType::Short:
+      return reduce_integers<int16_t>(op, out, inputs, numel);
+    case c10::ScalarType::Int:
+      return reduce_integers<int32_t>(op, out, inputs, numel);
+    case c10::ScalarType::Long:
+      return reduce_integers<int64_t>(op, out, inputs, numel);
+    case c10::ScalarType::UInt16:
+      return reduce_integers<uint16_t>(op, out, inputs, numel);
+    case c10::ScalarType::UInt32:
+      return reduce_integers<uint32_t>(op, out, inputs, numel);
+    case c10::ScalarType::UInt64:
+      return reduce_integers<uint64_t>(op, out, inputs, numel);
+    case c10::ScalarType::Half:
+      return reduce_floats<c10::Half>(op, out, inputs, scales, numel);
+    case c10::ScalarType::BFloat16:
+      return reduce_floats<c10::BFloat16>(op, out, inputs, scales, numel);
+    case c10::ScalarType::Float:
+      return reduce_floats<float>(op, out, inputs, scales, numel);
+    case c10::ScalarType::Double:
+      return reduce_floats<double>(op, out, inputs, scales, numel);
+    default:
+      no_kernel(dtype);
+  }
+}
+
+template <typename T, typename A>
+void weighted(void* out, Inputs inputs, Factors weights, bool take_mean, size_t numel) {
+  if (take_mean) {
+    return mean<T, A>(out, inputs, numel);
+  }
+  scaled_sum<T, A>(out, inputs, weights, numel);
+}
+
+// fog::weighted_sum() but for complex numbers.
+void weighted_sum(c10::ScalarType dtype, void* out, Inputs inputs, Factors weights, bool mean, size_t numel) {
+  switch (dtype) {
+    case c10::ScalarType::Half:
+      return weighted<c10::Half, float>(out, inputs, weights, mean, numel);
+    case c10::ScalarType::BFloat16:
+      return weighted<c10::BFloat16, float>(out, inputs, weights, mean, numel);
+    case c10::ScalarType::Float:
+      return weighted<float, double>(out, inputs, weights, mean, numel);
+    case c10::ScalarType::Double:
+      return weighted<double, double>(out, inputs, weights, mean, numel);
+    default:
+      no_kernel(dtype);
+  }
+}
+
+} // namespace FOG_ISA
+} // namespace
+} // namespace fog
+
+#undef FOG_INLINE
