@@ -64,7 +64,7 @@ def mean_of(total: Tensor, count: int) -> Tensor:
 
 
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
-    """The bits that fog promises, complex numbers as real ones, which is how torch.distributed hands them over.
+    """The bits that fog promises, complex numbers as real ones: so torch.distributed hands them over.
 
     Added in rank order in the dtype; 16-bit floats in float32 and rounded once.
     """
