@@ -21,8 +21,9 @@ class Backoff {
     sleep_ = kFirstSleep;
   }
 
-  // Waits a little without sleeping, or returns how long to sleep.
-  std::chrono::nanoseconds pause() {
+  // Waits a little without sleeping, or returns how long to sleep. `bell`: something will end the sleep in time. Then it
+  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute.
+  std::chrono::nanoseconds pause(bool bell) {
     ++polls_;
     if (polls_ <= spins_) {
 #if defined(__x86_64__)
@@ -30,7 +31,7 @@ class Backoff {
 #endif
       return std::chrono::nanoseconds(0);
     }
-    if (polls_ <= spins_ + kYields) {
+    if (polls_ <= spins_ + (bell ? kYieldsWithBell : kYields)) {
       sched_yield();
       return std::chrono::nanoseconds(0);
     }
@@ -42,6 +43,7 @@ class Backoff {
  private:
   static constexpr int kSpins = 500;
   static constexpr int kYields = 500;
+  static constexpr int kYieldsWithBell = 5;
   static constexpr std::chrono::nanoseconds kFirstSleep = std::chrono::microseconds(20);
   static constexpr std::chrono::nanoseconds kLongestSleep = std::chrono::milliseconds(1);
 

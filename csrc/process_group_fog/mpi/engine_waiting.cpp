@@ -71,11 +71,12 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       backoff.reset();
       continue;
     }
-    auto pause = backoff.pause();
+    const bool bell_rings = !must_poll_.load();
+    auto pause = backoff.pause(bell_rings);
     if (pause.count() == 0) {
       continue;
     }
-    if (!must_poll_.load()) {
+    if (bell_rings) {
       pause = kLongestSleep; // all that can come rings the bell
     }
     ++sleepers_;
@@ -147,7 +148,7 @@ void Engine::background() {
         pause = poll ? kIdleInterval : kLongestIdleSleep;
         backoff.reset();
       } else if (poll) {
-        pause = std::max<std::chrono::nanoseconds>(backoff.pause(), kBackgroundInterval);
+        pause = std::max<std::chrono::nanoseconds>(backoff.pause(false), kBackgroundInterval);
       }
     }
     if (!stopping_.load()) {
@@ -210,7 +211,7 @@ void Engine::shutdown() {
       backoff.reset();
     }
     unlock_and_deliver(lock);
-    const auto pause = backoff.pause();
+    const auto pause = backoff.pause(false);
     if (pause.count() > 0) {
       doze(pause);
     }
