@@ -302,7 +302,9 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       group->early[header.key].emplace_back(source, header, data);
       return;
     }
-    case MessageKind::kTaken: // the messenger's own
+    case MessageKind::kTaken: // these are the messenger's own
+    case MessageKind::kFilled:
+    case MessageKind::kEmptied:
     case MessageKind::kGoodbye:
     case MessageKind::kGoodbyeTaken:
       return; // for the whole process, handled above

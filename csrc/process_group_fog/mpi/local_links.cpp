@@ -11,6 +11,9 @@ LocalLinks::LocalLinks(int rank, int size) : rank_(rank), inbox_(Inbox::create(s
   for (uint32_t offer = Inbox::kOffers; inbox_ && offer > 0; --offer) {
     free_offers_.push_back(offer - 1);
   }
+  for (uint32_t window = Inbox::kWindows; inbox_ && window > 0; --window) {
+    free_windows_.push_back(window - 1);
+  }
 }
 
 void LocalLinks::attach(int peer, const std::string& address) {
@@ -39,7 +42,7 @@ bool LocalLinks::attached_by_all() {
     return attached_by_all_;
   }
   for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
-    if (peer != rank_ && (!reaches(peer) || (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kAttached) == 0)) {
+    if (peer != rank_ && (!reaches(peer) || !attached_by(peer))) {
       return false;
     }
   }
@@ -121,6 +124,19 @@ std::optional<uint32_t> LocalLinks::offer(uint64_t transfer) {
 void LocalLinks::withdraw(uint32_t offer) {
   inbox_->offer(offer).store(0);
   free_offers_.push_back(offer);
+}
+
+std::optional<uint32_t> LocalLinks::take_window() {
+  if (free_windows_.empty()) {
+    return std::nullopt;
+  }
+  const uint32_t window = free_windows_.back();
+  free_windows_.pop_back();
+  return window;
+}
+
+void LocalLinks::give_window(uint32_t window) {
+  free_windows_.push_back(window);
 }
 
 bool LocalLinks::stands(int peer, const Header& header) const {

@@ -31,6 +31,10 @@ class LocalLinks {
   }
   // Whether `peer` can read this process's memory.
   bool read_by(int peer) const;
+  // Whether `peer` has mapped this process's inbox.
+  bool attached_by(int peer) const {
+    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kAttached) != 0;
+  }
   // Whether all other ranks of the world send to this one through its inbox: then nothing comes over MPI unasked.
   bool attached_by_all();
 
@@ -78,6 +82,16 @@ class LocalLinks {
   // Offers the data of `transfer`, which peers may read until withdraw(); nothing if too many offers stand.
   std::optional<uint32_t> offer(uint64_t transfer);
   void withdraw(uint32_t offer);
+  // --- data that goes through a window ---
+  std::optional<uint32_t> take_window();
+  void give_window(uint32_t window);
+  char* window(uint32_t index) const {
+    return inbox_->window(index);
+  }
+  const char* window_of(int peer, uint32_t index) const {
+    return links_[peer].inbox->window(index);
+  }
+
   // Whether the offer in `peer`'s message still stands: what was read until now is what it offered.
   bool stands(int peer, const Header& header) const;
 
@@ -97,6 +111,7 @@ class LocalLinks {
   std::vector<int> sources_; // peers that may write to the inbox: the first source_count_, which news() reads without the lock
   std::atomic<int> source_count_{0};
   std::vector<uint32_t> free_offers_;
+  std::vector<uint32_t> free_windows_; // the one used last, which is in the cache, comes first
   std::atomic<size_t> queued_{0};
   bool attached_by_all_ = false;
 };

@@ -13,6 +13,8 @@ enum class MessageKind : uint8_t {
   kPointToPoint, // of a send; the key is the user's tag
   kConfirm, // the receiver of a kData message has accepted it
   kTaken, // the receiver has read the data that a message offered
+  kFilled, // a stream has `bytes` of its data in its window or behind it
+  kEmptied, // a reader of a stream has taken `bytes` of its data
   kError, // the sender's group failed; the data is the reason
   kClosed, // the sender has destroyed its group
   kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes
@@ -23,6 +25,7 @@ enum class MessageKind : uint8_t {
 enum class Delivery : uint8_t {
   kInline, // behind the header
   kPayload, // in MPI messages with the tag `payload_tag`, straight into its place
+  kStream, // in a window that the sender, which is on this host, fills again and again as its readers empty it
   kOffer, // in the memory of the sender, which is on this host: at `address`, to be read while the offer stands
 };
 
@@ -34,7 +37,8 @@ struct Header {
   uint16_t step = 0; // which message of the operation between these two ranks
   uint32_t payload_tag = 0;
   uint32_t offer = 0; // number of the offer in the sender's inbox
-  uint64_t transfer = 0; // the sender's number for what is offered, or taken
+  uint32_t window = 0; // and of the window of a stream
+  uint64_t transfer = 0; // the sender's number for what is offered, streamed, or taken
   uint64_t address = 0;
   uint64_t group = 0;
   uint64_t key = 0; // of the operation within the group

@@ -21,7 +21,7 @@ std::string error_text(int code) {
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler)
-    : runtime_(runtime), handler_(handler), local_(runtime.rank(), runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
+    : runtime_(runtime), handler_(handler), local_(runtime.rank(), runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
 
 std::unique_ptr<Messenger::Buffer> Messenger::take_buffer() {
   if (buffers_.empty()) {
@@ -131,6 +131,95 @@ size_t Messenger::receive(
   return segments;
 }
 
+size_t Stream::limit() const {
+  size_t emptied = bytes;
+  for (const auto& reader : readers) {
+    emptied = std::min(emptied, reader.emptied);
+  }
+  return std::min(bytes, emptied + shared_memory::Inbox::kWindowBytes);
+}
+
+std::shared_ptr<Stream> Messenger::open_stream(
+    const std::vector<int>& destinations, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner) {
+  if (bytes <= kLocalInlineBytes || destinations.empty() ||
+      !std::all_of(destinations.begin(), destinations.end(), [this](int rank) { return local_.reaches(rank) && local_.attached_by(rank); })) {
+    return nullptr;
+  }
+  const auto window = local_.take_window();
+  if (!window) {
+    return nullptr;
+  }
+  const auto offer = local_.offer(next_transfer_);
+  if (!offer) {
+    local_.give_window(*window);
+    return nullptr;
+  }
+  auto stream = std::make_shared<Stream>();
+  stream->data = static_cast<const char*>(data);
+  stream->bytes = bytes;
+  stream->window = local_.window(*window);
+  for (const int rank : destinations) {
+    stream->readers.push_back({rank});
+  }
+  stream->owner = owner;
+  stream->transfer = next_transfer_++;
+  stream->offer_index = *offer;
+  stream->window_index = *window;
+  streams_.emplace(stream->transfer, stream);
+  return stream;
+}
+
+void Messenger::announce(const Stream& stream, int destination, Header header) {
+  header.delivery = Delivery::kStream;
+  header.transfer = stream.transfer;
+  header.offer = stream.offer_index;
+  header.window = stream.window_index;
+  local_.send(destination, header, nullptr, 0);
+}
+
+void Messenger::fill(const std::shared_ptr<Stream>& stream, size_t filled) {
+  stream->filled = filled;
+  if (streams_.count(stream->transfer) == 0) {
+    return; // withdrawn
+  }
+  Header header;
+  header.kind = MessageKind::kFilled;
+  header.transfer = stream->transfer;
+  header.bytes = filled;
+  for (const auto& reader : stream->readers) {
+    local_.send(reader.rank, header, nullptr, 0);
+  }
+}
+
+void Messenger::close_stream(uint64_t transfer) {
+  const auto found = streams_.find(transfer);
+  local_.withdraw(found->second->offer_index);
+  local_.give_window(found->second->window_index);
+  streams_.erase(found);
+}
+
+void Messenger::read_stream(int source, const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token) {
+  auto& reading = reading_[source][header.transfer];
+  reading.owner = owner;
+  reading.token = token;
+  if (reading.filled > 0) {
+    owner->on_filled(token, reading.filled);
+  }
+}
+
+bool Messenger::empty(int source, const Header& header, size_t emptied) {
+  const bool stands = local_.stands(source, header);
+  Header message;
+  message.kind = MessageKind::kEmptied;
+  message.transfer = header.transfer;
+  message.bytes = emptied;
+  local_.send(source, message, nullptr, 0);
+  if (emptied == header.bytes) {
+    reading_[source].erase(header.transfer);
+  }
+  return stands;
+}
+
 bool Messenger::take(int source, const Header& header) {
   const bool stands = local_.stands(source, header);
   Header taken;
@@ -156,11 +245,36 @@ void Messenger::drop_offers(Which&& which) {
 
 void Messenger::withdraw(const TransferOwner& owner) {
   drop_offers([&](const Offer& offer) { return offer.owner.get() == &owner; });
+  std::vector<uint64_t> withdrawn;
+  for (const auto& [transfer, stream] : streams_) {
+    if (stream->owner.lock().get() == &owner) {
+      withdrawn.push_back(transfer);
+    }
+  }
+  std::for_each(withdrawn.begin(), withdrawn.end(), [this](uint64_t transfer) { close_stream(transfer); });
+  for (auto& readings : reading_) {
+    for (auto reading = readings.begin(); reading != readings.end();) {
+      reading = reading->second.owner.lock().get() == &owner ? readings.erase(reading) : std::next(reading);
+    }
+  }
 }
 
 void Messenger::forget(int peer) {
   local_.forget(peer);
   drop_offers([&](const Offer& offer) { return offer.destination == peer; });
+  std::vector<uint64_t> finished;
+  for (const auto& [transfer, stream] : streams_) {
+    for (auto& reader : stream->readers) {
+      if (reader.rank == peer) {
+        reader.emptied = stream->bytes;
+      }
+    }
+    if (stream->emptied()) {
+      finished.push_back(transfer);
+    }
+  }
+  std::for_each(finished.begin(), finished.end(), [this](uint64_t transfer) { close_stream(transfer); });
+  reading_[peer].clear();
 }
 
 bool Messenger::poll() {
@@ -174,10 +288,45 @@ bool Messenger::poll() {
 }
 
 void Messenger::on_local(int source, const Header& header, const char* data) {
-  if (header.kind != MessageKind::kTaken) {
-    handler_.on_message(source, header, header.delivery == Delivery::kInline ? data : nullptr);
-    return;
+  switch (header.kind) {
+    case MessageKind::kTaken:
+      on_taken(header);
+      break;
+    case MessageKind::kFilled: {
+      auto& reading = reading_[source][header.transfer]; // may come before anybody reads it
+      reading.filled = header.bytes;
+      if (const auto owner = reading.owner.lock()) {
+        owner->on_filled(reading.token, reading.filled);
+      }
+      break;
+    }
+    case MessageKind::kEmptied:
+      on_emptied(source, header);
+      break;
+    default:
+      handler_.on_message(source, header, header.delivery == Delivery::kInline ? data : nullptr);
   }
+}
+
+void Messenger::on_emptied(int source, const Header& header) {
+  const auto found = streams_.find(header.transfer);
+  if (found == streams_.end()) {
+    return; // it was withdrawn
+  }
+  const auto stream = found->second;
+  for (auto& reader : stream->readers) {
+    if (reader.rank == source) {
+      reader.emptied = header.bytes;
+    }
+  }
+  if (stream->emptied()) {
+    close_stream(header.transfer);
+  } else if (const auto owner = stream->owner.lock()) {
+    owner->on_room();
+  }
+}
+
+void Messenger::on_taken(const Header& header) {
   const auto found = offers_.find(header.transfer);
   if (found != offers_.end()) { // else it was withdrawn
     local_.withdraw(found->second.index);

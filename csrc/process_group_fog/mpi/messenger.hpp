@@ -2,10 +2,12 @@
 //
 // Every message starts with a header that the receiver gets before it has asked for anything: it learns who wants what, so
 // a message that nobody expects is seen and reported instead of waiting forever. Small data comes with the header. Large
-// data follows on an MPI tag of its own once the receiver has a place for it; on one host the receiver reads it from the
-// sender's memory, in one copy. Every call needs the engine's lock, but for the last ones.
+// data follows on an MPI tag of its own once the receiver has a place for it. On one host it streams through a window of
+// shared memory, which stays in the cache: the sender fills it, once for all its readers, while they empty it. Where no
+// window is free the receiver reads the sender's memory. Every call needs the engine's lock.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <deque>
 #include <memory>
@@ -27,6 +29,33 @@ class TransferOwner {
   // One part of the transfer with this token is complete.
   virtual void on_transfer(size_t token) = 0;
   virtual void on_transfer_error(size_t token, const std::string& reason) = 0;
+  // A stream that this owner sends has room, or one that it reads has `filled` bytes in all.
+  virtual void on_room() = 0;
+  virtual void on_filled(size_t token, size_t filled) = 0;
+};
+
+// Data on its way to readers of this host through a window.
+struct Stream {
+  struct Reader {
+    int rank; // of the world
+    size_t emptied = 0;
+  };
+  const char* data;
+  size_t bytes;
+  char* window;
+  size_t filled = 0; // bytes that have come into the window
+  std::vector<Reader> readers;
+  std::weak_ptr<TransferOwner> owner;
+  uint64_t transfer;
+  uint32_t offer_index;
+  uint32_t window_index;
+
+  // How far the window may be filled now.
+  size_t limit() const;
+  // Whether all readers have all of it.
+  bool emptied() const {
+    return std::all_of(readers.begin(), readers.end(), [this](const Reader& reader) { return reader.emptied == bytes; });
+  }
 };
 
 class MessageHandler {
@@ -57,11 +86,24 @@ class Messenger {
   // Receives the data of a message that delivers it as payload. Returns how many on_transfer() calls will follow.
   size_t receive(int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
 
+  // Streams `bytes` of `data` to several ranks. Null if that is not possible: no window is free, or one of the ranks is not
+  // reached locally. Then each of them gets an announce()ment; the owner fills the window and calls fill().
+  std::shared_ptr<Stream> open_stream(
+      const std::vector<int>& destinations, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner);
+  void announce(const Stream& stream, int destination, Header header);
+  // `filled` bytes are in the window; once all are, `data` is not needed any more.
+  void fill(const std::shared_ptr<Stream>& stream, size_t filled);
+
+  // The reader's side: on_filled() will follow, with what there is now to begin with. `token` is the owner's.
+  void read_stream(int source, const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token);
+  // `emptied` bytes have been taken. False if the sender had given up: what was read may be anything.
+  bool empty(int source, const Header& header, size_t emptied);
+
   // Tells the sender that its offered data has been read. False if it had withdrawn the offer: what was read may be
   // anything.
   bool take(int source, const Header& header);
 
-  // Withdraws what `owner` offers: from now on its memory may change.
+  // Withdraws what `owner` offers or streams: from now on its memory may change.
   void withdraw(const TransferOwner& owner);
   // A process that has ended takes nothing any more.
   void forget(int peer);
@@ -98,6 +140,11 @@ class Messenger {
     int destination;
     uint32_t index;
   };
+  struct Reading {
+    size_t filled = 0;
+    std::weak_ptr<TransferOwner> owner;
+    size_t token = 0;
+  };
   struct Incoming {
     MPI_Request request;
     std::unique_ptr<Buffer> buffer;
@@ -115,12 +162,17 @@ class Messenger {
 
   template <typename Which>
   void drop_offers(Which&& which);
+  void close_stream(uint64_t transfer);
+  void on_taken(const Header& header);
+  void on_emptied(int source, const Header& header);
   void on_local(int source, const Header& header, const char* data);
 
   Runtime& runtime_;
   MessageHandler& handler_;
   LocalLinks local_;
   std::unordered_map<uint64_t, Offer> offers_; // by transfer
+  std::unordered_map<uint64_t, std::shared_ptr<Stream>> streams_; // by transfer: going out
+  std::vector<std::unordered_map<uint64_t, Reading>> reading_; // by source, by its transfer: coming in
   uint64_t next_transfer_ = 1;
   std::vector<std::unique_ptr<Buffer>> buffers_;
   std::vector<uint32_t> next_tag_; // by destination

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "../shared_memory/copy.hpp"
 #include "../shared_memory/process_memory.hpp"
 
 namespace fog::mpi {
@@ -19,45 +20,64 @@ constexpr size_t kLargestBlock = size_t(128) << 10;
 
 UnreadableMemory::UnreadableMemory(int process, int error) : std::runtime_error(std::strerror(error)), pid(process) {}
 
-void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes) {
-  const auto* from = static_cast<const char*>(operand.data) + offset;
-  if (operand.pid == 0) {
-    std::memcpy(to, from, bytes);
-    return;
-  }
-  if (const int error = shared_memory::read_process_memory(operand.pid, from, to, bytes)) {
+void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes, bool far) {
+  const auto* memory = static_cast<const char*>(operand.data);
+  if (operand.window != 0) {
+    const size_t position = offset % operand.window;
+    const size_t first = std::min(bytes, operand.window - position);
+    const auto copy = far ? shared_memory::copy_far : shared_memory::copy_near;
+    copy(to, memory + position, first);
+    copy(static_cast<char*>(to) + first, memory, bytes - first);
+  } else if (operand.pid == 0) {
+    std::memcpy(to, memory + offset, bytes);
+  } else if (const int error = shared_memory::read_process_memory(operand.pid, memory + offset, to, bytes)) {
     throw UnreadableMemory(operand.pid, error);
   }
+}
+
+void fill_window(char* memory, size_t window, size_t offset, const void* from, size_t bytes) {
+  const size_t position = offset % window;
+  const size_t first = std::min(bytes, window - position);
+  shared_memory::copy_far(memory + position, from, first);
+  shared_memory::copy_far(memory, static_cast<const char*>(from) + first, bytes - first);
 }
 
 void for_blocks(
     const std::vector<Operand>& operands,
     size_t item,
-    size_t numel,
+    size_t from,
+    size_t to,
     const std::function<void(const std::vector<const void*>& inputs, size_t begin, size_t count)>& use) {
   const auto foreign = static_cast<size_t>(
       std::count_if(operands.begin(), operands.end(), [](const Operand& operand) { return operand.pid != 0; }));
   const size_t block = std::clamp(kStepBytes / std::max<size_t>(operands.size(), 1), kLeastBlock, kLargestBlock);
-  const size_t step = foreign == 0 ? std::max<size_t>(numel, 1) : std::max<size_t>(block / item, 1);
+  const size_t step = foreign == 0 ? std::max<size_t>(to - from, 1) : std::max<size_t>(block / item, 1);
   // Kept from call to call: fresh memory would be faulted in page by page every time.
   thread_local std::vector<char> copies;
   if (copies.size() < foreign * step * item) {
     copies.resize(foreign * step * item);
   }
   std::vector<const void*> inputs(operands.size());
-  for (size_t begin = 0; begin < numel; begin += step) {
-    const size_t count = std::min(step, numel - begin);
+  for (size_t begin = from; begin < to;) {
+    size_t count = std::min(step, to - begin);
+    for (const auto& operand : operands) {
+      if (operand.window != 0) { // its size is a multiple of every item's
+        count = std::min(count, (operand.window - begin * item % operand.window) / item);
+      }
+    }
     auto* copy = copies.data();
     for (size_t i = 0; i < operands.size(); ++i) {
-      if (operands[i].pid == 0) {
-        inputs[i] = static_cast<const char*>(operands[i].data) + begin * item;
-      } else {
+      const auto* memory = static_cast<const char*>(operands[i].data);
+      if (operands[i].pid != 0) {
         read_operand(operands[i], begin * item, copy, count * item);
         inputs[i] = copy;
         copy += step * item;
+      } else {
+        inputs[i] = memory + (operands[i].window != 0 ? begin * item % operands[i].window : begin * item);
       }
     }
     use(inputs, begin, count);
+    begin += count;
   }
 }
 

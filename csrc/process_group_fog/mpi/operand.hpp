@@ -11,6 +11,7 @@ namespace fog::mpi {
 struct Operand {
   const void* data = nullptr;
   int pid = 0; // of the process whose memory it is; 0: this one
+  size_t window = 0; // if not 0, byte i of the operand is byte i % window of the memory
 };
 
 // The memory of process `pid` cannot be read: mostly because it has ended.
@@ -19,16 +20,20 @@ struct UnreadableMemory : std::runtime_error {
   const int pid;
 };
 
-// Copies `bytes` of the operand, from `offset` on, to `to`. Throws UnreadableMemory.
-void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes);
+// Copies `bytes` of the operand, from `offset` on, to `to`, past the cache if `far`. Throws UnreadableMemory.
+void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes, bool far = false);
 
-// Goes through operands of `numel` elements of `item` bytes in blocks that stay in the cache, so that each operand's memory
-// is read once. For each block it calls use(inputs, begin, count): where the block of each operand is, copied here if it
-// is another process's, and which elements these are. Throws UnreadableMemory.
+// The other direction, into a window of this process: `bytes` of `from`, which become those of the operand from `offset` on.
+void fill_window(char* memory, size_t window, size_t offset, const void* from, size_t bytes);
+
+// Goes through elements `from` to `to`, of `item` bytes each, of several operands, in blocks that stay in the cache, so that
+// each operand's memory is read once. For each block it calls use(inputs, begin, count): where the block of each operand
+// is, copied here if it is another process's, and which elements these are. Throws UnreadableMemory.
 void for_blocks(
     const std::vector<Operand>& operands,
     size_t item,
-    size_t numel,
+    size_t from,
+    size_t to,
     const std::function<void(const std::vector<const void*>& inputs, size_t begin, size_t count)>& use);
 
 } // namespace fog::mpi

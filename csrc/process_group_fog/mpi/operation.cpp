@@ -11,6 +11,9 @@
 namespace fog::mpi {
 namespace {
 
+// Larger results are not expected to be read again before they have left the cache.
+constexpr size_t kCachedBytes = size_t(2) << 20;
+
 // "rank 2", "ranks 0, 3"
 std::string ranks(const std::set<int>& numbers) {
   std::string text = numbers.size() == 1 ? "rank " : "ranks ";
@@ -86,24 +89,54 @@ std::set<int> Operation::awaited(bool announced) const {
   return peers;
 }
 
-void Operation::send(int peer, uint16_t step, const void* data, size_t bytes, double scale, bool confirm) {
-  group_->check_present(peer);
+Header Operation::header_for(uint16_t step, size_t bytes) const {
   Header header;
   header.kind = signature_.kind == OpKind::kPointToPoint ? MessageKind::kPointToPoint : MessageKind::kData;
   header.step = step;
   header.group = group_->id;
   header.key = key_;
   header.bytes = bytes;
-  header.scale = scale;
   header.signature = signature_;
-  if (confirm && confirm_) {
-    header.wants_confirm = 1;
-    unconfirmed_.insert(peer);
+  return header;
+}
+
+std::vector<Operation::Destination> Operation::others() const {
+  std::vector<Destination> others;
+  for (int distance = 1; distance < size(); ++distance) {
+    others.push_back({(rank() + distance) % size()});
   }
-  const auto segments = group_->messenger->send(
-      group_->members[peer].world_rank, header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
-  sending_[peer] += segments;
-  sends_ += segments;
+  return others;
+}
+
+void Operation::send(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm) {
+  auto& messenger = *group_->messenger;
+  auto header = header_for(step, bytes);
+  std::vector<int> world_ranks;
+  for (const auto& [peer, scale] : destinations) {
+    group_->check_present(peer);
+    world_ranks.push_back(group_->members[peer].world_rank);
+  }
+  const auto stream = messenger.open_stream(world_ranks, data, bytes, shared_from_this());
+  if (stream) {
+    streams_.push_back(stream);
+    make_ready(shared_from_this());
+  }
+  for (size_t i = 0; i < destinations.size(); ++i) {
+    const auto [peer, scale] = destinations[i];
+    header.scale = scale;
+    if (confirm && confirm_) {
+      header.wants_confirm = 1;
+      unconfirmed_.insert(peer);
+    }
+    size_t parts = 1;
+    if (stream) {
+      messenger.announce(*stream, world_ranks[i], header);
+    } else {
+      parts = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+    }
+    sending_[peer] += parts;
+    sends_ += parts;
+  }
 }
 
 size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
@@ -125,7 +158,10 @@ size_t Operation::receive_header(int peer, uint16_t step) {
     receiving_.resize(step + size_t(1), 0);
   }
   ++receiving_[step];
-  receives_.push_back({peer, step, nullptr, 0, true, false, false, 0, Header(), {}, false, {}});
+  Receive expected;
+  expected.peer = peer;
+  expected.step = step;
+  receives_.push_back(std::move(expected));
   return receives_.size() - 1;
 }
 
@@ -148,56 +184,135 @@ void* Operation::scratch(size_t bytes) {
 
 void Operation::complete_receive(Receive& receive) {
   receive.complete = true;
+  receive.available = receive.header.bytes;
   --receiving_[receive.step];
   make_ready(shared_from_this());
 }
 
-// Brings the data of an arrived message to its place.
+// Brings the data of an arrived message to its place, or finds where it can be read.
 void Operation::take(size_t index, const char* data) {
   auto& receive = receives_[index];
   const auto& header = receive.header;
-  if (receive.in_place) {
-    if (header.delivery == Delivery::kOffer) {
-      receive.operand = {reinterpret_cast<const void*>(header.address), group_->members[receive.peer].pid};
-      complete_receive(receive);
-      return;
-    }
+  const auto& member = group_->members[receive.peer];
+  auto& messenger = *group_->messenger;
+  const bool local = header.delivery == Delivery::kOffer || header.delivery == Delivery::kStream;
+  if (header.delivery == Delivery::kOffer) {
+    receive.operand = {reinterpret_cast<const void*>(header.address), member.pid, 0};
+    receive.available = header.bytes;
+  } else if (header.delivery == Delivery::kStream) {
+    receive.operand = {
+        messenger.local().window_of(member.world_rank, header.window), 0, shared_memory::Inbox::kWindowBytes};
+    receive.available = 0;
+    messenger.read_stream(member.world_rank, header, shared_from_this(), index);
+  } else if (receive.in_place) {
     receive.data = scratch(header.bytes);
-    receive.operand = {receive.data, 0};
+    receive.operand = {receive.data, 0, 0};
   }
-  switch (header.delivery) {
-    case Delivery::kInline:
-      if (header.bytes > 0) {
-        std::memcpy(receive.data, data, header.bytes);
-      }
-      complete_receive(receive);
-      break;
-    case Delivery::kOffer:
-      to_copy_.push_back(index);
-      make_ready(shared_from_this());
-      break;
-    case Delivery::kPayload:
-      receive.segments = group_->messenger->receive(
-          group_->members[receive.peer].world_rank, header, receive.data, shared_from_this(), index);
-      break;
+  if (local) {
+    if (!receive.in_place) {
+      to_move_.push_back(index);
+    }
+    make_ready(shared_from_this());
+  } else if (header.delivery == Delivery::kInline) {
+    if (header.bytes > 0) {
+      std::memcpy(receive.data, data, header.bytes);
+    }
+    complete_receive(receive);
+  } else {
+    receive.segments = messenger.receive(member.world_rank, header, receive.data, shared_from_this(), index);
   }
 }
 
-// Tells the sender that its data has been read.
-void Operation::accept_offer(const Receive& receive) {
-  const auto& member = group_->members[receive.peer];
-  if (!group_->messenger->take(member.world_rank, receive.header)) {
+void Operation::check_stands(const Receive& receive, bool stands) const {
+  if (!stands) {
     C10_THROW_ERROR(
         DistBackendError, group_->describe_member(receive.peer) + " has given up this operation while its data was being read");
   }
 }
 
-// After compute(): the senders may have their memory back.
+// Finds what run() can move now; false if that is nothing.
+bool Operation::plan_moves() {
+  moves_.clear();
+  for (const auto& stream : streams_) {
+    const size_t to = std::min(stream->limit(), stream->filled + kMoveBytes);
+    if (to > stream->filled) {
+      moves_.push_back({stream, 0, stream->filled, to});
+    }
+  }
+  for (const auto index : to_move_) {
+    const auto& receive = receives_[index];
+    // Of a stream a part, so that its sender can go on; else all.
+    const size_t most = receive.operand.window != 0 ? kMoveBytes : receive.header.bytes;
+    const size_t to = std::min(receive.available, receive.taken + most);
+    if (to > receive.taken) {
+      moves_.push_back({nullptr, index, receive.taken, to});
+    }
+  }
+  return !moves_.empty();
+}
+
+void Operation::finish_moves() {
+  auto& messenger = *group_->messenger;
+  for (const auto& move : std::exchange(moves_, {})) {
+    if (move.outgoing) {
+      messenger.fill(move.outgoing, move.to);
+      if (move.to < move.outgoing->bytes) {
+        continue;
+      }
+      streams_.erase(std::find(streams_.begin(), streams_.end(), move.outgoing));
+      for (const auto& reader : move.outgoing->readers) {
+        --sending_[group_->group_rank(reader.rank)];
+        --sends_;
+      }
+      continue;
+    }
+    auto& receive = receives_[move.receive];
+    receive.taken = move.to;
+    if (receive.operand.window != 0) {
+      check_stands(receive, messenger.empty(group_->members[receive.peer].world_rank, receive.header, move.to));
+    } else {
+      check_stands(receive, messenger.take(group_->members[receive.peer].world_rank, receive.header));
+    }
+    if (receive.taken == receive.header.bytes) {
+      to_move_.erase(std::find(to_move_.begin(), to_move_.end(), move.receive));
+      complete_receive(receive);
+    }
+  }
+}
+
+Operation::Action Operation::use_operands(size_t bytes) {
+  usable_ = bytes;
+  for (const auto& receive : receives_) {
+    if (receive.in_place) {
+      if (!receive.arrived) {
+        return Action::kWait;
+      }
+      usable_ = std::min(usable_, receive.operand.window != 0 ? std::min(receive.available, used_ + kMoveBytes) : receive.available);
+    }
+  }
+  if (usable_ > used_) {
+    return Action::kCompute;
+  }
+  return used_ == bytes ? Action::kDone : Action::kWait;
+}
+
+// After compute(): the senders may have their memory back, or fill it again.
 void Operation::release_operands() {
+  used_ = std::max(used_, usable_);
   for (auto& receive : receives_) {
-    if (receive.operand.pid != 0) {
-      receive.operand = {};
-      accept_offer(receive);
+    if (!receive.in_place || receive.complete || receive.taken == used_) {
+      continue;
+    }
+    const auto& member = group_->members[receive.peer];
+    const bool all = used_ == receive.header.bytes;
+    receive.taken = used_;
+    if (receive.header.delivery == Delivery::kStream) {
+      check_stands(receive, group_->messenger->empty(member.world_rank, receive.header, used_));
+    } else if (all && receive.header.delivery == Delivery::kOffer) {
+      check_stands(receive, group_->messenger->take(member.world_rank, receive.header));
+    }
+    if (all) {
+      complete_receive(receive);
     }
   }
 }
@@ -208,10 +323,16 @@ void Operation::run() {
       compute();
       return;
     }
-    for (const auto index : copying_) {
-      const auto& receive = receives_[index];
-      const Operand offered = {reinterpret_cast<const void*>(receive.header.address), group_->members[receive.peer].pid};
-      read_operand(offered, 0, receive.data, receive.header.bytes);
+    for (const auto& move : moves_) {
+      if (move.outgoing) {
+        fill_window(
+            move.outgoing->window, shared_memory::Inbox::kWindowBytes, move.from, move.outgoing->data + move.from, move.to - move.from);
+      } else {
+        const auto& receive = receives_[move.receive];
+        read_operand(
+            receive.operand, move.from, static_cast<char*>(receive.data) + move.from, move.to - move.from,
+            receive.header.bytes > kCachedBytes);
+      }
     }
   } catch (const UnreadableMemory& error) {
     for (int peer = 0; peer < size(); ++peer) {
@@ -324,21 +445,31 @@ void Operation::on_transfer_error(size_t token, const std::string& reason) {
   make_ready(shared_from_this());
 }
 
+void Operation::on_room() {
+  make_ready(shared_from_this());
+}
+
+void Operation::on_filled(size_t token, size_t filled) {
+  receives_[token].available = filled;
+  make_ready(shared_from_this());
+}
+
 Operation::Action Operation::step() {
   if (!transfer_error_.empty()) {
     C10_THROW_ERROR(DistBackendError, transfer_error_);
   }
-  const auto done = std::exchange(task_, Task::kNone);
-  if (done == Task::kCompute) {
-    release_operands();
+  switch (std::exchange(task_, Task::kNone)) {
+    case Task::kCompute:
+      release_operands();
+      break;
+    case Task::kMove:
+      finish_moves();
+      break;
+    case Task::kNone:
+      break;
   }
-  for (const auto index : std::exchange(copying_, {})) {
-    accept_offer(receives_[index]);
-    complete_receive(receives_[index]);
-  }
-  if (!to_copy_.empty()) {
-    copying_.swap(to_copy_);
-    task_ = Task::kCopy;
+  if (plan_moves()) {
+    task_ = Task::kMove;
     return Action::kCompute;
   }
   const auto action = advance();

@@ -50,6 +50,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void on_confirm(int source);
   void on_transfer(size_t token) final;
   void on_transfer_error(size_t token, const std::string& reason) final;
+  void on_room() final;
+  void on_filled(size_t token, size_t filled) final;
   // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing; kCompute also when data is
   // to be copied from other processes.
   Action step();
@@ -100,15 +102,33 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   int size() const;
   // Whether all ranks share one host; the same on every rank.
   bool one_host() const;
-  // Sends `bytes` of `data` to group rank `peer` as message `step`. The memory stays untouched until the operation ends.
-  void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false);
+  struct Destination {
+    int peer;
+    double scale = 1.0;
+  };
+  // Sends the same `bytes` of `data` to several group ranks as message `step`. The memory stays untouched until the operation
+  // ends.
+  void send(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm = false);
+  void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
+    send({{peer, scale}}, step, data, bytes, confirm);
+  }
+  // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
+  std::vector<Destination> others() const;
   // Expects exactly `bytes` from `peer` as message `step`, into `data`.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
-  // Expects exactly `bytes` from `peer`, which stay where they are if this process can read them there. compute() then
-  // finds them as operand(); the sender may reuse its memory after that.
+  // Expects exactly `bytes` from `peer`, which stay where this process can read them: compute() finds them as operand().
   size_t receive_operand(int peer, uint16_t step, size_t bytes);
   const Operand& operand(size_t receive) const {
     return receives_[receive].operand;
+  }
+  // For advance(): kCompute when there is more of all operands, of `bytes` each, than compute() has used; it then is to use
+  // bytes used() to usable(). kDone when it has used all, else kWait.
+  Action use_operands(size_t bytes);
+  size_t used() const {
+    return used_;
+  }
+  size_t usable() const {
+    return usable_;
   }
   // Expects a message of any size; fetch() then names the place for its data.
   size_t receive_header(int peer, uint16_t step);
@@ -144,11 +164,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
  private:
   enum class State { kNew, kActive, kEnded };
   struct Receive {
-    int peer;
-    uint16_t step;
-    void* data;
-    size_t bytes;
-    bool any_size;
+    int peer = -1;
+    uint16_t step = 0;
+    void* data = nullptr;
+    size_t bytes = 0;
+    bool any_size = true;
     bool arrived = false;
     bool complete = false;
     size_t segments = 0;
@@ -156,8 +176,18 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     std::vector<char> stash; // inline data whose place is not known yet
     bool in_place = false; // to be read where it is
     Operand operand;
+    size_t available = 0; // bytes that can be read
+    size_t taken = 0; // bytes that were, of a stream
   };
-  enum class Task { kNone, kCopy, kCompute };
+  // A part of a stream that run() moves: out of the user's memory into the window, or out of the window into its place.
+  struct Move {
+    std::shared_ptr<Stream> outgoing; // null: coming in
+    size_t receive = 0;
+    size_t from = 0;
+    size_t to = 0;
+  };
+  enum class Task { kNone, kMove, kCompute };
+  static constexpr size_t kMoveBytes = size_t(256) << 10; // then the other side hears of it
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
   static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
 
@@ -166,8 +196,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void confirm_to(int peer);
   void complete_receive(Receive& receive);
   void take(size_t index, const char* data);
+  Header header_for(uint16_t step, size_t bytes) const;
+  bool plan_moves();
+  void finish_moves();
   void release_operands();
-  void accept_offer(const Receive& receive);
+  void check_stands(const Receive& receive, bool stands) const;
 
   State state_ = State::kNew;
   std::shared_ptr<Group> group_;
@@ -178,9 +211,12 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool confirm_ = true;
   bool has_outputs_ = false;
   std::vector<Receive> receives_;
-  std::vector<size_t> to_copy_; // receives whose data is to be read from the sender's memory
-  std::vector<size_t> copying_; // and those which run() reads
+  std::vector<std::shared_ptr<Stream>> streams_; // going out and not all filled
+  std::vector<size_t> to_move_; // receives whose data is to be brought from other processes to its place
+  std::vector<Move> moves_; // of run()
   Task task_ = Task::kNone;
+  size_t used_ = 0;
+  size_t usable_ = 0;
   std::vector<size_t> receiving_; // by step: receives not complete
   std::vector<size_t> sending_; // by peer: parts that MPI or the peer still reads
   size_t sends_ = 0;

@@ -29,7 +29,7 @@ void* map(int fd, size_t bytes) {
 } // namespace
 
 size_t Inbox::size_for(int ranks) {
-  return pages(sizeof(Shared)) + pages(sizeof(Slot) * static_cast<size_t>(ranks));
+  return pages(sizeof(Shared)) + pages(sizeof(Slot) * static_cast<size_t>(ranks)) + kWindows * kWindowBytes;
 }
 
 Inbox::Slot* Inbox::slots() const {

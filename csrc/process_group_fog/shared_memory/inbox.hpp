@@ -1,4 +1,5 @@
-// What other processes of the host see of this one: a ring from each of them, its doorbell, and its offers.
+// What other processes of the host see of this one: a ring from each of them, its doorbell, its offers, and windows through
+// which it streams data to them.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,9 @@ namespace fog::shared_memory {
 class Inbox {
  public:
   static constexpr uint32_t kOffers = 1024;
+  static constexpr uint32_t kWindows = 32;
+  // Large enough that two ranks which share a core do not change places too often, small enough to stay in the cache.
+  static constexpr size_t kWindowBytes = size_t(1) << 20;
 
   // What a peer has said about itself.
   enum Peer : uint32_t {
@@ -53,6 +57,10 @@ class Inbox {
   // Which message's data a peer may read through an offer; 0 once it may not any more.
   std::atomic<uint64_t>& offer(uint32_t index) const {
     return shared_->offers[index];
+  }
+  // Memory that the owner fills and peers empty.
+  char* window(uint32_t index) const {
+    return reinterpret_cast<char*>(shared_) + bytes_ - (kWindows - index) * kWindowBytes;
   }
   // Whether this process can read the memory of the inbox's owner: tries it.
   bool owner_is_readable() const;

@@ -11,48 +11,52 @@ char* Allreduce::slice(int rank) const {
   return data_ + (whole_ ? 0 : slice_of(numel_, rank, size()).begin * item());
 }
 
+// Bytes that this rank reduces.
+size_t Allreduce::part() const {
+  return (whole_ ? numel_ : slice_of(numel_, rank(), size()).numel) * item();
+}
+
 void Allreduce::launch() {
   whole_ = numel_ * item() <= Messenger::kInlineBytes;
-  const size_t mine = (whole_ ? numel_ : slice_of(numel_, rank(), size()).numel) * item();
   use_own_input(slice(rank()));
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) {
       continue;
     }
-    expect_input(peer, mine);
+    expect_input(peer, part());
     if (!whole_) {
       // Comes after `peer` has all of its slice from here, so nothing that is still to be read is overwritten.
       receive(peer, 1, slice(peer), slice_of(numel_, peer, size()).numel * item());
     }
   }
-  for (int distance = 1; distance < size(); ++distance) {
-    const int peer = (rank() + distance) % size(); // not everybody to rank 0 first
-    send(peer, 0, slice(peer), (whole_ ? numel_ : slice_of(numel_, peer, size()).numel) * item(), scale());
+  auto destinations = others();
+  for (auto& destination : destinations) {
+    destination.scale = scale();
+    if (!whole_) {
+      send({destination}, 0, slice(destination.peer), slice_of(numel_, destination.peer, size()).numel * item());
+    }
+  }
+  if (whole_) {
+    send(destinations, 0, data_, part());
   }
 }
 
 Operation::Action Allreduce::advance() {
-  if (phase_ == Phase::kCollect) {
-    if (!received(0)) {
-      return Action::kWait;
+  if (!reduced_) {
+    const auto action = use_operands(part());
+    if (action != Action::kDone) {
+      return action;
     }
-    collect_inputs();
-    phase_ = Phase::kReduced;
-    return Action::kCompute;
-  }
-  if (phase_ == Phase::kReduced) {
-    phase_ = Phase::kSpread;
+    reduced_ = true;
     if (!whole_) {
-      for (int distance = 1; distance < size(); ++distance) {
-        send((rank() + distance) % size(), 1, slice(rank()), slice_of(numel_, rank(), size()).numel * item());
-      }
+      send(others(), 1, slice(rank()), part());
     }
   }
   return whole_ || received(1) ? Action::kDone : Action::kWait;
 }
 
 void Allreduce::compute() {
-  reduce_into(slice(rank()), whole_ ? numel_ : slice_of(numel_, rank(), size()).numel);
+  reduce_into(slice(rank()));
 }
 
 } // namespace fog::mpi

@@ -22,13 +22,13 @@ class Allreduce : public Reduction {
   void compute() override;
 
  private:
-  enum class Phase { kCollect, kReduced, kSpread };
   char* slice(int rank) const;
+  size_t part() const;
 
   char* const data_;
   const size_t numel_;
   bool whole_ = false; // not cut into slices
-  Phase phase_ = Phase::kCollect;
+  bool reduced_ = false;
 };
 
 } // namespace fog::mpi

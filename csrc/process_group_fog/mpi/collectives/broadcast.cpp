@@ -46,8 +46,8 @@ void Broadcast::send_down() {
   passed_on_ = true;
   const int distance = (rank() - signature_.root + size()) % size();
   if (shape_ == Shape::kStar) {
-    for (int other = 1; distance == 0 && other < size(); ++other) {
-      send(relative(other), 0, data_, bytes_);
+    if (distance == 0) {
+      send(others(), 0, data_, bytes_);
     }
     return;
   }

@@ -16,11 +16,13 @@ void GatherConcat::launch() {
       receive_header(source, 0);
     }
   }
+  std::vector<Destination> destinations;
   for (const int destination : destinations_) {
     if (destination != rank()) {
-      send(destination, 0, tensor_.const_data_ptr(), tensor_.nbytes(), 1.0, true);
+      destinations.push_back({destination});
     }
   }
+  send(destinations, 0, tensor_.const_data_ptr(), tensor_.nbytes(), true);
 }
 
 Operation::Action GatherConcat::advance() {

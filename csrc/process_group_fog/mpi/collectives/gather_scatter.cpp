@@ -21,11 +21,10 @@ Allgather::Allgather(Signature signature, Block input, std::vector<Block> output
 
 void Allgather::launch() {
   for (int distance = 1; distance < size(); ++distance) {
-    const int to = (rank() + distance) % size();
     const int from = (rank() - distance + size()) % size();
     receive(from, 0, outputs_[from].data, outputs_[from].bytes);
-    send(to, 0, input_.data, input_.bytes);
   }
+  send(others(), 0, input_.data, input_.bytes);
 }
 
 Operation::Action Allgather::advance() {

@@ -11,24 +11,19 @@ NeighborAllreduce::NeighborAllreduce(Signature signature, NeighborPlan plan, con
     : Operation(signature), plan_(std::move(plan)), in_(in), out_(out), numel_(numel) {}
 
 void NeighborAllreduce::launch() {
-  const size_t bytes = numel_ * c10::elementSize(static_cast<c10::ScalarType>(signature_.dtype));
+  bytes_ = numel_ * c10::elementSize(static_cast<c10::ScalarType>(signature_.dtype));
   for (const auto& source : plan_.sources()) {
-    receive_operand(source.rank, 0, bytes);
+    receive_operand(source.rank, 0, bytes_);
   }
+  std::vector<Destination> destinations;
   for (const auto& destination : plan_.destinations()) {
-    send(destination.rank, 0, in_, bytes, destination.weight, true);
+    destinations.push_back({destination.rank, destination.weight});
   }
+  send(destinations, 0, in_, bytes_, true);
 }
 
 Operation::Action NeighborAllreduce::advance() {
-  if (combined_) {
-    return Action::kDone;
-  }
-  if (!received(0)) {
-    return Action::kWait;
-  }
-  combined_ = true;
-  return Action::kCompute;
+  return use_operands(bytes_);
 }
 
 void NeighborAllreduce::compute() {
@@ -51,14 +46,16 @@ void NeighborAllreduce::compute() {
   for (size_t i = 0; i < sources; ++i) {
     add(operand(i), share * plan_.sources()[i].weight * header(i).scale);
   }
-  add({in_, 0}, share * plan_.self_weight());
+  add({in_, 0, 0}, share * plan_.self_weight());
+  auto* out = static_cast<char*>(out_);
   if (operands.empty()) {
-    std::memset(out_, 0, numel_ * item);
+    std::memset(out + used(), 0, usable() - used());
     return;
   }
-  for_blocks(operands, item, numel_, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
-    weighted_sum(dtype, static_cast<char*>(out_) + begin * item, inputs, weights, mean, count);
-  });
+  for_blocks(
+      operands, item, used() / item, usable() / item, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
+        weighted_sum(dtype, out + begin * item, inputs, weights, mean, count);
+      });
 }
 
 } // namespace fog::mpi

@@ -22,7 +22,7 @@ class NeighborAllreduce : public Operation {
   const void* const in_;
   void* const out_;
   const size_t numel_;
-  bool combined_ = false;
+  size_t bytes_ = 0;
 };
 
 } // namespace fog::mpi

@@ -23,13 +23,13 @@ void Reduce::launch() {
     expect_announcement(signature_.root);
     return;
   }
-  const size_t mine = whole_ ? numel_ * item() : slice_of(numel_, rank(), size()).numel * item();
+  part_ = whole_ ? numel_ * item() : slice_of(numel_, rank(), size()).numel * item();
   use_own_input(whole_ ? data_ : slice(rank()));
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) {
       continue;
     }
-    expect_input(peer, mine);
+    expect_input(peer, part_);
     if (whole_) {
       announce_to(peer);
     } else {
@@ -39,32 +39,28 @@ void Reduce::launch() {
       }
     }
   }
-  result_ = at_root() ? (whole_ ? data_ : slice(rank())) : static_cast<char*>(scratch(mine));
+  result_ = at_root() ? (whole_ ? data_ : slice(rank())) : static_cast<char*>(scratch(part_));
 }
 
 Operation::Action Reduce::advance() {
   if (whole_ && !at_root()) {
     return announced() ? Action::kDone : Action::kWait;
   }
-  if (phase_ == Phase::kCollect) {
-    if (!received(0)) {
-      return Action::kWait;
+  if (!reduced_) {
+    const auto action = use_operands(part_);
+    if (action != Action::kDone) {
+      return action;
     }
-    collect_inputs();
-    phase_ = Phase::kReduced;
-    return Action::kCompute;
-  }
-  if (phase_ == Phase::kReduced) {
-    phase_ = Phase::kGather;
+    reduced_ = true;
     if (!whole_ && !at_root()) {
-      send(signature_.root, 1, result_, slice_of(numel_, rank(), size()).numel * item());
+      send(signature_.root, 1, result_, part_);
     }
   }
-  return received(1) ? Action::kDone : Action::kWait;
+  return received(1) && announced() ? Action::kDone : Action::kWait;
 }
 
 void Reduce::compute() {
-  reduce_into(result_, whole_ ? numel_ : slice_of(numel_, rank(), size()).numel);
+  reduce_into(result_);
 }
 
 } // namespace fog::mpi

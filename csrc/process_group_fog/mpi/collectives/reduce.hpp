@@ -17,7 +17,6 @@ class Reduce : public Reduction {
   void compute() override;
 
  private:
-  enum class Phase { kCollect, kReduced, kGather };
   bool at_root() const {
     return rank() == signature_.root;
   }
@@ -26,7 +25,8 @@ class Reduce : public Reduction {
   char* const data_;
   const size_t numel_;
   bool whole_ = false;
-  Phase phase_ = Phase::kCollect;
+  bool reduced_ = false;
+  size_t part_ = 0; // bytes that this rank reduces
   char* result_ = nullptr;
 };
 

@@ -22,19 +22,11 @@ void ReduceScatter::launch() {
 }
 
 Operation::Action ReduceScatter::advance() {
-  if (reduced_) {
-    return Action::kDone;
-  }
-  if (!received(0)) {
-    return Action::kWait;
-  }
-  collect_inputs();
-  reduced_ = true;
-  return Action::kCompute;
+  return use_operands(bytes_[rank()]);
 }
 
 void ReduceScatter::compute() {
-  reduce_into(out_, bytes_[rank()] / item());
+  reduce_into(out_);
 }
 
 } // namespace fog::mpi

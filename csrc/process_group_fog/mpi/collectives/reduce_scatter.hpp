@@ -19,7 +19,6 @@ class ReduceScatter : public Reduction {
   const std::vector<const void*> sends_from_;
   const std::vector<size_t> bytes_;
   void* const out_;
-  bool reduced_ = false;
 };
 
 } // namespace fog::mpi

@@ -20,19 +20,17 @@ void Reduction::expect_input(int peer, size_t bytes) {
   expected_.push_back({peer, receive_operand(peer, 0, bytes)});
 }
 
-void Reduction::collect_inputs() {
+void Reduction::reduce_into(void* out) {
   for (const auto& [peer, receive] : expected_) {
     operands_[peer] = operand(receive);
     scales_[peer] = header(receive).scale;
   }
-}
-
-void Reduction::reduce_into(void* out, size_t numel) const {
   const auto op = static_cast<c10d::ReduceOp::RedOpType>(signature_.reduce_op);
   const auto dtype = static_cast<c10::ScalarType>(signature_.dtype);
-  for_blocks(operands_, item_, numel, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
-    reduce(op, dtype, static_cast<char*>(out) + begin * item_, inputs, scales_, count);
-  });
+  for_blocks(
+      operands_, item_, used() / item_, usable() / item_, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
+        reduce(op, dtype, static_cast<char*>(out) + begin * item_, inputs, scales_, count);
+      });
 }
 
 } // namespace fog::mpi

@@ -15,10 +15,8 @@ class Reduction : public Operation {
   void use_own_input(const void* data);
   // The input of `peer` comes as its message 0.
   void expect_input(int peer, size_t bytes);
-  // Once these have been received, before reduce_into().
-  void collect_inputs();
-  // For compute(). `out` may be this rank's own input.
-  void reduce_into(void* out, size_t numel) const;
+  // For compute(): what use_operands() has found. `out` may be this rank's own input.
+  void reduce_into(void* out);
 
   size_t item() const {
     return item_;
