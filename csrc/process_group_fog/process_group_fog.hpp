@@ -138,7 +138,13 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> hosts() const;
 
  private:
-  struct Call;
+  // What the Work says of an operation.
+  struct Call {
+    c10d::OpType type;
+    const char* title; // in the profiler
+    std::vector<at::Tensor> inputs; // for the profiler
+    std::vector<at::Tensor> outputs; // result()
+  };
 
   CallOptions call_options(std::chrono::milliseconds timeout) const;
   c10::intrusive_ptr<c10d::Work> submit(
