@@ -1,6 +1,8 @@
 // Operations that move tensors and compute nothing: broadcast, gathers, scatter, all-to-all.
 #include "process_group_fog.hpp"
 
+#include <ATen/Functions.h>
+
 #include "arguments.hpp"
 #include "mpi/collectives/broadcast.hpp"
 #include "mpi/collectives/gather_scatter.hpp"
@@ -65,8 +67,30 @@ std::vector<mpi::Block> split_rows(
 } // namespace
 
 WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
-  auto tensor = only_tensor("broadcast", "tensors", tensors);
-  return broadcast_named(tensor, static_cast<int>(options.rootRank), call_options(options.timeout));
+  if (tensors.size() == 1) {
+    return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options.timeout));
+  }
+  // The root sends one tensor of its list, which every rank writes to all of its own.
+  check_list("broadcast", "tensors", tensors);
+  check_root("broadcast", options.rootRank);
+  TORCH_CHECK_VALUE(
+      options.rootTensor >= 0 && options.rootTensor < static_cast<int64_t>(tensors.size()), "broadcast: rootTensor: got ",
+      options.rootTensor, "; allowed are 0 to ", tensors.size() - 1);
+  const auto sent = at::empty(tensors[0].sizes(), tensors[0].options().requires_grad(false));
+  if (rank_ == options.rootRank) {
+    copy_tensor(sent, tensors[options.rootTensor]);
+  }
+  auto signature = Signature::of(OpKind::kBroadcast, sent);
+  signature.root = static_cast<int32_t>(options.rootRank);
+  const auto block = block_of(sent);
+  auto operation = std::make_shared<mpi::Broadcast>(signature, block.data, block.bytes);
+  operation->keep(sent);
+  operation->set_epilogue([sent, tensors] {
+    for (const auto& tensor : tensors) {
+      copy_tensor(tensor, sent);
+    }
+  });
+  return submit(operation, {OpType::BROADCAST, "fog:broadcast", tensors, tensors}, call_options(options.timeout));
 }
 
 WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const CallOptions& options) {
@@ -85,7 +109,15 @@ WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const Cal
 
 WorkPtr ProcessGroupFog::allgather(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
-  const auto input = only_tensor("allgather", "inputs", inputs);
+  if (inputs.size() != 1) {
+    // Every list of outputs takes all tensors of all ranks.
+    check_list("allgather", "inputs", inputs);
+    TORCH_CHECK_VALUE(
+        output_lists.size() == inputs.size(), "allgather: outputs: got ", output_lists.size(), " lists; allowed is one for each of the ",
+        inputs.size(), " inputs");
+    return allgather_flat(OpType::ALLGATHER, inputs, output_lists, call_options(options.timeout));
+  }
+  const auto& input = inputs[0];
   const auto& outputs = only_list("allgather", "outputs", output_lists);
   check_allgather(outputs, input, size_);
   Staging staging;
@@ -126,25 +158,52 @@ WorkPtr ProcessGroupFog::allgather_coalesced(
   TORCH_CHECK_VALUE(
       static_cast<int>(output_lists.size()) == size_, "allgather_coalesced: outputs: got ", output_lists.size(),
       " lists; allowed is one for each of the ", size_, " ranks");
+  std::vector<at::Tensor> outputs;
   for (const auto& list : output_lists) {
     TORCH_CHECK_VALUE(
         list.size() == inputs.size(), "allgather_coalesced: outputs: got a list of ", list.size(), " tensors; allowed is one for each of the ",
         inputs.size(), " inputs");
+    outputs.insert(outputs.end(), list.begin(), list.end());
   }
-  std::vector<std::vector<at::Tensor>> outputs(inputs.size()); // by input
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    for (const auto& list : output_lists) {
-      outputs[i].push_back(list[i]);
+  return allgather_flat(OpType::ALLGATHER_COALESCED, inputs, {outputs}, call_options(options.timeout));
+}
+
+WorkPtr ProcessGroupFog::allgather_flat(
+    OpType type,
+    const std::vector<at::Tensor>& inputs,
+    const std::vector<std::vector<at::Tensor>>& outputs,
+    const CallOptions& options) {
+  const char* op = type == OpType::ALLGATHER ? "allgather" : "allgather_coalesced";
+  int64_t numel = 0;
+  for (const auto& input : inputs) {
+    check_tensor(op, "inputs", input);
+    check_same(op, "inputs", input, inputs[0]);
+    numel += input.numel();
+  }
+  std::vector<at::Tensor> results;
+  for (const auto& list : outputs) {
+    TORCH_CHECK_VALUE(
+        list.size() == inputs.size() * static_cast<size_t>(size_), op, ": outputs: got a list of ", list.size(),
+        " tensors; allowed is one for each of the ", inputs.size(), " inputs of the ", size_, " ranks");
+    for (size_t i = 0; i < list.size(); ++i) {
+      check_output(op, "outputs", list[i]);
+      check_same(op, "outputs", list[i], inputs[0]);
+      check_numel(op, "outputs", list[i], inputs[i % inputs.size()].numel());
     }
-    check_allgather(outputs[i], inputs[i], size_); // all before the first is sent
+    results.insert(results.end(), list.begin(), list.end());
   }
-  std::vector<WorkPtr> works;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    std::vector<std::vector<at::Tensor>> lists = {outputs[i]};
-    std::vector<at::Tensor> input = {inputs[i]};
-    works.push_back(allgather(lists, input, options));
-  }
-  return when_all(OpType::ALLGATHER_COALESCED, std::move(works));
+  const auto sent = flatten(inputs);
+  const auto received = at::empty({size_ * numel}, sent.options().requires_grad(false));
+  auto operation =
+      std::make_shared<mpi::Allgather>(Signature::of(OpKind::kAllgather, sent), block_of(sent), parts_of(received, size_));
+  operation->keep(sent);
+  operation->keep(received);
+  operation->set_epilogue([received, outputs] {
+    for (const auto& list : outputs) {
+      unflatten(received, list);
+    }
+  });
+  return submit(operation, {type, "fog:all_gather", inputs, results}, options);
 }
 
 WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
@@ -197,6 +256,22 @@ WorkPtr ProcessGroupFog::gather(
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::GATHER, "fog:gather", inputs, outputs}, call_options(options.timeout));
 }
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+WorkPtr ProcessGroupFog::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) {
+  std::vector<std::vector<at::Tensor>> outputs;
+  if (rank_ == options.rootRank) {
+    check_output("gather_single", "output", output);
+    check_tensor("gather_single", "input", input);
+    check_same("gather_single", "output", output, input);
+    check_numel("gather_single", "output", output, input.numel() * size_);
+    TORCH_CHECK_VALUE(output.is_contiguous(), "gather_single: output: got a tensor that is not contiguous");
+    outputs.push_back(output.detach().view({size_, -1}).unbind());
+  }
+  std::vector<at::Tensor> inputs = {input};
+  return gather(outputs, inputs, options);
+}
+#endif
 
 WorkPtr ProcessGroupFog::scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& input_lists, const c10d::ScatterOptions& options) {

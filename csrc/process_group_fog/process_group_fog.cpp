@@ -1,5 +1,7 @@
 #include "process_group_fog.hpp"
 
+#include <algorithm>
+
 #include <c10/util/Exception.h>
 
 #include "mpi/engine.hpp"
@@ -19,6 +21,49 @@ ProcessGroupFog::ProcessGroupFog(
 
 ProcessGroupFog::~ProcessGroupFog() {
   mpi::Engine::instance().close(group_);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < size_, "split: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+    TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split: ranks: got rank ", rank, " more than once");
+  }
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) {
+    return nullptr;
+  }
+  auto child = child_options("split", options);
+  child->global_ranks_in_group.clear();
+  for (const int rank : ranks) {
+    const auto& global = options_->global_ranks_in_group; // empty in the default group
+    child->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global[rank]);
+  }
+  return c10::make_intrusive<ProcessGroupFog>(
+      store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), std::move(child));
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::merge(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options,
+    const int& rank,
+    const int& size) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "merge: rank: got ", rank, "; allowed are ranks 0 to ", size - 1);
+  auto child = child_options("merge", options);
+  child->global_ranks_in_group.clear(); // those of this group say nothing about the new one
+  return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(child));
+}
+
+c10::intrusive_ptr<ProcessGroupFog::Options> ProcessGroupFog::child_options(
+    const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const {
+  const auto* given = dynamic_cast<const Options*>(options.get());
+  TORCH_CHECK_TYPE(
+      given != nullptr, op, ": options: got ", options ? "those of backend " + options->backend : std::string("none"),
+      "; allowed are ProcessGroupFog.Options");
+  return c10::make_intrusive<Options>(*given); // the caller may use his for several groups
 }
 
 void ProcessGroupFog::shutdown() {

@@ -1,10 +1,8 @@
 // allreduce, reduce and reduce_scatter in their forms.
 #include "process_group_fog.hpp"
 
-#include <ATen/Functions.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include "arguments.hpp"
+#include "arithmetic.hpp"
 #include "mpi/collectives/allreduce.hpp"
 #include "mpi/collectives/reduce.hpp"
 #include "mpi/collectives/reduce_scatter.hpp"
@@ -28,8 +26,36 @@ void check_reduce_scatter_base(const at::Tensor& output, const at::Tensor& input
 } // namespace
 
 WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
-  auto tensor = only_tensor("allreduce", "tensors", tensors);
-  return allreduce_named(tensor, options.reduceOp, call_options(options.timeout));
+  if (!tensors.empty() && tensors[0].defined() && tensors[0].layout() == at::kSparse) {
+    return allreduce_sparse(tensors, options);
+  }
+  if (tensors.size() == 1) {
+    return allreduce_named(tensors[0], options.reduceOp, call_options(options.timeout));
+  }
+  // All tensors of all ranks are reduced to one result, which every tensor gets.
+  check_list("allreduce", "tensors", tensors);
+  TORCH_CHECK_VALUE(
+      options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; with AVG allowed is one a rank");
+  const auto reduced = flatten({tensors[0]});
+  const auto signature = reduction_signature(OpKind::kAllreduce, tensors[0], options.reduceOp);
+  const double factor = factor_of(options.reduceOp);
+  const auto local_op =
+      options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM ? c10d::ReduceOp::SUM : options.reduceOp.op_; // the factor comes later
+  Staging staging;
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    const auto staged = staging.input(tensors[i]);
+    fog::reduce(
+        local_op, reduced.scalar_type(), reduced.mutable_data_ptr(), {reduced.const_data_ptr(), staged.const_data_ptr()}, {},
+        static_cast<size_t>(reduced.numel()));
+  }
+  auto operation = std::make_shared<mpi::Allreduce>(signature, block_of(reduced).data, reduced.numel(), factor);
+  operation->keep(reduced);
+  operation->set_epilogue([reduced, tensors] {
+    for (const auto& tensor : tensors) {
+      unflatten(reduced, {tensor});
+    }
+  });
+  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", tensors, tensors}, call_options(options.timeout));
 }
 
 WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options) {
@@ -47,34 +73,16 @@ WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceO
 WorkPtr ProcessGroupFog::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
   TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_coalesced: tensors: got an empty list");
-  int64_t numel = 0;
   for (const auto& tensor : tensors) {
     check_output("allreduce_coalesced", "tensors", tensor);
     check_same("allreduce_coalesced", "tensors", tensor, tensors[0]);
-    numel += tensor.numel();
   }
-  // One flat tensor, one exchange.
-  at::Tensor flat;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    flat = at::empty({numel}, tensors[0].options());
-    int64_t begin = 0;
-    for (const auto& tensor : tensors) {
-      flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()).copy_(tensor);
-      begin += tensor.numel();
-    }
-  }
+  const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
-  auto operation = std::make_shared<mpi::Allreduce>(signature, block_of(flat).data, numel, factor_of(options.reduceOp));
+  auto operation =
+      std::make_shared<mpi::Allreduce>(signature, block_of(flat).data, flat.numel(), factor_of(options.reduceOp));
   operation->keep(flat);
-  operation->set_epilogue([flat, tensors] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    int64_t begin = 0;
-    for (const auto& tensor : tensors) {
-      tensor.copy_(flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
-      begin += tensor.numel();
-    }
-  });
+  operation->set_epilogue([flat, tensors] { unflatten(flat, tensors); });
   return submit(
       operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options.timeout));
 }

@@ -34,7 +34,7 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
       Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::RECV, "fog:recv", {}, tensors}, call_options(c10d::kUnsetTimeout));
+  return submit(operation, {OpType::RECV, "fog:recv", tensors, tensors}, call_options(c10d::kUnsetTimeout));
 }
 
 WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
@@ -49,7 +49,7 @@ WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag
       Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::RECVANYSOURCE, "fog:recvAnySource", {}, tensors}, call_options(c10d::kUnsetTimeout));
+  return submit(operation, {OpType::RECVANYSOURCE, "fog:recvAnySource", tensors, tensors}, call_options(c10d::kUnsetTimeout));
 }
 
 } // namespace fog
