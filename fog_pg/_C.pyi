@@ -163,6 +163,10 @@ class ProcessGroupFog(Backend):
         """Does nothing: what torch calls on ranks outside of a new group, which some backends need for a split."""
 
     @property
+    def options(self) -> ProcessGroupFog.Options:
+        """A copy of the group's options; changing it changes nothing."""
+
+    @property
     def local_ranks(self) -> list[int]:
         """Ranks of this group on this rank's host, ascending, itself included."""
 

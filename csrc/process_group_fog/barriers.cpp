@@ -17,9 +17,9 @@ namespace {
 // longer before they speak for themselves.
 constexpr auto kReportTime = std::chrono::milliseconds(1000);
 
-// "Rank 2", "Ranks 1, 3"
-std::string name_ranks(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "Rank " : "Ranks ";
+// "Ranks 1, 3"
+std::string name_ranks(const std::vector<int>& ranks, bool all) {
+  std::string text = all ? "Ranks " : "Rank ";
   for (size_t i = 0; i < ranks.size(); ++i) {
     text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
   }
@@ -62,7 +62,7 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            name_ranks(missing), " failed to pass monitoredBarrier in ", timeout.count(), " ms: ", error.what_without_backtrace()));
+            name_ranks(missing, wait_all_ranks), " failed to pass monitoredBarrier in ", timeout.count(), " ms: ", error.what_without_backtrace()));
   }
 }
 

@@ -178,6 +178,11 @@ PYBIND11_MODULE(_C, module) {
           "perform_nocolor_split",
           [](ProcessGroupFog&, const at::Device&) {},
           py::arg("device"))
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupFog& self) {
+            return c10::static_intrusive_pointer_cast<ProcessGroupFog::Options>(self.getBackendOptions());
+          })
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
 
