@@ -13,6 +13,8 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
+// The errors below begin with the words that scripts know from Gloo.
+
 // Rank 0 alone knows who is missing. The others, whose time ends at about the same moment, give its report this much
 // longer before they speak for themselves.
 constexpr auto kReportTime = std::chrono::milliseconds(1000);
@@ -47,7 +49,8 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
       C10_THROW_ERROR(
           DistBackendError,
           c10::str(
-              "Rank ", rank_, " came to monitored_barrier of group '", group_->name, "' but did not get through: ",
+              "Rank ", rank_, " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0 of group '",
+              group_->name, "': ",
               error.what_without_backtrace()));
     }
     std::vector<int> missing;
