@@ -18,20 +18,16 @@ from harness import BACKEND
 DRIVER_VARIABLE = "CONFORMANCE"
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DRIVER = ROOT.parent / "shared" / "conformance" / "torch_distributed_suite.py"
-TIMEOUT = 300.0
+# Of a hang; the cases take a fraction of a minute on an idle machine.
+TIMEOUT = 900.0
 
-# Of every family of cases the one that does most.
+# Cases that do most of their kind.
 CASES = [
-    "test_DistributedDataParallelCPU_grad_is_view",
     "test_accumulate_gradients_no_sync",
     "test_all_gather_coalesced_with_empty",
     "test_all_gather_object_default_pg",
     "test_all_reduce_coalesced_sum",
-    "test_all_reduce_sum_async",
-    "test_barrier_full_group",
     "test_batch_isend_irecv_gloo_tags",
-    "test_broadcast",
-    "test_gather_full_group",
     "test_isend_autograd_profiler",
     "test_reduce_max",
     "test_scatter_object_list",
