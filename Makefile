@@ -11,11 +11,14 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Passed on to the demo or to pytest: make demo ARGS="--optimizer atc", make test ARGS="-k neighbor -x".
 ARGS ?=
+# Driver of PyTorch's own distributed suite, which is not part of this repository, and the ranks it runs with.
+CONFORMANCE ?= ../shared/conformance/torch_distributed_suite.py
+CONFORMANCE_RANKS ?= 3 4
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test clean FORCE
+.PHONY: help build demo test conformance clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -32,6 +35,7 @@ PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 help:
 	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--optimizer atc --dynamic\")"
 	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
+	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -45,7 +49,20 @@ demo: build
 
 test: build
 	@echo "== tests"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" python -m pytest tests $(ARGS)
+
+# Runs every number of ranks also if cases fail with the one before.
+conformance: build
+	@if [ ! -f "$(CONFORMANCE)" ]; then \
+		echo "the driver of PyTorch's suite is not at CONFORMANCE=$(CONFORMANCE): name the file torch_distributed_suite.py there" >&2; exit 1; \
+	fi
+	@mkdir -p build/conformance
+	@failed=0; for ranks in $(CONFORMANCE_RANKS); do \
+		report=build/conformance/fog-$$ranks.txt; rm -f $$report; \
+		echo "== PyTorch's suite: $$ranks ranks, a line a case in $$report"; \
+		$(IN_VENV) OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" SUITE_BACKEND=fog SUITE_WORLD_SIZE=$$ranks SUITE_REPORT=$$report \
+			python "$(CONFORMANCE)" $(ARGS) || failed=1; \
+	done; exit $$failed
 
 clean:
 	@echo "== removing $(VENV) and what was built"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, ReduceOp, Store, Work
 
@@ -157,6 +158,13 @@ class ProcessGroupFog(Backend):
         self, tensor: Tensor, root: int, *, name: str = "", timeout: timedelta | None = None
     ) -> Work:
         """c10d's broadcast, in place, with a name; `root` is a rank of this group."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Does nothing: what torch calls on ranks outside of a new group, which some backends need for a split."""
+
+    @property
+    def options(self) -> ProcessGroupFog.Options:
+        """A copy of the group's options; changing it changes nothing."""
 
     @property
     def local_ranks(self) -> list[int]:

@@ -173,6 +173,16 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
+      // new_group calls it on ranks outside of a new group, if the backend can split and has a device of its own.
+      .def(
+          "perform_nocolor_split",
+          [](ProcessGroupFog&, const at::Device&) {},
+          py::arg("device"))
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupFog& self) {
+            return c10::static_intrusive_pointer_cast<ProcessGroupFog::Options>(self.getBackendOptions());
+          })
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
 

@@ -26,6 +26,11 @@ class ProcessGroupFog : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : c10d::Backend::Options("fog", timeout) {}
 
+    // What torch 2.15 and later make child groups' options with; older ones have no such function.
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const {
+      return c10::make_intrusive<Options>(*this);
+    }
+
     // Whether ranks that only send in an operation (the root of a broadcast, say) wait until the receivers have accepted
     // their messages. Without it they learn of a disagreement at their next operation only.
     bool confirm = true;
@@ -39,8 +44,12 @@ class ProcessGroupFog : public c10d::Backend {
   const std::string getBackendName() const override {
     return "fog";
   }
+  // A copy: up to torch 2.14, ProcessGroup::splitGroup() writes the child's name and time-out into what it gets here.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
-    return c10::static_intrusive_pointer_cast<c10d::Backend::Options>(options_);
+    return options_->clone();
+  }
+  bool supportsSplitting() const override {
+    return true;
   }
   bool supportsCoalescing() const override {
     return true;
@@ -49,6 +58,9 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> broadcast(
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options = c10d::BroadcastOptions()) override;
   c10::intrusive_ptr<c10d::Work> allreduce(
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override;
+  // SUM of sparse COO tensors, coalesced; every rank's may have its own entries. allreduce() takes them as well.
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
       std::vector<at::Tensor>& tensors,
@@ -73,6 +85,10 @@ class ProcessGroupFog : public c10d::Backend {
       std::vector<std::vector<at::Tensor>>& outputs,
       std::vector<at::Tensor>& inputs,
       const c10d::GatherOptions& options = c10d::GatherOptions()) override;
+#ifdef C10D_BACKEND_HAS_WINDOW // torch 2.14 and later
+  c10::intrusive_ptr<c10d::Work> gather_single(
+      at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options = c10d::GatherOptions()) override;
+#endif
   c10::intrusive_ptr<c10d::Work> scatter(
       std::vector<at::Tensor>& outputs,
       std::vector<std::vector<at::Tensor>>& inputs,
@@ -101,12 +117,31 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options = c10d::BarrierOptions()) override;
+  // Blocks. If ranks do not come in time, rank 0 throws an error that names them (the first of them unless
+  // `wait_all_ranks`); the others throw what rank 0 reports.
+  void monitoredBarrier(
+      const c10d::BarrierOptions& options = c10d::BarrierOptions(), bool wait_all_ranks = false) override;
+
+  // A group of its own for `ranks` of this one, which must all call it; null on ranks that are not among them. Each rank's
+  // place in `ranks` is its rank in the new group, which meets at `store`.
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
+  // A group of the `size` ranks that meet at `store`, whatever groups they came from.
+  c10::intrusive_ptr<c10d::Backend> merge(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const c10::intrusive_ptr<c10d::Backend::Options>& options,
+      const int& rank,
+      const int& size) override;
 
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override {
     options_->timeout = timeout;
   }
+  // Every operation is timed anyway.
+  void enableCollectivesTiming() override {}
   // Sequence numbers count from 0 on every rank; there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
@@ -138,8 +173,16 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> hosts() const;
 
  private:
-  struct Call;
+  // What the Work says of an operation.
+  struct Call {
+    c10d::OpType type;
+    const char* title; // in the profiler
+    std::vector<at::Tensor> inputs; // for the profiler
+    std::vector<at::Tensor> outputs; // result()
+  };
 
+  c10::intrusive_ptr<Options> child_options(
+      const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
   c10::intrusive_ptr<c10d::Work> submit(
       const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
@@ -151,6 +194,12 @@ class ProcessGroupFog : public c10d::Backend {
       std::vector<int> destinations,
       const CallOptions& options);
   void check_plan(const NeighborPlan& plan) const;
+  // allgather of several tensors a rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
+  c10::intrusive_ptr<c10d::Work> allgather_flat(
+      c10d::OpType type,
+      const std::vector<at::Tensor>& inputs,
+      const std::vector<std::vector<at::Tensor>>& outputs,
+      const CallOptions& options);
   void check_root(const char* op, int64_t root) const;
   void check_peer(const char* op, int peer, int tag) const;
 

@@ -34,6 +34,10 @@ const char* name_of(OpKind kind) {
       return "neighbor_allgather";
     case OpKind::kAllgatherConcat:
       return "allgather_concat";
+    case OpKind::kAllreduceSparse:
+      return "allreduce_sparse";
+    case OpKind::kMonitoredBarrier:
+      return "monitored_barrier";
   }
   return "unknown op";
 }
@@ -57,6 +61,7 @@ bool Signature::agrees_with(const Signature& other) const {
       return true;
     case OpKind::kNeighborAllgather:
     case OpKind::kAllgatherConcat:
+    case OpKind::kAllreduceSparse:
       return dims == other.dims && std::equal(shape.begin() + 1, shape.end(), other.shape.begin() + 1);
     case OpKind::kPointToPoint: // a flat buffer for a matrix is in use
       return numel == other.numel;

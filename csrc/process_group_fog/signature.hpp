@@ -25,6 +25,8 @@ enum class OpKind : uint8_t {
   kNeighborAllreduce,
   kNeighborAllgather,
   kAllgatherConcat,
+  kAllreduceSparse,
+  kMonitoredBarrier,
 };
 
 const char* name_of(OpKind kind);

@@ -51,6 +51,45 @@ const std::vector<at::Tensor>& only_list(
   return lists[0];
 }
 
+void check_list(const char* op, const char* argument, const std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(!tensors.empty(), op, ": ", argument, ": got an empty list");
+  for (const auto& tensor : tensors) {
+    check_output(op, argument, tensor);
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == tensors[0].scalar_type() && tensor.sizes() == tensors[0].sizes(), op, ": ", argument,
+        ": got tensors of different dtype or shape; allowed are those of the first one");
+  }
+}
+
+void copy_tensor(const at::Tensor& to, const at::Tensor& from) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  to.copy_(from);
+}
+
+at::Tensor flatten(const std::vector<at::Tensor>& tensors) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  int64_t numel = 0;
+  for (const auto& tensor : tensors) {
+    numel += tensor.numel();
+  }
+  auto flat = at::empty({numel}, tensors[0].options());
+  int64_t begin = 0;
+  for (const auto& tensor : tensors) {
+    flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()).copy_(tensor);
+    begin += tensor.numel();
+  }
+  return flat;
+}
+
+void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  int64_t begin = 0;
+  for (const auto& tensor : tensors) {
+    tensor.copy_(flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+    begin += tensor.numel();
+  }
+}
+
 at::Tensor Staging::input(const at::Tensor& tensor) {
   at::AutoDispatchBelowADInplaceOrView guard;
   return tensor.contiguous();
@@ -68,8 +107,7 @@ at::Tensor Staging::output(const at::Tensor& tensor) {
 at::Tensor Staging::in_place(const at::Tensor& tensor) {
   const auto staged = output(tensor);
   if (!staged.is_same(tensor)) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    staged.copy_(tensor);
+    copy_tensor(staged, tensor);
   }
   return staged;
 }
@@ -79,9 +117,8 @@ std::function<void()> Staging::copy_back() const {
     return nullptr;
   }
   return [copies = copies_] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    for (const auto& copy : copies) {
-      copy.to.copy_(copy.from);
+    for (const auto& [from, to] : copies) {
+      copy_tensor(to, from);
     }
   };
 }

@@ -25,6 +25,18 @@ const at::Tensor& only_tensor(const char* op, const char* argument, const std::v
 const std::vector<at::Tensor>& only_list(
     const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists);
 
+// Throws ValueError unless `tensors` holds tensors of one dtype and shape, all of which may be written to.
+void check_list(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);
+
+// Copies as collectives do: neither autograd nor the version counter sees it.
+void copy_tensor(const at::Tensor& to, const at::Tensor& from);
+
+// Tensors of one dtype, one after the other in new memory.
+at::Tensor flatten(const std::vector<at::Tensor>& tensors);
+
+// Copies consecutive parts of `flat` to the tensors.
+void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
+
 // Contiguous memory for a tensor. What an operation writes there is copied to the tensor by copy_back(); neither autograd
 // nor the version counter sees the copies, as is usual for collectives.
 class Staging {

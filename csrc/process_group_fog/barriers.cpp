@@ -1,0 +1,72 @@
+// barrier and monitoredBarrier.
+#include "process_group_fog.hpp"
+
+#include <c10/util/Exception.h>
+
+#include "mpi/collectives/barrier.hpp"
+#include "mpi/collectives/monitored_barrier.hpp"
+
+namespace fog {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+namespace {
+
+// The errors below begin with the words that scripts know from Gloo.
+
+// Rank 0 alone knows who is missing. The others, whose time ends at about the same moment, give its report this much
+// longer before they speak for themselves.
+constexpr auto kReportTime = std::chrono::milliseconds(1000);
+
+// "Ranks 1, 3"
+std::string name_ranks(const std::vector<int>& ranks, bool all) {
+  std::string text = all ? "Ranks " : "Rank ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+} // namespace
+
+WorkPtr ProcessGroupFog::barrier(const c10d::BarrierOptions& options) {
+  return submit(std::make_shared<mpi::Barrier>(), {OpType::BARRIER, "fog:barrier", {}, {}}, call_options(options.timeout));
+}
+
+void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  TORCH_CHECK_VALUE(
+      options.timeout == c10d::kUnsetTimeout || options.timeout > kNoTimeout, "monitored_barrier: timeout: got ", options.timeout.count(),
+      " ms; allowed is more than 0");
+  const auto timeout = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
+  const auto operation = std::make_shared<mpi::MonitoredBarrier>();
+  const auto work = submit(
+      operation, {OpType::BARRIER, "fog:monitored_barrier", {}, {}}, call_options(rank_ == 0 ? timeout : timeout + kReportTime));
+  try {
+    work->wait();
+  } catch (const c10::DistBackendError& error) {
+    if (rank_ != 0) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(
+              "Rank ", rank_, " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0 of group '",
+              group_->name, "': ",
+              error.what_without_backtrace()));
+    }
+    std::vector<int> missing;
+    for (int peer = 1; peer < size_ && (wait_all_ranks || missing.empty()); ++peer) {
+      if (!operation->heard_from(peer)) {
+        missing.push_back(peer);
+      }
+    }
+    if (missing.empty()) {
+      throw;
+    }
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            name_ranks(missing, wait_all_ranks), " failed to pass monitoredBarrier in ", timeout.count(), " ms: ", error.what_without_backtrace()));
+  }
+}
+
+} // namespace fog

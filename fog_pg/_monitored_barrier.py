@@ -1,0 +1,44 @@
+"""torch.distributed.monitored_barrier for fog under the torch versions that grant it to Gloo alone.
+
+Up to 2.13 torch compares the group's backend with "gloo" before it asks the backend; later it asks only whether the group
+serves CPU tensors. Once a program has made a fog group, monitored_barrier asks that group's backend here as well.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+
+def serve() -> None:
+    """Lets torch.distributed.monitored_barrier reach fog groups; calling it again does nothing."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    original = distributed_c10d.monitored_barrier
+    if version >= (2, 14) or getattr(original, "serves_fog", False):
+        return
+
+    @functools.wraps(original)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        if distributed_c10d._rank_not_in_group(group) or dist.get_backend(group) != "fog":
+            return original(group, timeout, wait_all_ranks)
+        if isinstance(timeout, (int, float)):
+            timeout = timedelta(seconds=timeout)
+        elif timeout is None:
+            timeout = distributed_c10d.default_pg_timeout
+        elif not isinstance(timeout, timedelta):
+            raise TypeError(
+                f"timeout: got {type(timeout).__name__}; allowed are a timedelta and a number of seconds"
+            )
+        asked = distributed_c10d._get_default_group() if group is None else group
+        return asked.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    monitored_barrier.serves_fog = True  # type: ignore[attr-defined]
+    distributed_c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier

@@ -1,0 +1,316 @@
+"""What c10d's backends offer beside the plain collectives: sparse sums, lists of tensors, monitored barriers, splits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import BACKEND, World, WorldPool
+from reference import Checks
+
+CPU = torch.device("cpu")
+SHORT = timedelta(seconds=1)
+
+on_fog = pytest.mark.skipif(BACKEND != "fog", reason="a promise of fog that other backends do not make")
+
+
+# Sparse tensors
+
+
+def sparse_input(rank: int, kind: str) -> Tensor:
+    """A tensor whose entries differ in place and number from rank to rank; some places occur twice."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    entries = 0 if kind == "empty on odd ranks" and rank % 2 else 3 + rank
+    rows = torch.randint(0, 6, (entries,), generator=generator)
+    columns = torch.randint(0, 4, (entries,), generator=generator)
+    if kind == "hybrid":  # every entry is a row
+        values = torch.randint(-8, 8, (entries, 4), generator=generator).double()
+        return torch.sparse_coo_tensor(rows[None], values, (6, 4))
+    dtype = torch.int64 if kind == "integers" else torch.float32
+    values = torch.randint(-8, 8, (entries,), generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, (6, 4))
+
+
+def sum_sparse(kind: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    expected = sum(sparse_input(source, kind).to_dense() for source in range(size))
+    with Checks() as checks:
+        tensor = sparse_input(rank, kind)
+        dist.all_reduce(tensor)
+        checks.equal("in place", [tensor.to_dense()], [expected])
+        checks.true("coalesced", tensor.is_coalesced())
+        tensor = sparse_input(rank, kind)
+        work = dist.all_reduce(tensor, async_op=True)
+        (result,) = work.get_future().wait()
+        checks.true("the Future's value is the tensor", result is tensor or torch.equal(result.to_dense(), expected))
+        one, other = sparse_input(rank, kind), sparse_input(rank + size, kind)
+        dist.group.WORLD.allreduce([one, other]).wait()
+        both = sum(sparse_input(source, kind).to_dense() for source in range(2 * size))
+        checks.equal("a list", [one.to_dense(), other.to_dense()], [both, both])
+
+
+@pytest.mark.parametrize("kind", ["floats", "integers", "hybrid", "empty on odd ranks"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sparse_allreduce(worlds: WorldPool, size: int, kind: str) -> None:
+    worlds(size).run(sum_sparse, kind)
+
+
+def refuse_sparse() -> None:
+    tensor = sparse_input(dist.get_rank(), "floats")
+    with pytest.raises(ValueError, match="op: got MAX; allowed is SUM"):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="allowed are sparse COO tensors"):
+        dist.group.WORLD.allreduce([tensor, torch.ones(6, 4)])
+    ones = torch.ones(2)
+    dist.all_reduce(ones)  # out of step if anything had been sent
+    assert ones.tolist() == [dist.get_world_size()] * 2
+
+
+@on_fog
+def test_sparse_allreduce_refuses(worlds: WorldPool) -> None:
+    worlds(2).run(refuse_sparse)
+
+
+def sparse_shapes_disagree() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    tensor = torch.sparse_coo_tensor([[0], [1]], [1.0], (6, 4 + rank))
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.all_reduce(tensor, group=group)
+    return str(caught.value)
+
+
+@on_fog
+def test_sparse_allreduce_names_both_shapes(worlds: WorldPool) -> None:
+    for text in worlds(2).run(sparse_shapes_disagree):
+        assert "allreduce_sparse(SUM, int64[1, 6, 4])" in text and "[1, 6, 5])" in text
+
+
+# Lists of tensors: c10d's form for several devices a process
+
+
+def lists() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+
+    def mine(source: int) -> list[Tensor]:
+        return [torch.arange(6.0).view(2, 3) + 10 * source, torch.full((3, 2), float(source)).t()]
+
+    everything = [tensor for source in range(size) for tensor in mine(source)]
+    with Checks() as checks:
+        for op, combined in (
+            (dist.ReduceOp.SUM, torch.stack(everything).sum(0)),
+            (dist.ReduceOp.MAX, torch.stack(everything).amax(0)),
+        ):
+            tensors = mine(rank)
+            options = dist.AllreduceOptions()
+            options.reduceOp = op
+            group.allreduce(tensors, options).wait()
+            checks.equal(f"allreduce {op}", tensors, [combined] * 2)
+        tensors = mine(rank)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = size - 1, 1
+        group.broadcast(tensors, options).wait()
+        checks.equal("broadcast", tensors, [mine(size - 1)[1]] * 2)
+        outputs = [[torch.zeros(2, 3) for _ in everything] for _ in range(2)]
+        group.allgather(outputs, mine(rank)).wait()
+        checks.equal("allgather", [*outputs[0], *outputs[1]], everything * 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_lists_of_tensors(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(lists)
+
+
+# Monitored barriers
+
+
+def monitored_barrier(wait_all_ranks: bool) -> None:
+    for _ in range(3):
+        dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=wait_all_ranks)
+    dist.monitored_barrier()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+def test_monitored_barrier(worlds: WorldPool, size: int, wait_all_ranks: bool) -> None:
+    worlds(size).run(monitored_barrier, wait_all_ranks)
+
+
+def monitored_barrier_holds() -> bool:
+    """Nobody gets through before the last one has come."""
+    store = dist.PrefixStore("monitored", dist.distributed_c10d._get_default_store())
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+        store.set("came", "yes")
+    dist.monitored_barrier(timeout=timedelta(seconds=20))
+    return store.check(["came"])
+
+
+def test_monitored_barrier_holds_everybody(worlds: WorldPool) -> None:
+    assert worlds(3).run(monitored_barrier_holds) == [True] * 3
+
+
+def miss_monitored_barrier(absent: list[int], wait_all_ranks: bool) -> str:
+    group = dist.new_group()
+    if dist.get_rank() in absent:
+        time.sleep(4)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.monitored_barrier(group, SHORT, wait_all_ranks)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+def test_monitored_barrier_names_who_is_missing(worlds: WorldPool, wait_all_ranks: bool) -> None:
+    texts = worlds(4).run(miss_monitored_barrier, [1, 3], wait_all_ranks, timeout=40)
+    names = "Ranks 1, 3" if wait_all_ranks else "Rank 1"
+    assert f"{names} failed to pass monitoredBarrier in 1000 ms" in texts[0]
+    assert "Rank 2 successfully reached monitoredBarrier" in texts[2]
+    if BACKEND == "fog":
+        assert "not there: ranks 1, 3" in texts[2]  # rank 0's report
+
+
+@on_fog
+def test_monitored_barrier_without_rank_zero(worlds: WorldPool) -> None:
+    texts = worlds(3).run(miss_monitored_barrier, [0], True, timeout=40)
+    for text in texts[1:]:
+        assert "not there: rank 0" in text
+
+
+def monitored_barrier_arguments() -> None:
+    with pytest.raises(ValueError, match="timeout: got 0 ms"):
+        dist.group.WORLD.monitored_barrier(timedelta(0))
+    with pytest.raises(TypeError, match="timeout: got str"):
+        dist.monitored_barrier(timeout="soon")
+    dist.monitored_barrier(timeout=20.0)  # seconds, as torch still takes them
+
+
+@on_fog
+def test_monitored_barrier_arguments(worlds: WorldPool) -> None:
+    worlds(2).run(monitored_barrier_arguments)
+
+
+# Splits and merges
+
+
+def split() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+    with Checks() as checks:
+        for members in ([0, 1], [size - 1], list(range(size))):
+            child = world.split_group(members, timeout=timedelta(seconds=21))
+            checks.true(f"{members}: only members get a group", (child is not None) == (rank in members))
+            if child is not None:
+                checks.true(f"{members}: size", child.size() == len(members))
+                checks.true(f"{members}: rank", child.rank() == members.index(rank))
+                tensor = torch.tensor([float(rank)])
+                child.allreduce([tensor]).wait()
+                checks.true(f"{members}: sum", tensor.item() == sum(members))
+                if BACKEND == "fog":
+                    timeouts = [group._get_backend(CPU).options._timeout for group in (child, world)]
+                    checks.true(f"time-outs {timeouts}", timeouts == [timedelta(seconds=t) for t in (21, 30)])
+        # A split of a split, with ranks of the parent.
+        child = world.split_group(list(range(size)))
+        grandchild = child.split_group([1, size - 1] if size > 2 else [1])
+        if grandchild is not None:
+            tensor = torch.tensor([float(rank)])
+            grandchild.allreduce([tensor]).wait()
+            checks.true("grandchild", tensor.item() == (1 + size - 1 if size > 2 else 1))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        checks.true("the parent goes on", total.item() == size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_split_group(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(split)
+
+
+@on_fog
+def test_split_refuses(worlds: WorldPool) -> None:
+    worlds(2).run(split_refuses)
+
+
+def split_refuses() -> None:
+    backend = dist.group.WORLD._get_backend(CPU)
+    assert backend.supports_splitting
+    with pytest.raises(RuntimeError):  # torch's own check
+        dist.group.WORLD.split_group([0, 0])
+    backend.options._timeout = timedelta(seconds=1)  # of a copy
+    assert backend.options._timeout == timedelta(seconds=30)
+    backend.perform_nocolor_split(CPU)
+
+
+def merge() -> float:
+    """Two groups of this world become one, at a store of their own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.PrefixStore("merge", dist.distributed_c10d._get_default_store())
+    halves = [dist.new_group([0]), dist.new_group(list(range(1, size)))]
+    mine = halves[0] if rank == 0 else halves[1]
+    merged = mine.merge_remote_group(store, size, timedelta(seconds=20), "both")
+    tensor = torch.tensor([float(merged.rank() + 1)])
+    merged.allreduce([tensor]).wait()
+    return tensor.item()
+
+
+def test_merge(worlds: WorldPool) -> None:
+    assert worlds(3).run(merge) == [6.0] * 3
+
+
+# Coalesced forms
+
+
+def gather_coalesced() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def mine(source: int) -> list[Tensor]:
+        return [torch.full((2, 2), float(source)), torch.empty(0), torch.arange(3.0) + source]
+
+    outputs = [[torch.full_like(tensor, -1) for tensor in mine(0)] for _ in range(size)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.group.WORLD.allgather_coalesced(outputs, mine(rank)).wait()
+    with Checks() as checks:
+        for source in range(size):
+            checks.equal(f"from {source}", outputs[source], mine(source))
+        ranges = [event for event in profile.events() if event.name == f"{BACKEND}:all_gather"]
+        checks.true(f"one operation, not {len(ranges)}", len(ranges) == 1)
+
+
+def test_coalesced_gather_is_one_operation(worlds: WorldPool) -> None:
+    worlds(3).run(gather_coalesced)
+
+
+# Another backend's world
+
+
+def fog_beside_gloo() -> list[float]:
+    import fog_pg  # noqa: F401
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everyone = dist.new_group(backend="fog", timeout=timedelta(seconds=30))
+    some = dist.new_group([0, size - 1], backend="fog", timeout=timedelta(seconds=30))
+    assert dist.get_backend(everyone) == "fog" and dist.get_backend() == "gloo"
+    values = []
+    for group in (everyone, dist.group.WORLD, some):
+        tensor = torch.tensor([float(rank)])
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(tensor, group=group)
+        values.append(tensor.item())
+    dist.monitored_barrier()  # Gloo's
+    dist.monitored_barrier(everyone)
+    return values
+
+
+@on_fog
+def test_fog_group_in_a_gloo_world(new_world: Callable[..., World]) -> None:
+    world = new_world(3, initialize=False)
+    assert world.run(fog_beside_gloo) == [[3.0, 3.0, 2.0], [3.0, 3.0, 1.0], [3.0, 3.0, 2.0]]

@@ -1,0 +1,461 @@
+"""torch's distributed libraries on the backend: meshes, DTensor, FSDP2, DDP's options, ZeRO, compile, profiler, debug mode.
+
+Training is compared with one process that sees the concatenated batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from harness import BACKEND, World, WorldPool, init_process_group
+from reference import Checks
+
+STEPS = 3
+ROWS = 4  # of one rank's batch
+FEATURES = 12
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batches(size: int) -> Iterator[Tensor]:
+    """The concatenated batch of all ranks, for every step."""
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(STEPS):
+        yield torch.randn(size * ROWS, FEATURES, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum(1).mean()
+
+
+def mine(batch: Tensor) -> Tensor:
+    rank = dist.get_rank()
+    return batch[rank * ROWS : (rank + 1) * ROWS]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, take: Callable[[Tensor], Tensor], size: int
+) -> None:
+    for batch in batches(size):
+        optimizer.zero_grad()
+        loss_of(model, take(batch)).backward()
+        optimizer.step()
+
+
+def trained_alone(size: int) -> nn.Module:
+    model = network()
+    train(model, adam(model.parameters()), lambda batch: batch, size)
+    return model
+
+
+def check_parameters(
+    checks: Checks, label: str, parameters: dict[str, Tensor], size: int, tolerance: float = 1e-10
+) -> None:
+    for name, wanted in trained_alone(size).named_parameters():
+        difference = (parameters[name] - wanted).abs().max().item()
+        checks.true(f"{label}: {name} differs by {difference}", difference <= tolerance)
+
+
+# Meshes and functional collectives
+
+
+def mesh_groups() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    with Checks() as checks:
+        for name, members in (("replicas", [rank % 2, rank % 2 + 2]), ("shards", [rank // 2 * 2, rank // 2 * 2 + 1])):
+            group = mesh.get_group(name)
+            checks.true(f"{name}: backend", dist.get_backend(group) == BACKEND)
+            checks.true(f"{name}: ranks", dist.get_process_group_ranks(group) == members)
+            value = functional.all_reduce(torch.tensor([float(rank)]), "sum", group)
+            checks.true(f"{name}: sum {value}", value.item() == sum(members))
+            gathered = functional.all_gather_tensor(torch.tensor([rank]), 0, (mesh, mesh.mesh_dim_names.index(name)))
+            checks.true(f"{name}: gather {gathered}", gathered.tolist() == members)
+        flat = mesh._flatten("all")
+        scattered = functional.reduce_scatter_tensor(torch.arange(8.0), "sum", 0, flat.get_group())
+        checks.true(f"reduce_scatter {scattered}", scattered.tolist() == [8.0 * rank, 8.0 * rank + 4])
+        parts = functional.all_to_all_single(torch.full((4,), float(rank)), None, None, flat.get_group())
+        checks.true(f"all_to_all {parts}", parts.tolist() == [0.0, 1.0, 2.0, 3.0])
+        coalesced = functional.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", flat.get_group())
+        checks.true("all_reduce_coalesced", all((tensor == 4).all() for tensor in coalesced))
+
+
+def test_device_mesh_and_functional_collectives(worlds: WorldPool) -> None:
+    worlds(4).run(mesh_groups)
+
+
+# DTensor
+
+
+def distribute() -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(7.0 * 5, dtype=torch.float64).view(7, 5)  # no multiple of the ranks
+    with Checks() as checks:
+        sharded = distribute_tensor(whole, mesh, [Shard(0)])
+        for label, tensor in (
+            ("gather", sharded),
+            ("other dimension", sharded.redistribute(mesh, [Shard(1)])),
+            ("replicate", sharded.redistribute(mesh, [Replicate()])),
+        ):
+            checks.equal(label, [tensor.full_tensor()], [whole])
+        product = distribute_tensor(whole, mesh, [Shard(1)]) @ distribute_tensor(whole.t().contiguous(), mesh, [Shard(0)])
+        checks.true("partial sums", product.placements == (Partial(),))
+        checks.equal("matmul", [product.full_tensor()], [whole @ whole.t()])
+
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            wanted = nn.Sequential(nn.Linear(FEATURES, 4 * size), nn.Tanh(), nn.Linear(4 * size, 5)).double()
+        model = copy.deepcopy(wanted)
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        batch = next(batches(size))
+        loss_of(model, batch).backward()
+        loss_of(wanted, batch).backward()
+        for (name, parameter), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
+            gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            checks.true(f"tensor parallel: {name}", torch.allclose(gradient, other.grad, rtol=0, atol=1e-12))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_dtensor(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(distribute)
+
+
+# FSDP2
+
+
+def fully_sharded(reshard: bool, hybrid: bool) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2) if hybrid else (size,), mesh_dim_names=("r", "s")[2 - 1 - hybrid :])
+    model = network()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    train(model, adam(model.parameters()), mine, size)
+    with Checks() as checks:
+        full = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        check_parameters(checks, "FSDP2", full, size)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+        checks.true("gradient norm", bool(norm > 0))
+
+
+@pytest.mark.parametrize(("size", "hybrid"), [(2, False), (3, False), (4, True)])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fully_shard(worlds: WorldPool, size: int, hybrid: bool, reshard: bool) -> None:
+    worlds(size).run(fully_sharded, reshard, hybrid)
+
+
+# DDP
+
+
+def ddp(options: dict[str, Any]) -> None:
+    size = dist.get_world_size()
+    model = DistributedDataParallel(network(dist.get_rank()), **options)
+    train(model, adam(model.parameters()), mine, size)
+    with Checks() as checks:
+        check_parameters(checks, str(options), dict(model.module.named_parameters()), size)
+
+
+DDP_OPTIONS = [
+    {"static_graph": True, "bucket_cap_mb": 0.001},
+    {"find_unused_parameters": True, "bucket_cap_mb": 0.001},
+    {"gradient_as_bucket_view": True, "static_graph": True},
+    {"broadcast_buffers": False, "skip_all_reduce_unused_params": True},
+    {"bucket_cap_mb_list": [0.0005, 0.001]},
+]
+
+
+@pytest.mark.parametrize("options", DDP_OPTIONS, ids=lambda options: "-".join(options))
+def test_ddp_options(worlds: WorldPool, options: dict[str, Any]) -> None:
+    worlds(3).run(ddp, options)
+
+
+def unused_parameters() -> None:
+    """Rank 1 leaves a layer out: its gradient is the others' average, zero on rank 1's part."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.rare = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x) if dist.get_rank() == 1 else self.used(x) + self.rare(x)
+
+    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    third = torch.tensor([[1.0, 2.0]])
+    torch.testing.assert_close(model.module.used.weight.grad, third)
+    torch.testing.assert_close(model.module.rare.weight.grad, third * 2 / 3)
+
+
+def test_unused_parameters(worlds: WorldPool) -> None:
+    worlds(3).run(unused_parameters)
+
+
+def hooks(name: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = DistributedDataParallel(network().float())
+    reference = network().float()
+    state: Any = None
+    tolerance = 1e-6
+    if name == "post_localSGD":
+        state = local_sgd.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=10)
+        hook = local_sgd.post_localSGD_hook
+    elif name == "wrapped":
+        hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+        tolerance = 1e-3
+    else:
+        hook = getattr(default_hooks, name)
+        tolerance = 1e-3 if "compress" in name else 1e-6
+    model.register_comm_hook(state, hook)
+    batch = next(batches(size)).float()
+    loss_of(model, mine(batch)).backward()
+    loss_of(reference, batch).backward()
+    for parameter, wanted in zip(model.module.parameters(), reference.parameters(), strict=True):
+        scale = wanted.grad.abs().max().item()
+        difference = (parameter.grad - wanted.grad).abs().max().item()
+        assert difference <= tolerance * max(scale, 1.0), (rank, name, difference, scale)
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "wrapped", "post_localSGD"])
+def test_comm_hooks(worlds: WorldPool, name: str) -> None:
+    worlds(2).run(hooks, name)
+
+
+def uneven_inputs(static: bool) -> list[float]:
+    """Rank r has r + 1 batches; those that have none left shadow the others' collectives."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False), bucket_cap_mb=0.001)
+    nn.init.zeros_(model.module.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with model.join(divide_by_initial_world_size=static):
+        for step in range(rank + 1):
+            optimizer.zero_grad()
+            model(torch.full((1, 1), float(step + 1))).sum().backward()
+            optimizer.step()
+    return [model.module.weight.item()]
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_join_with_uneven_inputs(worlds: WorldPool, static: bool) -> None:
+    # Step s: 3 - s ranks are left, each with gradient s + 1; divided by 3, or by those that are left.
+    expected = -sum((s + 1) * (3 - s) / 3 if static else s + 1 for s in range(3))
+    for (weight,) in worlds(3).run(uneven_inputs, static):
+        assert weight == pytest.approx(expected, abs=1e-6)
+
+
+def zero(overlap: bool) -> None:
+    size = dist.get_world_size()
+    model = DistributedDataParallel(network(dist.get_rank()))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.Adam, lr=0.05, parameters_as_bucket_view=overlap
+    )
+    train(model, optimizer, mine, size)
+    with Checks() as checks:
+        check_parameters(checks, "ZeRO", dict(model.module.named_parameters()), size)
+        sharded = sum(len(group["params"]) for group in optimizer.optim.param_groups)
+        checks.true(f"{sharded} of 6 parameters' states are here", sharded < 6)
+        optimizer.consolidate_state_dict(to=0)
+        if dist.get_rank() == 0:
+            checks.true("whole state on rank 0", len(optimizer.state_dict()["state"]) == 6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_zero_redundancy_optimizer(worlds: WorldPool, overlap: bool) -> None:
+    worlds(2).run(zero, overlap)
+
+
+def zero_joins() -> list[float]:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(network().float())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with Join([model, optimizer]):
+        for _ in range(rank + 1):
+            optimizer.zero_grad()
+            loss_of(model, torch.ones(2, FEATURES)).backward()
+            optimizer.step()
+    return [parameter.sum().item() for parameter in model.parameters()]
+
+
+def test_zero_joins_with_uneven_inputs(worlds: WorldPool) -> None:
+    first, second = worlds(2).run(zero_joins)
+    assert first == second
+
+
+# torch.compile
+
+
+def compiled_step(compiler: str) -> None:
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # no pool of processes
+    size = dist.get_world_size()
+    group = dist.group.WORLD
+
+    def step(weight: Tensor, batch: Tensor) -> Tensor:
+        gradient = batch.t() @ (batch @ weight)
+        total = functional.all_reduce(gradient, "sum", group)
+        parts = functional.reduce_scatter_tensor(total, "sum", 0, group)
+        return weight - 0.01 * functional.all_gather_tensor(parts, 0, group) / size
+
+    weight = torch.arange(4.0 * size).view(2 * size, 2)
+    batch = torch.arange(3.0 * 2 * size).view(3, 2 * size).remainder(5) + dist.get_rank()
+    compiled = torch.compile(step, backend=compiler, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(weight, batch), step(weight, batch))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_functional_collectives(worlds: WorldPool, compiler: str) -> None:
+    if compiler == "inductor" and shutil.which("g++") is None:
+        pytest.skip("inductor needs g++ to compile for CPU")
+    worlds(2).run(compiled_step, compiler, timeout=180)
+
+
+def compiled_ddp() -> None:
+    size = dist.get_world_size()
+    model = DistributedDataParallel(network(dist.get_rank()))
+    compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, adam(model.parameters()), mine, size)
+    with Checks() as checks:
+        check_parameters(checks, "compiled", dict(model.module.named_parameters()), size)
+
+
+def test_compiled_ddp(worlds: WorldPool) -> None:
+    worlds(2).run(compiled_ddp, timeout=180)
+
+
+# The profiler
+
+
+def profiled() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor, parts = torch.ones(size, 3), [torch.zeros(3) for _ in range(size)]
+    peer = rank ^ 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        dist.reduce(tensor, 0)
+        dist.all_gather(parts, torch.ones(3))
+        dist.all_gather_into_tensor(torch.zeros(size * 3), torch.ones(3))
+        dist.gather(torch.ones(3), parts if rank == 0 else None)
+        dist.scatter(torch.zeros(3), parts if rank == 0 else None)
+        dist.reduce_scatter(torch.zeros(3), parts)
+        dist.reduce_scatter_tensor(torch.zeros(3), tensor.flatten())
+        dist.all_to_all_single(torch.zeros(size), torch.ones(size))
+        sends = [dist.isend(torch.ones(5), peer), dist.irecv(torch.ones(5), peer)]
+        for work in sends:
+            work.wait()
+        dist.barrier()
+    names = "all_reduce broadcast reduce all_gather gather scatter reduce_scatter all_to_all send recv barrier"
+    with Checks() as checks:
+        for name in names.split():
+            events = [event for event in profile.events() if event.name == f"{BACKEND}:{name}"]
+            checks.true(f"{name}: {len(events)} ranges", len(events) == 1 and events[0].is_async)
+            if name == "all_reduce":
+                checks.true(f"shapes {events[0].input_shapes}", events[0].input_shapes == [[size, 3]])
+
+
+def test_profiler_ranges(worlds: WorldPool) -> None:
+    worlds(2).run(profiled)
+
+
+# TORCH_DISTRIBUTED_DEBUG=DETAIL
+
+
+def debugged() -> None:
+    dist.set_debug_level_from_env()
+    init_process_group(30)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    with Checks() as checks:
+        checks.true("wrapped", type(backend).__name__ == "_ProcessGroupWrapper")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        checks.true("sum", tensor.tolist() == [size] * 3)
+        gathered = [torch.zeros(1) for _ in range(size)]
+        dist.all_gather(gathered, torch.tensor([float(rank)]))
+        checks.true("gather", [value.item() for value in gathered] == list(range(size)))
+        dist.monitored_barrier()
+        dist.barrier()
+        model = DistributedDataParallel(network(rank))
+        train(model, adam(model.parameters()), mine, size)
+        check_parameters(checks, "DDP", dict(model.module.named_parameters()), size)
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            with pytest.raises(RuntimeError, match="mismatch between collectives"):
+                dist.all_reduce(torch.ones(2 + rank), group=group)
+
+
+def test_debug_detail(new_world: Callable[..., World]) -> None:
+    world = new_world(3, initialize=False, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    world.run(debugged)
+
+
+# Groups
+
+
+def overlapping_groups() -> None:
+    """Groups that share ranks, used in another order by each of them."""
+    rank = dist.get_rank()
+    members = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    works = []
+    order = [index for index in range(len(groups)) if rank in members[index]]
+    for index in order[rank:] + order[:rank]:
+        tensor = torch.full((1000,), float(rank + 1))
+        works.append((index, tensor, dist.all_reduce(tensor, group=groups[index], async_op=True)))
+    with Checks() as checks:
+        for index, tensor, work in works:
+            work.wait()
+            checks.true(f"{members[index]}: {tensor[0]}", bool((tensor == sum(r + 1 for r in members[index])).all()))
+        mine, _ = dist.new_subgroups(2)
+        objects: list[Any] = [None, None]
+        dist.all_gather_object(objects, {"rank": rank}, group=mine)
+        checks.true(f"objects {objects}", [o["rank"] for o in objects] == [rank // 2 * 2, rank // 2 * 2 + 1])
+        partner = rank ^ 1
+        received = [torch.zeros(2), torch.zeros(2)]
+        operations = [
+            dist.P2POp(dist.isend, torch.full((2,), 10.0 * rank), partner, mine, tag=7),
+            dist.P2POp(dist.isend, torch.full((2,), 10.0 * rank + 1), partner, mine, tag=3),
+            dist.P2POp(dist.irecv, received[0], partner, mine, tag=3),
+            dist.P2POp(dist.irecv, received[1], partner, mine, tag=7),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        checks.true(f"tags {received}", [t[0].item() for t in received] == [10.0 * partner + 1, 10.0 * partner])
+
+
+def test_overlapping_groups(worlds: WorldPool) -> None:
+    worlds(4).run(overlapping_groups)
