@@ -1,4 +1,4 @@
-"""The benchmarks run to their end, on tiny sizes, and write what they promise. Their numbers are not looked at."""
+"""The benchmarks run to their end, on tiny sizes, and write what they promise. Numbers are not judged."""
 
 from __future__ import annotations
 
