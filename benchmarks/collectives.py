@@ -56,6 +56,8 @@ OPERATIONS = ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_a
 DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
+# Load average of a machine that others use.
+BUSY = 0.7
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
 
 
@@ -342,6 +344,9 @@ def main() -> None:
         measure_all(arguments)
         return
     side_by_side.require("mpi4py", *(["matplotlib"] if arguments.plot else []))
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
     rows: list[Row] = []
     about: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="fog-benchmark-") as directory:
@@ -351,7 +356,7 @@ def main() -> None:
             rows += read_rows(file)
             about = {key: value for key, value in json.loads(file.read_text()).items() if key != "rows"}
     if arguments.json:
-        write_json(arguments.json, about, rows)
+        write_json(arguments.json, {**about, "load average before": load}, rows)
     if arguments.plot:
         plot(arguments.plot, rows, SYSTEMS)
 
