@@ -319,7 +319,7 @@ def parse_arguments() -> argparse.Namespace:
         default=["float32"],
         help="of allreduce, all with as many elements as float32",
     )
-    add("--seconds", type=float, default=2.0, help="time to measure one operation at one size")
+    add("--seconds", type=float, default=1.5, help="time to measure one operation at one size")
     add("--iterations", type=int, help="number of measurements instead")
     add("--back-to-back", type=int, default=1, metavar="N", help="operations in one measurement")
     add("--json", type=Path, help="file for the numbers")
