@@ -23,6 +23,7 @@ def _fail_unless_clean(before: set[str]) -> None:
         if segments:  # of other programs, if they are in use
             segments -= harness.in_use(segments)
         if not processes and not segments:
+            harness.forget_sessions()
             return
         if time.monotonic() > deadline:
             break
