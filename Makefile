@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test conformance clean FORCE
+.PHONY: help build demo test conformance soak faults benchmark clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -36,6 +36,9 @@ help:
 	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--optimizer atc --dynamic\")"
 	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
+	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"
+	@echo "make faults  kill each rank during each kind of operation (minutes)"
+	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -64,10 +67,22 @@ conformance: build
 			python "$(CONFORMANCE)" $(ARGS) || failed=1; \
 	done; exit $$failed
 
+soak: build
+	@echo "== soak: 20,000 operations"
+	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_SOAK_OPERATIONS=20000 python -m pytest tests/test_soak.py -rP $(ARGS)
+
+faults: build
+	@echo "== faults: every rank, every kind of operation"
+	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_FAULTS=all python -m pytest tests/test_faults.py $(ARGS)
+
+benchmark: build
+	@echo "== benchmark of collectives"
+	@$(IN_VENV) python benchmarks/collectives.py --json collectives.json --plot collectives.png $(ARGS)
+
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

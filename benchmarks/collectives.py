@@ -1,113 +1,364 @@
-"""Times fog's operations beside Gloo's in one interleaved run: torchrun --nproc_per_node=4 benchmarks/collectives.py
+"""Times fog beside Gloo, raw MPI and the limit of memory, all in one run of the same processes.
 
-Both backends live in the same processes and take turns, round by round, so that whatever else the machine does meets both.
-A measurement is the longest time over the ranks, after a barrier; the table shows medians over the rounds, and their ratio.
-The noise of a busy machine is far above a few percent: ratios near 1 mean nothing.
+    python benchmarks/collectives.py                              # 2 and 4 ranks, some five minutes
+    python benchmarks/collectives.py --ranks 4 --ops allreduce --sizes 4K 64M --plot allreduce.png
+
+Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
+turns, operation by operation and size by size (see interleaved.py). Columns, in milliseconds:
+
+    fog      torch.distributed on fog
+    MPI      raw MPI: mpi4py on the MPICH that fog uses
+    Gloo     torch.distributed on Gloo
+    torch    torch.distributed on a backend that sends nothing: what torch's own layers take of an operation
+             (allgather and all_to_all do copy what a rank has for itself)
+    memory   all ranks at once copy as many bytes as the operation must at least move
+
+A size is that of the larger of a rank's two buffers: the whole input of reduce_scatter, the whole output of
+allgather. With n ranks and size S, an operation must read each input once and write each output once, so all
+ranks together move
+
+    allreduce        n S + n S        all_to_all    n S + n S
+    broadcast        S + (n - 1) S    allgather     S + n S        reduce_scatter    n S + S
+    send/recv        n/2 S + n/2 S    one way, between n/2 pairs at once; timed there and back, and halved
+
+and in the column "memory" each rank copies 1/n of half of that. No algorithm through memory is faster, except
+where data stay in a cache. All systems work on the same tensors; first, each one's result is checked.
+
+A barrier stands before each measurement, so a small operation also pays for ranks that leave the barrier
+late, most where ranks outnumber cores. --back-to-back 100 shows what an operation takes in a loop; there the
+root of a broadcast may run ahead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
+import os
+import platform
+import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+import side_by_side
+from interleaved import Times, take_turns
+from report import Row, Table, parse_size, plot, read_rows, write_json
 
-import fogdist
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
 
+    from side_by_side import Systems
 
-@dataclass
-class Row:
-    """Medians of one operation at one size, in milliseconds."""
-
-    operation: str
-    bytes: int
-    fog_ms: float
-    gloo_ms: float
-    rounds: int
-
-
-def gloo_one_peer(group: dist.ProcessGroup, x: torch.Tensor, out: torch.Tensor) -> None:
-    """What a user of Gloo would write for neighbor_allreduce on a directed ring."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    work = dist.isend(x, (rank + 1) % size, group=group)
-    dist.recv(out, (rank - 1) % size, group=group)
-    work.wait()
-    out.add_(x).mul_(0.5)
+OPERATIONS = ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "send/recv", "barrier"]
+DTYPES = ["float32", "float16", "bfloat16"]
+SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
+# Load average of a machine that others use.
+BUSY = 0.7
+TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
 
 
-def operations(gloo: dist.ProcessGroup, fog: dist.ProcessGroup, numel: int) -> dict[str, tuple[Callable[[], object], ...]]:
-    """By name, the same operation on fog and on Gloo, both on tensors of ``numel`` float32."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x, out = torch.ones(numel), torch.empty(numel)
-    whole = torch.empty(numel * size)
-    peer = {"self_weight": 0.5, "src_weights": {(rank - 1) % size: 0.5}, "dst_weights": [(rank + 1) % size]}
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size on this rank.
 
-    def on(group: dist.ProcessGroup, call: Callable[[dist.ProcessGroup], object]) -> Callable[[], object]:
-        return lambda: call(group)
+    Attributes:
+        elements: Of the larger buffer.
+        itemsize: Bytes of an element.
+        bytes_moved: See the module.
+        on_group: The operation on a group of torch.distributed.
+        on_mpi: The same on raw MPI; None if MPI does not have it.
+        fill: Sets the buffers before the check.
+        holds: Whether they have the result afterwards.
+        parts: An operation is this part of a call: 2 if the call goes there and back.
+    """
 
-    def both(call: Callable[[dist.ProcessGroup], object]) -> tuple[Callable[[], object], Callable[[], object]]:
-        return on(fog, call), on(gloo, call)
+    elements: int
+    itemsize: int
+    bytes_moved: int
+    on_group: Callable[[dist.ProcessGroup], object]
+    on_mpi: Callable[[], object] | None
+    fill: Callable[[], object]
+    holds: Callable[[], bool]
+    parts: int = 1
+
+
+def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -> Case:
+    """Prepares an operation on about `size` bytes, at least one element for each rank that gets a part."""
+    import torch
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    mpi, rank, n = systems.mpi, systems.rank, systems.size
+    wanted = size // dtype.itemsize
+    split = operation in ("allgather", "reduce_scatter", "all_to_all")
+    block = max(1, wanted // n)
+    elements = block * n if split else max(1, wanted)
+    S = elements * dtype.itemsize
+    # Rank r's mark; sums of them are exact in all dtypes.
+    mark, total = float(rank + 1), n * (n + 1) / 2
+    marks = torch.arange(1, n + 1, dtype=torch.float32).to(dtype)
+
+    def tensor(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=dtype).fill_(0)  # filled: zeros alone has no memory of its own yet
+
+    def array(of: torch.Tensor) -> object:
+        return None if dtype == torch.bfloat16 else of.numpy()  # the same memory
+
+    def filled(of: torch.Tensor, value: float) -> bool:
+        return bool((of == value).all())
+
+    if operation == "barrier":
+        return Case(0, 0, 0, lambda g: dist.barrier(g), mpi.Barrier, lambda: None, lambda: True)
+
+    x = tensor(elements)
+    a = array(x)
+    if operation == "allreduce":
+        return Case(
+            elements,
+            dtype.itemsize,
+            2 * n * S,
+            lambda g: dist.all_reduce(x, group=g),
+            # mpi4py has no 16-bit floats.
+            (lambda: mpi.Allreduce(MPI.IN_PLACE, a)) if dtype == torch.float32 else None,
+            lambda: x.fill_(mark),
+            lambda: filled(x, total),
+        )
+    if operation == "broadcast":
+        return Case(
+            elements,
+            dtype.itemsize,
+            n * S,
+            lambda g: dist.broadcast(x, group=g, group_src=0),
+            lambda: mpi.Bcast(a, 0),
+            lambda: x.fill_(mark),
+            lambda: filled(x, 1),
+        )
+    if operation == "allgather":
+        part = tensor(block)
+        b = array(part)
+        return Case(
+            elements,
+            dtype.itemsize,
+            (n + 1) * S,
+            lambda g: dist.all_gather_into_tensor(x, part, group=g),
+            lambda: mpi.Allgather(b, a),
+            lambda: (x.zero_(), part.fill_(mark)),
+            lambda: torch.equal(x, marks.repeat_interleave(block)),
+        )
+    if operation == "reduce_scatter":
+        part = tensor(block)
+        b = array(part)
+        return Case(
+            elements,
+            dtype.itemsize,
+            (n + 1) * S,
+            lambda g: dist.reduce_scatter_tensor(part, x, group=g),
+            lambda: mpi.Reduce_scatter_block(a, b),
+            lambda: (part.zero_(), torch.mul(marks.repeat_interleave(block), mark, out=x)),
+            lambda: filled(part, mark * total),
+        )
+    if operation == "all_to_all":
+        y = tensor(elements)
+        b = array(y)
+        return Case(
+            elements,
+            dtype.itemsize,
+            2 * n * S,
+            lambda g: dist.all_to_all_single(y, x, group=g),
+            lambda: mpi.Alltoall(a, b),
+            lambda: (y.zero_(), torch.mul(marks.repeat_interleave(block), mark, out=x)),
+            lambda: torch.equal(y, (marks * mark).repeat_interleave(block)),
+        )
+    assert operation == "send/recv"
+    peer = rank ^ 1
+    y = tensor(elements)
+    b = array(y)
+
+    def on_group(group: dist.ProcessGroup) -> None:
+        if rank < peer:
+            dist.send(x, group=group, group_dst=peer)
+            dist.recv(y, group=group, group_src=peer)
+        else:
+            dist.recv(y, group=group, group_src=peer)
+            dist.send(x, group=group, group_dst=peer)
+
+    def on_mpi() -> None:
+        if rank < peer:
+            mpi.Send(a, peer)
+            mpi.Recv(b, peer)
+        else:
+            mpi.Recv(b, peer)
+            mpi.Send(a, peer)
+
+    return Case(
+        elements,
+        dtype.itemsize,
+        n * S,
+        on_group,
+        on_mpi,
+        lambda: (y.zero_(), x.fill_(mark)),
+        lambda: filled(y, peer + 1),
+        parts=2,
+    )
+
+
+def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: argparse.Namespace) -> Row:
+    """Checks and times one operation at one size on all systems."""
+    import numpy as np
+    import torch
+
+    case = make_case(operation, systems, size, getattr(torch, dtype))
+    ways: dict[str, Callable[[], object]] = {"fog": lambda: case.on_group(systems.fog)}
+    if case.on_mpi is not None:
+        ways["mpi"] = case.on_mpi
+    ways["gloo"] = lambda: case.on_group(systems.gloo)
+    for name, way in ways.items():
+        case.fill()
+        way()
+        if not case.holds():
+            raise RuntimeError(
+                f"{operation} of {size} bytes of {dtype}: wrong result of {name} on rank {systems.rank}"
+            )
+        systems.mpi.Barrier()
+    case.fill()
+    ways["nothing"] = lambda: case.on_group(systems.nothing)
+    if case.bytes_moved:
+        # Of a whole call, there and back if that is what it does.
+        copied = max(1, case.parts * case.bytes_moved // (2 * systems.size))
+        source, destination = np.full(copied, 1, np.uint8), np.full(copied, 2, np.uint8)
+        ways["memory"] = lambda: np.copyto(destination, source)
+
+    times, iterations = take_turns(
+        ways,
+        systems.mpi,
+        seconds=arguments.seconds,
+        iterations=arguments.iterations,
+        back_to_back=arguments.back_to_back,
+    )
+    if case.parts != 1:
+        times = {
+            name: Times(t.median / case.parts, t.lower / case.parts, t.upper / case.parts)
+            for name, t in times.items()
+        }
+    return Row(
+        operation,
+        systems.size,
+        dtype,
+        case.elements,
+        case.elements * case.itemsize,
+        case.bytes_moved,
+        iterations,
+        times,
+    )
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    systems = side_by_side.join()
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        if systems.rank == 0:
+            print(TABLE.line(row), flush=True)
+
+    if systems.rank == 0:
+        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
+        print(TABLE.heading(), flush=True)
+    for operation in arguments.ops:
+        if operation == "barrier":
+            add(measure(operation, systems, 0, "float32", arguments))
+            continue
+        for size in arguments.sizes:
+            for dtype in arguments.dtypes if operation == "allreduce" else ["float32"]:
+                # As many elements as of float32, so that dtypes compare by element.
+                bytes_ = size if dtype == "float32" else size // 2
+                add(measure(operation, systems, bytes_, dtype, arguments))
+    if systems.rank == 0:
+        if copies := [row for row in rows if row.bytes_moved]:
+            most = max(copies, key=lambda row: row.bytes_moved)
+            rate = most.bytes_moved / most.times["memory"].median / 1e6
+            print(f"memory: together {rate:.1f} GB/s read and written (as for {most.operation})", flush=True)
+        write_json(arguments.rows, facts(), rows)
+    side_by_side.leave()
+
+
+def facts() -> dict[str, object]:
+    """What a reader of the numbers wants to know about the run."""
+    import torch
+    from fog_pg import _C
+    from mpi4py import MPI
 
     return {
-        "allreduce": both(lambda group: dist.all_reduce(x, dist.ReduceOp.MAX, group=group)),
-        "broadcast": both(lambda group: dist.broadcast(x, 0, group=group)),
-        "allgather": both(lambda group: dist.all_gather_into_tensor(whole, x, group=group)),
-        "neighbor, one peer": (
-            lambda: fogdist.neighbor_allreduce(x, enable_topo_check=False, **peer),
-            lambda: gloo_one_peer(gloo, x, out),
-        ),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mpi": MPI.Get_library_version().splitlines()[0],
+        "mpi of fog": _C.mpi_version().splitlines()[0],
     }
 
 
-def longest(call: Callable[[], object], gloo: dist.ProcessGroup) -> float:
-    """Milliseconds until the last rank has finished ``call``."""
-    dist.barrier(group=gloo)
-    begin = time.perf_counter()
-    call()
-    elapsed = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64)
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=gloo)
-    return elapsed.item()
-
-
-def measure(name: str, calls: tuple[Callable[[], object], ...], bytes_: int, rounds: int, gloo: dist.ProcessGroup) -> Row:
-    times: list[list[float]] = [[], []]
-    for turn in range(rounds + 2):
-        for index, call in enumerate(calls):
-            milliseconds = longest(call, gloo)
-            if turn >= 2:  # the first two warm up
-                times[index].append(milliseconds)
-    return Row(name, bytes_, statistics.median(times[0]), statistics.median(times[1]), rounds)
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks; even ones for send/recv")
+    add("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
+    add("--sizes", type=parse_size, nargs="+", default=SIZES, metavar="BYTES", help="such as 4, 64K, 16M")
+    add(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=["float32"],
+        help="of allreduce, all with as many elements as float32",
+    )
+    add("--seconds", type=float, default=1.5, help="time to measure one operation at one size")
+    add("--iterations", type=int, help="number of measurements instead")
+    add("--back-to-back", type=int, default=1, metavar="N", help="operations in one measurement")
+    add("--json", type=Path, help="file for the numbers")
+    add("--plot", type=Path, help="file for a picture")
+    # This process is a rank, and here go its rows.
+    add("--rows", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    for ranks in arguments.ranks:
+        if ranks < 1 or (ranks % 2 and "send/recv" in arguments.ops):
+            parser.error(f"--ranks: {ranks}; send/recv needs an even number, the others 1 or more")
+    for name in ("iterations", "back_to_back"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: {value}; must be 1 or more")
+    return arguments
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="measurements of each operation and size")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[4 << 10, 64 << 10, 1 << 20, 16 << 20], metavar="BYTES")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    arguments = parser.parse_args()
-
-    torch.set_num_threads(1)
-    fogdist.init()
-    fog = dist.group.WORLD
-    gloo = dist.new_group(backend="gloo")
-    rows = []
-    for size in arguments.sizes:
-        for name, calls in operations(gloo, fog, max(1, size // 4)).items():
-            rows.append(measure(name, calls, size, arguments.rounds, gloo))
-    if fogdist.rank() == 0:
-        print(f"{fogdist.size()} ranks, medians of {arguments.rounds} rounds, milliseconds")
-        print(f"{'operation':20}{'bytes':>10}{'fog':>10}{'Gloo':>10}{'Gloo / fog':>12}")
-        for row in rows:
-            print(f"{row.operation:20}{row.bytes:>10}{row.fog_ms:>10.3f}{row.gloo_ms:>10.3f}{row.gloo_ms / row.fog_ms:>12.2f}")
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"ranks": fogdist.size(), "rows": [asdict(row) for row in rows]}, indent=2))
-    fogdist.shutdown()
+    """Starts the ranks of each world in turn; in a rank, measures."""
+    arguments = parse_arguments()
+    if arguments.rows is not None:
+        measure_all(arguments)
+        return
+    side_by_side.require("mpi4py", *(["matplotlib"] if arguments.plot else []))
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    rows: list[Row] = []
+    about: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="fog-benchmark-") as directory:
+        for ranks in arguments.ranks:
+            file = Path(directory) / f"{ranks}.json"
+            side_by_side.run_ranks(ranks, Path(__file__), [*sys.argv[1:], "--rows", str(file)])
+            rows += read_rows(file)
+            about = {key: value for key, value in json.loads(file.read_text()).items() if key != "rows"}
+    if arguments.json:
+        write_json(arguments.json, {**about, "load average before": load}, rows)
+    if arguments.plot:
+        plot(arguments.plot, rows, SYSTEMS)
 
 
 if __name__ == "__main__":

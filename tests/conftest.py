@@ -14,11 +14,8 @@ import harness
 SETTLE_SECONDS = 5.0
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
-    """Fail the session if a process or a shared-memory segment of a rank is there after the last test."""
-    before = harness.shared_memory_entries()
-    yield
+def _fail_unless_clean(before: set[str]) -> None:
+    """Fail if ranks have left a process, or a shared-memory segment that was not there before."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         processes = harness.leftover_processes()
@@ -26,6 +23,7 @@ def nothing_left_behind() -> Iterator[None]:
         if segments:  # of other programs, if they are in use
             segments -= harness.in_use(segments)
         if not processes and not segments:
+            harness.forget_sessions()
             return
         if time.monotonic() > deadline:
             break
@@ -33,6 +31,22 @@ def nothing_left_behind() -> Iterator[None]:
     pytest.fail(
         f"left behind by ranks: processes {processes}, /dev/shm entries {sorted(segments)}", pytrace=False
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail the session if something of a rank is there after the last test."""
+    before = harness.shared_memory_entries()
+    yield
+    _fail_unless_clean(before)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """The same for one test; its worlds must be its own, from ``new_world``."""
+    before = harness.shared_memory_entries()
+    yield
+    _fail_unless_clean(before)
 
 
 @pytest.fixture(scope="module")

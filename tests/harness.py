@@ -496,6 +496,11 @@ def leftover_processes() -> dict[int, str]:
     return found
 
 
+def forget_sessions() -> None:
+    """Ends the watch over ranks that have been found to be gone: others may get their numbers from now on."""
+    _sessions.clear()
+
+
 def shared_memory_entries() -> set[str]:
     """Names of this user's entries in /dev/shm."""
     directory = Path("/dev/shm")

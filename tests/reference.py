@@ -63,6 +63,11 @@ def make_input(rank: int, dtype: torch.dtype, shape: int | Sequence[int], seed: 
     return _flat_input(rank, dtype, math.prod(sizes), seed).clone().reshape(sizes)
 
 
+def forget_inputs() -> None:
+    """Give back the memory of the inputs that are kept to be asked for again."""
+    _flat_input.cache_clear()
+
+
 @functools.lru_cache(maxsize=256)
 def _flat_input(rank: int, dtype: torch.dtype, numel: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(7919 * rank + 104729 * seed + numel)

@@ -1,10 +1,11 @@
-"""Bad arguments, ranks that disagree, peers that never call or that die: an exception, never a hang."""
+"""Bad arguments, ranks that disagree, peers that never call: an exception, never a hang.
+
+Ranks that are killed or stopped are in test_faults.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import BACKEND, Outcome, World, WorldPool
+from harness import BACKEND, World, WorldPool
 from operations import prepare
 from reference import Checks
 
@@ -465,72 +466,3 @@ def test_timeout_of_the_world(new_world: Callable[..., World]) -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.state == "returned" and re.search(r"(?i)rank\W*1\b", outcome.value), outcome
         assert SHORT_TIMEOUT - 0.5 < outcome.seconds < SHORT_TIMEOUT + SOON, outcome
-
-
-# Peers that die
-
-
-def lose_a_rank(kind: str, victim: int) -> None:
-    """The victim kills itself while the others are inside an operation that needs it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.barrier()
-    if rank == victim and kind != "in a loop":
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "all_reduce":
-        dist.all_reduce(_zeros(100))
-    elif kind == "large all_reduce":
-        dist.all_reduce(_zeros(1_000_000))
-    elif kind == "recv":
-        dist.recv(_zeros(4), victim)
-    elif kind == "large send":
-        dist.send(_zeros(1_000_000), victim)
-    elif kind == "barrier":
-        dist.barrier()
-    elif kind == "later":
-        time.sleep(0.8)
-        dist.all_gather([_zeros(4) for _ in range(size)], _zeros(4))
-    elif kind == "in a loop":
-        for step in range(10_000):
-            if rank == victim and step == 50:
-                os.kill(os.getpid(), signal.SIGKILL)
-            dist.all_reduce(_zeros(300_000))
-
-
-@pytest.mark.parametrize(
-    "kind", ["all_reduce", "large all_reduce", "recv", "large send", "barrier", "later", "in a loop"]
-)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_lost_rank(new_world: Callable[..., World], kind: str, victim: int) -> None:
-    world = new_world(3, timeout=LONG_TIMEOUT)
-    outcomes = world.run_raw(lose_a_rank, kind, victim, timeout=20)
-    assert outcomes[victim].state == "died" and "SIGKILL" in outcomes[victim].details
-    survivors: list[Outcome] = [o for o in outcomes if o.rank != victim]
-    for survivor in survivors:
-        assert survivor.state == "raised", str(survivor)
-        assert isinstance(survivor.error, dist.DistBackendError), str(survivor)
-        assert re.search(rf"(?i)rank\W*{victim}\b", str(survivor.error)), str(survivor)
-        assert survivor.seconds < SOON + 1, str(survivor)
-    # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
-
-
-def go_on_without(victim: int) -> None:
-    """Ranks that do not need the lost one go on."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    members = [r for r in range(size) if r != victim]
-    group = dist.new_group(members)
-    dist.barrier()
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    with Checks() as checks:
-        for seed in range(20):
-            good = prepare("all_reduce", torch.float32, (5000,), seed=seed, group=group)
-            good.start(False)
-            good.verify(checks, f"all_reduce {seed} among the survivors")
-
-
-def test_survivors_go_on_in_their_own_group(new_world: Callable[..., World]) -> None:
-    outcomes = new_world(4, timeout=LONG_TIMEOUT).run_raw(go_on_without, 2, timeout=20)
-    states = [o.state for o in outcomes]
-    assert states == ["returned", "returned", "died", "returned"], "\n".join(map(str, outcomes))

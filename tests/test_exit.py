@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +26,18 @@ import torch.distributed as dist
 import harness
 from harness import BACKEND, Outcome, World
 
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests how fog ends")
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="tests how fog ends"),
+    pytest.mark.usefixtures("nothing_left"),
+]
 
 # Much longer than any of these tests may take: what ends at the time-out ends too late.
 LONG_TIMEOUT = 60.0
 SOON = 5.0
-SETTLE_SECONDS = 3.0
 WATCHDOG_SECONDS = 20.0
 
 # What a script keeps in its globals.
 kept: list[Any] = []
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    """Fail the test if it leaves a process, or a name in /dev/shm that nobody uses."""
-    before = harness.shared_memory_entries()
-    yield
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
-        segments = harness.shared_memory_entries() - before
-        if segments:
-            segments -= harness.in_use(segments)
-        processes = harness.leftover_processes()
-        if not segments and not processes:
-            return
-        assert time.monotonic() < deadline, f"left: {processes}, in /dev/shm {sorted(segments)}"
-        time.sleep(0.1)
 
 
 def as_main_program(body: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -1,0 +1,92 @@
+"""Schedule and statistics: several ways to do one thing take turns on all ranks.
+
+In each iteration every way has its turn, each iteration begins with another one, and a barrier stands before
+each turn. So whatever else the machine does, and what one leaves in the caches for the next, meets all alike.
+The time of a turn is the longest of all ranks; kept are the median and the quartiles over the iterations.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+WARM_UP = 3
+FEWEST_ITERATIONS = 7
+MOST_ITERATIONS = 301
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one way: median and quartiles over the iterations of the longest time of all ranks."""
+
+    median: float
+    lower: float
+    upper: float
+
+
+def take_turns(
+    ways: Mapping[str, Callable[[], object]],
+    mpi: MPI.Intracomm,
+    *,
+    seconds: float,
+    iterations: int | None = None,
+    back_to_back: int = 1,
+) -> tuple[dict[str, Times], int]:
+    """Times each way; all ranks call this together, with the same names.
+
+    Args:
+        ways: What is called, by name.
+        mpi: Serves the barriers and collects the times.
+        seconds: About how long to measure; sets the number of iterations.
+        iterations: Their number, instead.
+        back_to_back: Calls in one turn.
+
+    Returns:
+        The times of one call of each way, on all ranks, and the number of iterations.
+    """
+    names = list(ways)
+
+    def turn(name: str) -> float:
+        mpi.Barrier()
+        way = ways[name]
+        begin = time.perf_counter()
+        for _ in range(back_to_back):
+            way()
+        return (time.perf_counter() - begin) / back_to_back
+
+    for _ in range(WARM_UP - 1):
+        for name in names:
+            turn(name)
+    if iterations is None:
+        mpi.Barrier()
+        begin = time.perf_counter()
+        for name in names:
+            turn(name)
+        one = mpi.bcast(time.perf_counter() - begin)
+        iterations = min(max(int(seconds / one), FEWEST_ITERATIONS), MOST_ITERATIONS)
+
+    elapsed = np.empty((iterations, len(names)))
+    gc.collect()
+    gc.disable()
+    try:
+        for iteration in range(iterations):
+            for place in range(len(names)):
+                index = (iteration + place) % len(names)
+                elapsed[iteration, index] = turn(names[index])
+    finally:
+        gc.enable()
+    longest = np.empty_like(elapsed)
+    from mpi4py import MPI  # here, as importing it starts MPI
+
+    mpi.Allreduce(elapsed, longest, MPI.MAX)
+    lower, median, upper = 1e3 * np.percentile(longest, [25, 50, 75], axis=0)
+    times = {name: Times(float(median[i]), float(lower[i]), float(upper[i])) for i, name in enumerate(names)}
+    return times, iterations

@@ -1,0 +1,158 @@
+"""What a benchmark shows: rows of a table with ratios, JSON, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from interleaved import Times
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation at one size.
+
+    Attributes:
+        operation: Its name.
+        ranks: How many took part.
+        dtype: Of the tensors.
+        elements: Of the larger buffer of a rank.
+        bytes: The same in bytes.
+        bytes_moved: What all ranks together must at least read and write.
+        iterations: Over which the medians go.
+        times: By system.
+    """
+
+    operation: str
+    ranks: int
+    dtype: str
+    elements: int
+    bytes: int
+    bytes_moved: int
+    iterations: int
+    times: dict[str, Times]
+
+    def ratio(self, numerator: str, denominator: str) -> float | None:
+        """Ratio of two systems' medians, if the row has both."""
+        if numerator not in self.times or denominator not in self.times:
+            return None
+        return self.times[numerator].median / self.times[denominator].median
+
+
+def size_text(count: int) -> str:
+    """Bytes for people: "4 KiB"."""
+    for power, unit in ((20, "MiB"), (10, "KiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):g} {unit}"
+    return f"{count} B"
+
+
+def parse_size(text: str) -> int:
+    """The inverse, for command lines: "4K", "64M" or a number of bytes."""
+    units = {"K": 10, "M": 20, "G": 30}
+    suffix = text[-1:].upper()
+    count = int(text[:-1]) << units[suffix] if suffix in units else int(text)
+    if count < 0:
+        raise ValueError(f"a size must not be negative: {text}")
+    return count
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lays rows out as text.
+
+    Attributes:
+        systems: Heading of each system's column, by the name that `Row.times` has.
+        ratios: Numerator and denominator of each column of ratios.
+    """
+
+    systems: Mapping[str, str]
+    ratios: Sequence[tuple[str, str]]
+
+    def heading(self) -> str:
+        """The first line."""
+        words = [f"{title:>11}" for title in self.systems.values()]
+        words += [f"{self.systems[a] + ' / ' + self.systems[b]:>15}" for a, b in self.ratios]
+        return f"{'operation':21}{'size':>9}" + "".join(words)
+
+    def line(self, row: Row) -> str:
+        """A row; a dash where a system does not have the operation."""
+        label = row.operation if row.dtype == "float32" else f"{row.operation} {row.dtype}"
+        size = size_text(row.bytes) if row.elements else ""
+        words = []
+        for system in self.systems:
+            times = row.times.get(system)
+            words.append(f"{times.median:11.4f}" if times else f"{'-':>11}")
+        for pair in self.ratios:
+            ratio = row.ratio(*pair)
+            words.append(f"{ratio:15.2f}" if ratio is not None else f"{'-':>15}")
+        return f"{label:21}{size:>9}" + "".join(words)
+
+
+def write_json(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
+    """Writes the facts about a run, and its rows."""
+    content = {**facts, "rows": [dataclasses.asdict(row) for row in rows]}
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows that `write_json` wrote."""
+    rows = json.loads(path.read_text())["rows"]
+    return [Row(**row | {"times": {name: Times(**t) for name, t in row["times"].items()}}) for row in rows]
+
+
+def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
+    """Draws time over size: a column of panels for each number of ranks, a row for each operation.
+
+    Args:
+        path: Of the picture; its ending says the format.
+        rows: What to draw; rows without a size are left out.
+        systems: As in `Table`.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    shown = [row for row in rows if row.elements and row.dtype == "float32"]
+    operations = list(dict.fromkeys(row.operation for row in shown))
+    worlds = sorted({row.ranks for row in shown})
+    if not shown:
+        return
+    columns = min(3, len(operations))
+    lines = math.ceil(len(operations) / columns)
+    figure, panels = plt.subplots(
+        lines * len(worlds), columns, figsize=(4.6 * columns, 3.2 * lines * len(worlds)), squeeze=False
+    )
+    for panel in panels.flat:
+        panel.set_visible(False)
+    for w, ranks in enumerate(worlds):
+        for o, operation in enumerate(operations):
+            panel = panels[w * lines + o // columns][o % columns]
+            panel.set_visible(True)
+            panel.set_title(f"{operation}, {ranks} ranks")
+            series = sorted(
+                (r for r in shown if r.ranks == ranks and r.operation == operation), key=lambda r: r.bytes
+            )
+            for system, title in systems.items():
+                drawn = [row for row in series if system in row.times]
+                if not drawn:
+                    continue
+                x = [row.bytes for row in drawn]
+                times = [row.times[system] for row in drawn]
+                (line,) = panel.loglog(x, [t.median for t in times], marker=".", label=title)
+                panel.fill_between(
+                    x, [t.lower for t in times], [t.upper for t in times], color=line.get_color(), alpha=0.2
+                )
+            ticks = [row.bytes for row in series]
+            panel.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=45, fontsize="x-small")
+            panel.minorticks_off()
+            panel.set_ylabel("ms")
+            panel.grid(alpha=0.3)
+    panels[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)

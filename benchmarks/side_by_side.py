@@ -1,0 +1,145 @@
+"""Ranks in which fog, Gloo and raw MPI live side by side, so that one run measures them all.
+
+`run_ranks` starts a script under the mpiexec of the mpich package; there each rank calls `join`:
+
+- mpi4py starts first, from the launcher, and loads `libmpi.so.12` of the mpich package. That is raw MPI.
+- Then the launcher's variables are dropped and fog starts as under torchrun: from a TCPStore, with its own
+  PMI server. It loads `libmpi_abi.so.1` of the same package: the same MPICH behind another set of names. Both
+  libraries are loaded privately, so neither sees the other's state.
+- Gloo, and torch's "fake" backend that sends nothing, are groups made by `new_group`.
+
+Nobody takes time from another. MPICH runs only inside of its calls. Gloo's threads sleep in epoll when no
+message comes. fog's thread looks at its messages every 10 ms; like all noise, that meets all systems alike.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+# mpi4py's own switch: the file of the MPI that it loads.
+MPI4PY_VARIABLE = "MPI4PY_LIBMPI"
+# By these a process finds that a launcher of MPI has started it.
+_LAUNCHER_PREFIXES = ("PMI", "HYD", "MPI_LOCAL")
+_TIMEOUT = timedelta(minutes=2)
+
+
+def require(*packages: str) -> None:
+    """Ends the program with what to install if one of these packages is missing."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        sys.exit(
+            f"{', '.join(missing)}: not installed. In fog's checkout: "
+            "pip install --no-build-isolation '.[benchmarks]'; or: pip install " + " ".join(missing)
+        )
+
+
+def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script on `ranks` processes of this host, to its end.
+
+    Args:
+        ranks: How many processes.
+        script: Python script; its ranks call `join`.
+        arguments: Its command line.
+
+    Raises:
+        SystemExit: It failed, or there is no mpiexec.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        sys.exit("mpiexec: not found. pip install 'mpich>=5'")
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    if library := _mpich_package_library():
+        environment.setdefault(MPI4PY_VARIABLE, str(library))
+    command = [mpiexec, "-n", str(ranks), sys.executable, str(script), *arguments]
+    status = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+    if status:
+        sys.exit(f"{ranks} ranks of {script.name} ended with status {status}")
+
+
+def _mpich_package_library() -> Path | None:
+    """libmpi.so.12 of the PyPI package mpich, if that is installed; else mpi4py finds an MPI by itself."""
+    try:
+        files = importlib.metadata.files("mpich") or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())).resolve() for file in files if file.name == "libmpi.so.12"), None)
+
+
+@dataclass(frozen=True)
+class Systems:
+    """One rank's way into each system; all have the same ranks.
+
+    Attributes:
+        mpi: Raw MPI. Benchmarks also coordinate through it.
+        fog: The default group.
+        gloo: Group of Gloo.
+        nothing: Group of a backend whose operations return at once with nothing sent.
+    """
+
+    mpi: MPI.Intracomm
+    fog: dist.ProcessGroup
+    gloo: dist.ProcessGroup
+    nothing: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.mpi.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.mpi.size
+
+
+def join() -> Systems:
+    """Starts all systems in a process that `run_ranks` started."""
+    from mpi4py import MPI  # starts MPI
+
+    mpi = MPI.COMM_WORLD
+    for name in list(os.environ):
+        if name.startswith(_LAUNCHER_PREFIXES):
+            del os.environ[name]
+
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
+
+    import fog_pg  # noqa: F401  registers "fog" also where torch does not look for entry points
+
+    torch.set_num_threads(1)
+    # torch 2.13 gave new names to operations that 2.11 has under the old ones only.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
+    if mpi.rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mpi.bcast(store.port)
+    else:
+        store = dist.TCPStore("127.0.0.1", mpi.bcast(None), is_master=False)
+    dist.init_process_group("fog", store=store, rank=mpi.rank, world_size=mpi.size, timeout=_TIMEOUT)
+    assert dist.group.WORLD is not None
+    gloo, nothing = (dist.new_group(backend=name, timeout=_TIMEOUT) for name in ("gloo", "fake"))
+    return Systems(mpi, dist.group.WORLD, gloo, nothing)
+
+
+def leave() -> None:
+    """Ends fog and Gloo, once all ranks have come; raw MPI ends with the process."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()

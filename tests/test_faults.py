@@ -1,0 +1,419 @@
+"""Ranks killed or stopped during every kind of operation; programs interrupted, or that fork, meanwhile.
+
+Each case of a killed rank has a world of its own. The full matrix (every kind, every rank, both moments) runs
+with FOG_FAULTS=all, as `make faults` does; otherwise each kind is tried with one rank at one moment, in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import BACKEND, Outcome, World
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or crash here"),
+    pytest.mark.usefixtures("nothing_left"),
+]
+
+FULL = os.environ.get("FOG_FAULTS", "") == "all"
+RANKS = 3
+# Much longer than any of these tests may take: an error that arrives at the timeout arrives too late.
+LONG_TIMEOUT = 60.0
+SOON = 5.0
+SHORT_TIMEOUT = 2.0
+# Above what a message carries inline, and above what MPI sends before the receiver has agreed.
+LARGE = 300_000
+# Rounds of an operation that is interrupted in the middle: more than there is time for.
+ENDLESS = 1_000_000
+REFUSED = "has failed and takes no more work: "
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+def _lists(numel: int) -> list[Tensor]:
+    return [_zeros(numel) for _ in range(RANKS)]
+
+
+def _backend(group: dist.ProcessGroup) -> dist.Backend:
+    return group._get_backend(torch.device("cpu"))
+
+
+def _ring(rank: int) -> object:
+    from fog_pg import _C
+
+    return _C.NeighborPlan(rank, RANKS, 0.5, [((rank - 1) % RANKS, 0.5)], [((rank + 1) % RANKS, 1.0)])
+
+
+def _gather(rank: int, root: int, numel: int, group: dist.ProcessGroup) -> dist.Work | None:
+    into = _lists(numel) if rank == root else None
+    return dist.gather(_zeros(numel), into, group=group, group_dst=root, async_op=True)
+
+
+def _scatter(rank: int, root: int, numel: int, group: dist.ProcessGroup) -> dist.Work | None:
+    given = _lists(numel) if rank == root else None
+    return dist.scatter(_zeros(numel), given, group=group, group_src=root, async_op=True)
+
+
+def _message(rank: int, source: int, target: int, numel: int, group: dist.ProcessGroup) -> dist.Work | None:
+    if rank == source:
+        return dist.isend(_zeros(numel), group=group, group_dst=target)
+    return dist.irecv(_zeros(numel), group=group, group_src=source) if rank == target else None
+
+
+# How one rank starts an operation, given its rank, the rank v that the case is about, and the group. None:
+# this rank has no part in it.
+_Start = Callable[[int, int, dist.ProcessGroup], "dist.Work | None"]
+
+
+def _broadcast(root: int, numel: int, group: dist.ProcessGroup) -> dist.Work | None:
+    return dist.broadcast(_zeros(numel), group=group, group_src=root, async_op=True)
+
+
+def _reduce(root: int, numel: int, group: dist.ProcessGroup) -> dist.Work | None:
+    return dist.reduce(_zeros(numel), group=group, group_dst=root, async_op=True)
+
+
+def _reduce_scatter(numel: int, group: dist.ProcessGroup) -> dist.Work | None:
+    return dist.reduce_scatter(_zeros(numel), _lists(numel), group=group, async_op=True)
+
+
+def _next(v: int) -> int:
+    return (v + 1) % RANKS
+
+
+KINDS: dict[str, _Start] = {
+    "allreduce": lambda r, v, g: dist.all_reduce(_zeros(100), group=g, async_op=True),
+    "large allreduce": lambda r, v, g: dist.all_reduce(_zeros(LARGE), group=g, async_op=True),
+    "broadcast from it": lambda r, v, g: _broadcast(v, 100, g),
+    "large broadcast": lambda r, v, g: _broadcast(_next(v), LARGE, g),
+    "reduce to it": lambda r, v, g: _reduce(v, 100, g),
+    "large reduce": lambda r, v, g: _reduce(_next(v), LARGE, g),
+    "allgather": lambda r, v, g: dist.all_gather(_lists(100), _zeros(100), group=g, async_op=True),
+    "large allgather": lambda r, v, g: dist.all_gather(_lists(LARGE), _zeros(LARGE), group=g, async_op=True),
+    "gather to it": lambda r, v, g: _gather(r, v, LARGE, g),
+    "gather": lambda r, v, g: _gather(r, _next(v), 100, g),
+    "scatter from it": lambda r, v, g: _scatter(r, v, LARGE, g),
+    "scatter": lambda r, v, g: _scatter(r, _next(v), 100, g),
+    "reduce_scatter": lambda r, v, g: _reduce_scatter(LARGE, g),
+    "alltoall": lambda r, v, g: dist.all_to_all(_lists(100), _lists(100), group=g, async_op=True),
+    "large alltoall": lambda r, v, g: dist.all_to_all(_lists(LARGE), _lists(LARGE), group=g, async_op=True),
+    "barrier": lambda r, v, g: dist.barrier(g, async_op=True),
+    "send": lambda r, v, g: _message(r, _next(v), v, 100, g),
+    "large send": lambda r, v, g: _message(r, _next(v), v, LARGE, g),
+    "recv": lambda r, v, g: _message(r, v, _next(v), 100, g),
+    "large recv": lambda r, v, g: _message(r, v, _next(v), LARGE, g),
+    "neighbor_allreduce": lambda r, v, g: _backend(g).neighbor_allreduce(_zeros(100), _ring(r)),
+    "large neighbor_allreduce": lambda r, v, g: _backend(g).neighbor_allreduce(_zeros(LARGE), _ring(r)),
+    "neighbor_allgather": lambda r, v, g: _backend(g).neighbor_allgather(_zeros(LARGE, 1), _ring(r)),
+    "allgather_concat": lambda r, v, g: _backend(g).allgather_concat(_zeros(100 + r, 1)),
+}
+
+
+def operation_of(kind: str) -> str:
+    """What messages call a kind."""
+    name = re.sub(r"^large | (from|to) it$", "", kind)
+    return "send/recv" if name in ("send", "recv") else name
+
+
+def may_complete(kind: str, rank: int, victim: int) -> bool:
+    """Whether a survivor's own part needs nothing from the victim, as where it deals with the root alone."""
+    if kind == "send":  # it is complete when the message is on its way
+        return rank != victim
+    rooted = kind in ("large broadcast", "large reduce", "gather", "scatter")
+    return (rooted or takes_no_part(kind, rank, victim)) and rank not in (victim, _next(victim))
+
+
+def takes_no_part(kind: str, rank: int, victim: int) -> bool:
+    """Whether the kind is a message between two others."""
+    return operation_of(kind) == "send/recv" and rank not in (victim, _next(victim))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Text of the DistBackendError that the call raises; empty if it raises none."""
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def wait_for(work: dist.Work | None) -> None:
+    """Wait for an operation, if this rank has a part in it."""
+    if work is not None:
+        work.wait()
+
+
+# Killed ranks
+
+
+def lose_a_rank(kind: str, victim: int, moment: str) -> tuple[str, float, str, float]:
+    """Run on each rank. Returns the error of the operation and its seconds, and those of a later one.
+
+    The victim dies before it has come to the operation, or in the middle of a row of them.
+    """
+    rank = dist.get_rank()
+    start, group = KINDS[kind], dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))
+    dist.barrier(group)
+
+    def run() -> None:
+        for _ in range(1 if moment == "before" else ENDLESS):
+            work = start(rank, victim, group)
+            if work is None:
+                return
+            work.wait()
+
+    if rank == victim:
+        if moment == "before":
+            time.sleep(0.2)  # the others are in it by then
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    begin = time.monotonic()
+    first = error_of(run)
+    came = time.monotonic()
+    if rank == victim:
+        time.sleep(SOON)  # it is killed here if it had no part
+    later = error_of(lambda: dist.barrier(group))
+    return first, came - begin, later, time.monotonic() - came
+
+
+def cases() -> list[tuple[str, int, str]]:
+    """The kinds, ranks and moments to try."""
+    moments = ["before", "during"]
+    if FULL:
+        return list(itertools.product(KINDS, range(RANKS), moments))
+    return [(kind, n % RANKS, moments[n // RANKS % 2]) for n, kind in enumerate(KINDS)]
+
+
+@pytest.mark.parametrize(("kind", "victim", "moment"), cases())
+def test_killed_rank(new_world: Callable[..., World], kind: str, victim: int, moment: str) -> None:
+    world = new_world(RANKS, timeout=LONG_TIMEOUT)
+    outcomes = world.run_raw(lose_a_rank, kind, victim, moment, timeout=20)
+    assert outcomes[victim].state == "died" and "SIGKILL" in outcomes[victim].details, str(outcomes[victim])
+    survivors: list[Outcome] = [o for o in outcomes if o.rank != victim]
+    for survivor in survivors:
+        assert survivor.state == "returned", str(survivor)
+        first, seconds, later, later_seconds = survivor.value
+        if first:
+            assert f"rank {victim} " in first, str(survivor.value)
+            # The later operation is refused, with the text of the first error. In a row of operations the one
+            # that raised may have been refused itself.
+            text = first.removeprefix("fog: ").rpartition(REFUSED)[2]
+            assert REFUSED in later and later.endswith(text), str(survivor.value)
+        elif moment == "before":
+            assert may_complete(kind, survivor.rank, victim), f"completed: {survivor}"
+        else:
+            assert takes_no_part(kind, survivor.rank, victim), f"completed: {survivor}"
+        assert f"rank {victim} " in later, str(survivor.value)
+        assert seconds < SOON and later_seconds < SOON, str(survivor.value)
+    # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
+
+
+def lose_a_rank_later(victim: int) -> tuple[str, float]:
+    """The victim is gone before the others call the operation."""
+    dist.barrier()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    return error_of(lambda: dist.all_gather(_lists(4), _zeros(4))), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_lost_before_the_operation(new_world: Callable[..., World], victim: int) -> None:
+    outcomes = new_world(RANKS, timeout=LONG_TIMEOUT).run_raw(lose_a_rank_later, victim, timeout=20)
+    for survivor in (o for o in outcomes if o.rank != victim):
+        assert survivor.state == "returned", str(survivor)
+        error, seconds = survivor.value
+        assert re.search(rf"(?i)\brank {victim}\b", error) and seconds < SOON, str(survivor.value)
+
+
+def go_on_without(victim: int) -> list[list[float]]:
+    """Ranks that do not need the lost one go on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group([r for r in range(size) if r != victim])
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    sums = []
+    for step in range(20):
+        tensor = torch.full((5000,), float(rank + step))
+        dist.all_reduce(tensor, group=group)
+        sums.append(tensor.unique().tolist())
+    return sums
+
+
+def test_survivors_go_on_in_their_own_group(new_world: Callable[..., World]) -> None:
+    outcomes = new_world(4, timeout=LONG_TIMEOUT).run_raw(go_on_without, 2, timeout=20)
+    assert outcomes[2].state == "died", str(outcomes[2])
+    for survivor in (o for o in outcomes if o.rank != 2):
+        assert survivor.state == "returned", str(survivor)
+        assert survivor.value == [[0.0 + 1 + 3 + 3 * step] for step in range(20)]
+
+
+# A stopped rank: its process is there and answers nothing
+
+
+def stop_a_rank(victim: int, per_call: bool) -> list[str]:
+    """Rank `victim` is stopped while the others call everything, each kind in a group of its own.
+
+    The time-out is the group's, or that of the call of `wait`. The operations of the latter go on.
+    """
+    rank = dist.get_rank()
+    survivors = [r for r in range(RANKS) if r != victim]
+    timeout = timedelta(seconds=LONG_TIMEOUT if per_call else SHORT_TIMEOUT)
+    groups = {kind: dist.new_group(timeout=timeout) for kind in KINDS}
+    living = dist.new_group(survivors, timeout=timedelta(seconds=LONG_TIMEOUT))
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    for group in groups.values():  # the operations that time out are not the first of their groups
+        dist.barrier(group)
+    problems = []
+    started: dict[str, dist.Work | None] = {}
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)  # a survivor lets it go on
+        if per_call:
+            started = {kind: KINDS[kind](rank, victim, group) for kind, group in groups.items()}
+    else:
+        time.sleep(0.2)
+        started = {kind: KINDS[kind](rank, victim, group) for kind, group in groups.items()}
+        begin = time.monotonic()
+        for kind, work in started.items():
+            if work is None:
+                continue
+            error = error_of((lambda w=work: w.wait(timedelta(seconds=0.2))) if per_call else work.wait)
+            if error or not may_complete(kind, rank, victim):
+                problems += wrong_in_timeout(error, kind, groups[kind], victim)
+        seconds = time.monotonic() - begin
+        if not (per_call or SHORT_TIMEOUT - 0.5 < seconds < SHORT_TIMEOUT + SOON):
+            problems.append(f"the errors came after {seconds:.1f} s, the timeout is {SHORT_TIMEOUT} s")
+        dist.barrier(living)
+        if rank == survivors[0]:
+            os.kill(int(pids[victim].item()), signal.SIGCONT)
+    for kind, group in groups.items():
+        if per_call:
+            work = started[kind]
+            error, expected = error_of(work.wait) if work else "", "^$"
+        else:
+            if rank == victim:
+                # It is told of the failure now, unless all that it needs has come before.
+                error = error_of(lambda k=kind, g=group: wait_for(KINDS[k](rank, victim, g)))
+                if error and "timed out after" not in error:
+                    problems.append(f"{kind}: the stopped rank got {error!r}")
+            error = error_of(lambda g=group: dist.barrier(g))
+            expected = "timed out after" if rank == victim else f"{REFUSED}.* timed out after"
+            if kind == "send":  # nothing has failed: the message was on its way, and now it is there
+                expected = "^$"
+        if not re.search(expected, error):
+            problems.append(f"{kind}: rank {rank} got {error!r} at last, not {expected!r}")
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    if tensor.tolist() != [float(RANKS)] * 5:
+        problems.append(f"the group of the world summed up {tensor}")
+    return problems
+
+
+def wrong_in_timeout(error: str, kind: str, group: dist.ProcessGroup, victim: int) -> list[str]:
+    """What a message does not say of operation, number, group, this rank and the absent one."""
+    patterns = [
+        rf"{operation_of(kind)} #\d+",
+        rf"group '{re.escape(group.group_name)}'",
+        rf"on rank {dist.get_rank()}\b",
+        "timed out after",
+        rf"not there: rank {victim}\b",
+    ]
+    if error.startswith("fog: rank "):  # the other survivor's time was over first; it reports this
+        patterns[2] = rf"rank (\d+) reports: .*on rank \1\b"
+    return [f"{kind}: {p!r} is not in {error!r}" for p in patterns if not re.search(p, error)]
+
+
+@pytest.mark.parametrize("victim", range(RANKS) if FULL else [1])
+@pytest.mark.parametrize("per_call", [False, True], ids=["timeout of the group", "timeout of the wait"])
+def test_stopped_rank(new_world: Callable[..., World], victim: int, per_call: bool) -> None:
+    problems = new_world(RANKS, timeout=LONG_TIMEOUT).run(stop_a_rank, victim, per_call)
+    assert not any(problems), "\n".join(itertools.chain(*problems))
+
+
+# Ctrl-C
+
+
+def interrupt_waits(kinds: list[str]) -> list[str]:
+    """Rank 0 waits for a rank that does not come and gets SIGINT, in a group of its own for each kind."""
+    rank, absent = dist.get_rank(), 1
+    groups = [dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT)) for _ in kinds]
+    problems = []
+    if rank == 0:
+        for kind, group in zip(kinds, groups, strict=True):
+            work = KINDS[kind](rank, absent, group)
+            assert work is not None, kind
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            begin = time.monotonic()
+            try:
+                work.wait()
+                problems.append(f"{kind}: completed")
+            except KeyboardInterrupt:
+                pass
+            except dist.DistBackendError as error:
+                problems.append(f"{kind}: {error}")
+            if time.monotonic() - begin > SOON:
+                problems.append(f"{kind}: took {time.monotonic() - begin:.1f} s")
+    dist.barrier()
+    return problems
+
+
+def test_interrupt_ends_every_wait(new_world: Callable[..., World]) -> None:
+    # Rank 0 needs the absent rank in these.
+    kinds = [kind for kind in KINDS if not may_complete(kind, 0, 1) and not takes_no_part(kind, 0, 1)]
+    assert len(kinds) > 10
+    problems = new_world(RANKS, timeout=LONG_TIMEOUT).run(interrupt_waits, kinds)
+    assert not any(problems), "\n".join(itertools.chain(*problems))
+
+
+# fork
+
+
+class _Rows(torch.utils.data.Dataset):
+    """Row i is i, i, i."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((3,), float(index))
+
+
+def load_while_reducing() -> list[float]:
+    """Workers are forked, work and end while operations are in flight."""
+    rank = dist.get_rank()
+    loader = torch.utils.data.DataLoader(_Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    sums = []
+    for _ in range(2):  # each epoch forks its workers anew
+        ahead = torch.full((LARGE,), float(rank))
+        work = dist.all_reduce(ahead, async_op=True)
+        total = 0.0
+        for batch in loader:
+            dist.all_reduce(batch)
+            total += batch.sum().item()
+        work.wait()
+        sums += [total, ahead.unique().item()]
+    return sums
+
+
+def test_data_loader_workers(new_world: Callable[..., World]) -> None:
+    # Both ranks have the same rows: 2 * 3 * (0 + 1 + ... + 39).
+    expected = [2 * 3 * 780.0, 1.0] * 2
+    assert new_world(2, timeout=LONG_TIMEOUT).run(load_while_reducing, timeout=40) == [expected] * 2

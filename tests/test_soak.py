@@ -1,0 +1,305 @@
+"""Many operations of all kinds, in random order, several in flight: none lost, none wrong, no memory kept.
+
+FOG_SOAK_OPERATIONS says how many; `make soak` runs 20,000. All ranks draw the same operations from one seed
+(FOG_SOAK_SEED), each draws for itself in which order it waits for what it has in flight. All results are
+exact: sums that fog promises to add in rank order, extrema, integers, copies, and mixing of few bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness import BACKEND, World
+from operations import COLLECTIVES, REDUCING, ROOTED, prepare, reductions
+from reference import DTYPES, FLOATS, Checks, forget_inputs, make_input
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own operations in it")
+
+OPERATIONS = int(os.environ.get("FOG_SOAK_OPERATIONS", "3000"))
+SEED = int(os.environ.get("FOG_SOAK_SEED", "1"))
+RANKS = 4
+GROUPS = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2], [0, 1, 3], [1, 3]]
+MOST_IN_FLIGHT = 8
+# Empty, below and above what a message carries inline, with and without an even split.
+SHAPES = [(0,), (1,), (3, 5), (64,), (257,), (1000,), (33, 31), (2048,), (9001,), (70_001,)]
+# Weights of kinds in the draw.
+KINDS = {
+    "collective": 10,
+    "message": 4,
+    "ring": 1,
+    "barrier": 1,
+    "mix": 3,
+    "neighbor_allgather": 1,
+    "concat": 1,
+}
+ALLOWED_GROWTH = 0.02
+SAMPLES = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """An operation in flight on this rank: how to wait for it and how to check it then."""
+
+    label: str
+    wait: Callable[[], object]
+    verify: Callable[[Checks, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rank saw.
+
+    Attributes:
+        operations: How many it took part in.
+        kinds: How many of each kind.
+        resident: Bytes resident in memory, after the warm-up and then at even distances to the end.
+        seconds: How long all took.
+    """
+
+    operations: int
+    kinds: dict[str, int]
+    resident: list[int]
+    seconds: float
+
+
+def resident_bytes() -> int:
+    """What this process has in memory once the test and the allocator have given back what nobody uses."""
+    forget_inputs()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def whole_numbers(rank: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Values from -8 to 7: sums of a few of them, times quarters, are exact in every floating dtype."""
+    start = torch.arange(math.prod(shape)).reshape(shape)
+    return ((start * 5 + rank * 3 + seed) % 16 - 8).to(dtype)
+
+
+class Soak:
+    """Draws and runs the operations on one rank."""
+
+    def __init__(self, seed: int) -> None:
+        from fog_pg import _C
+
+        self.rank = dist.get_rank()
+        self.common = random.Random(seed)
+        self.own = random.Random(seed * RANKS + self.rank)
+        self.groups = [dist.group.WORLD, *(dist.new_group(members) for members in GROUPS[1:])]
+        self.in_flight: list[Started] = []
+        self.kinds: dict[str, int] = {}
+        self.plan = _C.NeighborPlan
+
+    def step(self, number: int) -> bool:
+        """Run one operation, or start it; False if this rank has no part in it."""
+        draw = self.common
+        kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
+        index = draw.randrange(len(GROUPS))
+        # What this rank does not take part in, it draws nevertheless.
+        started = getattr(self, f"_{kind}")(f"#{number} {kind}", draw, number, index)
+        if started is None:
+            return False
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
+        self.in_flight.append(started)
+        if self.own.random() < 0.4 or len(self.in_flight) > MOST_IN_FLIGHT:
+            self.finish(self.own.randrange(len(self.in_flight)))
+        return True
+
+    def finish(self, place: int) -> None:
+        """Wait for one of those in flight and check its result."""
+        started = self.in_flight.pop(place)
+        started.wait()
+        with Checks() as checks:
+            started.verify(checks, started.label)
+
+    def drain(self) -> None:
+        """Finish all that is in flight."""
+        while self.in_flight:
+            self.finish(self.own.randrange(len(self.in_flight)))
+
+    def _member(self, index: int) -> bool:
+        return self.rank in GROUPS[index]
+
+    def _collective(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        name, dtype, shape = draw.choice(COLLECTIVES), draw.choice(DTYPES), draw.choice(SHAPES)
+        root = draw.randrange(len(GROUPS[index])) if name in ROOTED else 0
+        exact = [r for r in reductions(dtype) if r in ("SUM", "MIN", "MAX") or not _is_inexact(dtype)]
+        reduction = draw.choice(exact) if name in REDUCING else "SUM"
+        blocking = draw.random() < 0.3
+        if not self._member(index):
+            return None
+        group = self.groups[index]
+        ready = prepare(name, dtype, shape, seed=number % 5, root=root, reduction=reduction, group=group)
+        work = ready.start(not blocking)
+        label = f"{label} {name} {reduction} {dtype} {shape} root {root} group {GROUPS[index]}"
+        return Started(label, _wait_of(work), ready.verify)
+
+    def _message(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        """One way between two ranks; received from anybody, perhaps: the tag is this message's alone."""
+        source, target = draw.sample(GROUPS[index], 2)
+        dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
+        blocking, anybody = draw.random() < 0.2, draw.random() < 0.3
+        group = self.groups[index]
+        values = make_input(source, dtype, shape, number % 5)
+        label = f"{label} {dtype} {shape} from {source} to {target} of {GROUPS[index]}"
+        if self.rank == source:
+            if blocking:
+                work = dist.send(values, target, group=group, tag=number)
+            else:
+                work = dist.isend(values, target, group=group, tag=number)
+            return Started(label, _wait_of(work), lambda checks, label: None)
+        if self.rank != target:
+            return None
+        output, origin = torch.zeros(shape, dtype=dtype), None if anybody else source
+        if blocking:
+            dist.recv(output, origin, group=group, tag=number)
+            work = None
+        else:
+            work = dist.irecv(output, origin, group=group, tag=number)
+        return Started(label, _wait_of(work), lambda checks, label: checks.equal(label, output, values))
+
+    def _ring(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
+        if not self._member(index):
+            return None
+        members, group = GROUPS[index], self.groups[index]
+        place = members.index(self.rank)
+        after, before = members[(place + 1) % len(members)], members[place - 1]
+        output, mine = torch.zeros(shape, dtype=dtype), make_input(self.rank, dtype, shape, number % 5)
+        exchange = [
+            dist.P2POp(dist.isend, mine, after, group, number),
+            dist.P2POp(dist.irecv, output, before, group, number),
+        ]
+        works = dist.batch_isend_irecv(exchange)
+        expected = make_input(before, dtype, shape, number % 5)
+        return Started(
+            f"{label} {dtype} {shape} of {members}",
+            lambda: [work.wait() for work in works],
+            lambda checks, label: checks.equal(label, output, expected),
+        )
+
+    def _barrier(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        blocking = draw.random() < 0.3
+        if not self._member(index):
+            return None
+        work = dist.barrier(self.groups[index], async_op=not blocking)
+        return Started(label, _wait_of(work), lambda checks, label: None)
+
+    def _edges(self, draw: random.Random, size: int) -> list[tuple[int, int]]:
+        pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
+        return draw.sample(pairs, draw.randint(1, len(pairs)))
+
+    def _neighbors(self, draw: random.Random, index: int) -> tuple[Any, list[int]] | None:
+        """The backend's plan for this rank on a random graph, and its sources in order."""
+        size = len(GROUPS[index])
+        edges = self._edges(draw, size)
+        if not self._member(index):
+            return None
+        me = GROUPS[index].index(self.rank)
+        sources = [i for i, j in edges if j == me]
+        destinations = [(j, 0.5) for i, j in edges if i == me]
+        return self.plan(me, size, 0.25, [(i, 0.5) for i in sources], destinations), sources
+
+    def _mix(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        """neighbor_allreduce: a quarter of one's own and a quarter of each source's, half by either side."""
+        dtype, shape, named = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
+        found = self._neighbors(draw, index)
+        if found is None:
+            return None
+        plan, sources = found
+        members = GROUPS[index]
+        mine = whole_numbers(self.rank, dtype, shape, number)
+        backend = self.groups[index]._get_backend(torch.device("cpu"))
+        work = backend.neighbor_allreduce(mine, plan, name=f"soak {number}" if named else "")
+        mixed = [self.rank, *(members[i] for i in sources)]
+        expected = 0.25 * sum(whole_numbers(r, torch.float64, shape, number) for r in mixed)
+        return Started(
+            f"{label} {dtype} {shape} {plan} of {members}",
+            work.wait,
+            lambda checks, label: checks.equal(label, work.result(), [expected.to(dtype)]),
+        )
+
+    def _neighbor_allgather(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        dtype, rows = draw.choice(DTYPES), [draw.choice([0, 1, 5, 700]) for _ in range(RANKS)]
+        found = self._neighbors(draw, index)
+        if found is None:
+            return None
+        plan, sources = found
+        parts = [make_input(GROUPS[index][i], dtype, (rows[i], 7), number % 5) for i in sources]
+        place = GROUPS[index].index(self.rank)
+        backend = self.groups[index]._get_backend(torch.device("cpu"))
+        work = backend.neighbor_allgather(make_input(self.rank, dtype, (rows[place], 7), number % 5), plan)
+        expected = torch.cat(parts) if parts else torch.empty((0, 7), dtype=dtype)
+        return Started(
+            f"{label} {dtype} {rows} {plan} of {GROUPS[index]}",
+            work.wait,
+            lambda checks, label: checks.equal(label, work.result(), [expected]),
+        )
+
+    def _concat(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        dtype, rows = draw.choice(DTYPES), [draw.choice([0, 1, 5, 700]) for _ in range(RANKS)]
+        if not self._member(index):
+            return None
+        members = GROUPS[index]
+        parts = [make_input(r, dtype, (rows[i], 7), number % 5) for i, r in enumerate(members)]
+        backend = self.groups[index]._get_backend(torch.device("cpu"))
+        work = backend.allgather_concat(parts[members.index(self.rank)])
+        return Started(
+            f"{label} {dtype} {rows} of {members}",
+            work.wait,
+            lambda checks, label: checks.equal(label, work.result(), [torch.cat(parts)]),
+        )
+
+
+def _wait_of(work: dist.Work | torch.futures.Future | None) -> Callable[[], object]:
+    """How to wait for what an operation gave; a blocking one gives None."""
+    return (lambda: None) if work is None else work.wait
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def soak(seed: int, operations: int) -> Report:
+    """Run on each rank."""
+    begin = time.monotonic()
+    run = Soak(seed)
+    warm_up = max(min(operations // 2, 4000), operations // 5)
+    marks = {warm_up + (operations - warm_up) * i // SAMPLES for i in range(SAMPLES + 1)}
+    resident, done = [], 0
+    for number in range(operations + 1):
+        if number in marks:
+            run.drain()
+            resident.append(resident_bytes())
+        if number < operations:
+            done += run.step(number)
+    return Report(done, run.kinds, resident, time.monotonic() - begin)
+
+
+def test_soak(new_world: Callable[..., World], record_property: Callable[[str, object], None]) -> None:
+    """The full run's numbers: pytest tests/test_soak.py -rP."""
+    world = new_world(RANKS, timeout=60.0)
+    reports: list[Report] = world.run(soak, SEED, OPERATIONS, timeout=60 + 0.2 * OPERATIONS)
+    for rank, report in enumerate(reports):
+        mebibytes = [round(r / 2**20, 1) for r in report.resident]
+        print(f"rank {rank}: {report.operations} operations in {report.seconds:.1f} s {report.kinds}")
+        print(f"rank {rank}: resident MiB after warm-up and then {mebibytes}")
+        record_property(f"rank {rank}", dataclasses.asdict(report))
+        assert set(report.kinds) == set(KINDS)
+    for rank, report in enumerate(reports):
+        growth = report.resident[-1] / report.resident[0] - 1
+        assert growth < ALLOWED_GROWTH, f"rank {rank} grew by {growth:.1%}: {report.resident}"
