@@ -138,6 +138,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   const Header& header(size_t receive) const {
     return receives_[receive].header;
   }
+  // Whether any message of this operation came from `peer`.
+  bool heard_from(int peer) const;
   // The rank that a receive has matched.
   int source(size_t receive) const {
     return receives_[receive].peer;
@@ -191,8 +193,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
   static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
 
-  // Whether any message of this operation came from `peer`.
-  bool heard_from(int peer) const;
   void confirm_to(int peer);
   void complete_receive(Receive& receive);
   void take(size_t index, const char* data);
