@@ -38,7 +38,10 @@ except ImportError:
 def mpi_flags() -> tuple[list[str], list[str]]:
     """Compiler and linker arguments for MPI."""
     if wrapper := os.environ.get("FOG_MPICXX"):
-        return ["-DFOG_NATIVE_MPI", *wrapper_flags(wrapper, "compile")], wrapper_flags(wrapper, "link")
+        # MPI's C++ bindings, which some still ship: fog uses none, and their headers give warnings.
+        without_bindings = ["-DOMPI_SKIP_MPICXX=1", "-DMPICH_SKIP_MPICXX=1"]
+        compile_flags = ["-DFOG_NATIVE_MPI", *without_bindings, *wrapper_flags(wrapper, "compile")]
+        return compile_flags, ["-Wl,--as-needed", *wrapper_flags(wrapper, "link")]
     import importlib.metadata
 
     try:
@@ -67,8 +70,10 @@ class BuildFog(BuildExtension):
 
     def finalize_options(self) -> None:
         # An editable install builds in a temporary folder; with the objects here, ninja compiles only what has changed.
+        # A native build has objects of its own.
         super().finalize_options()
-        self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+        mpi = "-native" if os.environ.get("FOG_MPICXX") else ""
+        self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{mpi}")
 
     def run(self) -> None:
         super().run()
