@@ -35,13 +35,17 @@ except ImportError:
     )
 
 
-def mpi_flags() -> tuple[list[str], list[str]]:
-    """Compiler and linker arguments for MPI."""
+def mpi_flags() -> tuple[list[str], list[str], list[str]]:
+    """Include folders, compiler arguments and linker arguments for MPI."""
     if wrapper := os.environ.get("FOG_MPICXX"):
         # MPI's C++ bindings, which some still ship: fog uses none, and their headers give warnings.
         without_bindings = ["-DOMPI_SKIP_MPICXX=1", "-DMPICH_SKIP_MPICXX=1"]
-        compile_flags = ["-DFOG_NATIVE_MPI", *without_bindings, *wrapper_flags(wrapper, "compile")]
-        return compile_flags, ["-Wl,--as-needed", *wrapper_flags(wrapper, "link")]
+        flags = wrapper_flags(wrapper, "compile")
+        # As folders they come before the environment's own, where the package mpich has put another mpi.h.
+        folders = [flag[2:] for flag in flags if flag.startswith("-I")]
+        others = [flag for flag in flags if not flag.startswith("-I")]
+        link_flags = ["-Wl,--as-needed", *wrapper_flags(wrapper, "link")]
+        return folders, ["-DFOG_NATIVE_MPI", *without_bindings, *others], link_flags
     import importlib.metadata
 
     try:
@@ -50,7 +54,7 @@ def mpi_flags() -> tuple[list[str], list[str]]:
         fail("mpi_abi.h not found: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
     for file in files:
         if file.name == "mpi_abi.h":
-            return [f"-I{Path(file.locate()).resolve().parent}"], []
+            return [str(Path(file.locate()).resolve().parent)], [], []
     fail("the installed mpich package has no mpi_abi.h: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
     raise AssertionError
 
@@ -85,7 +89,7 @@ class BuildFog(BuildExtension):
         )
 
 
-compile_mpi, link_mpi = mpi_flags()
+include_mpi, compile_mpi, link_mpi = mpi_flags()
 # torch 2.15's headers need C++20; the older ones are content with C++17.
 torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 standard = "c++20" if torch_version >= (2, 13) else "c++17"
@@ -95,6 +99,7 @@ setup(
         CppExtension(
             "fog_pg._C",
             sorted(str(source) for source in SOURCES.rglob("*.cpp")),
+            include_dirs=include_mpi,
             extra_compile_args={
                 "cxx": [
                     f"-std={standard}",
