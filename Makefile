@@ -15,7 +15,7 @@ ARGS ?=
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test clean FORCE
+.PHONY: help build demo test test-mpi clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -32,6 +32,7 @@ PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 help:
 	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--optimizer atc --dynamic\")"
 	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
+	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -46,6 +47,12 @@ demo: build
 test: build
 	@echo "== tests"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests $(ARGS)
+
+# Exits with an error if something could not be installed, after the tests of what could.
+test-mpi: build
+	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
+	echo "== tests under every launcher"; \
+	$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_MPI=all python -m pytest tests/test_mpi.py $(ARGS) && exit $$installed
 
 clean:
 	@echo "== removing $(VENV) and what was built"

@@ -35,6 +35,20 @@ def nothing_left_behind() -> Iterator[None]:
     )
 
 
+@pytest.fixture
+def no_shared_memory_left() -> Iterator[None]:
+    """Fail the test if it leaves a name in /dev/shm that nobody uses."""
+    before = harness.shared_memory_entries()
+    yield
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while left := harness.shared_memory_entries() - before:
+        left -= harness.in_use(left)
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left in /dev/shm: {sorted(left)}"
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[harness.WorldPool]:
     """The module's worlds: ``worlds(n)`` is a process group of n ranks that the tests of a file share."""
