@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test conformance soak faults benchmark clean FORCE
+.PHONY: help build demo test test-mpi conformance soak faults benchmark clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -39,6 +39,7 @@ help:
 	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
+	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -78,6 +79,12 @@ faults: build
 benchmark: build
 	@echo "== benchmark of collectives"
 	@$(IN_VENV) python benchmarks/collectives.py --json collectives.json --plot collectives.png $(ARGS)
+
+# Exits with an error if something could not be installed, after the tests of what could.
+test-mpi: build
+	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
+	echo "== tests under every launcher"; \
+	$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_MPI=all python -m pytest tests/test_mpi.py $(ARGS) && exit $$installed
 
 clean:
 	@echo "== removing $(VENV) and what was built"

@@ -35,10 +35,17 @@ except ImportError:
     )
 
 
-def mpi_flags() -> tuple[list[str], list[str]]:
-    """Compiler and linker arguments for MPI."""
+def mpi_flags() -> tuple[list[str], list[str], list[str]]:
+    """Include folders, compiler arguments and linker arguments for MPI."""
     if wrapper := os.environ.get("FOG_MPICXX"):
-        return ["-DFOG_NATIVE_MPI", *wrapper_flags(wrapper, "compile")], wrapper_flags(wrapper, "link")
+        # MPI's C++ bindings, which some still ship: fog uses none, and their headers give warnings.
+        without_bindings = ["-DOMPI_SKIP_MPICXX=1", "-DMPICH_SKIP_MPICXX=1"]
+        flags = wrapper_flags(wrapper, "compile")
+        # As folders they come before the environment's own, where the package mpich has put another mpi.h.
+        folders = [flag[2:] for flag in flags if flag.startswith("-I")]
+        others = [flag for flag in flags if not flag.startswith("-I")]
+        link_flags = ["-Wl,--as-needed", *wrapper_flags(wrapper, "link")]
+        return folders, ["-DFOG_NATIVE_MPI", *without_bindings, *others], link_flags
     import importlib.metadata
 
     try:
@@ -47,7 +54,7 @@ def mpi_flags() -> tuple[list[str], list[str]]:
         fail("mpi_abi.h not found: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
     for file in files:
         if file.name == "mpi_abi.h":
-            return [f"-I{Path(file.locate()).resolve().parent}"], []
+            return [str(Path(file.locate()).resolve().parent)], [], []
     fail("the installed mpich package has no mpi_abi.h: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
     raise AssertionError
 
@@ -67,8 +74,10 @@ class BuildFog(BuildExtension):
 
     def finalize_options(self) -> None:
         # An editable install builds in a temporary folder; with the objects here, ninja compiles only what has changed.
+        # A native build has objects of its own.
         super().finalize_options()
-        self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+        mpi = "-native" if os.environ.get("FOG_MPICXX") else ""
+        self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{mpi}")
 
     def run(self) -> None:
         super().run()
@@ -80,7 +89,7 @@ class BuildFog(BuildExtension):
         )
 
 
-compile_mpi, link_mpi = mpi_flags()
+include_mpi, compile_mpi, link_mpi = mpi_flags()
 # torch 2.15's headers need C++20; the older ones are content with C++17.
 torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 standard = "c++20" if torch_version >= (2, 13) else "c++17"
@@ -90,6 +99,7 @@ setup(
         CppExtension(
             "fog_pg._C",
             sorted(str(source) for source in SOURCES.rglob("*.cpp")),
+            include_dirs=include_mpi,
             extra_compile_args={
                 "cxx": [
                     f"-std={standard}",

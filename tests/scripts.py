@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,21 +39,31 @@ class Job:
         script: The script with its arguments.
         ranks: How many processes to start.
         log: Takes what the launcher and the ranks print.
-        launcher: As in `launcher_command`.
+        launcher: As in `launcher_command`, or the words themselves.
+        environment: More environment variables.
     """
 
     def __init__(
-        self, script: Sequence[str | Path], ranks: int, log: Path, launcher: str = "torchrun"
+        self,
+        script: Sequence[str | Path],
+        ranks: int,
+        log: Path,
+        launcher: str | Sequence[str] = "torchrun",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = log
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        # All processes of the job inherit the mark, also those that a launcher puts into sessions of their own.
+        self._mark = f"FOG_TEST_JOB={uuid.uuid4()}"
+        name, _, value = self._mark.partition("=")
+        variables = os.environ | {"OMP_NUM_THREADS": "1", name: value} | dict(environment or {})
+        command = launcher_command(launcher, ranks) if isinstance(launcher, str) else launcher
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [*launcher_command(launcher, ranks), *map(str, script)],
+                [*command, *map(str, script)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=variables,
                 cwd=log.parent,
                 start_new_session=True,
             )
@@ -60,6 +72,16 @@ class Job:
     def output(self) -> str:
         """What was printed so far; a progress bar's states are lines of their own."""
         return self._log.read_text(errors="replace").replace("\r", "\n")
+
+    def processes(self) -> list[int]:
+        """Returns the process ids of the launcher and all that it started, as far as they live."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                    if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
 
     def wait_for(self, condition: Callable[[str], bool], timeout: float) -> None:
         """Returns once the output fulfils the condition; AssertionError if it does not in time."""

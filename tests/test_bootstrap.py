@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,26 +18,15 @@ import torch.distributed as dist
 
 import harness
 from harness import BACKEND, World, WorldPool
+from hosts import CLONE_NEWNET, address, emulated_hosts, namespace_names
 from scripts import Job, launcher_command
 
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests how fog starts")
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="tests how fog starts"),
+    pytest.mark.usefixtures("nothing_left"),
+]
 
 TIMEOUT = timedelta(seconds=20)
-SETTLE_SECONDS = 3.0
-
-
-@pytest.fixture(autouse=True)
-def no_shared_memory_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test if it leaves a name in /dev/shm that nobody uses."""
-    before = harness.shared_memory_entries()
-    yield
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while left := harness.shared_memory_entries() - before:
-        left -= harness.in_use(left)
-        if not left:
-            return
-        assert time.monotonic() < deadline, f"left in /dev/shm: {sorted(left)}"
-        time.sleep(0.1)
 
 
 def my_rank() -> int:
@@ -435,51 +421,7 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
         assert lines == [f"rank {rank} of 4 ({rank} of 4): 1.5" for rank in range(4)], job.output
 
 
-# Several hosts: network namespaces, joined by a bridge in one of their own
-
-CLONE_NEWNET = 0x40000000
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=10)
-
-
-def namespace_names() -> set[str]:
-    directory = Path("/run/netns")
-    return {entry.name for entry in directory.iterdir()} if directory.exists() else set()
-
-
-@contextlib.contextmanager
-def emulated_hosts(count: int) -> Iterator[list[str]]:
-    """Names of `count` network namespaces with addresses 10.213.77.1 and on; skips where it cannot."""
-    if os.geteuid() != 0:
-        pytest.skip("several hosts: needs root to make network namespaces")
-    if shutil.which("ip") is None:
-        pytest.skip("several hosts: needs the program ip")
-    names = [f"fog-{os.getpid()}-{number}" for number in range(count)]
-    switch = f"fog-{os.getpid()}-switch"
-    made = []
-    try:
-        try:
-            for name in [switch, *names]:
-                ip("netns", "add", name)
-                made.append(name)
-            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            ip("-n", switch, "link", "set", "bridge", "up")
-            for number, name in enumerate(names):
-                port = f"port{number}"
-                ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-                ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-                ip("-n", name, "address", "add", f"10.213.77.{number + 1}/24", "dev", "eth0")
-                ip("-n", name, "link", "set", "eth0", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"several hosts: {' '.join(error.cmd)}: {error.stderr.strip()}")
-        yield names
-    finally:
-        for name in made:
-            ip("netns", "delete", name)
-
+# Several hosts
 
 def move_to_host(names: list[str], placement: list[int]) -> None:
     """Move this thread, and the threads that it starts, to its rank's namespace, and meet there over TCP."""
@@ -487,8 +429,7 @@ def move_to_host(names: list[str], placement: list[int]) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
         raise OSError(ctypes.get_errno(), "setns")
     os.close(namespace)
-    address = f"10.213.77.{placement[0] + 1}"
-    join(dist.TCPStore(address, 29500, my_size(), my_rank() == 0, timeout=TIMEOUT))
+    join(dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT))
 
 
 def check_hosts(placement: list[int]) -> None:

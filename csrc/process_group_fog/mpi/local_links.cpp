@@ -1,13 +1,25 @@
 #include "local_links.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 namespace fog::mpi {
+namespace {
 
 using shared_memory::Inbox;
 
-LocalLinks::LocalLinks(int rank, int size) : rank_(rank), inbox_(Inbox::create(size)), links_(size), sources_(size) {
+// FOG_LOCAL_LINKS=0 leaves everything to MPI. Ranks need not agree: without an inbox this one attaches to nobody, and nobody to it.
+bool switched_off() {
+  const char* value = std::getenv("FOG_LOCAL_LINKS");
+  return value != nullptr && std::string_view(value) == "0";
+}
+
+} // namespace
+
+LocalLinks::LocalLinks(int rank, int size)
+    : rank_(rank), inbox_(switched_off() ? nullptr : Inbox::create(size)), links_(size), sources_(size) {
   for (uint32_t offer = Inbox::kOffers; inbox_ && offer > 0; --offer) {
     free_offers_.push_back(offer - 1);
   }

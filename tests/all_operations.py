@@ -1,0 +1,135 @@
+"""Runs every operation, checked exactly, under whatever launcher started it; no part of it knows which.
+
+The functions that the other tests send to ranks of their own run here as well, beside tensors that are too large
+for them. Every rank ends with one line: its place, the MPI library, and how many of these functions it ran.
+
+    torchrun --nproc_per_node=4 tests/all_operations.py
+    mpiexec -n 4 python tests/all_operations.py --hosts 0 0 1 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+import fogdist
+import test_collectives as collectives
+import test_neighbor as neighbors
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from operations import COLLECTIVES, REDUCING, WITHOUT_WORK, prepare, reductions
+from reference import DTYPES, HALVES, Checks, make_input, mix
+
+MIB = 1 << 20
+# Of each tensor that one rank gives to one rank: more than any protocol of an MPI sends in one piece.
+LARGE_BYTES = 9 * MIB
+
+
+def collective(operation: str) -> None:
+    """One size with every type, and with float32 the sizes around which transports change protocol."""
+    size = dist.get_world_size()
+    with Checks() as checks:
+        cases = [(dtype, 1000) for dtype in DTYPES]
+        cases += [(torch.float32, threshold // 4 + 1) for threshold in collectives.THRESHOLDS]
+        for seed, (dtype, numel) in enumerate(cases):
+            names = reductions(dtype) if operation in REDUCING else ["SUM"]
+            for name in names:
+                ready = prepare(operation, dtype, (numel,), seed=seed, root=seed % size, reduction=name)
+                ready.start(False)
+                ready.verify(checks, f"{operation} {name} {dtype} of {numel}")
+
+
+def large_collective(operation: str) -> None:
+    dtype = torch.bfloat16 if operation in REDUCING else torch.uint8
+    numel = LARGE_BYTES // dtype.itemsize + 1  # odd, so that ranks' parts of it differ
+    ready = prepare(operation, dtype, (numel,), root=dist.get_world_size() - 1)
+    ready.start(False)
+    with Checks() as checks:
+        ready.verify(checks, f"{operation} {dtype} of {numel}")
+
+
+def large_messages() -> None:
+    collectives.exchange_with_next([torch.bfloat16], [LARGE_BYTES // torch.bfloat16.itemsize + 1])
+
+
+def large_neighbor_exchanges() -> None:
+    rank, size = fogdist.rank(), fogdist.size()
+    graph = topologies.RingGraph(size)
+    fogdist.set_topology(graph)
+    matrix = neighbors.plain_mean(graph)
+    sources = sorted(source for source in graph.predecessors(rank) if source != rank)
+    numel = LARGE_BYTES // torch.bfloat16.itemsize + 1
+    inputs = [make_input(r, torch.bfloat16, numel) for r in range(size)]
+    with Checks() as checks:
+        output = fogdist.neighbor_allreduce(inputs[rank])
+        checks.close("neighbor_allreduce", output, mix(inputs, matrix)[rank])
+        output = fogdist.neighbor_allgather(inputs[rank])
+        checks.equal("neighbor_allgather", output, torch.cat([inputs[source] for source in sources]))
+
+
+def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
+    """Every function to run, with its arguments."""
+    found: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+    found += [(collective, (operation,)) for operation in COLLECTIVES]
+    found += [
+        (collectives.uneven_parts, ()),
+        (collectives.coalesced, (True,)),
+        (collectives.in_flight, ("shuffled",)),
+        (collectives.exchange_with_next, ([*HALVES, torch.float32], collectives.SMALL + collectives.LARGE)),
+        (collectives.blocking_pairs, ()),
+        (collectives.tags_out_of_order, ()),
+        (collectives.from_any_source, ()),
+        (collectives.batch_with_everybody, ()),
+        (collectives.messages_among_collectives, ()),
+        (collectives.objects, ()),
+        (collectives.subgroups, ()),
+        (neighbors.static_exchanges, (("exp", "star"),)),
+        (neighbors.own_weights, ()),
+        (neighbors.dynamic_exchanges, (3,)),
+        (neighbors.one_peer_rounds, (True,)),
+        (neighbors.gatherings, ()),
+        (neighbors.many_in_flight, (True,)),
+    ]
+    if large:
+        found += [(large_messages, ()), (large_neighbor_exchanges, ())]
+        # The coalesced forms send what the others send.
+        found += [(large_collective, (name,)) for name in COLLECTIVES if name not in WITHOUT_WORK]
+    return found
+
+
+def check_hosts(expected: list[int] | None) -> None:
+    """Holds what the group knows of its ranks' hosts against where they were started."""
+    size, rank = fogdist.size(), fogdist.rank()
+    hosts = dist.group.WORLD._get_backend(torch.device("cpu")).hosts  # type: ignore[union-attr]
+    expected = expected or [0] * size
+    assert hosts == expected, f"hosts {hosts} instead of {expected}"
+    local = [other for other in range(size) if expected[other] == expected[rank]]
+    assert (fogdist.local_rank(), fogdist.local_size()) == (local.index(rank), len(local))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="every operation of fog, checked exactly")
+    parser.add_argument("--hosts", type=int, nargs="+", help="each rank's host (default: all on one)")
+    parser.add_argument("--small", action="store_true", help="leave out the large tensors")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+
+    fogdist.init()
+    check_hosts(arguments.hosts)
+    chosen = steps(large=not arguments.small)
+    for function, given in chosen:
+        function(*given)
+    fogdist.barrier()
+
+    from fog_pg import _C
+
+    library = " ".join(_C.mpi_version().split()[:4])
+    place = f"rank {fogdist.rank()} of {fogdist.size()}"
+    sys.stdout.write(f"{place}: {len(chosen)} steps right on {library}\n")  # one write: lines do not mix
+    fogdist.shutdown()
+
+
+if __name__ == "__main__":
+    main()

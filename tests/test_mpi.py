@@ -1,0 +1,192 @@
+"""One script, tests/all_operations.py, under every launcher and MPI, on one host and on several.
+
+What is not installed is skipped. ``make test-mpi`` installs it, and sets FOG_TEST_MPI=all: 4 ranks and large
+tensors; without it 2 ranks and small ones, so that ``make test`` stays quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from harness import BACKEND
+from hosts import address, emulated_hosts, namespace_names, sent_bytes
+from mpi_installations import Installation, Missing, intel, mpich, open_mpi
+from scripts import ROOT, Job, launcher_command
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
+    pytest.mark.usefixtures("nothing_left"),
+]
+
+ALL = os.environ.get("FOG_TEST_MPI") == "all"
+RANKS = 4 if ALL else 2
+TIMEOUT = 600.0  # room for a busy machine
+SETTLE_SECONDS = 10.0
+OPERATIONS = [ROOT / "tests" / "all_operations.py", *([] if ALL else ["--small"])]
+# torch's, of names that later versions will drop.
+QUIET = {"PYTHONWARNINGS": "ignore"}
+LINKS_OFF = {"FOG_LOCAL_LINKS": "0"}
+PORT = 29511
+
+only_in_full = pytest.mark.skipif(not ALL, reason="one of the slower ones: make test-mpi runs it")
+installations = pytest.mark.parametrize("find", [mpich, intel, open_mpi])
+
+
+def found(find: Callable[[], Installation]) -> Installation:
+    """An installation; skips the test if it is missing."""
+    try:
+        return find()
+    except Missing as missing:
+        pytest.skip(str(missing))
+
+
+@contextlib.contextmanager
+def started(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+    """Stops the jobs at the end, and checks that none of their processes is left."""
+    try:
+        yield jobs
+    finally:
+        for job in jobs:
+            job.stop()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while left := [pid for job in jobs for pid in job.processes()]:
+        assert time.monotonic() < deadline, f"processes left: {left}"
+        time.sleep(0.1)
+
+
+def check_operations(jobs: Sequence[Job], library: str) -> None:
+    """Waits for jobs of tests/all_operations.py that form one world, and reads what its ranks say."""
+    with started(jobs):
+        statuses = [job.wait(TIMEOUT) for job in jobs]
+    output = "\n".join(job.output for job in jobs)
+    assert statuses == [0] * len(jobs), output
+    lines = sorted(line for line in output.splitlines() if line.startswith("rank "))
+    assert len(lines) == RANKS, output
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank} of {RANKS}: "), output
+        assert f"steps right on {library}" in line, output
+
+
+# One host
+
+
+@installations
+def test_mpiexec(find: Callable[[], Installation], tmp_path: Path) -> None:
+    installation = found(find)
+    environment = QUIET | dict(installation.environment)
+    job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", installation.launcher(RANKS), environment)
+    check_operations([job], installation.name)
+
+
+@installations
+def test_mpiexec_without_local_links(find: Callable[[], Installation], tmp_path: Path) -> None:
+    """All messages go through MPI."""
+    installation = found(find)
+    if find is not mpich and not ALL:
+        pytest.skip("one of the slower ones: make test-mpi runs it")
+    environment = QUIET | LINKS_OFF | dict(installation.environment)
+    job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", installation.launcher(RANKS), environment)
+    check_operations([job], installation.name)
+
+
+@only_in_full
+@pytest.mark.parametrize("links", [{}, LINKS_OFF], ids=["with links", "without links"])
+@pytest.mark.parametrize("find", [mpich, intel])
+def test_torchrun(find: Callable[[], Installation], links: Mapping[str, str], tmp_path: Path) -> None:
+    """MPI is started by fog's own PMI server."""
+    installation = found(find)
+    environment = QUIET | dict(links) | dict(installation.environment)
+    job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", "torchrun", environment)
+    check_operations([job], installation.name)
+
+
+def test_torchrun_without_local_links(tmp_path: Path) -> None:
+    job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", "torchrun", QUIET | LINKS_OFF)
+    check_operations([job], "MPICH")
+
+
+# Several hosts
+
+# What keeps an MPI from using memory that namespaces share, as hosts do not.
+ACROSS = {
+    "UCX": {"UCX_TLS": "tcp"},
+    "OFI": {"MPICH_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
+}
+
+
+def torchrun_on(hosts: Sequence[str], log: Path, environment: Mapping[str, str]) -> list[Job]:
+    """One torchrun on each host, with as many ranks on each."""
+    local = RANKS // len(hosts)
+    placement = [str(rank // local) for rank in range(RANKS)]
+    jobs = []
+    for number, name in enumerate(hosts):
+        launcher = [*("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run")]
+        launcher += [f"--nnodes={len(hosts)}", f"--node_rank={number}", f"--nproc_per_node={local}"]
+        launcher += [f"--master_addr={address(0)}", f"--master_port={PORT}"]
+        script = [*OPERATIONS, "--hosts", *placement]
+        jobs.append(Job(script, local, log / f"host{number}.txt", launcher, environment))
+    return jobs
+
+
+def check_two_hosts(log: Path, environment: Mapping[str, str], library: str) -> None:
+    before = namespace_names()
+    # Slower than memory by far, so that the processes wait for the link.
+    with emulated_hosts(2, rate="1gbit" if ALL else None) as names:
+        check_operations(torchrun_on(names, log, QUIET | dict(environment)), library)
+        assert all(sent_bytes(name) > (64 if ALL else 4) << 20 for name in names), "not sent over the link"
+    assert namespace_names() == before
+
+
+@pytest.mark.parametrize("netmod", ["UCX", pytest.param("OFI", marks=only_in_full)])
+def test_torchrun_on_two_hosts(netmod: str, tmp_path: Path) -> None:
+    check_two_hosts(tmp_path, ACROSS[netmod], "MPICH")
+
+
+@only_in_full
+def test_torchrun_on_two_hosts_with_intel_mpi(tmp_path: Path) -> None:
+    installation = found(intel)
+    environment = {"I_MPI_OFI_PROVIDER": "tcp"} | dict(installation.environment)
+    check_two_hosts(tmp_path, environment, installation.name)
+
+
+# Ranks that are killed
+
+ONE_IS_KILLED = """
+import os
+import signal
+
+import fogdist
+import torch
+import torch.distributed as dist
+
+fogdist.init()
+x = torch.ones(100_000)
+for step in range(10**9):
+    if step == 100 and fogdist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+"""
+
+
+@only_in_full
+@pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
+@installations
+def test_killed_rank(find: Callable[[], Installation], launcher: str, tmp_path: Path) -> None:
+    """The job ends, and not well; nothing of it is left (`started` and a fixture look)."""
+    installation = found(find)
+    if launcher == "torchrun" and find is open_mpi:
+        pytest.skip("Open MPI 4.1 starts under its own launcher only: it knows no PMI-1")
+    script = tmp_path / "one_is_killed.py"
+    script.write_text(ONE_IS_KILLED)
+    words = installation.launcher(4) if launcher == "mpiexec" else launcher_command("torchrun", 4)
+    job = Job([script], 4, tmp_path / "log.txt", words, installation.environment)
+    with started([job]):
+        status = job.wait(60)
+    assert status != 0 and "Segmentation" not in job.output, job.output
