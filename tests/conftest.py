@@ -14,16 +14,22 @@ import harness
 SETTLE_SECONDS = 5.0
 
 
-def _fail_unless_clean(before: set[str]) -> None:
-    """Fail if ranks have left a process, or a shared-memory segment that was not there before."""
+def _fail_unless_clean(before: set[str], worlds_run: bool = False) -> None:
+    """Fail if ranks have left a process, or a shared-memory segment that was not there before.
+
+    Args:
+        before: The segments that were there.
+        worlds_run: Ranks of worlds may still be there.
+    """
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        processes = harness.leftover_processes()
+        processes = [] if worlds_run else harness.leftover_processes()
         segments = harness.shared_memory_entries() - before
         if segments:  # of other programs, if they are in use
             segments -= harness.in_use(segments)
         if not processes and not segments:
-            harness.forget_sessions()
+            if not worlds_run:
+                harness.forget_sessions()
             return
         if time.monotonic() > deadline:
             break
@@ -47,6 +53,14 @@ def nothing_left() -> Iterator[None]:
     before = harness.shared_memory_entries()
     yield
     _fail_unless_clean(before)
+
+
+@pytest.fixture
+def no_shared_memory_left() -> Iterator[None]:
+    """The same for one test beside worlds that others share: only names in /dev/shm that nobody uses count."""
+    before = harness.shared_memory_entries()
+    yield
+    _fail_unless_clean(before, worlds_run=True)
 
 
 @pytest.fixture(scope="module")

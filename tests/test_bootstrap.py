@@ -23,7 +23,7 @@ from scripts import Job, launcher_command
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="tests how fog starts"),
-    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
 ]
 
 TIMEOUT = timedelta(seconds=20)
@@ -242,7 +242,7 @@ def test_bad_options(new_world: Callable[..., World]) -> None:
 
 
 def test_options_of_a_group(new_world: Callable[..., World]) -> None:
-    assert "timed out after 1000 ms" in new_world(2, initialize=False).run(good_options, timeout=5)[0]
+    assert "its timeout of 1000 ms is over" in new_world(2, initialize=False).run(good_options, timeout=5)[0]
 
 
 def other_devices() -> None:

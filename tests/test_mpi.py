@@ -22,7 +22,7 @@ from scripts import ROOT, Job, launcher_command
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
-    pytest.mark.usefixtures("nothing_left"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
 ]
 
 ALL = os.environ.get("FOG_TEST_MPI") == "all"

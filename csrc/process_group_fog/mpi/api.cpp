@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <sstream>
 #include <stdexcept>
 
 #include <c10/util/Exception.h>
@@ -65,17 +66,36 @@ const std::string& library_path() {
   return loaded_path;
 }
 
-void check(int code, const char* what) {
-  if (code == MPI_SUCCESS) {
-    return;
-  }
+std::string error_text(int code) {
   char text[MPI_MAX_ERROR_STRING + 1] = {};
   int length = 0;
-  if (table.Error_string(code, text, &length) != MPI_SUCCESS) {
-    length = 0;
+  if (table.Error_string(code, text, &length) != MPI_SUCCESS || length == 0) {
+    return "unknown MPI error";
   }
-  C10_THROW_ERROR(
-      DistBackendError, c10::str("fog: ", what, " failed: ", length > 0 ? text : "unknown MPI error", " (code ", code, ")"));
+  std::istringstream lines(text);
+  std::string first;
+  std::getline(lines, first);
+  const auto trace = first.find(", error stack:");
+  if (trace == std::string::npos) {
+    return text;
+  }
+  // The innermost call, last in the trace, knows best; its name and line do not matter.
+  std::string innermost;
+  for (std::string line; std::getline(lines, line);) {
+    const auto message = line.find("): ");
+    if (message != std::string::npos) {
+      innermost = line.substr(message + 3);
+    } else if (!line.empty() && line.find("(unknown)") == std::string::npos) {
+      innermost = line;
+    }
+  }
+  return first.substr(0, trace) + (innermost.empty() ? "" : ": " + innermost);
+}
+
+void check(int code, const char* what) {
+  if (code != MPI_SUCCESS) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: ", what, " failed: ", error_text(code), " (code ", code, ")"));
+  }
 }
 
 } // namespace fog::mpi

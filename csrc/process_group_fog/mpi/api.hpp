@@ -53,6 +53,9 @@ const Api& api();
 // Path of the loaded library, empty before load().
 const std::string& library_path();
 
+// MPI's text for an error code, without the trace of its inner calls that MPICH adds.
+std::string error_text(int code);
+
 // Throws DistBackendError with MPI's own text unless `code` is MPI_SUCCESS. `what` names the call.
 void check(int code, const char* what);
 

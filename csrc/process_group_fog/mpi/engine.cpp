@@ -287,8 +287,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       }
       const auto found = group->by_key.find(header.key);
       if (found != group->by_key.end()) {
-        const auto operation = found->second;
-        operation->on_message(source, header, data);
+        const auto operation = found->second; // a failure takes it off the map
+        hand_over(operation, source, header, data);
         return;
       }
       if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
@@ -319,11 +319,19 @@ void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, 
     if ((*position)->matches(source, header)) {
       const auto receive = *position;
       group->posted.erase(position);
-      receive->on_message(source, header, data);
+      hand_over(receive, source, header, data);
       return;
     }
   }
   group->unexpected.emplace_back(source, header, data);
+}
+
+void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data) {
+  try {
+    operation->on_message(source, header, data);
+  } catch (const std::exception& error) {
+    fail(operation->group(), c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
+  }
 }
 
 bool Engine::drive(Lock& lock) {

@@ -88,6 +88,8 @@ class Engine : public Driver, private MessageHandler {
   void check_not_forked() const;
   void on_message(int source, const Header& header, const char* data) override;
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  // A disagreement fails the group.
+  void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
   void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
 
   // One round of progress with the lock held (it is released around arithmetic); true if anything moved.

@@ -1,4 +1,5 @@
 // How the engine deals with failures: of operations, of time, of other processes.
+#include <algorithm>
 #include <cstdio>
 
 #include <c10/util/StringUtil.h>
@@ -35,14 +36,21 @@ void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, con
   if (!group->failure.reason.empty()) {
     return;
   }
-  group->failure = {type, reason};
   if (tell && messenger_ && !group->closed) {
     notify(group, MessageKind::kError, reason);
   }
+  // Each operation's error names itself, and later ones are refused with the text of the first.
+  auto text = [&](const Operation& operation) {
+    const auto own = operation.describe();
+    return reason.compare(0, own.size(), own) == 0 ? reason : own + ": " + reason;
+  };
   const auto operations = group->operations;
-  const auto error = backend_error("fog: " + reason);
+  const auto first = std::min_element(operations.begin(), operations.end(), [](const auto& one, const auto& other) {
+    return one->sequence() < other->sequence();
+  });
+  group->failure = {type, first == operations.end() ? reason : text(**first)};
   for (const auto& operation : operations) {
-    complete(operation, error);
+    complete(operation, backend_error("fog: " + text(*operation)));
   }
   for (const auto& receive : group->posted) {
     outbox_.retired.push_back(receive);
@@ -124,7 +132,9 @@ void Engine::check_deadlines() {
       }
       fail(
           group, c10d::ErrorType::TIMEOUT,
-          c10::str(operation->describe(), " timed out after ", operation->timeout().count(), " ms", operation->describe_awaited()));
+          c10::str(
+              operation->describe(), " timed out: its timeout of ", operation->timeout().count(), " ms is over",
+              operation->describe_awaited()));
       break; // fail() emptied the set
     }
   }

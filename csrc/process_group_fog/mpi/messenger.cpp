@@ -11,13 +11,6 @@ namespace {
 // Messages handled in one poll: enough to empty a burst, few enough to look at everything else soon.
 constexpr int kMessagesPerPoll = 16;
 
-std::string error_text(int code) {
-  char text[MPI_MAX_ERROR_STRING + 1] = {};
-  int length = 0;
-  api().Error_string(code, text, &length);
-  return text;
-}
-
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler)

@@ -348,7 +348,7 @@ void Operation::on_unmatched(int source, const Header& header) {
   C10_THROW_ERROR(
       DistBackendError,
       c10::str(
-          describe(), " got a message from rank ", source, " that it does not expect: rank ", source, " called ",
+          "got a message from rank ", source, " that it does not expect: rank ", source, " called ",
           header.signature.describe(), " and has this rank among those it sends to; this rank does not receive from it"));
 }
 
@@ -360,7 +360,7 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            "ranks disagree in ", describe(), ": this rank called ", signature_.describe(), ", rank ", source, " called ",
+            "ranks disagree: this rank called ", signature_.describe(), ", rank ", source, " called ",
             header.signature.describe()));
   }
   for (size_t index = 0; index < receives_.size(); ++index) {
@@ -372,7 +372,7 @@ void Operation::on_message(int source, const Header& header, const char* data) {
       C10_THROW_ERROR(
           DistBackendError,
           c10::str(
-              "ranks disagree in ", describe(), ": this rank expects ", receive.bytes, " bytes from rank ", source,
+              "ranks disagree: this rank expects ", receive.bytes, " bytes from rank ", source,
               ", which sends ", header.bytes, " (", header.signature.describe(), ")"));
     }
     receive.arrived = true;

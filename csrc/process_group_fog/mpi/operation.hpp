@@ -72,6 +72,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   uint64_t key() const {
     return key_;
   }
+  uint64_t sequence() const {
+    return sequence_;
+  }
   std::chrono::steady_clock::time_point deadline() const {
     return deadline_;
   }
@@ -87,6 +90,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // Group ranks that the operation cannot end without. Without `announced`, those that still owe it a message: data that is
   // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
   std::set<int> awaited(bool announced = true) const;
+  // Whether any message of this operation came from `peer`.
+  bool heard_from(int peer) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
   // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
@@ -138,8 +143,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   const Header& header(size_t receive) const {
     return receives_[receive].header;
   }
-  // Whether any message of this operation came from `peer`.
-  bool heard_from(int peer) const;
   // The rank that a receive has matched.
   int source(size_t receive) const {
     return receives_[receive].peer;

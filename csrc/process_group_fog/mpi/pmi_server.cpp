@@ -127,6 +127,9 @@ std::string PmiServer::answer(const std::string& line) {
   } else if (command == "barrier_in") {
     rendezvous_->barrier("pmi-barrier-" + std::to_string(barriers_++));
     reply << "cmd=barrier_out rc=0 msg=success";
+  } else if (command == "abort") {
+    // MPI_Init has failed; the process waits for nothing any more.
+    throw std::runtime_error("MPI gave up: " + (fields["error_msg"].empty() ? "exit code " + fields["exitcode"] : fields["error_msg"]));
   } else if (command == "finalize") {
     reply << "cmd=finalize_ack rc=0 msg=success";
   } else {
