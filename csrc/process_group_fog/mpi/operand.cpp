@@ -15,19 +15,24 @@ namespace {
 constexpr size_t kStepBytes = size_t(512) << 10;
 constexpr size_t kLeastBlock = size_t(16) << 10;
 constexpr size_t kLargestBlock = size_t(128) << 10;
+// Larger results are not expected to be read again before they have left the cache.
+constexpr size_t kCachedBytes = size_t(2) << 20;
 
 } // namespace
 
 UnreadableMemory::UnreadableMemory(int process, int error) : std::runtime_error(std::strerror(error)), pid(process) {}
 
-void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes, bool far) {
+void copy_result(void* to, const void* from, size_t bytes, size_t total) {
+  (total > kCachedBytes ? shared_memory::copy_far : shared_memory::copy_near)(to, from, bytes);
+}
+
+void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes, size_t total) {
   const auto* memory = static_cast<const char*>(operand.data);
   if (operand.window != 0) {
     const size_t position = offset % operand.window;
     const size_t first = std::min(bytes, operand.window - position);
-    const auto copy = far ? shared_memory::copy_far : shared_memory::copy_near;
-    copy(to, memory + position, first);
-    copy(static_cast<char*>(to) + first, memory, bytes - first);
+    copy_result(to, memory + position, first, total);
+    copy_result(static_cast<char*>(to) + first, memory, bytes - first, total);
   } else if (operand.pid == 0) {
     std::memcpy(to, memory + offset, bytes);
   } else if (const int error = shared_memory::read_process_memory(operand.pid, memory + offset, to, bytes)) {
@@ -69,7 +74,7 @@ void for_blocks(
     for (size_t i = 0; i < operands.size(); ++i) {
       const auto* memory = static_cast<const char*>(operands[i].data);
       if (operands[i].pid != 0) {
-        read_operand(operands[i], begin * item, copy, count * item);
+        read_operand(operands[i], begin * item, copy, count * item, 0);
         inputs[i] = copy;
         copy += step * item;
       } else {

@@ -20,8 +20,14 @@ struct UnreadableMemory : std::runtime_error {
   const int pid;
 };
 
-// Copies `bytes` of the operand, from `offset` on, to `to`, past the cache if `far`. Throws UnreadableMemory.
-void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes, bool far = false);
+// Copies a part of a result of `total` bytes to its place: past the cache if the whole would not stay there anyway.
+void copy_result(void* to, const void* from, size_t bytes, size_t total);
+inline void copy_result(void* to, const void* from, size_t bytes) {
+  copy_result(to, from, bytes, bytes);
+}
+
+// Copies `bytes` of the operand, which has `total`, from `offset` on, to `to`. Throws UnreadableMemory.
+void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes, size_t total);
 
 // The other direction, into a window of this process: `bytes` of `from`, which become those of the operand from `offset` on.
 void fill_window(char* memory, size_t window, size_t offset, const void* from, size_t bytes);

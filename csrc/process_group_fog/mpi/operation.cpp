@@ -11,9 +11,6 @@
 namespace fog::mpi {
 namespace {
 
-// Larger results are not expected to be read again before they have left the cache.
-constexpr size_t kCachedBytes = size_t(2) << 20;
-
 // "rank 2", "ranks 0, 3"
 std::string ranks(const std::set<int>& numbers) {
   std::string text = numbers.size() == 1 ? "rank " : "ranks ";
@@ -230,11 +227,16 @@ void Operation::check_stands(const Receive& receive, bool stands) const {
   }
 }
 
+// Parts small enough that both sides soon work at once, large enough that telling costs little.
+size_t Operation::move_bytes(size_t bytes) {
+  return std::clamp(bytes / 8 & ~size_t(63), size_t(32) << 10, size_t(256) << 10);
+}
+
 // Finds what run() can move now; false if that is nothing.
 bool Operation::plan_moves() {
   moves_.clear();
   for (const auto& stream : streams_) {
-    const size_t to = std::min(stream->limit(), stream->filled + kMoveBytes);
+    const size_t to = std::min(stream->limit(), stream->filled + move_bytes(stream->bytes));
     if (to > stream->filled) {
       moves_.push_back({stream, 0, stream->filled, to});
     }
@@ -242,7 +244,7 @@ bool Operation::plan_moves() {
   for (const auto index : to_move_) {
     const auto& receive = receives_[index];
     // Of a stream a part, so that its sender can go on; else all.
-    const size_t most = receive.operand.window != 0 ? kMoveBytes : receive.header.bytes;
+    const size_t most = receive.operand.window != 0 ? move_bytes(receive.header.bytes) : receive.header.bytes;
     const size_t to = std::min(receive.available, receive.taken + most);
     if (to > receive.taken) {
       moves_.push_back({nullptr, index, receive.taken, to});
@@ -287,7 +289,7 @@ Operation::Action Operation::use_operands(size_t bytes) {
       if (!receive.arrived) {
         return Action::kWait;
       }
-      usable_ = std::min(usable_, receive.operand.window != 0 ? std::min(receive.available, used_ + kMoveBytes) : receive.available);
+      usable_ = std::min(usable_, receive.operand.window != 0 ? std::min(receive.available, used_ + move_bytes(bytes)) : receive.available);
     }
   }
   if (usable_ > used_) {
@@ -331,7 +333,7 @@ void Operation::run() {
         const auto& receive = receives_[move.receive];
         read_operand(
             receive.operand, move.from, static_cast<char*>(receive.data) + move.from, move.to - move.from,
-            receive.header.bytes > kCachedBytes);
+            receive.header.bytes);
       }
     }
   } catch (const UnreadableMemory& error) {

@@ -192,7 +192,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     size_t to = 0;
   };
   enum class Task { kNone, kMove, kCompute };
-  static constexpr size_t kMoveBytes = size_t(256) << 10; // then the other side hears of it
+  // How much of a stream of `bytes` is moved before the other side hears of it.
+  static size_t move_bytes(size_t bytes);
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
   static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
 
