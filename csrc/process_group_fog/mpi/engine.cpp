@@ -213,6 +213,14 @@ void Engine::submit(
     }
     make_ready(operation);
     drive(lock);
+    if (!operation->ended() && !operation->computing) {
+      // It may have begun with a message of a process that has ended since and sends no more.
+      for (const int peer : operation->awaited()) {
+        if (lost_.count(group->members[peer].world_rank) > 0) {
+          group->check_present(peer);
+        }
+      }
+    }
   } catch (const std::exception& error) {
     fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
   }
@@ -266,6 +274,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       return;
     case MessageKind::kClosed: {
       group->gone.emplace(source, "has destroyed its group");
+      messenger_->forget(group->members[source].world_rank, group->id);
       afterwards_.emplace_back([this, group, source] {
         fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false);
       });
@@ -346,7 +355,6 @@ bool Engine::drive(Lock& lock) {
         fail(group, c10d::ErrorType::COMM_ERROR, message_of(error), false);
       }
     }
-    must_poll_ = messenger_->must_poll();
     auto released = messenger_->take_released();
     std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
   }
@@ -362,6 +370,7 @@ bool Engine::drive(Lock& lock) {
     check_deadlines();
     check_peers(lock);
   }
+  must_poll_ = messenger_ && messenger_->must_poll();
   return progressed;
 }
 
@@ -392,6 +401,7 @@ void Engine::step_ready(Lock& lock) {
           }
           lock.lock();
           operation->computing = false;
+          operation->settle();
           if (error) {
             std::rethrow_exception(error);
           }

@@ -52,6 +52,9 @@ void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, con
   for (const auto& operation : operations) {
     complete(operation, backend_error("fog: " + text(*operation)));
   }
+  if (messenger_) {
+    messenger_->withdraw_group(group->id);
+  }
   for (const auto& receive : group->posted) {
     outbox_.retired.push_back(receive);
   }

@@ -64,8 +64,15 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       progressed = drive(lock);
       unlock_and_deliver(lock);
     }
-    if (done.load(std::memory_order_acquire)) {
-      break;
+    const auto now = Clock::now();
+    if (done.load(std::memory_order_acquire) || now >= deadline) {
+      return done.load(std::memory_order_acquire);
+    }
+    if (now >= next_interrupt_check) {
+      next_interrupt_check = now + kInterruptInterval;
+      if (interrupt_check_) {
+        interrupt_check_();
+      }
     }
     if (progressed) {
       backoff.reset();
@@ -76,26 +83,16 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     if (pause.count() == 0) {
       continue;
     }
-    if (bell_rings) {
-      pause = kLongestSleep; // all that can come rings the bell
-    }
     ++sleepers_;
     const auto ticket = bell().listen(Doorbell::kWaiter);
     const auto* links = links_.load();
+    if (bell_rings && !(links != nullptr && links->waiting_for_space())) { // space may have come before this listened
+      pause = kLongestSleep;
+    }
     if (!done.load() && (links == nullptr || !links->news())) {
-      bell().sleep(Doorbell::kWaiter, ticket, std::min<std::chrono::nanoseconds>(pause, std::max<std::chrono::nanoseconds>(deadline - Clock::now(), std::chrono::nanoseconds(0))));
+      bell().sleep(Doorbell::kWaiter, ticket, std::min<std::chrono::nanoseconds>(pause, deadline - now));
     }
     --sleepers_;
-    const auto now = Clock::now();
-    if (now >= deadline) {
-      return done.load(std::memory_order_acquire);
-    }
-    if (now >= next_interrupt_check) {
-      next_interrupt_check = now + kInterruptInterval;
-      if (interrupt_check_) {
-        interrupt_check_();
-      }
-    }
   }
   return true;
 }
@@ -130,6 +127,9 @@ void Engine::background() {
     std::chrono::nanoseconds pause = kLongestSleep;
     if (waiting_.load() > 0) {
       bell().stop_listening(Doorbell::kBackground);
+      if (waiting_.load() == 0) {
+        continue; // the last one has left meanwhile, and counts on this thread
+      }
     } else {
       Lock lock(mutex_);
       const bool progressed = drive(lock);
@@ -145,6 +145,9 @@ void Engine::background() {
         // that it calls sent; a look every few milliseconds costs next to nothing. On this host whoever needs this process
         // wakes it.
         bell().stop_listening(Doorbell::kBackground);
+        if (in_flight_.load() > 0) {
+          continue; // since a moment ago
+        }
         pause = poll ? kIdleInterval : kLongestIdleSleep;
         backoff.reset();
       } else if (poll) {

@@ -135,6 +135,7 @@ std::optional<uint32_t> LocalLinks::offer(uint64_t transfer) {
 
 void LocalLinks::withdraw(uint32_t offer) {
   inbox_->offer(offer).store(0);
+  std::atomic_thread_fence(std::memory_order_seq_cst); // before the window is filled with something else
   free_offers_.push_back(offer);
 }
 

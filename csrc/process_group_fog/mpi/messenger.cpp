@@ -133,8 +133,12 @@ size_t Stream::limit() const {
 }
 
 std::shared_ptr<Stream> Messenger::open_stream(
-    const std::vector<int>& destinations, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner) {
-  if (bytes <= kLocalInlineBytes || destinations.empty() ||
+    const std::vector<int>& destinations,
+    uint64_t group,
+    const void* data,
+    size_t bytes,
+    const std::shared_ptr<TransferOwner>& owner) {
+  if (bytes <= kLocalInlineBytes ||
       !std::all_of(destinations.begin(), destinations.end(), [this](int rank) { return local_.reaches(rank) && local_.attached_by(rank); })) {
     return nullptr;
   }
@@ -155,6 +159,7 @@ std::shared_ptr<Stream> Messenger::open_stream(
     stream->readers.push_back({rank});
   }
   stream->owner = owner;
+  stream->group = group;
   stream->transfer = next_transfer_++;
   stream->offer_index = *offer;
   stream->window_index = *window;
@@ -186,9 +191,31 @@ void Messenger::fill(const std::shared_ptr<Stream>& stream, size_t filled) {
 
 void Messenger::close_stream(uint64_t transfer) {
   const auto found = streams_.find(transfer);
-  local_.withdraw(found->second->offer_index);
-  local_.give_window(found->second->window_index);
+  const auto stream = found->second;
   streams_.erase(found);
+  stream->closed = true;
+  local_.withdraw(stream->offer_index);
+  if (!stream->filling) {
+    local_.give_window(stream->window_index);
+  }
+}
+
+void Messenger::end_filling(Stream& stream) {
+  stream.filling = false;
+  if (stream.closed) { // meanwhile
+    local_.give_window(stream.window_index);
+  }
+}
+
+template <typename Which>
+void Messenger::close_streams(Which&& which) {
+  std::vector<uint64_t> transfers;
+  for (const auto& [transfer, stream] : streams_) {
+    if (which(*stream)) {
+      transfers.push_back(transfer);
+    }
+  }
+  std::for_each(transfers.begin(), transfers.end(), [this](uint64_t transfer) { close_stream(transfer); });
 }
 
 void Messenger::read_stream(int source, const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token) {
@@ -238,13 +265,7 @@ void Messenger::drop_offers(Which&& which) {
 
 void Messenger::withdraw(const TransferOwner& owner) {
   drop_offers([&](const Offer& offer) { return offer.owner.get() == &owner; });
-  std::vector<uint64_t> withdrawn;
-  for (const auto& [transfer, stream] : streams_) {
-    if (stream->owner.lock().get() == &owner) {
-      withdrawn.push_back(transfer);
-    }
-  }
-  std::for_each(withdrawn.begin(), withdrawn.end(), [this](uint64_t transfer) { close_stream(transfer); });
+  close_streams([&](const Stream& stream) { return stream.owner.lock().get() == &owner; });
   for (auto& readings : reading_) {
     for (auto reading = readings.begin(); reading != readings.end();) {
       reading = reading->second.owner.lock().get() == &owner ? readings.erase(reading) : std::next(reading);
@@ -252,22 +273,28 @@ void Messenger::withdraw(const TransferOwner& owner) {
   }
 }
 
+void Messenger::withdraw_group(uint64_t group) {
+  close_streams([&](const Stream& stream) { return stream.group == group; });
+}
+
+void Messenger::forget(int peer, uint64_t group) {
+  for (const auto& [transfer, stream] : streams_) {
+    for (auto& reader : stream->readers) {
+      if (reader.rank == peer && (group == 0 || stream->group == group)) {
+        reader.emptied = stream->bytes;
+        if (const auto owner = stream->owner.lock()) {
+          owner->on_room();
+        }
+      }
+    }
+  }
+  close_streams([](const Stream& stream) { return stream.emptied(); });
+}
+
 void Messenger::forget(int peer) {
   local_.forget(peer);
   drop_offers([&](const Offer& offer) { return offer.destination == peer; });
-  std::vector<uint64_t> finished;
-  for (const auto& [transfer, stream] : streams_) {
-    for (auto& reader : stream->readers) {
-      if (reader.rank == peer) {
-        reader.emptied = stream->bytes;
-      }
-    }
-    if (stream->emptied()) {
-      finished.push_back(transfer);
-    }
-  }
-  std::for_each(finished.begin(), finished.end(), [this](uint64_t transfer) { close_stream(transfer); });
-  reading_[peer].clear();
+  forget(peer, 0);
 }
 
 bool Messenger::poll() {

@@ -47,8 +47,11 @@ struct Stream {
   std::vector<Reader> readers;
   std::weak_ptr<TransferOwner> owner;
   uint64_t transfer;
+  uint64_t group;
   uint32_t offer_index;
   uint32_t window_index;
+  bool filling = false; // a thread writes to the window, without the engine's lock
+  bool closed = false; // nobody reads it any more
 
   // How far the window may be filled now.
   size_t limit() const;
@@ -89,8 +92,17 @@ class Messenger {
   // Streams `bytes` of `data` to several ranks. Null if that is not possible: no window is free, or one of the ranks is not
   // reached locally. Then each of them gets an announce()ment; the owner fills the window and calls fill().
   std::shared_ptr<Stream> open_stream(
-      const std::vector<int>& destinations, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner);
+      const std::vector<int>& destinations,
+      uint64_t group,
+      const void* data,
+      size_t bytes,
+      const std::shared_ptr<TransferOwner>& owner);
   void announce(const Stream& stream, int destination, Header header);
+  // Around writing to the window without the engine's lock: meanwhile it goes to nobody else, whatever becomes of the stream.
+  void begin_filling(Stream& stream) {
+    stream.filling = true;
+  }
+  void end_filling(Stream& stream);
   // `filled` bytes are in the window; once all are, `data` is not needed any more.
   void fill(const std::shared_ptr<Stream>& stream, size_t filled);
 
@@ -105,8 +117,11 @@ class Messenger {
 
   // Withdraws what `owner` offers or streams: from now on its memory may change.
   void withdraw(const TransferOwner& owner);
-  // A process that has ended takes nothing any more.
+  // Withdraws all streams of a group that has failed.
+  void withdraw_group(uint64_t group);
+  // A process that has ended takes nothing any more; one that has destroyed its group nothing of that.
   void forget(int peer);
+  void forget(int peer, uint64_t group);
 
   // Looks for news once; true if anything arrived or was completed.
   bool poll();
@@ -162,6 +177,8 @@ class Messenger {
 
   template <typename Which>
   void drop_offers(Which&& which);
+  template <typename Which>
+  void close_streams(Which&& which);
   void close_stream(uint64_t transfer);
   void on_taken(const Header& header);
   void on_emptied(int source, const Header& header);

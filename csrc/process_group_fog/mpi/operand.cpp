@@ -1,6 +1,7 @@
 #include "operand.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <memory>
 
@@ -20,7 +21,8 @@ constexpr size_t kCachedBytes = size_t(2) << 20;
 
 } // namespace
 
-UnreadableMemory::UnreadableMemory(int process, int error) : std::runtime_error(std::strerror(error)), pid(process) {}
+UnreadableMemory::UnreadableMemory(int process, int error)
+    : std::runtime_error(std::strerror(error)), pid(process), process_ended(error == ESRCH) {}
 
 void copy_result(void* to, const void* from, size_t bytes, size_t total) {
   (total > kCachedBytes ? shared_memory::copy_far : shared_memory::copy_near)(to, from, bytes);

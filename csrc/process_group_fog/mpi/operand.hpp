@@ -18,6 +18,7 @@ struct Operand {
 struct UnreadableMemory : std::runtime_error {
   UnreadableMemory(int process, int error);
   const int pid;
+  const bool process_ended;
 };
 
 // Copies a part of a result of `total` bytes to its place: past the cache if the whole would not stay there anyway.

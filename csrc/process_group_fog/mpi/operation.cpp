@@ -106,6 +106,9 @@ std::vector<Operation::Destination> Operation::others() const {
 }
 
 void Operation::send(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm) {
+  if (destinations.empty()) {
+    return;
+  }
   auto& messenger = *group_->messenger;
   auto header = header_for(step, bytes);
   std::vector<int> world_ranks;
@@ -113,7 +116,7 @@ void Operation::send(const std::vector<Destination>& destinations, uint16_t step
     group_->check_present(peer);
     world_ranks.push_back(group_->members[peer].world_rank);
   }
-  const auto stream = messenger.open_stream(world_ranks, data, bytes, shared_from_this());
+  const auto stream = messenger.open_stream(world_ranks, group_->id, data, bytes, shared_from_this());
   if (stream) {
     streams_.push_back(stream);
     make_ready(shared_from_this());
@@ -235,9 +238,14 @@ size_t Operation::move_bytes(size_t bytes) {
 // Finds what run() can move now; false if that is nothing.
 bool Operation::plan_moves() {
   moves_.clear();
-  for (const auto& stream : streams_) {
+  for (const auto& stream : std::vector<std::shared_ptr<Stream>>(streams_)) {
+    if (stream->closed) { // all its readers have gone
+      end_stream(stream);
+      continue;
+    }
     const size_t to = std::min(stream->limit(), stream->filled + move_bytes(stream->bytes));
     if (to > stream->filled) {
+      group_->messenger->begin_filling(*stream);
       moves_.push_back({stream, 0, stream->filled, to});
     }
   }
@@ -253,18 +261,30 @@ bool Operation::plan_moves() {
   return !moves_.empty();
 }
 
+// Its data is not needed any more.
+void Operation::end_stream(const std::shared_ptr<Stream>& stream) {
+  for (const auto& reader : stream->readers) {
+    --sending_[group_->group_rank(reader.rank)];
+    --sends_;
+  }
+  streams_.erase(std::find(streams_.begin(), streams_.end(), stream));
+}
+
+void Operation::settle() {
+  for (const auto& move : moves_) {
+    if (move.outgoing) {
+      group_->messenger->end_filling(*move.outgoing);
+    }
+  }
+}
+
 void Operation::finish_moves() {
   auto& messenger = *group_->messenger;
   for (const auto& move : std::exchange(moves_, {})) {
     if (move.outgoing) {
       messenger.fill(move.outgoing, move.to);
-      if (move.to < move.outgoing->bytes) {
-        continue;
-      }
-      streams_.erase(std::find(streams_.begin(), streams_.end(), move.outgoing));
-      for (const auto& reader : move.outgoing->readers) {
-        --sending_[group_->group_rank(reader.rank)];
-        --sends_;
+      if (move.to == move.outgoing->bytes) {
+        end_stream(move.outgoing);
       }
       continue;
     }
@@ -339,7 +359,12 @@ void Operation::run() {
   } catch (const UnreadableMemory& error) {
     for (int peer = 0; peer < size(); ++peer) {
       if (group_->members[peer].pid == error.pid && group_->members[peer].host == group_->members[rank()].host) {
-        C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + " was lost: its memory cannot be read: " + error.what());
+        C10_THROW_ERROR(
+            DistBackendError,
+            group_->describe_member(peer) +
+                (error.process_ended ? " was lost: its memory cannot be read: "
+                                     : " has given up this operation, or its memory cannot be read: ") +
+                error.what());
       }
     }
     throw;

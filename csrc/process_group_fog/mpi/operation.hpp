@@ -55,8 +55,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing; kCompute also when data is
   // to be copied from other processes.
   Action step();
-  // What step() asked for with kCompute.
+  // What step() asked for with kCompute, without the lock; settle() follows with the lock, also if the operation has ended.
   void run();
+  void settle();
   // Copies results to their places and completes the Work.
   void finish(std::exception_ptr error);
   // Ends it without completing; later events are ignored.
@@ -203,6 +204,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Header header_for(uint16_t step, size_t bytes) const;
   bool plan_moves();
   void finish_moves();
+  void end_stream(const std::shared_ptr<Stream>& stream);
   void release_operands();
   void check_stands(const Receive& receive, bool stands) const;
 

@@ -13,19 +13,27 @@ void Doorbell::ring() {
   // What the caller has published is visible before this looks for listeners, and a listener looks for news after it has
   // said that it listens: one of the two sees the other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  const uint32_t listeners = listening.load(std::memory_order_relaxed);
-  if (listeners == 0) {
+  if (listening.load(std::memory_order_relaxed) == 0) {
     return;
   }
-  const auto listener = (listeners & (1U << kWaiter)) != 0 ? kWaiter : kBackground;
-  if ((listening.fetch_and(~(1U << listener)) & (1U << listener)) != 0) { // else another writer wakes it
-    wake(listener);
+  for (const auto listener : {kWaiter, kBackground}) {
+    const uint32_t bit = 1U << listener;
+    if ((listening.load() & bit) == 0) {
+      continue;
+    }
+    if ((listening.fetch_and(~bit) & bit) == 0) {
+      return; // another writer wakes it
+    }
+    if (wake(listener)) {
+      return;
+    }
+    // Nobody slept: it may have listened long ago, and gone on without this. The background looks as well.
   }
 }
 
-void Doorbell::wake(Listener listener) {
+bool Doorbell::wake(Listener listener) {
   rung[listener].fetch_add(1);
-  syscall(SYS_futex, &rung[listener], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  return syscall(SYS_futex, &rung[listener], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0) > 0;
 }
 
 uint32_t Doorbell::listen(Listener listener) {

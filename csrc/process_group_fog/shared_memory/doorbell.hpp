@@ -20,8 +20,8 @@ struct Doorbell {
 
   // Wakes a waiter if one listens, else the background if that listens. Call after publishing.
   void ring();
-  // Wakes every listener of this kind, whether it has said that it listens or not.
-  void wake(Listener listener);
+  // Wakes every listener of this kind, whether it has said that it listens or not; false if none slept.
+  bool wake(Listener listener);
 
   // The first half of going to sleep. Afterwards look once more for what would be missed, then sleep() with the result.
   uint32_t listen(Listener listener);
