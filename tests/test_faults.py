@@ -241,6 +241,34 @@ def test_rank_lost_before_the_operation(new_world: Callable[..., World], victim:
         assert re.search(rf"(?i)\brank {victim}\b", error) and seconds < SOON, str(survivor.value)
 
 
+def receive_from_the_lost(numel: int) -> tuple[str, bool, float]:
+    """Rank 1 sends and dies; rank 0 receives afterwards."""
+    message = torch.arange(numel, dtype=torch.float32)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.isend(message, 0)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    begin = time.monotonic()
+    received = torch.zeros(numel)
+    error = error_of(lambda: dist.recv(received, 1))
+    return error, received.equal(message), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(("numel", "arrives"), [(30_000, True), (1_000_000, False)])
+def test_message_of_a_rank_lost_since(new_world: Callable[..., World], numel: int, arrives: bool) -> None:
+    """What is in a window stays there; of more than a window holds the rest is lost, which is no reason to wait."""
+    survivor = new_world(2, timeout=LONG_TIMEOUT).run_raw(receive_from_the_lost, numel, timeout=20)[0]
+    assert survivor.state == "returned", str(survivor)
+    error, equal, seconds = survivor.value
+    assert equal == arrives and seconds < SOON, str(survivor.value)
+    if arrives:
+        assert not error
+    else:
+        assert "rank 1" in error and "was lost" in error, error
+
+
 def go_on_without(victim: int) -> list[list[float]]:
     """Ranks that do not need the lost one go on."""
     rank, size = dist.get_rank(), dist.get_world_size()
