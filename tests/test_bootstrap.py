@@ -110,7 +110,7 @@ def start_without(late: int) -> tuple[str, float]:
     """The late rank comes when the others have given up, and does not hear from rank 0."""
     store = dist.PrefixStore("too late", launcher_store())
     if my_rank() == late:
-        time.sleep(3.5)
+        time.sleep(5.0)
     begin = time.monotonic()
     with pytest.raises(dist.DistBackendError) as failure:
         join(store, timedelta(seconds=0.5 if my_rank() == late else 3))
