@@ -152,8 +152,7 @@ void Engine::submit(
     const std::shared_ptr<Group>& group,
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
-    const std::string& name,
-    bool unattended) {
+    const std::string& name) {
   check_not_forked();
   Lock lock(mutex_);
   if (group->closed || stopping_) {
@@ -225,9 +224,7 @@ void Engine::submit(
     fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
   }
   unlock_and_deliver(lock);
-  if (unattended) {
-    watch_in_background();
-  }
+  watch_in_background(); // the caller may not wait at once
 }
 
 void Engine::on_message(int source, const Header& header, const char* data) {

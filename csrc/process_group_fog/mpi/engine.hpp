@@ -41,14 +41,12 @@ class Engine : public Driver, private MessageHandler {
       const std::string& name);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
-  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `unattended`: the
-  // caller may not wait at once, so that the background has to look after it.
+  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed.
   void submit(
       const std::shared_ptr<Group>& group,
       const std::shared_ptr<Operation>& operation,
       std::chrono::milliseconds timeout,
-      const std::string& name = "",
-      bool unattended = true);
+      const std::string& name = "");
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
   void drive_once() override;

@@ -223,7 +223,18 @@ void Operation::take(size_t index, const char* data) {
   }
 }
 
-void Operation::check_stands(const Receive& receive, bool stands) const {
+// Tells the sender that `taken` bytes of what it streams or offers have been read.
+void Operation::tell_taken(Receive& receive, size_t taken) {
+  receive.taken = taken;
+  const auto& header = receive.header;
+  const int sender = group_->members[receive.peer].world_rank;
+  auto& messenger = *group_->messenger;
+  bool stands = true;
+  if (header.delivery == Delivery::kStream) {
+    stands = messenger.empty(sender, header, taken);
+  } else if (header.delivery == Delivery::kOffer && taken == header.bytes) {
+    stands = messenger.take(sender, header);
+  }
   if (!stands) {
     C10_THROW_ERROR(
         DistBackendError, group_->describe_member(receive.peer) + " has given up this operation while its data was being read");
@@ -289,12 +300,7 @@ void Operation::finish_moves() {
       continue;
     }
     auto& receive = receives_[move.receive];
-    receive.taken = move.to;
-    if (receive.operand.window != 0) {
-      check_stands(receive, messenger.empty(group_->members[receive.peer].world_rank, receive.header, move.to));
-    } else {
-      check_stands(receive, messenger.take(group_->members[receive.peer].world_rank, receive.header));
-    }
+    tell_taken(receive, move.to);
     if (receive.taken == receive.header.bytes) {
       to_move_.erase(std::find(to_move_.begin(), to_move_.end(), move.receive));
       complete_receive(receive);
@@ -325,15 +331,8 @@ void Operation::release_operands() {
     if (!receive.in_place || receive.complete || receive.taken == used_) {
       continue;
     }
-    const auto& member = group_->members[receive.peer];
-    const bool all = used_ == receive.header.bytes;
-    receive.taken = used_;
-    if (receive.header.delivery == Delivery::kStream) {
-      check_stands(receive, group_->messenger->empty(member.world_rank, receive.header, used_));
-    } else if (all && receive.header.delivery == Delivery::kOffer) {
-      check_stands(receive, group_->messenger->take(member.world_rank, receive.header));
-    }
-    if (all) {
+    tell_taken(receive, used_);
+    if (used_ == receive.header.bytes) {
       complete_receive(receive);
     }
   }

@@ -206,7 +206,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void finish_moves();
   void end_stream(const std::shared_ptr<Stream>& stream);
   void release_operands();
-  void check_stands(const Receive& receive, bool stands) const;
+  void tell_taken(Receive& receive, size_t taken);
 
   State state_ = State::kNew;
   std::shared_ptr<Group> group_;

@@ -41,9 +41,6 @@ class Inbox {
   const std::string& address() const {
     return address_;
   }
-  int owner() const {
-    return owner_;
-  }
 
   Doorbell& doorbell() const {
     return shared_->doorbell;
