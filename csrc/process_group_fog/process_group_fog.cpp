@@ -130,7 +130,7 @@ WorkPtr ProcessGroupFog::submit(
       engine.abort(alive->group(), "rank " + std::to_string(alive->group()->rank) + " aborted " + engine.describe(alive));
     }
   });
-  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name);
+  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name, options.waits && !coalescing_);
   if (coalescing_) {
     coalesced_.push_back(work);
   }

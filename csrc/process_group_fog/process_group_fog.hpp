@@ -155,6 +155,8 @@ class ProcessGroupFog : public c10d::Backend {
     std::string name;
     bool confirm = true;
     std::optional<std::chrono::milliseconds> timeout;
+    // Whether the caller waits at once, so that nobody else has to look after the operation meanwhile.
+    bool waits = false;
   };
   // The Work's result is `output` (a new tensor unless given): see NeighborAllreduce.
   c10::intrusive_ptr<c10d::Work> neighbor_allreduce(
@@ -184,6 +186,13 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<Options> child_options(
       const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
+  // Those of c10d's options that all operations have.
+  template <typename C10dOptions>
+  CallOptions call_options(const C10dOptions& options) const {
+    auto call = call_options(options.timeout);
+    call.waits = !options.asyncOp;
+    return call;
+  }
   c10::intrusive_ptr<c10d::Work> submit(
       const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> when_all(c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works);
