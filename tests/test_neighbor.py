@@ -495,7 +495,7 @@ def wrong_lists() -> None:
         (pair, [base], ValueError, "output: got 1 tensors; allowed is one for each of the 2"),
         (pair, [torch.ones(4), torch.ones(5)], ValueError, r"output\[1\]: got shape \[5\]"),
         (pair, [torch.ones(4), torch.ones(4).half()], ValueError, r"output\[1\]: got dtype float16"),
-        (pair, [torch.ones(1).expand(4), torch.ones(4)], ValueError, r"output\[0\].*share memory with each other"),
+        (pair, [torch.ones(1).expand(4), torch.ones(4)], ValueError, r"output\[0\].*elements share memory"),
         (pair, pair[::-1], ValueError, r"output\[0\]: shares memory with the input"),
         (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with the input"),
         (base[:4], base[3:7], ValueError, "output: shares memory with the input"),
