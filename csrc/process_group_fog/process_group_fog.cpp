@@ -118,7 +118,7 @@ WorkPtr ProcessGroupFog::submit(
   for (const auto& tensor : call.outputs) {
     operation->keep(tensor);
   }
-  operation->set_confirm(options.confirm && options_->confirm);
+  operation->set_confirm(options.confirm.value_or(options_->confirm));
   operation->set_work(work);
   const std::weak_ptr<mpi::Operation> weak = operation;
   work->set_describe([&engine, weak] {

@@ -33,8 +33,8 @@ class ProcessGroupFog : public c10d::Backend {
     }
 
     // Whether ranks that only send in an operation (the root of a broadcast, say) wait until the receivers have accepted
-    // their messages. Without it they learn of a disagreement at their next operation only.
-    bool confirm = true;
+    // their messages. Without it they learn of a disagreement at their next operation only, and need not wait.
+    bool confirm = false;
   };
 
   // Blocks until all `size` ranks have come to `store`.
@@ -154,7 +154,7 @@ class ProcessGroupFog : public c10d::Backend {
   // `name`, if given, is the operation's rendezvous key instead of its place in program order.
   struct CallOptions {
     std::string name;
-    bool confirm = true;
+    std::optional<bool> confirm; // by default as in the group's options
     std::optional<std::chrono::milliseconds> timeout;
     // Whether the caller waits at once, so that nobody else has to look after the operation meanwhile.
     bool waits = false;
