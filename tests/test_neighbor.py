@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fog_pg import _C
 from fogdist import topology as topologies
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, mix
 from torch import Tensor
@@ -759,3 +760,35 @@ def static_disagreement() -> str:
 def test_shapes_that_differ_along_the_topology(new_world):
     # new_world: a failure in flight may leave the group unusable.
     assert all(message for message in new_world(2).run(static_disagreement))
+
+
+# --- over MPI alone, as between hosts -----------------------------------------------------------------------
+
+
+def exchanges_in_parts() -> None:
+    """Tensors that MPI carries in several parts, which are summed as they come."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    graph = topologies.FullyConnectedGraph(size)
+    fogdist.set_topology(graph, True)
+    matrix = topologies.mixing_matrix(graph)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    plan = _C.NeighborPlan(
+        rank,
+        size,
+        matrix[rank, rank],
+        [(r, matrix[r, rank]) for r in range(size) if r != rank],
+        [(r, 1.0) for r in range(size) if r != rank],
+    )
+    with Checks() as checks:
+        for dtype, numel in [(torch.float32, 1_000_003), (torch.bfloat16, 524_288), (torch.float64, 9_000_001)]:
+            inputs = [make_input(r, dtype, (numel,)) for r in range(size)]
+            expected = mix(inputs, matrix)[rank]
+            checks.close(f"{dtype} of {numel}", fogdist.neighbor_allreduce(inputs[rank]), expected)
+            mine = inputs[rank].clone()
+            backend.neighbor_allreduce(mine, plan, output=mine).wait()
+            checks.close(f"{dtype} of {numel} in place", mine, expected)
+
+
+def test_exchanges_over_mpi_alone(new_world):
+    new_world(3, environment={"FOG_LOCAL_LINKS": "0"}).run(exchanges_in_parts)
