@@ -75,22 +75,24 @@ class Table:
 
     def heading(self) -> str:
         """The first line."""
-        words = [f"{title:>11}" for title in self.systems.values()]
-        words += [f"{self.systems[a] + ' / ' + self.systems[b]:>15}" for a, b in self.ratios]
+        words = [f"{title:>{width}}" for title, width in self._columns()]
         return f"{'operation':21}{'size':>9}" + "".join(words)
 
     def line(self, row: Row) -> str:
         """A row; a dash where a system does not have the operation."""
         label = row.operation if row.dtype == "float32" else f"{row.operation} {row.dtype}"
         size = size_text(row.bytes) if row.elements else ""
-        words = []
-        for system in self.systems:
-            times = row.times.get(system)
-            words.append(f"{times.median:11.4f}" if times else f"{'-':>11}")
-        for pair in self.ratios:
-            ratio = row.ratio(*pair)
-            words.append(f"{ratio:15.2f}" if ratio is not None else f"{'-':>15}")
-        return f"{label:21}{size:>9}" + "".join(words)
+        medians = [row.times[system].median if system in row.times else None for system in self.systems]
+        words = ["-" if median is None else f"{median:.4f}" for median in medians]
+        words += ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.ratio(*r) for r in self.ratios)]
+        columns = zip(words, self._columns(), strict=True)
+        return f"{label:21}{size:>9}" + "".join(f"{word:>{width}}" for word, (_, width) in columns)
+
+    def _columns(self) -> list[tuple[str, int]]:
+        """Title and width of each."""
+        titles = [f"{self.systems[a]} / {self.systems[b]}" for a, b in self.ratios]
+        columns = [(title, max(11, len(title) + 2)) for title in self.systems.values()]
+        return columns + [(title, max(15, len(title) + 2)) for title in titles]
 
 
 def write_json(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
