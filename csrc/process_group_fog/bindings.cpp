@@ -1,6 +1,7 @@
 // The Python module fog_pg._C. Its types are described in fog_pg/_C.pyi.
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
@@ -9,6 +10,7 @@
 #include "mpi/runtime.hpp"
 #include "neighbor_plan.hpp"
 #include "process_group_fog.hpp"
+#include "shared_tensors.hpp"
 
 namespace py = pybind11;
 
@@ -186,6 +188,16 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
 
+  module.def(
+      "empty_shared",
+      [](const std::vector<int64_t>& sizes, const py::object& dtype) {
+        TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "dtype: got ", py::str(py::type::of(dtype)).cast<std::string>(), "; allowed is a torch.dtype");
+        return fog::empty_shared(sizes, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+      },
+      py::arg("sizes"),
+      py::arg("dtype"));
+  module.def("share", &fog::share, py::arg("tensor"));
+  module.def("is_shared", &fog::is_shared, py::arg("tensor"));
   module.def("load_mpi", &fog::mpi::load, py::arg("path"));
   module.def("mpi_library", &fog::mpi::library_path);
   module.def("mpi_version", &mpi_version);

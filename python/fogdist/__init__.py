@@ -43,6 +43,7 @@ from fogdist.context import (
     size,
 )
 from fogdist.inference import InferDestinationFromSourceRanks, InferSourceFromDestinationRanks
+from fogdist.memory import empty, share_
 from fogdist.optim import (
     CommunicationType,
     DistributedAdaptThenCombineOptimizer,
@@ -104,6 +105,7 @@ __all__ = [
     "broadcast_nonblocking_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "empty",
     "in_neighbor_ranks",
     "init",
     "is_homogeneous",
@@ -122,6 +124,7 @@ __all__ = [
     "poll",
     "rank",
     "set_topology",
+    "share_",
     "shutdown",
     "size",
     "synchronize",
