@@ -47,7 +47,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,6 +208,7 @@ def uniform(neighbors: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 def make_exchange(name: str, size: int) -> Exchange | str:
     """An exchange among `size` ranks, or why there is none."""
+    import fogdist
     from fogdist import topology
 
     def static(graph: nx.DiGraph, ranks_per_node: int = 1) -> Exchange:
@@ -227,6 +228,8 @@ def make_exchange(name: str, size: int) -> Exchange | str:
     if name == "hierarchical":
         if size < 2 * MACHINES or size % MACHINES:
             return f"it takes a multiple of {MACHINES} ranks, and {2 * MACHINES} at least"
+        if not hasattr(fogdist, "hierarchical_neighbor_allreduce"):
+            return "this fogdist has no hierarchical_neighbor_allreduce()"
         return static(topology.FullyConnectedGraph(MACHINES), size // MACHINES)
     if size == 2:
         return "between two ranks it is exp2"
@@ -272,18 +275,6 @@ def join() -> World:
     fogdist.init()
     fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
     return World(systems, fog, machine, gloo_machine)
-
-
-def missing_parts(world: World) -> dict[str, str]:
-    """What this build of fog cannot do: exchange, or system, and why."""
-    import fogdist
-
-    missing = {}
-    if not hasattr(fogdist, "empty"):
-        missing["fog_memory"] = missing["fog_memory_new"] = "this fogdist has no empty()"
-    if not hasattr(fogdist, "hierarchical_neighbor_allreduce"):
-        missing["hierarchical"] = "this fogdist has no hierarchical_neighbor_allreduce()"
-    return missing
 
 
 Way = Callable[[], "Tensor"]
@@ -429,10 +420,8 @@ def on_gloo(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: li
     return hierarchical if per_node > 1 else flat
 
 
-def measure(
-    exchange: Exchange, world: World, size: int, missing: Mapping[str, str], arguments: argparse.Namespace
-) -> Row:
-    """Checks and times one exchange at one size on all systems; `missing` as from `missing_parts`."""
+def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Namespace) -> Row:
+    """Checks and times one exchange at one size on all systems."""
     import fogdist
     import torch
     import torch.distributed as dist
@@ -449,11 +438,9 @@ def measure(
     x, y, z = base + rank, tensor(), tensor()
     received = [tensor() for _ in range(exchange.in_degree)]
     ways: dict[str, Way] = {}
-    if "fog_memory" not in missing:
-        x_memory, y_memory = fogdist.empty(elements), fogdist.empty(elements).zero_()
-        x_memory.copy_(x)
-        ways["fog_memory"] = on_backend(world, exchange, x_memory, y_memory)
-        ways["fog_memory_new"] = on_fogdist(world, exchange, x_memory)
+    x_memory, y_memory = fogdist.empty(elements).copy_(x), fogdist.empty(elements).zero_()
+    ways["fog_memory"] = on_backend(world, exchange, x_memory, y_memory)
+    ways["fog_memory_new"] = on_fogdist(world, exchange, x_memory)
     ways["fog"] = on_backend(world, exchange, x, y)
     ways["fog_new"] = on_fogdist(world, exchange, x)
     ways["mpi"] = on_mpi(world, exchange, x, y, received)
@@ -481,8 +468,7 @@ def measure(
             weights = (everything if is_allreduce else exchange.matrix(step))[:, rank]
             y.fill_(float("nan"))
             z.copy_(x)
-            if name == "fog_memory":
-                y_memory.fill_(float("nan"))
+            y_memory.fill_(float("nan"))
             systems.mpi.Barrier()  # nobody's tensor changes while others read it
             got = way()
             expected = wide * weights.sum() + float(weights @ np.arange(n))
@@ -491,7 +477,7 @@ def measure(
                     f"{exchange.name} of {size} bytes, step {step}: wrong result of {name} on rank {rank}"
                 )
             systems.mpi.Barrier()
-    if not torch.equal(x, base + rank):
+    if not (torch.equal(x, base + rank) and torch.equal(x_memory, x)):
         raise RuntimeError(f"{exchange.name} of {size} bytes: a system changed the tensor of rank {rank}")
     del wide, base
     z.zero_()  # sums of it stay what they are
@@ -517,17 +503,14 @@ def measure_all(arguments: argparse.Namespace) -> None:
     """What a rank does."""
     world = join()
     systems = world.systems
-    missing = missing_parts(world)
     first = systems.rank == 0
     rows: list[Row] = []
     if first:
         print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
-        for name in missing.keys() & SYSTEMS.keys():
-            print(f"without the column {SYSTEMS[name]}: {missing[name]}")
         print(TABLE.heading(), flush=True)
-    for exchange in found_exchanges(arguments.exchanges, systems.size, missing, tell=first):
+    for exchange in found_exchanges(arguments.exchanges, systems.size, tell=first):
         for size in arguments.sizes or (SIZES if systems.size < MANY_RANKS else FEWER_SIZES):
-            rows.append(measure(exchange, world, size, missing, arguments))
+            rows.append(measure(exchange, world, size, arguments))
             if first:
                 print(TABLE.line(rows[-1]), flush=True)
     if first:
@@ -538,12 +521,10 @@ def measure_all(arguments: argparse.Namespace) -> None:
     side_by_side.leave()
 
 
-def found_exchanges(
-    names: list[str], size: int, missing: Mapping[str, str], *, tell: bool
-) -> Iterator[Exchange]:
+def found_exchanges(names: list[str], size: int, *, tell: bool) -> Iterator[Exchange]:
     """The exchanges that there are among `size` ranks; says which are left out, and why, if `tell`."""
     for name in names:
-        exchange = missing[name] if name in missing else make_exchange(name, size)
+        exchange = make_exchange(name, size)
         if isinstance(exchange, Exchange):
             yield exchange
         elif tell:
