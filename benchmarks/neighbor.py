@@ -208,7 +208,6 @@ def uniform(neighbors: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 def make_exchange(name: str, size: int) -> Exchange | str:
     """An exchange among `size` ranks, or why there is none."""
-    import fogdist
     from fogdist import topology
 
     def static(graph: nx.DiGraph, ranks_per_node: int = 1) -> Exchange:
@@ -228,8 +227,6 @@ def make_exchange(name: str, size: int) -> Exchange | str:
     if name == "hierarchical":
         if size < 2 * MACHINES or size % MACHINES:
             return f"it takes a multiple of {MACHINES} ranks, and {2 * MACHINES} at least"
-        if not hasattr(fogdist, "hierarchical_neighbor_allreduce"):
-            return "this fogdist has no hierarchical_neighbor_allreduce()"
         return static(topology.FullyConnectedGraph(MACHINES), size // MACHINES)
     if size == 2:
         return "between two ranks it is exp2"

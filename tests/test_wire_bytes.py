@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import fogdist
 import pytest
 
 from harness import BACKEND
@@ -68,10 +67,6 @@ def test_one_tensor_for_each_peer(tmp_path: Path) -> None:
     check(found, {"exp2": 2, "one-peer 0": 1, "one-peer 1": 1})
 
 
-@pytest.mark.skipif(
-    not hasattr(fogdist, "hierarchical_neighbor_allreduce"),
-    reason="this fogdist has no hierarchical_neighbor_allreduce()",
-)
 def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
     """However many ranks a machine has."""
     found = counts([0, 0, 1, 1], tmp_path, "--machines")
