@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-# Elements of a block: with its inputs it fits in the second-level cache, and a numpy call is nothing beside it.
+# Elements of a block: it fits in the second-level cache with its inputs, and takes longer than a numpy call.
 BLOCK = 1 << 16
 _OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
 

@@ -1,4 +1,4 @@
-"""Times exchanges with neighbors on fog beside raw MPI, Gloo, allreduce and the limit of memory, all in one run.
+"""Times exchanges with neighbors on fog beside raw MPI, Gloo, allreduce and the limit of memory, in one run.
 
     python benchmarks/neighbor.py                               # 2, 4 and 8 ranks, some five minutes
     python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M --plot neighbor.png
@@ -7,14 +7,14 @@ Run it as a plain program: it starts its ranks itself, under mpiexec (see side_b
 turns, exchange by exchange and size by size (see interleaved.py). The exchanges, all with uniform weights:
 
     exp2           static exponential-2 graph: all ranks at distance 1, 2, 4, ...
-    one-peer       dynamic one-peer exponential graph: one rank at distance 1, 2, 4, ... in turn, the next each call
+    one-peer       dynamic one-peer exponential graph: one rank at distance 1, 2, 4, ... in turn, a step a call
     ring           static ring: both sides
     complete       every rank with every other
-    hierarchical   two emulated machines: the mean of each, then these exchange (4 ranks or more, an even number)
+    hierarchical   two emulated machines: the mean of each, then these exchange (an even number of 4 or more)
 
 Columns, in milliseconds; a size is that of a rank's tensor, of float32:
 
-    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty); the result goes to the same tensor each time
+    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty); each time the same result tensor
     fog            the same with ordinary tensors
     mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
     fog new        the same with an ordinary x
@@ -25,17 +25,18 @@ Columns, in milliseconds; a size is that of a rank's tensor, of float32:
     memory         each rank sums d + 1 arrays of its own into one, all ranks at once (see memory_limit.py)
 
 MPI, Gloo and the columns "fog mem" and "fog" use buffers that are there before; these two call the backend's
-operation with a plan made before, and an output. "mem new" and "fog new" are calls of fogdist as a training loop makes
-them: they take their arguments apart each time (in one-peer, also step the generator of peers), get a new tensor,
-and drop it within the measurement. One-peer exchanges run without the check of the topology, as fogdist's optimizers
-run them, the static ones with their default, which makes a sender wait until its receivers have agreed.
+operation with a plan made before, and an output. "mem new" and "fog new" are calls of fogdist as a training
+loop makes them: they take their arguments apart each time (in one-peer, also step the generator of peers),
+get a new tensor, and drop it within the measurement. One-peer exchanges run without the check of the
+topology, as fogdist's optimizers run them, the static ones with their default, which makes a sender wait
+until its receivers have agreed.
 
-d is the number of ranks that one receives from: an exchange must at least read d + 1 tensors and write one on each rank.
-The inputs of "memory" are d + 1 different arrays on each rank, while the n ranks of an exchange read n tensors together,
-so where these fit in a cache that ranks share an exchange can be faster. A hierarchical exchange must at least
-read each tensor once and write each once: there "memory" is a copy. In "complete", sums shared among ranks can be faster
-too: that is what an allreduce does. Raw MPI and Gloo exchange hierarchically through one rank of each
-machine: reduce, exchange, broadcast.
+d is the number of ranks that one receives from: an exchange must at least read d + 1 tensors and write one
+on each rank. The inputs of "memory" are d + 1 different arrays on each rank, while the n ranks of an exchange
+read n tensors together, so where these fit in a cache that ranks share an exchange can be faster. A
+hierarchical exchange must at least read each tensor once and write each once: there "memory" is a copy. In
+"complete", sums shared among ranks can be faster too: that is what an allreduce does. Raw MPI and Gloo
+exchange hierarchically through one rank of each machine: reduce, exchange, broadcast.
 
 Every system's first results, of one-peer those of all steps, are checked against the float64 mixing matrix. A
 barrier stands before each measurement, so a small exchange also pays for ranks that leave it late, most where
@@ -550,7 +551,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Starts the ranks of each world in turn, then holds the results against the goals; in a rank, measures."""
+    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
     rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
     by_place = {(row.operation, row.ranks, row.bytes): row for row in rows}
     lines = [

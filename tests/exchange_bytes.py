@@ -1,7 +1,7 @@
 """Counts what exchanges with neighbors put on this host's link; the ranks of tests/test_wire_bytes.py run it.
 
-Each rank ends with a line: "bytes" and JSON, for each exchange what the host received and sent meanwhile. On a
-busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
+Each rank ends with a line: "bytes" and JSON, for each exchange what the host received and sent meanwhile. On
+a busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
 """
 
 from __future__ import annotations
