@@ -7,14 +7,14 @@ Run it as a plain program: it starts its ranks itself, under mpiexec (see side_b
 turns, exchange by exchange and size by size (see interleaved.py). The exchanges, all with uniform weights:
 
     exp2           static exponential-2 graph: all ranks at distance 1, 2, 4, ...
-    one-peer       dynamic one-peer exponential graph: one rank at distance 1, 2, 4, ... in turn, a step a call
+    one-peer       dynamic one-peer exponential graph: one rank at distance 1, 2, 4, ... in turn, one a call
     ring           static ring: both sides
     complete       every rank with every other
     hierarchical   two emulated machines: the mean of each, then these exchange (an even number of 4 or more)
 
 Columns, in milliseconds; a size is that of a rank's tensor, of float32:
 
-    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty); each time the same result tensor
+    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty), the same result tensor each time
     fog            the same with ordinary tensors
     mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
     fog new        the same with an ordinary x
