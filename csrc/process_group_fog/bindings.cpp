@@ -1,4 +1,6 @@
 // The Python module fog_pg._C. Its types are described in fog_pg/_C.pyi.
+#include <variant>
+
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
@@ -19,9 +21,25 @@ namespace {
 using fog::NeighborPlan;
 using fog::ProcessGroupFog;
 using Timeout = std::optional<std::chrono::milliseconds>;
+using Confirm = std::optional<bool>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-ProcessGroupFog::CallOptions call_options(std::string name, bool confirm, Timeout timeout) {
+// An argument that is a tensor or a list of them.
+using Tensors = ProcessGroupFog::Tensors;
+using OneOrMore = std::variant<at::Tensor, Tensors>;
+
+Tensors as_list(OneOrMore given) {
+  if (auto* tensor = std::get_if<at::Tensor>(&given)) {
+    return {std::move(*tensor)};
+  }
+  return std::get<Tensors>(std::move(given));
+}
+
+std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
+  return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
+}
+
+ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout) {
   TORCH_CHECK_VALUE(!timeout || timeout->count() > 0, "timeout: got ", timeout->count(), " ms; allowed is more than 0");
   return {std::move(name), confirm, timeout};
 }
@@ -117,21 +135,52 @@ PYBIND11_MODULE(_C, module) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "neighbor_allreduce",
-          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::optional<at::Tensor> output,
-             std::string name, bool confirm, Timeout timeout) -> WorkPtr {
-            return self.neighbor_allreduce(tensor, plan, std::move(output), call_options(std::move(name), confirm, timeout));
+          [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
+             Confirm confirm, Timeout timeout) -> WorkPtr {
+            return self.neighbor_allreduce(
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout));
           },
           py::arg("tensor"),
           py::arg("plan"),
           py::kw_only(),
           py::arg("output") = py::none(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "hierarchical_neighbor_allreduce",
+          [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
+             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
+            return self.hierarchical_neighbor_allreduce(
+                as_list(std::move(tensor)), std::move(machines), plan, as_list(std::move(output)),
+                call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("machines"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("output") = py::none(),
+          py::arg("name") = "",
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "local_allreduce",
+          [](ProcessGroupFog& self, at::Tensor tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op,
+             std::string name, Timeout timeout) -> WorkPtr {
+            return self.local_allreduce(tensor, std::move(machines), op, call_options(std::move(name), std::nullopt, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("machines"),
+          py::arg("op"),
+          py::kw_only(),
+          py::arg("name") = "",
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "neighbor_allgather",
-          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, bool confirm,
+          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, Confirm confirm,
              Timeout timeout) -> WorkPtr {
             return self.neighbor_allgather(tensor, plan, call_options(std::move(name), confirm, timeout));
           },
@@ -139,24 +188,24 @@ PYBIND11_MODULE(_C, module) {
           py::arg("plan"),
           py::kw_only(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "allgather_concat",
-          [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, bool confirm, Timeout timeout) -> WorkPtr {
+          [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
             return self.allgather_concat(tensor, call_options(std::move(name), confirm, timeout));
           },
           py::arg("tensor"),
           py::kw_only(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "allreduce_named",
           [](ProcessGroupFog& self, at::Tensor tensor, const c10d::ReduceOp& op, std::string name, Timeout timeout) -> WorkPtr {
-            return self.allreduce_named(tensor, op, call_options(std::move(name), true, timeout));
+            return self.allreduce_named(tensor, op, call_options(std::move(name), std::nullopt, timeout));
           },
           py::arg("tensor"),
           py::arg("op"),
@@ -167,7 +216,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "broadcast_named",
           [](ProcessGroupFog& self, at::Tensor tensor, int root, std::string name, Timeout timeout) -> WorkPtr {
-            return self.broadcast_named(tensor, root, call_options(std::move(name), true, timeout));
+            return self.broadcast_named(tensor, root, call_options(std::move(name), std::nullopt, timeout));
           },
           py::arg("tensor"),
           py::arg("root"),

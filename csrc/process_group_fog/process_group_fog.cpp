@@ -118,7 +118,7 @@ WorkPtr ProcessGroupFog::submit(
   for (const auto& tensor : call.outputs) {
     operation->keep(tensor);
   }
-  operation->set_confirm(options.confirm && options_->confirm);
+  operation->set_confirm(options.confirm.value_or(options_->confirm));
   operation->set_work(work);
   const std::weak_ptr<mpi::Operation> weak = operation;
   work->set_describe([&engine, weak] {
@@ -130,20 +130,20 @@ WorkPtr ProcessGroupFog::submit(
       engine.abort(alive->group(), "rank " + std::to_string(alive->group()->rank) + " aborted " + engine.describe(alive));
     }
   });
-  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name);
+  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name, options.waits && !coalescing_);
   if (coalescing_) {
     coalesced_.push_back(work);
   }
   return work;
 }
 
-WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works) {
+WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::optional<std::vector<at::Tensor>> outputs) {
   std::vector<c10::intrusive_ptr<WorkFog>> parts;
   parts.reserve(works.size());
   for (auto& work : works) {
     parts.push_back(c10::static_intrusive_pointer_cast<WorkFog>(work));
   }
-  return WorkFog::when_all(mpi::Engine::instance(), rank_, type, std::move(parts));
+  return WorkFog::when_all(mpi::Engine::instance(), rank_, type, std::move(parts), std::move(outputs));
 }
 
 void ProcessGroupFog::startCoalescing() {

@@ -3,6 +3,7 @@
 
 #include "arguments.hpp"
 #include "arithmetic.hpp"
+#include "machines.hpp"
 #include "mpi/collectives/allreduce.hpp"
 #include "mpi/collectives/reduce.hpp"
 #include "mpi/collectives/reduce_scatter.hpp"
@@ -30,7 +31,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
     return allreduce_sparse(tensors, options);
   }
   if (tensors.size() == 1) {
-    return allreduce_named(tensors[0], options.reduceOp, call_options(options.timeout));
+    return allreduce_named(tensors[0], options.reduceOp, call_options(options));
   }
   // All tensors of all ranks are reduced to one result, which every tensor gets.
   check_list("allreduce", "tensors", tensors);
@@ -55,19 +56,38 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
       unflatten(reduced, {tensor});
     }
   });
-  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", tensors, tensors}, call_options(options.timeout));
+  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options) {
   check_output("allreduce", "tensor", tensor);
+  return allreduce_among(reduction_signature(OpKind::kAllreduce, tensor, op), "fog:all_reduce", tensor, op, {}, options);
+}
+
+WorkPtr ProcessGroupFog::local_allreduce(
+    at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options) {
+  check_output("local_allreduce", "tensor", tensor);
+  const Machines layout("local_allreduce", std::move(machines), rank_, size_);
+  auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
+  layout.sign(signature);
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+}
+
+WorkPtr ProcessGroupFog::allreduce_among(
+    Signature signature,
+    const char* title,
+    at::Tensor& tensor,
+    const c10d::ReduceOp& op,
+    std::vector<int> members,
+    const CallOptions& options) {
   Staging staging;
-  const auto signature = reduction_signature(OpKind::kAllreduce, tensor, op);
   const double factor = factor_of(op);
   const auto staged = staging.in_place(tensor);
-  auto operation = std::make_shared<mpi::Allreduce>(signature, block_of(staged).data, staged.numel(), factor);
+  auto operation =
+      std::make_shared<mpi::Allreduce>(signature, block_of(staged).data, staged.numel(), factor, std::move(members));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", {tensor}, {tensor}}, options);
+  return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
 }
 
 WorkPtr ProcessGroupFog::allreduce_coalesced(
@@ -84,7 +104,7 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(
   operation->keep(flat);
   operation->set_epilogue([flat, tensors] { unflatten(flat, tensors); });
   return submit(
-      operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options.timeout));
+      operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
@@ -99,7 +119,7 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
       std::make_shared<mpi::Reduce>(signature, block_of(staged).data, staged.numel(), factor_of(options.reduceOp));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options.timeout));
+  return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter(
@@ -136,7 +156,7 @@ WorkPtr ProcessGroupFog::reduce_scatter(
     operation->keep(staged);
   }
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options.timeout));
+  return submit(operation, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::_reduce_scatter_base(
@@ -158,7 +178,7 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
   return submit(
-      operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options.timeout));
+      operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

@@ -145,6 +145,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Action use_operands(size_t bytes) {
     return use_operands(bytes, bytes);
   }
+  // The operands are those that come as message `step` from now on, none of them used yet. They were those of step 0.
+  void turn_to_operands(uint16_t step) {
+    operand_step_ = step;
+    used_ = usable_ = 0;
+  }
   size_t used() const {
     return used_;
   }
@@ -238,6 +243,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::vector<size_t> to_move_; // receives whose data is to be brought from other processes to its place
   std::vector<Move> moves_; // of run()
   Task task_ = Task::kNone;
+  uint16_t operand_step_ = 0;
   size_t used_ = 0;
   size_t usable_ = 0;
   std::vector<size_t> receiving_; // by step: receives not complete
