@@ -14,7 +14,7 @@ turns, exchange by exchange and size by size (see interleaved.py). The exchanges
 
 Columns, in milliseconds; a size is that of a rank's tensor, of float32:
 
-    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty), the same result tensor each time
+    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty); the same result each time
     fog            the same with ordinary tensors
     mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
     fog new        the same with an ordinary x
@@ -27,8 +27,8 @@ Columns, in milliseconds; a size is that of a rank's tensor, of float32:
 MPI, Gloo and the columns "fog mem" and "fog" use buffers that are there before; these two call the backend's
 operation with a plan made before, and an output. "mem new" and "fog new" are calls of fogdist as a training
 loop makes them: they take their arguments apart each time (in one-peer, also step the generator of peers),
-get a new tensor, and drop it within the measurement. One-peer exchanges run without the check of the
-topology, as fogdist's optimizers run them, the static ones with their default, which makes a sender wait
+get a new tensor, and drop it within the measurement. There one-peer exchanges run without the check of the
+topology, as fogdist's optimizers run them, and the static ones with their default, which makes a sender wait
 until its receivers have agreed.
 
 d is the number of ranks that one receives from: an exchange must at least read d + 1 tensors and write one
@@ -290,21 +290,18 @@ def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
         return NeighborPlan(node, nodes, 1.0, sources, destinations, mean=True)
 
     plans = itertools.cycle([plan(matrix) for matrix in exchange.steps])
-    static = exchange.graph is not None
     if exchange.ranks_per_node > 1:
         n, per_machine = world.systems.size, exchange.ranks_per_node
         machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
 
         def hierarchical() -> Tensor:
-            world.fog.hierarchical_neighbor_allreduce(
-                x, machines, next(plans), output=y, confirm=static
-            ).wait()
+            world.fog.hierarchical_neighbor_allreduce(x, machines, next(plans), output=y).wait()
             return y
 
         return hierarchical
 
     def flat() -> Tensor:
-        world.fog.neighbor_allreduce(x, next(plans), output=y, confirm=static).wait()
+        world.fog.neighbor_allreduce(x, next(plans), output=y).wait()
         return y
 
     return flat
