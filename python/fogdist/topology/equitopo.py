@@ -34,9 +34,9 @@ def EquiStaticGraph(
 
     With about ln(n) distances, the second singular value of W stays below a bound that does not depend on n,
     with a probability as near to 1 as the constant before ln(n) is large (arXiv 2210.07881). A draw may still
-    be a poor one, even disconnected; `spectral_gap` tells. W is doubly stochastic. Distances are drawn without
-    repetition, where the paper repeats: its bounds hold all the more (Gross and Nesme, arXiv 1001.2738), and
-    size - 1 distances are the complete graph.
+    be a poor one, even disconnected; `spectral_gap` tells. W is doubly stochastic. Distances are drawn
+    without repetition, where the paper repeats: its bounds hold all the more (Gross and Nesme, arXiv
+    1001.2738), and size - 1 distances are the complete graph.
 
     Args:
         size: Number of ranks, at least 1.

@@ -97,8 +97,8 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
 
     All perfect matchings are equally likely; of an odd number of ranks, one sits out each round. The mean
     square of the consensus distance is expected to become (n - 2) / (2 (n - 1)) of itself a round for even n
-    and 1/2 for odd n: randomized gossip (Boyd, Ghosh, Prabhakar and Shah, IEEE Transactions on Information Theory
-    52, 2006) with as many pairs at a time as fit.
+    and 1/2 for odd n: randomized gossip (Boyd, Ghosh, Prabhakar and Shah, IEEE Transactions on Information
+    Theory 52, 2006) with as many pairs at a time as fit.
 
     Args:
         size: Number of ranks, at least 1.
