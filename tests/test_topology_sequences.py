@@ -158,7 +158,6 @@ def test_degree_and_bytes_are_those_of_the_peers(name: str) -> None:
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_one_peer_is_one_peer(name: str) -> None:
     for sequence in of_all_sizes(name):
-        size = sequence.size
         if name in STATIC:
             assert sequence.period == 1
         else:
@@ -184,6 +183,22 @@ def test_consensus_distance_of_random_starts(name: str) -> None:
             assert distance[0] == 1.0
         else:
             assert not distance.any()
+
+
+def test_receivers_mix_and_not_senders() -> None:
+    """Rows that do not sum to 1: rank 0 sends to all and hears nobody, rank 2 has no self weight."""
+    W = np.array([[1.0, 0.5, 0.25], [0.0, 0.5, 0.75], [0.0, 0.0, 0.0]])
+    sequence = Topology("chain, then back", [W, W[::-1, ::-1]])
+    # All starts without a mean are mixtures of two orthogonal ones.
+    starts = np.array([[1.0, 1.0], [-1.0, 1.0], [0.0, -2.0]]) / np.sqrt([2.0, 6.0])
+    first = np.array([starts[0], (starts[0] + starts[1]) / 2, (starts[0] + 3 * starts[1]) / 4])
+    second = np.array([(first[2] + 3 * first[1]) / 4, (first[2] + first[1]) / 2, first[2]])
+    expected = [np.linalg.norm(x - x.mean(axis=0)) / math.sqrt(2) for x in (starts, first, second)]
+    np.testing.assert_allclose(sequence.consensus_distance(2), expected, rtol=1e-14)
+    assert sequence.max_degree == 2
+    assert sequence.bytes_per_step(3) == pytest.approx(3.0)  # 2, 1 and 0 tensors.
+    assert [sequence.peers(rank)["dst_weights"] for rank in range(3)] == [[1, 2], [2], []]
+    assert Topology("shift", [np.roll(np.eye(4), 1, axis=1)]).bytes_per_step(1) == 1.0
 
 
 # --- the exact average in the number of rounds that theory gives --------------------------------------------
@@ -703,6 +718,14 @@ def test_summary_prints_a_table() -> None:
     assert table["one-peer-hypercube"] == ["3", "1", "1.00", "1.0000", "3", "3", "3.0"]
     assert table["ring-right"][-3:] == [">", "100", "-"]
     assert table["random-matching"][0] == "endless"
+
+
+def test_documentation_shows_the_table_as_printed() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "topologies.md").read_text()
+    assert f"```text\n{topology.summary(8)}\n```" in text
+    exp2 = Topology.from_graph("exp2", topology.ExponentialTwoGraph(6))
+    sequences = [topology.one_peer_exponential(6), topology.base_graph(6, 1), topology.base_graph(6, 2)]
+    assert f"```text\n{topology.summary(6, [exp2, *sequences])}\n```" in text
 
 
 def test_plot_writes_a_picture(tmp_path: Path) -> None:
