@@ -216,6 +216,37 @@ class ProcessGroupFog(Backend):
     ) -> Work:
         """c10d's broadcast, in place, with a name; `root` is a rank of this group."""
 
+    def create_window(
+        self,
+        tensor: Tensor,
+        name: str,
+        in_neighbors: Sequence[int],
+        out_neighbors: Sequence[int],
+        *,
+        zero_init: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Window:
+        """Makes a one-sided window; collective over the group.
+
+        Ranks may write to `tensor`'s slots on the others as soon as this returns. `tensor` stays the same
+        tensor, but its storage moves into shared memory, as `fogdist.share_` does it.
+
+        Args:
+            tensor: Contiguous CPU tensor of integers, float16, bfloat16, float32, float64, complex64 or
+                complex128; of one shape and dtype on all ranks.
+            name: For messages; the same on all ranks.
+            in_neighbors: Ranks that write to this one, each of which has a slot here; from these it can also
+                get.
+            out_neighbors: Ranks that this one writes to. `j` is an out-neighbor of `i` if and only if `i` is
+                an in-neighbor of `j`.
+            zero_init: Slots start as zeros; otherwise as copies of this rank's own tensor.
+            timeout: Of this call; default is the group's, which is also that of the window's operations.
+
+        Raises:
+            ValueError: On all ranks, if they disagree; the group goes on. On this rank alone for a tensor or
+                a rank that is none: then the others wait for it.
+        """
+
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Does nothing: what torch calls on ranks outside of a new group, which some backends need for a split."""
 
@@ -230,6 +261,133 @@ class ProcessGroupFog(Backend):
     @property
     def hosts(self) -> list[int]:
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
+
+class Window:
+    """A tensor of each rank, and beside it a slot for each of its in-neighbors; from `create_window`.
+
+    `put` and `accumulate` write into a slot of another rank, `get` into one of this rank's own; nobody
+    else takes part. On one host they are done in the caller's thread, straight in the other rank's memory;
+    between hosts by messages that the other rank's engine answers. A slot's value is replaced as a whole, and no
+    reader sees one half written; what `update` takes with `reset` is what it adds to its result, so nothing
+    is lost or counted twice. `get` never sees a half-done `update`, but it does see arithmetic of the owner's
+    own as it goes on; with the mutex on both sides it does not. A `get` and a `put` into one slot at a time
+    replace one another in either order.
+
+    With each value goes p, the weight of push-sum, always of the same state: `p` is this rank's own, 1.0 at
+    first, and slots start with 0.0.
+
+    Attributes:
+        p: This rank's own push-sum weight.
+
+    Each pair of neighbors has two mutexes, one for each of them as the owner. They are fair, a thread may lock
+    one again that it has, and what a rank holds is free when its process ends.
+
+    Common arguments:
+        destinations: Out-neighbors with finite weights, each once; weight 0.0 stands for zeros whatever the
+            tensor holds.
+        sources: The same of in-neighbors.
+        with_p: p goes along, by the same weights. Otherwise the p of slots stays as it is.
+        mutex: Holds, for each destination or source, the mutex that it owns with this rank; for `update` those
+            that this rank owns with `neighbors`. What has to wait for one is done later by another thread.
+        skip_lost: Leaves out ranks that are known to have gone. Otherwise these fail the Work, after all
+            others have been served.
+        timeout: For mutexes and for other hosts' replies; default is that of the group.
+
+    Raises:
+        ValueError: Ranks that are no such neighbors, weights that are not finite, another shape or dtype.
+        torch.distributed.DistBackendError: Naming operation, window and rank; from `Work.wait()`, and at once
+            if the window was freed or its group destroyed. The group and other windows go on.
+    """
+
+    p: float
+    def put(
+        self,
+        tensor: Tensor,
+        destinations: Sequence[tuple[int, float]],
+        *,
+        with_p: bool = False,
+        mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Slot [destination][this rank] becomes weight * tensor, and its version one more.
+
+        Args:
+            tensor: Of the window's shape and dtype; it may be the window's own. It must not change until the
+                Work is complete, which it is on return but for other hosts and for mutexes that others hold.
+        """
+
+    def accumulate(
+        self,
+        tensor: Tensor,
+        destinations: Sequence[tuple[int, float]],
+        *,
+        with_p: bool = False,
+        mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Adds weight * tensor to slot [destination][this rank]; its version stays. Otherwise as `put`."""
+
+    def get(
+        self,
+        sources: Sequence[tuple[int, float]],
+        *,
+        mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """Slot [this rank][source] becomes weight * the source's tensor, and its version one more."""
+
+    def update(
+        self,
+        self_weight: float,
+        neighbors: Sequence[tuple[int, float]],
+        *,
+        reset: bool = False,
+        clone: bool = False,
+        mutex: bool = False,
+        with_p: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Tensor:
+        """self_weight * tensor + the sum of weight * slot [this rank][neighbor]; versions start at 0 again.
+
+        Args:
+            self_weight: Finite; with 0.0 the tensor's content does not matter.
+            neighbors: In-neighbors with finite weights. They may be gone: their slots are here.
+            reset: These slots are zeros afterwards, and their p 0.0 if `with_p`.
+            clone: Returns a new tensor, and the window's stays as it is.
+
+        Returns:
+            The window's tensor, changed in place, or the clone.
+        """
+
+    def version(self, rank: int) -> int:
+        """How many puts and gets the slot of this in-neighbor has taken since the last `update`; at most 2**24 - 1."""
+
+    def lock(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> None:
+        """Takes mutexes, in one order on all ranks; all of them or none.
+
+        Args:
+            ranks: In- or out-neighbors, which own the mutexes.
+            own: This rank owns them, and each of `ranks` is the other of the pair.
+        """
+
+    def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
+        """Gives them back; ValueError, and nothing given back, if this thread does not have them all."""
+
+    def free(self, timeout: timedelta | None = None) -> None:
+        """Waits for this rank's operations in flight and until all neighbors have called it; ranks that are gone do not
+        count. Afterwards the window does nothing more. The tensor stays."""
+
+    @property
+    def tensor(self) -> Tensor: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def in_neighbors(self) -> list[int]: ...
+    @property
+    def out_neighbors(self) -> list[int]: ...
 
 def load_mpi(path: str) -> None:
     """Opens the MPI library without starting MPI. Once one is open, another call does nothing.

@@ -13,6 +13,7 @@
 #include "neighbor_plan.hpp"
 #include "process_group_fog.hpp"
 #include "shared_tensors.hpp"
+#include "window.hpp"
 
 namespace py = pybind11;
 
@@ -20,6 +21,7 @@ namespace {
 
 using fog::NeighborPlan;
 using fog::ProcessGroupFog;
+using fog::Window;
 using Timeout = std::optional<std::chrono::milliseconds>;
 using Confirm = std::optional<bool>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -39,9 +41,13 @@ std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
   return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
 }
 
+std::chrono::milliseconds checked(std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: got ", timeout.count(), " ms; allowed is more than 0");
+  return timeout;
+}
+
 ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout) {
-  TORCH_CHECK_VALUE(!timeout || timeout->count() > 0, "timeout: got ", timeout->count(), " ms; allowed is more than 0");
-  return {std::move(name), confirm, timeout};
+  return {std::move(name), confirm, timeout ? std::make_optional(checked(*timeout)) : std::nullopt};
 }
 
 // For a thread that waits without the GIL: lets Python's signal handlers run, so that Ctrl-C ends the wait.
@@ -236,6 +242,94 @@ PYBIND11_MODULE(_C, module) {
           })
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
+
+  using Ranks = std::vector<int>;
+  const auto release_gil = py::call_guard<py::gil_scoped_release>();
+  auto window = py::class_<Window, std::shared_ptr<Window>>(module, "Window");
+  const auto write = [&](const char* name, auto method) {
+    window.def(
+        name,
+        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, bool with_p, bool mutex, bool skip_lost,
+                 Timeout timeout) {
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout.value_or(self.timeout()))});
+        },
+        py::arg("tensor"),
+        py::arg("destinations"),
+        py::kw_only(),
+        py::arg("with_p") = false,
+        py::arg("mutex") = false,
+        py::arg("skip_lost") = false,
+        py::arg("timeout") = py::none(),
+        release_gil);
+  };
+  write("put", &Window::put);
+  write("accumulate", &Window::accumulate);
+  window
+      .def(
+          "get",
+          [](Window& self, const Window::Peers& sources, bool mutex, bool skip_lost, Timeout timeout) {
+            return self.get(sources, {false, mutex, skip_lost, checked(timeout.value_or(self.timeout()))});
+          },
+          py::arg("sources"),
+          py::kw_only(),
+          py::arg("mutex") = false,
+          py::arg("skip_lost") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "update",
+          [](Window& self, double self_weight, const Window::Peers& neighbors, bool reset, bool clone, bool mutex, bool with_p,
+             Timeout timeout) {
+            return self.update(
+                self_weight, neighbors, reset, clone, {with_p, mutex, false, checked(timeout.value_or(self.timeout()))});
+          },
+          py::arg("self_weight"),
+          py::arg("neighbors"),
+          py::kw_only(),
+          py::arg("reset") = false,
+          py::arg("clone") = false,
+          py::arg("mutex") = false,
+          py::arg("with_p") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def("version", &Window::version, py::arg("rank"), release_gil)
+      .def(
+          "lock",
+          [](Window& self, Ranks ranks, bool own, Timeout timeout) {
+            self.lock(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
+          },
+          py::arg("ranks"),
+          py::kw_only(),
+          py::arg("own") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "unlock", [](Window& self, Ranks ranks, bool own) { self.unlock(std::move(ranks), own); }, py::arg("ranks"), py::kw_only(),
+          py::arg("own") = false, release_gil)
+      .def(
+          "free", [](Window& self, Timeout timeout) { self.free(checked(timeout.value_or(self.timeout()))); },
+          py::arg("timeout") = py::none(), release_gil)
+      .def_property("p", &Window::p, &Window::set_p)
+      .def_property_readonly("tensor", &Window::tensor)
+      .def_property_readonly("name", &Window::name)
+      .def_property_readonly("in_neighbors", &Window::in_neighbors)
+      .def_property_readonly("out_neighbors", &Window::out_neighbors);
+  group.def(
+      "create_window",
+      [](ProcessGroupFog& self, const at::Tensor& tensor, const std::string& name, Ranks in_neighbors, Ranks out_neighbors, bool zero_init,
+         Timeout timeout) {
+        return self.create_window(
+            tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init,
+            timeout ? std::make_optional(checked(*timeout)) : std::nullopt);
+      },
+      py::arg("tensor"),
+      py::arg("name"),
+      py::arg("in_neighbors"),
+      py::arg("out_neighbors"),
+      py::kw_only(),
+      py::arg("zero_init") = false,
+      py::arg("timeout") = py::none(),
+      release_gil);
 
   module.def(
       "empty_shared",

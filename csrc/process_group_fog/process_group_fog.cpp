@@ -1,10 +1,13 @@
 #include "process_group_fog.hpp"
 
 #include <algorithm>
+#include <cstring>
 
+#include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
 #include "mpi/engine.hpp"
+#include "window.hpp"
 
 namespace fog {
 
@@ -80,6 +83,27 @@ c10d::ErrorType ProcessGroupFog::getError() {
 
 uint64_t ProcessGroupFog::getSequenceNumberForGroup() {
   return mpi::Engine::instance().sequence(group_);
+}
+
+std::shared_ptr<Window> ProcessGroupFog::create_window(
+    const at::Tensor& tensor,
+    const std::string& name,
+    std::vector<int> in_neighbors,
+    std::vector<int> out_neighbors,
+    bool zero_init,
+    std::optional<std::chrono::milliseconds> timeout) {
+  CallOptions options;
+  options.timeout = timeout;
+  options.waits = true;
+  const auto gather = [&](const std::string& mine) {
+    const auto bytes = at::empty({static_cast<int64_t>(mine.size())}, at::kByte);
+    std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
+    const auto work = allgather_concat(bytes, options);
+    work->wait();
+    const auto all = work->result().at(0);
+    return std::string(static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(all.numel()));
+  };
+  return Window::create(group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout, gather);
 }
 
 std::vector<int> ProcessGroupFog::hosts() const {

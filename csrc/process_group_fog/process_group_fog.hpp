@@ -15,6 +15,8 @@
 
 namespace fog {
 
+class Window;
+
 // Serves every collective of c10d for CPU tensors over MPI, and neighbor collectives beside them. It checks arguments,
 // stages tensors that are not contiguous, and hands operations to the engine, which runs them for as long as their Work or
 // the engine needs; it owns no thread.
@@ -183,6 +185,15 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather_concat(const at::Tensor& tensor, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> broadcast_named(at::Tensor& tensor, int root, const CallOptions& options);
+
+  // Collective: see Window. The tensor's storage moves into shared memory.
+  std::shared_ptr<Window> create_window(
+      const at::Tensor& tensor,
+      const std::string& name,
+      std::vector<int> in_neighbors,
+      std::vector<int> out_neighbors,
+      bool zero_init,
+      std::optional<std::chrono::milliseconds> timeout);
 
   // Ranks of the group on this process's host, this one included, ascending.
   std::vector<int> local_ranks() const;

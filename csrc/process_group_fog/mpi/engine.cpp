@@ -48,7 +48,7 @@ Engine& Engine::instance() {
   return *engine;
 }
 
-Engine::Engine() : next_check_(Clock::now()) {
+Engine::Engine() : last_news_(Clock::now()), next_check_(Clock::now()) {
   // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
   pthread_atfork(nullptr, nullptr, [] { Engine::instance().forked_ = true; });
 }
@@ -81,6 +81,7 @@ std::shared_ptr<Group> Engine::connect(
       const Lock lock(mutex_);
       if (!messenger_) {
         messenger_.reset(new Messenger(runtime, *this)); // the handler is a private base: make_unique cannot see it
+        windows_.use(messenger_.get());
         links_ = &messenger_->local();
       }
       mine << messenger_->local().address();
@@ -275,6 +276,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kClosed: {
       group->gone.emplace(source, "has destroyed its group");
       messenger_->forget(group->members[source].world_rank, group->id);
+      windows_.on_gone(*group, source, group->gone[source]);
       afterwards_.emplace_back([this, group, source] {
         fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false);
       });
@@ -311,6 +313,10 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       group->early[header.key].emplace_back(source, header, data);
       return;
     }
+    case MessageKind::kWindow:
+    case MessageKind::kWindowReply:
+      windows_.on_message(group, source, header, data);
+      return;
     case MessageKind::kTaken: // these are the messenger's own
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
@@ -354,12 +360,14 @@ bool Engine::drive(Lock& lock) {
       for (const auto& [id, group] : groups) {
         fail(group, c10d::ErrorType::COMM_ERROR, message_of(error), false);
       }
+      windows_.fail_all(message_of(error));
     }
     auto released = messenger_->take_released();
     std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
   }
   progressed = progressed || !ready_.empty();
   step_ready(lock);
+  progressed = step_windows(lock) || progressed;
   // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
   for (const auto& act : std::exchange(afterwards_, {})) {
     act();
@@ -371,6 +379,27 @@ bool Engine::drive(Lock& lock) {
     check_peers(lock);
   }
   must_poll_ = messenger_ && messenger_->must_poll();
+  windows_busy_ = windows_.busy();
+  if (progressed) {
+    last_news_ = now;
+  }
+  return progressed;
+}
+
+bool Engine::step_windows(Lock& lock) {
+  if (!windows_.busy()) {
+    return false;
+  }
+  bool progressed = false;
+  windows_.advance();
+  while (const auto task = windows_.next_task()) {
+    progressed = true;
+    lock.unlock();
+    WindowService::run(*task);
+    lock.lock();
+    windows_.finish(task);
+    windows_.advance();
+  }
   return progressed;
 }
 
@@ -436,12 +465,23 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
 
 void Engine::unlock_and_deliver(Lock& lock) {
   auto outbox = std::exchange(outbox_, {});
+  outbox.windows = windows_.take_released();
+  const auto calls = windows_.take_calls();
   lock.unlock();
+  for (const auto& call : calls) {
+    call();
+  }
   for (auto& [operation, error] : outbox.completions) {
     operation->finish(std::move(error));
   }
-  if (!outbox.completions.empty() && sleepers_.load() > 0) {
-    bell().wake(Doorbell::kWaiter); // one of these may be what another thread waits for
+  if (!outbox.completions.empty() || !calls.empty()) {
+    wake_waiters(); // one of these may be what another thread waits for
+  }
+}
+
+void Engine::wake_waiters() {
+  if (sleepers_.load() > 0) {
+    bell().wake(Doorbell::kWaiter);
   }
 }
 
@@ -459,6 +499,12 @@ void Engine::close(const std::shared_ptr<Group>& group) {
     return;
   }
   Lock lock(mutex_);
+  const auto windows = windows_.endpoints(*group);
+  lock.unlock();
+  for (const auto& window : windows) {
+    window->on_group_closed();
+  }
+  lock.lock();
   if (!group->closed) {
     if (!group->operations.empty()) {
       fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
@@ -467,10 +513,58 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       notify(group, MessageKind::kClosed, "");
     }
     group->closed = true;
+    windows_.fail_group(*group, "the group was destroyed");
     groups_.erase(group->id);
     closed_groups_.insert(group->id);
   }
   unlock_and_deliver(lock);
+}
+
+bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
+  const Lock lock(mutex_);
+  return messenger_ && messenger_->local().reaches(group->members[peer].world_rank);
+}
+
+uint64_t Engine::open_window(const std::shared_ptr<Group>& group, const std::shared_ptr<WindowEndpoint>& endpoint) {
+  check_not_forked();
+  Lock lock(mutex_);
+  if (group->closed || stopping_) {
+    C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' was destroyed");
+  }
+  return windows_.open(group, endpoint);
+}
+
+void Engine::listen_for(const std::shared_ptr<Group>& group, uint64_t window) {
+  {
+    const Lock lock(mutex_);
+    windows_.listen(*group, window);
+  }
+  bell().wake(Doorbell::kBackground);
+}
+
+void Engine::close_window(const std::shared_ptr<Group>& group, uint64_t window) {
+  if (!forked_) {
+    const Lock lock(mutex_);
+    windows_.close(*group, window);
+  }
+}
+
+void Engine::request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout) {
+  check_not_forked();
+  Lock lock(mutex_);
+  windows_.request(request, timeout);
+  windows_busy_ = true;
+  drive(lock);
+  unlock_and_deliver(lock);
+  watch_in_background();
+}
+
+void Engine::tell(const std::shared_ptr<Group>& group, uint64_t window, int peer, WindowOp op) {
+  if (!forked_) {
+    Lock lock(mutex_);
+    windows_.tell(*group, window, peer, op);
+    unlock_and_deliver(lock);
+  }
 }
 
 Failure Engine::failure(const std::shared_ptr<Group>& group) {

@@ -23,6 +23,7 @@
 #include "operation.hpp"
 #include "peer_watch.hpp"
 #include "runtime.hpp"
+#include "window_service.hpp"
 
 namespace fog::mpi {
 
@@ -62,6 +63,20 @@ class Engine : public Driver, private MessageHandler {
   uint64_t sequence(const std::shared_ptr<Group>& group);
   std::string describe(const std::shared_ptr<Operation>& operation);
 
+  // --- windows ---
+  // Makes a window known, and returns its number, the same on all ranks. Throws as submit() does.
+  // Whether the peer shares memory with this process.
+  bool shares_memory(const std::shared_ptr<Group>& group, int peer);
+  uint64_t open_window(const std::shared_ptr<Group>& group, const std::shared_ptr<WindowEndpoint>& endpoint);
+  // Messages may come for it: the background listens from now on, also when nothing is in flight.
+  void listen_for(const std::shared_ptr<Group>& group, uint64_t window);
+  void close_window(const std::shared_ptr<Group>& group, uint64_t window);
+  // Asks another rank; `request->done` follows, unless this throws.
+  void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
+  void tell(const std::shared_ptr<Group>& group, uint64_t window, int peer, WindowOp op);
+  // For threads that complete a Work without the engine.
+  void wake_waiters();
+
   // Called every now and then by a thread that waits; may throw (Ctrl-C).
   void set_interrupt_check(std::function<void()> check) {
     interrupt_check_ = std::move(check);
@@ -82,6 +97,7 @@ class Engine : public Driver, private MessageHandler {
     std::vector<Completion> completions;
     std::vector<std::shared_ptr<TransferOwner>> released;
     std::vector<std::shared_ptr<Operation>> retired;
+    std::vector<std::shared_ptr<void>> windows;
   };
 
   Engine();
@@ -95,6 +111,7 @@ class Engine : public Driver, private MessageHandler {
   // One round of progress with the lock held (it is released around arithmetic); true if anything moved.
   bool drive(Lock& lock);
   void step_ready(Lock& lock);
+  bool step_windows(Lock& lock);
   void check_peers(Lock& lock);
   void check_deadlines();
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -124,6 +141,7 @@ class Engine : public Driver, private MessageHandler {
   // The messenger's, for threads without the lock; null before there is one.
   std::atomic<LocalLinks*> links_{nullptr};
   shared_memory::Doorbell early_bell_ = {};
+  WindowService windows_;
   PeerWatch peers_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
@@ -134,11 +152,13 @@ class Engine : public Driver, private MessageHandler {
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
   std::unordered_set<int> lost_; // world ranks that ended without
+  std::chrono::steady_clock::time_point last_news_; // of anything
   std::chrono::steady_clock::time_point next_check_;
   std::atomic<size_t> in_flight_{0};
   std::atomic<int> waiting_{0}; // threads in drive_until()
   std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to
   std::atomic<bool> must_poll_{false};
+  std::atomic<bool> windows_busy_{false};
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
   bool oversubscribed_ = false;

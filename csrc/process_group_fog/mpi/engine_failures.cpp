@@ -71,6 +71,7 @@ void Engine::lose(int world_rank, const std::string& how, bool announced) {
       continue;
     }
     group->gone.emplace(peer, how);
+    windows_.on_gone(*group, peer, how);
     fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
   }
 }
@@ -123,10 +124,11 @@ void Engine::check_peers(Lock& lock) {
 }
 
 void Engine::check_deadlines() {
+  const auto now = Clock::now();
+  windows_.check_deadlines(now);
   if (in_flight_ == 0) {
     return;
   }
-  const auto now = Clock::now();
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     for (const auto& operation : group->operations) {

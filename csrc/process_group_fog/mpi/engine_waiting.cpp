@@ -17,6 +17,10 @@ constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none 
 // Where the bell rings for all that comes, sleep lasts until it does, but for a look at deadlines and at other processes.
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
+// While another host's ranks may use this process's windows: a part of the time since the last news, within these limits.
+constexpr int kListeningPart = 16;
+constexpr std::chrono::nanoseconds kListeningShortest = std::chrono::microseconds(100);
+constexpr std::chrono::nanoseconds kListeningLongest = std::chrono::milliseconds(5);
 constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
 constexpr auto kLastWords = std::chrono::milliseconds(20);
 
@@ -42,7 +46,7 @@ class Engine::Attendance {
 
 void Engine::watch_in_background() {
   const auto* links = links_.load();
-  const bool needed = in_flight_.load() > 0 || (links != nullptr && links->waiting_for_space());
+  const bool needed = in_flight_.load() > 0 || windows_busy_.load() || (links != nullptr && links->waiting_for_space());
   if (!needed || waiting_.load() > 0) {
     return;
   }
@@ -116,7 +120,7 @@ void Engine::doze(std::chrono::nanoseconds limit) {
 }
 
 bool Engine::busy() const {
-  return in_flight_ > 0 || (messenger_ && messenger_->sending());
+  return in_flight_ > 0 || windows_.busy() || (messenger_ && messenger_->sending());
 }
 
 void Engine::background() {
@@ -135,6 +139,8 @@ void Engine::background() {
       const bool progressed = drive(lock);
       const bool more = busy();
       const bool poll = messenger_->must_poll();
+      const bool listening = windows_.listening();
+      const auto quiet = Clock::now() - last_news_;
       unlock_and_deliver(lock);
       if (progressed) {
         backoff.reset();
@@ -144,11 +150,16 @@ void Engine::background() {
         // Nothing of this process is in flight. Over MPI other ranks may still have things to say, and MPI may hold messages
         // that it calls sent; a look every few milliseconds costs next to nothing. On this host whoever needs this process
         // wakes it.
-        bell().stop_listening(Doorbell::kBackground);
-        if (in_flight_.load() > 0) {
+        if (!listening) {
+          bell().stop_listening(Doorbell::kBackground);
+        }
+        if (in_flight_.load() > 0 || windows_busy_.load()) {
           continue; // since a moment ago
         }
         pause = poll ? kIdleInterval : kLongestIdleSleep;
+        if (poll && listening) {
+          pause = std::clamp<std::chrono::nanoseconds>(quiet / kListeningPart, kListeningShortest, kListeningLongest);
+        }
         backoff.reset();
       } else if (poll) {
         pause = std::max<std::chrono::nanoseconds>(backoff.pause(false), kBackgroundInterval);
@@ -175,7 +186,15 @@ void Engine::shutdown() {
       fail(group, c10d::ErrorType::COMM_ERROR, "the program ended while operations of group '" + group->name + "' were in flight");
     }
   }
+  std::vector<std::shared_ptr<WindowEndpoint>> windows;
+  for (const auto& [id, group] : groups) {
+    const auto some = windows_.endpoints(*group);
+    windows.insert(windows.end(), some.begin(), some.end());
+  }
   unlock_and_deliver(lock);
+  for (const auto& window : windows) {
+    window->on_group_closed();
+  }
   bell().wake(Doorbell::kBackground);
   if (thread_.joinable()) {
     thread_.join();

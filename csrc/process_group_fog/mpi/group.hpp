@@ -63,6 +63,7 @@ class Group {
 
   uint64_t next_key = 0; // of operations without a name
   uint64_t sequence = 0; // of all operations, for people
+  uint64_t next_window = 0;
   std::unordered_map<std::string, uint64_t> named; // how often each kind of operation used a name
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> by_key; // collectives in flight
   std::unordered_set<std::shared_ptr<Operation>> operations; // all in flight, point-to-point as well

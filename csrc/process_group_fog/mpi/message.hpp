@@ -19,6 +19,8 @@ enum class MessageKind : uint8_t {
   kClosed, // the sender has destroyed its group
   kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes
   kGoodbyeTaken, // the sender has taken the receiver's goodbye and all before it
+  kWindow, // what the sender asks of a window of the receiver: see window_service
+  kWindowReply,
 };
 
 // Where the data of a message is.

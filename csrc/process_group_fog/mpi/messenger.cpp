@@ -39,7 +39,7 @@ void Messenger::track(MPI_Request request, Transfer transfer) {
 }
 
 Messenger::Sent Messenger::send(
-    int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
+    int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Way way) {
   header.delivery = Delivery::kInline;
   const bool local = local_.reaches(destination);
   if (local && header.bytes <= kLocalInlineBytes) {
@@ -47,7 +47,7 @@ Messenger::Sent Messenger::send(
     return {};
   }
   const bool mapped = streams_to(destination) && in_arena(data, header.bytes);
-  if (mapped || (local && local_.read_by(destination))) {
+  if (way == Way::kBest && (mapped || (local && local_.read_by(destination)))) {
     if (const auto offer = local_.offer(next_transfer_)) {
       header.delivery = mapped ? Delivery::kMapped : Delivery::kOffer;
       if (mapped) {

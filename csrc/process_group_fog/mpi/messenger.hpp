@@ -88,11 +88,19 @@ class Messenger {
     return local_;
   }
 
+  // Whether data may also be left in this process's memory for the receiver to read there.
+  enum class Way { kBest, kMessages };
   struct Sent {
     size_t parts = 0; // so many on_transfer() calls will follow for `data`; if 0, it was copied and may be reused at once
     bool answered = false; // the last of them says that the receiver has accepted the message
   };
-  Sent send(int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
+  Sent send(
+      int destination,
+      Header header,
+      const void* data,
+      const std::shared_ptr<TransferOwner>& owner,
+      size_t token,
+      Way way = Way::kBest);
 
   // Receives the data of a message that delivers it as payload. Returns how many on_transfer() calls will follow.
   size_t receive(int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);

@@ -127,20 +127,21 @@ bool Arena::contains(const void* data, size_t bytes) const {
   return !forked_ && begin >= memory_ && begin < memory_ + bytes_ && bytes <= static_cast<size_t>(memory_ + bytes_ - begin);
 }
 
-std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token) {
+std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token, Access access) {
   const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int opened = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const bool write = access == Access::kWrite;
+  const int opened = open(path.c_str(), (write ? O_RDWR : O_RDONLY) | O_CLOEXEC);
   if (opened < 0) {
     return nullptr;
   }
   struct stat status = {};
   const size_t bytes = fstat(opened, &status) == 0 ? static_cast<size_t>(status.st_size) : 0;
-  const void* memory = bytes >= kPage ? map_all(opened, bytes, PROT_READ) : nullptr;
+  const void* memory = bytes >= kPage ? map_all(opened, bytes, PROT_READ | (write ? PROT_WRITE : 0)) : nullptr;
   close(opened);
   if (memory == nullptr) {
     return nullptr;
   }
-  auto arena = std::shared_ptr<ForeignArena>(new ForeignArena(static_cast<const char*>(memory), bytes));
+  auto arena = std::shared_ptr<ForeignArena>(new ForeignArena(static_cast<const char*>(memory), bytes, access));
   const auto* label = static_cast<const Label*>(memory);
   return label->magic == kMagic && label->token == token ? arena : nullptr;
 }

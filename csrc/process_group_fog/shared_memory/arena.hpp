@@ -1,4 +1,4 @@
-// Memory of this process that the other processes of its host can map and read where it is.
+// Memory of this process that the other processes of its host can map, and read or write where it is.
 #pragma once
 
 #include <cstddef>
@@ -53,23 +53,30 @@ class Arena {
   std::unordered_map<size_t, std::vector<Freed>> freed_; // by size
 };
 
-// The arena of another process of this host, mapped for reading.
+// The arena of another process of this host.
 class ForeignArena {
  public:
+  enum class Access { kRead, kWrite };
+
   // nullptr if it cannot be mapped.
-  static std::shared_ptr<ForeignArena> map(int pid, int fd, uint32_t token);
+  static std::shared_ptr<ForeignArena> map(int pid, int fd, uint32_t token, Access access = Access::kRead);
   ~ForeignArena();
   ForeignArena(const ForeignArena&) = delete;
   ForeignArena& operator=(const ForeignArena&) = delete;
 
   // What its owner sees at `address`; nullptr if these bytes are not in the arena.
   const char* at(uintptr_t address, size_t bytes) const;
+  // The same to write to, if it was mapped so.
+  char* writable_at(uintptr_t address, size_t bytes) const {
+    return access_ == Access::kWrite ? const_cast<char*>(at(address, bytes)) : nullptr;
+  }
 
  private:
-  ForeignArena(const char* memory, size_t bytes) : memory_(memory), bytes_(bytes) {}
+  ForeignArena(const char* memory, size_t bytes, Access access) : memory_(memory), bytes_(bytes), access_(access) {}
 
   const char* const memory_;
   const size_t bytes_;
+  const Access access_;
 };
 
 } // namespace fog::shared_memory

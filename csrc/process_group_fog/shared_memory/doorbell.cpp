@@ -1,11 +1,6 @@
 #include "doorbell.hpp"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#include <climits>
-#include <ctime>
+#include "futex.hpp"
 
 namespace fog::shared_memory {
 
@@ -33,7 +28,7 @@ void Doorbell::ring() {
 
 bool Doorbell::wake(Listener listener) {
   rung[listener].fetch_add(1);
-  return syscall(SYS_futex, &rung[listener], FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0) > 0;
+  return futex_wake(rung[listener]);
 }
 
 uint32_t Doorbell::listen(Listener listener) {
@@ -43,8 +38,7 @@ uint32_t Doorbell::listen(Listener listener) {
 }
 
 void Doorbell::sleep(Listener listener, uint32_t ticket, std::chrono::nanoseconds limit) {
-  const timespec time = {static_cast<time_t>(limit.count() / 1000000000), static_cast<long>(limit.count() % 1000000000)};
-  syscall(SYS_futex, &rung[listener], FUTEX_WAIT, ticket, &time, nullptr, 0);
+  futex_wait(rung[listener], ticket, limit);
 }
 
 } // namespace fog::shared_memory

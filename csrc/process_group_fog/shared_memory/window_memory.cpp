@@ -1,0 +1,155 @@
+#include "window_memory.hpp"
+
+#include <unistd.h>
+
+#include <map>
+#include <mutex>
+#include <new>
+#include <sstream>
+#include <tuple>
+
+#include "futex.hpp"
+
+namespace fog::shared_memory {
+namespace {
+
+constexpr size_t kLine = 64;
+constexpr size_t kPage = 4096;
+
+// One mapping of each arena for all windows in it.
+std::shared_ptr<const ForeignArena> writable_arena(int pid, int fd, uint32_t token) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, uint32_t>, std::weak_ptr<const ForeignArena>> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& entry = known[{pid, fd, token}];
+  std::shared_ptr<const ForeignArena> arena = entry.lock();
+  if (!arena) {
+    arena = ForeignArena::map(pid, fd, token, ForeignArena::Access::kWrite);
+    entry = arena;
+  }
+  return arena;
+}
+
+size_t window_bytes(size_t slots, size_t doors) {
+  return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + doors * sizeof(Door);
+}
+
+} // namespace
+
+char* WindowView::at(uintptr_t address, size_t bytes) const {
+  return arena_ ? arena_->writable_at(address, bytes) : reinterpret_cast<char*>(address);
+}
+
+char* WindowView::buffer(const SlotPlace& place, unsigned index) const {
+  const bool writers = index < Slot::kBuffersEach;
+  const auto& first = writers ? place.writers : place.owners;
+  return at(first.load(std::memory_order_acquire) + (writers ? index : index - Slot::kBuffersEach) * label_->stride, label_->bytes);
+}
+
+void WindowView::leave(size_t index) const {
+  if (door(index).used.exchange(0) != 0) {
+    label_->leaves.fetch_add(1);
+    futex_wake(label_->leaves);
+  }
+}
+
+void* WindowMemory::allocate(size_t bytes) {
+  auto* arena = Arena::instance();
+  if (auto* memory = arena != nullptr ? arena->allocate(bytes) : nullptr) {
+    blocks_.push_back(memory);
+    return memory;
+  }
+  private_blocks_.emplace_back(new (std::nothrow) char[bytes + kLine]);
+  const auto address = reinterpret_cast<uintptr_t>(private_blocks_.back().get());
+  return address == 0 ? nullptr : reinterpret_cast<void*>((address + kLine - 1) / kLine * kLine);
+}
+
+std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, size_t slots, size_t doors) {
+  auto memory = std::unique_ptr<WindowMemory>(new WindowMemory());
+  auto* place = memory->allocate(window_bytes(slots, doors));
+  if (place == nullptr) {
+    return nullptr;
+  }
+  const size_t alignment = bytes >= kPage ? kPage : kLine;
+  auto* label = new (place) WindowLabel();
+  label->magic = kMagic;
+  label->slots = static_cast<uint32_t>(slots);
+  label->doors = static_cast<uint32_t>(doors);
+  label->bytes = bytes;
+  label->stride = (bytes + alignment - 1) / alignment * alignment;
+  label->tensor = reinterpret_cast<uintptr_t>(tensor);
+  memory->label_ = label;
+  for (size_t i = 0; i < slots; ++i) {
+    auto* slot = new (&memory->slot(i)) SlotPlace();
+    slot->slot.start(std::nullopt);
+    auto* buffers = memory->allocate(Slot::kBuffersEach * std::max<size_t>(label->stride, 1));
+    if (buffers == nullptr) {
+      return nullptr;
+    }
+    slot->writers.store(reinterpret_cast<uintptr_t>(buffers));
+  }
+  for (size_t i = 0; i < doors; ++i) {
+    auto* door = new (&memory->door(i)) Door();
+    door->used.store(1);
+  }
+  return memory;
+}
+
+WindowMemory::~WindowMemory() {
+  for (auto* block : blocks_) {
+    Arena::instance()->free(block);
+  }
+}
+
+std::string WindowMemory::address() const {
+  const auto* arena = Arena::instance();
+  const auto in_arena = [arena](const void* data, size_t bytes) { return arena != nullptr && arena->contains(data, bytes); };
+  if (!private_blocks_.empty() || !in_arena(label_, 1) || !in_arena(reinterpret_cast<const void*>(label_->tensor), label_->bytes)) {
+    return "";
+  }
+  std::ostringstream address;
+  address << getpid() << ' ' << arena->fd() << ' ' << arena->token() << ' ' << reinterpret_cast<uintptr_t>(label_);
+  return address.str();
+}
+
+bool WindowMemory::provide_owners_buffers(SlotPlace& place) {
+  if (place.owners.load() == 0) {
+    const bool shared = private_blocks_.empty();
+    auto* buffers = allocate(Slot::kBuffersEach * std::max<size_t>(label_->stride, 1));
+    if (buffers == nullptr || (shared && !private_blocks_.empty())) { // a writer that has this mapped must find them
+      return false;
+    }
+    place.owners.store(reinterpret_cast<uintptr_t>(buffers), std::memory_order_release);
+  }
+  return true;
+}
+
+bool WindowMemory::unused() const {
+  for (size_t i = 0; i < label_->doors; ++i) {
+    if (door(i).used.load() != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address) {
+  std::istringstream fields(address);
+  int pid = 0;
+  int fd = 0;
+  uint32_t token = 0;
+  uintptr_t label = 0;
+  if (!(fields >> pid >> fd >> token >> label)) {
+    return nullptr;
+  }
+  auto arena = writable_arena(pid, fd, token);
+  if (!arena) {
+    return nullptr;
+  }
+  auto window = std::make_unique<ForeignWindow>();
+  window->arena_ = std::move(arena);
+  window->label_ = reinterpret_cast<WindowLabel*>(window->at(label, sizeof(WindowLabel)));
+  return window->label_ != nullptr && window->label_->magic == kMagic ? std::move(window) : nullptr;
+}
+
+} // namespace fog::shared_memory
