@@ -600,7 +600,6 @@ void Window::free(Milliseconds timeout) {
     }
     shared_memory::futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kLook, left));
   }
-  const std::lock_guard<std::mutex> owner(owner_);
   bury();
 }
 
@@ -878,7 +877,7 @@ void Window::scale(void* out, const void* data, double weight) const {
 
 at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options) {
   constexpr const char* op = "win_update";
-  check_open(op);
+  const Use use(*this, op, For::kThisRank);
   check_peers(op, "neighbors", neighbors, false);
   TORCH_CHECK_VALUE(std::isfinite(self_weight), op, ": self_weight: got ", self_weight, "; allowed are finite numbers");
   check_tensor_in_place(op);
@@ -899,7 +898,6 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   } unlock_at_end{*this, locked};
 
   const std::lock_guard<std::mutex> owner(owner_);
-  check_open(op);
   at::Tensor result = tensor_;
   if (clone) {
     const c10::InferenceMode normal(false);
@@ -944,11 +942,10 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   return result;
 }
 
-int64_t Window::version(int rank) const {
-  check_open("get_win_version");
-  const std::lock_guard<std::mutex> owner(owner_);
-  check_open("get_win_version");
-  return memory_->slot(neighbor("get_win_version", "rank", rank, true, false).slot).slot.version();
+int64_t Window::version(int rank) {
+  constexpr const char* op = "get_win_version";
+  const Use use(*this, op, For::kThisRank);
+  return memory_->slot(neighbor(op, "rank", rank, true, false).slot).slot.version();
 }
 
 double Window::p() const {

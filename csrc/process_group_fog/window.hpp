@@ -71,7 +71,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   at::Tensor update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options);
 
   // Puts and gets into slot [this rank][neighbor] since the last update.
-  int64_t version(int neighbor) const;
+  int64_t version(int neighbor);
   double p() const;
   void set_p(double p);
 
