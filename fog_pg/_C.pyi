@@ -362,6 +362,28 @@ class Window:
             The window's tensor, changed in place, or the clone.
         """
 
+    def write(
+        self, tensor: Tensor, destination: int, offset: int, *, timeout: timedelta | None = None
+    ) -> Work:
+        """Copies into the destination's tensor itself, past slots: c10d::Window's put, from torch 2.14 on.
+
+        Nothing keeps readers from seeing half of it; `signal` says that it is there.
+
+        Args:
+            tensor: Of the window's dtype; any shape that fits.
+            destination: An out-neighbor.
+            offset: Element of the destination's flat tensor where it begins.
+        """
+
+    def signal(self, destination: int, *, timeout: timedelta | None = None) -> Work:
+        """Sends an out-neighbor a signal, which comes after what this rank's `write`s before sent it."""
+
+    def wait_signal(self, source: int, *, timeout: timedelta | None = None) -> Work:
+        """Takes one signal of an in-neighbor; the Work waits for it."""
+
+    def map_remote(self, rank: int) -> Tensor | None:
+        """A neighbor's tensor where it is; None if it is on another host. It keeps the window."""
+
     def version(self, rank: int) -> int:
         """How many puts and gets the slot of this in-neighbor has taken since the last `update`; at most 2**24 - 1."""
 

@@ -815,6 +815,47 @@ def test_the_mutex_of_a_dead_rank_is_free(new_world, way, own):
     assert [outcome.state for outcome in outcomes] == ["returned", "died"], outcomes[0]
 
 
+# --- what torch's own windows need --------------------------------------------------------------------------
+
+
+def write_and_signal(rounds: int) -> None:
+    """A ring: each rank writes its part into the next one's tensor, and goes on when the part before it has come."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    mine = torch.zeros(size, 10_000, dtype=torch.int64)
+    window = create(mine, zero_init=True)
+    mine[rank] = rank + 1
+    dist.barrier()
+    for turn in range(rounds):
+        for step in range(size - 1):
+            part = (rank - step) % size
+            window.write(mine[part] + turn * (step == 0), after, part * 10_000)
+            window.signal(after)
+            window.wait_signal(before).wait()
+            assert mine[(before - step) % size].eq((before - step) % size + 1 + turn).all()
+        mine[rank] = rank + 1
+        dist.barrier()
+    waiting = window.wait_signal(before)
+    assert not waiting.is_completed()
+    dist.barrier()
+    window.signal(after).wait()
+    waiting.wait()
+    with pytest.raises(dist.DistBackendError, match=f"wait_signal of window 'w' .* waiting for a signal of rank {before}"):
+        window.wait_signal(before, timeout=timedelta(milliseconds=50)).wait()
+    with pytest.raises(ValueError, match=r"put: tensor: got int64\[2\] for element .*; window 'w' is int64\[3, 10000\]"):
+        window.write(torch.zeros(2, dtype=torch.int64), after, size * 10_000 - 1)
+    mapped = window.map_remote(before)
+    assert (mapped is None) == (os.environ.get("FOG_LOCAL_LINKS") == "0")
+    if mapped is not None:
+        assert mapped[before].eq(before + 1).all()
+    dist.barrier()
+    window.free()
+
+
+def test_writes_and_signals(world_of, way):
+    world_of(3, way).run(write_and_signal, 5)
+
+
 # --- the end ------------------------------------------------------------------------------------------------
 
 
@@ -837,23 +878,23 @@ def lose_a_neighbor() -> None:
             break
     else:
         pytest.fail("the loss was not noticed")
-    assert f"win_put of window 'w' of group '0' on rank {rank}" in message or "win_put of window 'w'" in message
+    assert "win_put of window 'w' of group" in message
     assert "rank 2 (pid" in message and "was lost" in message
     for call in (window.put, window.accumulate):
         with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
             call(value, both).wait()
         call(value, both, skip_lost=True).wait()
+    # The group has not failed: the living exchange messages, and then none of them puts any more.
+    got = torch.zeros(3)
+    exchange = [dist.P2POp(dist.isend, torch.ones(3), alive), dist.P2POp(dist.irecv, got, alive)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    assert got.eq(1).all()
     with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
         window.get([(2, 1.0), (alive, 1.0)]).wait()
     window.get([(2, 1.0), (alive, 1.0)], skip_lost=True).wait()
     assert slot(window, alive).eq(alive).all()
     assert slot(window, 2).eq(2).all()  # its last word
-    # The group has not failed: the living exchange messages.
-    got = torch.zeros(3)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), alive), dist.P2POp(dist.irecv, got, alive)])
-    for work in works:
-        work.wait()
-    assert got.eq(1).all()
     window.free(SOON)
 
 

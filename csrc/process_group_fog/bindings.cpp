@@ -292,6 +292,43 @@ PYBIND11_MODULE(_C, module) {
           py::arg("with_p") = false,
           py::arg("timeout") = py::none(),
           release_gil)
+      .def(
+          "write",
+          [](Window& self, const at::Tensor& tensor, int destination, int64_t offset, Timeout timeout) {
+            return self.write(tensor, destination, offset, {false, false, false, checked(timeout.value_or(self.timeout()))});
+          },
+          py::arg("tensor"),
+          py::arg("destination"),
+          py::arg("offset"),
+          py::kw_only(),
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "signal",
+          [](Window& self, int destination, Timeout timeout) {
+            return self.signal(destination, {false, false, false, checked(timeout.value_or(self.timeout()))});
+          },
+          py::arg("destination"),
+          py::kw_only(),
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "wait_signal",
+          [](Window& self, int source, Timeout timeout) {
+            return self.wait_signal(source, {false, false, false, checked(timeout.value_or(self.timeout()))});
+          },
+          py::arg("source"),
+          py::kw_only(),
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "map_remote",
+          [](Window& self, int rank) {
+            auto mapped = self.map_remote(rank);
+            return mapped.defined() ? std::make_optional(std::move(mapped)) : std::nullopt;
+          },
+          py::arg("rank"),
+          release_gil)
       .def("version", &Window::version, py::arg("rank"), release_gil)
       .def(
           "lock",

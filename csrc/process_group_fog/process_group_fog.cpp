@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
+#include "c10d_window.hpp"
 #include "mpi/engine.hpp"
 #include "window.hpp"
 
@@ -105,6 +107,24 @@ std::shared_ptr<Window> ProcessGroupFog::create_window(
   };
   return Window::create(group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout, gather);
 }
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+c10::intrusive_ptr<c10d::Window> ProcessGroupFog::new_window(const std::optional<at::Tensor>& tensor) {
+  const auto self = c10::intrusive_ptr<ProcessGroupFog>::reclaim_copy(this); // a tensor may be registered later
+  auto window = c10::make_intrusive<C10dWindow>(
+      [self](const at::Tensor& registered) {
+        std::vector<int> others(self->size_);
+        std::iota(others.begin(), others.end(), 0);
+        others.erase(others.begin() + self->rank_);
+        return self->create_window(registered, "c10d", others, others, true, std::nullopt);
+      },
+      rank_);
+  if (tensor) {
+    window->tensor_register(*tensor);
+  }
+  return window;
+}
+#endif
 
 std::vector<int> ProcessGroupFog::hosts() const {
   std::vector<int> hosts;

@@ -138,6 +138,13 @@ class ProcessGroupFog : public c10d::Backend {
       const int& rank,
       const int& size) override;
 
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override {
+    return true;
+  }
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor = std::nullopt) override;
+#endif
+
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override {

@@ -21,6 +21,7 @@
 #include "mpi/window_service.hpp"
 #include "rank_mutex.hpp"
 #include "shared_memory/window_memory.hpp"
+#include "window_descriptions.hpp"
 #include "work.hpp"
 
 namespace fog {
@@ -67,8 +68,19 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // Slot [this rank][source] becomes weight * the source's tensor.
   c10::intrusive_ptr<c10d::Work> get(const Peers& sources, const Options& options);
   // self_weight * tensor + the weighted sum of the neighbors' slots, in the window's tensor or, with `clone`, in a new one.
-  // With `reset` these slots are zeros from then on; what is taken is what is in the sum, whatever comes meanwhile. All versions count from 0 again.
+  // With `reset` these slots are zeros from then on; what is taken is what is in the sum, whatever comes meanwhile. All versions
+  // count from 0 again.
   at::Tensor update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options);
+
+  // --- what c10d::Window has besides ---
+  // Into the destination's tensor itself, from element `offset` on: no slot, nothing is kept from being torn. signal() says
+  // when it is there: of one rank to another, signals come after what was written before.
+  c10::intrusive_ptr<c10d::Work> write(const at::Tensor& tensor, int destination, int64_t offset, const Options& options);
+  c10::intrusive_ptr<c10d::Work> signal(int destination, const Options& options);
+  // Takes one signal of this source, or waits for it.
+  c10::intrusive_ptr<c10d::Work> wait_signal(int source, const Options& options);
+  // A neighbor's tensor where it is; undefined if this process has not mapped it. The window lives as long.
+  at::Tensor map_remote(int neighbor);
 
   // Puts and gets into slot [this rank][neighbor] since the last update.
   int64_t version(int neighbor);
@@ -106,8 +118,10 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   }
   void apply(int source, mpi::WindowOp op, double weight, std::optional<double> p, const void* data) override;
   void read(void* out) override;
+  void write(int source, size_t offset, const void* data, size_t bytes) override;
   void on_group_closed() override;
   shared_memory::PairMutex& mutex(int source) override;
+  void on_signal(int source) override;
   void on_left(int source) override;
   void on_gone(int peer, const std::string& how) override;
 
@@ -118,7 +132,6 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   class Use;
   struct Part;
   struct Neighbor;
-  struct Descriptions;
   using Deadline = std::chrono::steady_clock::time_point;
 
   Window(
@@ -129,14 +142,15 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
       std::vector<int> out_neighbors,
       Milliseconds timeout);
 
-  void connect(const Descriptions& descriptions, const Gather& gather);
+  void connect(const std::vector<WindowDescription>& descriptions, const Gather& gather);
   c10::intrusive_ptr<c10d::Work> start(mpi::WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options);
+  std::shared_ptr<Call> begin(mpi::WindowOp op, const std::vector<at::Tensor>& inputs);
   void dispatch(Part part, bool skip_lost);
   void send(Part part);
   void run_queue(Neighbor& neighbor);
   void execute(const Part& part);
   // In the slot of `view`, as its writer.
-  void write(
+  void write_slot(
       const shared_memory::WindowView& view, size_t slot, mpi::WindowOp op, double weight, std::optional<double> p, const void* data);
   // The neighbor's tensor, in this rank's slot for it.
   void fetch(Neighbor& neighbor, double weight, Deadline deadline);
@@ -144,6 +158,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   bool acquire(shared_memory::PairMutex& mutex, shared_memory::PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const;
   // weight * data; zeros if the weight is 0, whatever the data.
   void scale(void* out, const void* data, double weight) const;
+  bool take_signal(const Neighbor& source, Deadline deadline);
   // With the mutexes that keep neighbors from reading the tensor while `change` changes it.
   void change_tensor(Deadline deadline, const std::function<void()>& change);
 
@@ -151,6 +166,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   std::vector<RankMutex*> mutexes(const char* op, std::vector<int> ranks, bool own) const;
   void check_peers(const char* op, const char* argument, const Peers& peers, bool out) const;
   void check_open(const char* op) const;
+  void check_abandoned(const char* op) const;
   void check_tensor_in_place(const char* op) const;
   std::string describe(const char* op) const;
   [[noreturn]] void fail(const char* op, const std::string& reason) const;

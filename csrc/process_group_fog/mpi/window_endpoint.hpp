@@ -10,7 +10,7 @@
 
 namespace fog::mpi {
 
-enum class WindowOp : uint16_t { kPut, kAccumulate, kGet, kLock, kUnlock, kLeave };
+enum class WindowOp : uint16_t { kPut, kAccumulate, kGet, kWrite, kSignal, kLock, kUnlock, kLeave };
 
 // Ranks are group ranks. The engine serves one source's operations one after the other.
 class WindowEndpoint {
@@ -21,6 +21,8 @@ class WindowEndpoint {
   // --- without the engine's lock ---
   // kPut or kAccumulate of weight * data, and of p if it comes along, in the slot of `source`.
   virtual void apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data) = 0;
+  // kWrite: into the tensor, from byte `offset` on.
+  virtual void write(int source, size_t offset, const void* data, size_t bytes) = 0;
   // Copies the tensor.
   virtual void read(void* out) = 0;
   // The group is closed: no operation may begin.
@@ -28,6 +30,7 @@ class WindowEndpoint {
   // --- with it ---
   // That of the pair of this rank and `source`, for which the engine stands as the second side.
   virtual shared_memory::PairMutex& mutex(int source) = 0;
+  virtual void on_signal(int source) = 0;
   // `source` has ended its use of this window.
   virtual void on_left(int source) = 0;
   // `peer` takes no further part.

@@ -18,8 +18,8 @@ using shared_memory::PairMutex;
 
 constexpr auto kHere = PairMutex::Side::kSecond; // for whom the engine stands
 
-// What the header's fields mean here: step: WindowOp; key: the window; transfer: the request; scale: the weight; address: p;
-// offer: these, or in a reply whether the data is the text of an error.
+// What the header's fields mean here: step: WindowOp; key: the window; transfer: the request; scale: the weight; address: p,
+// or the offset; offer: these, or in a reply whether the data is the text of an error.
 constexpr uint32_t kHasP = 1;
 constexpr uint32_t kNeedsMutex = 2;
 
@@ -38,7 +38,7 @@ double number_of(uint64_t bits) {
 }
 
 bool has_data(WindowOp op) {
-  return op == WindowOp::kPut || op == WindowOp::kAccumulate;
+  return op == WindowOp::kPut || op == WindowOp::kAccumulate || op == WindowOp::kWrite;
 }
 
 Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request) {
@@ -175,7 +175,7 @@ void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::
   request->deadline_ = Clock::now() + timeout;
   auto header = header_for(MessageKind::kWindow, request->group->id, request->window, request->op, request->id_);
   header.scale = request->weight;
-  header.address = bits_of(request->p.value_or(0.0));
+  header.address = request->op == WindowOp::kWrite ? request->offset : bits_of(request->p.value_or(0.0));
   header.offer = (request->p ? kHasP : 0U) | (request->mutex ? kNeedsMutex : 0U);
   header.bytes = has_data(request->op) ? request->data.nbytes() : 0;
   requests_.emplace(request->id_, request);
@@ -206,7 +206,8 @@ void WindowService::on_reply(int source, const Header& header, const char* data)
   const auto request = found == requests_.end() ? nullptr : found->second;
   if (header.offer != 0) {
     if (request) {
-      end(request, backend_error("fog: " + request->what + ": rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)));
+      const auto peer = "rank " + std::to_string(request->peer);
+      end(request, backend_error("fog: " + request->what + ": " + peer + " reports: " + std::string(data, header.bytes)));
     }
     return;
   }
@@ -386,6 +387,12 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
       queue.servings.pop_front();
       continue;
     }
+    if (op == WindowOp::kSignal) {
+      endpoint->on_signal(queue.source);
+      reply(queue, header, "");
+      queue.servings.pop_front();
+      continue;
+    }
     if ((header.offer & kNeedsMutex) != 0 && queue.hold == Hold::kNone && !obtain(queue, *endpoint, Hold::kOperation)) {
       return true;
     }
@@ -444,6 +451,8 @@ void WindowService::run(Task& task) noexcept {
       serving.bytes = task.endpoint->bytes();
       serving.data = shared_allocator().allocate(serving.bytes);
       task.endpoint->read(serving.data.get());
+    } else if (static_cast<WindowOp>(header.step) == WindowOp::kWrite) {
+      task.endpoint->write(std::get<2>(task.origin), header.address, serving.data.get(), header.bytes);
     } else {
       const auto p = (header.offer & kHasP) != 0 ? std::make_optional(number_of(header.address)) : std::nullopt;
       task.endpoint->apply(std::get<2>(task.origin), static_cast<WindowOp>(header.step), header.scale, p, serving.data.get());

@@ -38,6 +38,7 @@ class WindowRequest final : public TransferOwner {
   WindowOp op = WindowOp::kPut;
   double weight = 1.0;
   std::optional<double> p;
+  size_t offset = 0; // of kWrite
   bool mutex = false; // the target holds the pair's mutex meanwhile
   at::Tensor data; // to send, contiguous
   std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"

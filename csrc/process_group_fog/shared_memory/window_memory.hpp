@@ -20,6 +20,8 @@ struct alignas(64) Door {
   PairMutex mutex;
   // Of the owner's tensor: held while the owner changes it, and by a neighbor that reads it and could not do so otherwise.
   PairMutex tensor;
+  // Of this neighbor, that the owner has not waited for yet: a futex.
+  std::atomic<uint32_t> signals;
   // Until this neighbor has ended its use of the owner's memory.
   std::atomic<uint32_t> used;
 };
@@ -58,7 +60,7 @@ class WindowView {
   }
   // Buffer `index`, as Slot numbers them, of a slot; not of one without value.
   char* buffer(const SlotPlace& place, unsigned index) const;
-  const char* tensor() const {
+  char* tensor() const {
     return at(label_->tensor, label_->bytes);
   }
   // Tells the owner that neighbor `door` has ended its use.

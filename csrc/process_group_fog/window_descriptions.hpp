@@ -1,0 +1,35 @@
+// What the ranks of a group say of the window that they are about to make together.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace fog {
+
+// "float32[3, 4]"
+std::string layout_of(const at::Tensor& tensor);
+
+struct WindowDescription {
+  std::string name;
+  std::string layout; // "float32[3, 4]"
+  std::string address; // of its memory, for ranks of its host
+  std::vector<int> in;
+  std::vector<int> out;
+  uint64_t number = 0; // of the window in the group
+};
+
+std::string encode(const WindowDescription& description);
+
+// Those of `size` ranks, one after the other.
+std::vector<WindowDescription> decode_descriptions(const std::string& all, int size);
+
+// Throws ValueError, with the same text on every rank, unless they agree.
+void check_agreement(const std::vector<WindowDescription>& ranks);
+
+// In- and out-neighbors, ascending.
+std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out);
+
+} // namespace fog

@@ -1,0 +1,147 @@
+#include "window_mutexes.hpp"
+
+#include <algorithm>
+
+#include <c10/util/Exception.h>
+
+#include "window_parts.hpp"
+
+namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using mpi::WindowOp;
+using shared_memory::PairMutex;
+
+// How long a wait lasts before it looks whether whom it waits for has gone.
+constexpr auto kLook = std::chrono::milliseconds(10);
+
+} // namespace
+
+bool Window::MappedMutex::acquire(Deadline deadline) {
+  return window_.acquire(shared_, side_, other_, deadline);
+}
+
+bool Window::MappedMutex::try_acquire() {
+  return shared_.try_lock(side_);
+}
+
+void Window::MappedMutex::release() {
+  if (!window_.left_) { // else leave() has done it
+    shared_.unlock(side_);
+  }
+}
+
+void Window::MappedMutex::time_out() {
+  const bool here = side_ == PairMutex::Side::kFirst;
+  const int me = window_.group_->rank;
+  window_.fail(
+      "win_mutex", c10::str("timed out waiting for the mutex of owner ", here ? me : other_.rank, " and rank ", here ? other_.rank : me));
+}
+
+bool Window::RemoteMutex::acquire(Deadline deadline) {
+  auto& engine = mpi::Engine::instance();
+  auto request = std::make_shared<mpi::WindowRequest>();
+  request->group = window_.group_;
+  request->window = window_.number_;
+  request->peer = owner_.rank;
+  request->op = WindowOp::kLock;
+  request->what = c10::str(window_.describe("win_mutex"), ", mutex of owner ", owner_.rank);
+  struct Answer {
+    std::atomic<bool> done{false};
+    std::exception_ptr error;
+  };
+  auto answer = std::make_shared<Answer>();
+  request->done = [answer](std::exception_ptr error) {
+    answer->error = std::move(error);
+    answer->done = true;
+  };
+  engine.request(request, std::chrono::ceil<Milliseconds>(deadline - Clock::now()));
+  try {
+    engine.drive_until(answer->done, Deadline::max());
+  } catch (...) { // interrupted
+    engine.tell(window_.group_, window_.number_, owner_.rank, WindowOp::kUnlock);
+    throw;
+  }
+  if (answer->error) {
+    std::rethrow_exception(answer->error);
+  }
+  return true;
+}
+
+bool Window::RemoteMutex::try_acquire() {
+  return false;
+}
+
+void Window::RemoteMutex::release() {
+  if (window_.left_) {
+    return;
+  }
+  try {
+    mpi::Engine::instance().tell(window_.group_, window_.number_, owner_.rank, WindowOp::kUnlock);
+  } catch (const std::exception&) { // it has gone, and the mutex with it
+  }
+}
+
+void Window::RemoteMutex::time_out() {
+  window_.fail("win_mutex", c10::str("timed out waiting for the mutex of owner ", owner_.rank, " and rank ", window_.group_->rank));
+}
+
+bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const {
+  if (mutex.lock_or_queue(side)) {
+    return true;
+  }
+  while (!mutex.wait(side, std::min<std::chrono::nanoseconds>(kLook, deadline - Clock::now()))) {
+    if (neighbor.ended) {
+      mutex.seize(side);
+      return true;
+    }
+    if (abandoned_ || Clock::now() >= deadline) {
+      if (!mutex.give_up(side)) {
+        return true;
+      }
+      check_abandoned("win_mutex");
+      return false;
+    }
+  }
+  return true;
+}
+
+std::vector<RankMutex*> Window::mutexes(const char* op, std::vector<int> ranks, bool own) const {
+  std::sort(ranks.begin(), ranks.end()); // by owner, then by the other
+  std::vector<RankMutex*> mutexes;
+  for (const int rank : ranks) {
+    auto& other = neighbor(op, "ranks", rank, true, true);
+    mutexes.push_back(own ? other.mutex_here.get() : other.mutex_there.get());
+  }
+  return mutexes;
+}
+
+void Window::lock(std::vector<int> ranks, bool own, Milliseconds timeout) {
+  constexpr const char* op = "win_mutex";
+  const Use use(*this, op, For::kThisRank);
+  const auto deadline = Clock::now() + timeout;
+  std::vector<RankMutex*> held;
+  try {
+    for (auto* mutex : mutexes(op, std::move(ranks), own)) {
+      mutex->lock(deadline);
+      held.push_back(mutex);
+    }
+  } catch (...) {
+    for (auto* mutex : held) {
+      mutex->unlock();
+    }
+    throw;
+  }
+}
+
+void Window::unlock(std::vector<int> ranks, bool own) {
+  const auto held = mutexes("win_mutex", std::move(ranks), own);
+  const bool all = std::all_of(held.begin(), held.end(), [](RankMutex* mutex) { return mutex->held_here(); });
+  TORCH_CHECK_VALUE(all, "win_mutex: ranks: got some whose mutex of window '", name_, "' this thread has not locked");
+  for (auto* mutex : held) {
+    mutex->unlock();
+  }
+}
+
+} // namespace fog

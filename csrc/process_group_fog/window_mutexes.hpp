@@ -1,0 +1,44 @@
+// A window's mutexes, one for each pair of an owner and a neighbor, as this process sees them. For the window's own sources.
+#pragma once
+
+#include "rank_mutex.hpp"
+#include "window.hpp"
+
+namespace fog {
+
+// In memory that this process has mapped.
+class Window::MappedMutex final : public RankMutex {
+ public:
+  MappedMutex(const Window& window, const Neighbor& other, shared_memory::PairMutex& shared, shared_memory::PairMutex::Side side)
+      : window_(window), other_(other), shared_(shared), side_(side) {}
+
+ protected:
+  bool acquire(Deadline deadline) override;
+  bool try_acquire() override;
+  void release() override;
+  void time_out() override;
+
+ private:
+  const Window& window_;
+  const Neighbor& other_;
+  shared_memory::PairMutex& shared_;
+  const shared_memory::PairMutex::Side side_;
+};
+
+// One that this process can only ask for: the owner's engine holds it.
+class Window::RemoteMutex final : public RankMutex {
+ public:
+  RemoteMutex(const Window& window, const Neighbor& owner) : window_(window), owner_(owner) {}
+
+ protected:
+  bool acquire(Deadline deadline) override;
+  bool try_acquire() override;
+  void release() override;
+  void time_out() override;
+
+ private:
+  const Window& window_;
+  const Neighbor& owner_;
+};
+
+} // namespace fog

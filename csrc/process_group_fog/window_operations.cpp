@@ -1,0 +1,509 @@
+// What a window does: put, accumulate, get, update.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <ATen/Functions.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include "linear_combination.hpp"
+#include "shared_memory/futex.hpp"
+#include "staging.hpp"
+#include "window_mutexes.hpp"
+#include "window_parts.hpp"
+
+namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using mpi::WindowOp;
+using shared_memory::PairMutex;
+using shared_memory::Slot;
+using shared_memory::WindowView;
+
+// How long a wait lasts before it looks whether whom it waits for has gone.
+constexpr auto kLook = std::chrono::milliseconds(10);
+// Copies of a neighbor's tensor that its update() may spoil before it is asked to wait.
+constexpr int kTries = 2;
+
+const char* name_of(WindowOp op) {
+  switch (op) {
+    case WindowOp::kPut:
+      return "win_put";
+    case WindowOp::kAccumulate:
+      return "win_accumulate";
+    case WindowOp::kGet:
+      return "win_get";
+    case WindowOp::kWrite:
+      return "put";
+    case WindowOp::kSignal:
+      return "signal";
+    case WindowOp::kLock:
+    case WindowOp::kUnlock:
+      return "win_mutex";
+    case WindowOp::kLeave:
+      break;
+  }
+  return "win_free";
+}
+
+const char* title_of(WindowOp op) {
+  switch (op) {
+    case WindowOp::kPut:
+      return "fog:win_put";
+    case WindowOp::kAccumulate:
+      return "fog:win_accumulate";
+    case WindowOp::kGet:
+      return "fog:win_get";
+    case WindowOp::kWrite:
+      return "fog:put";
+    default:
+      return "fog:signal";
+  }
+}
+
+} // namespace
+
+c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
+  return start(WindowOp::kPut, tensor, destinations, options);
+}
+
+c10::intrusive_ptr<c10d::Work> Window::accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
+  return start(WindowOp::kAccumulate, tensor, destinations, options);
+}
+
+c10::intrusive_ptr<c10d::Work> Window::get(const Peers& sources, const Options& options) {
+  return start(WindowOp::kGet, at::Tensor(), sources, options);
+}
+
+WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options) {
+  const char* name = name_of(op);
+  const bool out = op != WindowOp::kGet;
+  check_open(name);
+  check_peers(name, out ? "destinations" : "sources", peers, out);
+  at::Tensor data;
+  if (out) {
+    check_tensor(name, "tensor", tensor);
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == tensor_.scalar_type() && tensor.sizes() == tensor_.sizes(), name, ": tensor: got ",
+        layout_of(tensor), "; allowed is ",
+        layout_of(tensor_), " as window '", name_, "' has it");
+    data = tensor.is_contiguous() ? tensor : flatten({tensor});
+  }
+  const auto call = begin(op, out ? std::vector<at::Tensor>{tensor} : std::vector<at::Tensor>());
+  const double p = this->p();
+  const auto deadline = Clock::now() + options.timeout;
+  for (const auto& [rank, weight] : peers) {
+    call->expect();
+    auto& peer = neighbor(name, "", rank, !out, out);
+    dispatch(
+        {op, &peer, weight, options.with_p && out ? std::make_optional(weight * p) : std::nullopt, 0, options.mutex, data,
+         options.timeout, deadline, call},
+        options.skip_lost);
+  }
+  call->finish(nullptr);
+  return call->work;
+}
+
+std::shared_ptr<Window::Call> Window::begin(WindowOp op, const std::vector<at::Tensor>& inputs) {
+  auto work = c10::make_intrusive<WorkFog>(
+      mpi::Engine::instance(), group_->rank, c10d::OpType::UNKNOWN, title_of(op), inputs, std::vector<at::Tensor>());
+  work->set_describe([text = describe(name_of(op))] { return text; });
+  begin_call(name_of(op), For::kThisRank);
+  return std::make_shared<Call>(shared_from_this(), std::move(work));
+}
+
+void Window::dispatch(Part part, bool skip_lost) {
+  auto& peer = *part.neighbor;
+  const auto call = part.call;
+  std::exception_ptr error;
+  try {
+    if (peer.gone) {
+      if (!skip_lost) {
+        fail(name_of(part.op), why_gone(peer));
+      }
+    } else if (!peer.view) {
+      send(std::move(part));
+      return; // its end finishes the part
+    } else {
+      std::unique_lock<std::mutex> lock(peer.queue_mutex);
+      const bool first = !peer.running;
+      const bool locked = first && part.mutex && peer.mutex_there->try_lock();
+      if (!first || (part.mutex && !locked)) {
+        peer.queue.push_back(std::move(part));
+        if (first) {
+          peer.running = true;
+          mpi::Engine::instance().run_callbacks([self = shared_from_this(), &peer] { self->run_queue(peer); });
+        }
+        return;
+      }
+      lock.unlock();
+      try {
+        execute(part);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      if (locked) {
+        peer.mutex_there->unlock();
+      }
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  call->finish(error);
+}
+
+void Window::run_queue(Neighbor& peer) {
+  while (true) {
+    std::unique_lock<std::mutex> lock(peer.queue_mutex);
+    if (peer.queue.empty()) {
+      peer.running = false;
+      return;
+    }
+    const auto part = std::move(peer.queue.front());
+    peer.queue.pop_front();
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      if (part.mutex) {
+        peer.mutex_there->lock(part.deadline);
+      }
+      try {
+        execute(part);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      if (part.mutex) {
+        peer.mutex_there->unlock();
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    part.call->finish(error);
+  }
+}
+
+void Window::send(Part part) {
+  auto request = std::make_shared<mpi::WindowRequest>();
+  request->group = group_;
+  request->window = number_;
+  request->peer = part.neighbor->rank;
+  request->op = part.op;
+  request->weight = part.weight;
+  request->p = part.p;
+  request->offset = part.offset;
+  request->mutex = part.mutex;
+  request->data = part.data;
+  request->what = c10::str(describe(name_of(part.op)), part.op == WindowOp::kGet ? " from" : " to", " rank ", part.neighbor->rank);
+  if (part.op == WindowOp::kGet) {
+    request->take = [self = shared_from_this(), &peer = *part.neighbor, weight = part.weight](const void* data) {
+      const std::lock_guard<std::mutex> owner(self->owner_);
+      auto& place = self->memory_->slot(peer.slot);
+      if (!self->memory_->provide_owners_buffers(place)) {
+        self->fail("win_get", c10::str("no memory for buffers of ", self->bytes_, " bytes"));
+      }
+      const unsigned buffer = place.slot.owners_buffer();
+      self->scale(self->memory_->buffer(place, buffer), data, weight);
+      place.slot.replace(buffer);
+    };
+  }
+  request->done = [call = part.call](const std::exception_ptr& error) { call->finish(error); };
+  mpi::Engine::instance().request(request, part.timeout);
+}
+
+void Window::execute(const Part& part) {
+  auto& peer = *part.neighbor;
+  if (part.op == WindowOp::kGet) {
+    fetch(peer, part.weight, part.deadline);
+    return;
+  }
+  if (part.op == WindowOp::kWrite) {
+    std::memcpy(peer.view->tensor() + part.offset, part.data.const_data_ptr(), part.data.nbytes());
+    return;
+  }
+  if (part.op == WindowOp::kSignal) {
+    auto& signals = peer.view->door(peer.door_there).signals;
+    signals.fetch_add(1, std::memory_order_release);
+    shared_memory::futex_wake(signals);
+    return;
+  }
+  const std::lock_guard<std::mutex> writing(peer.writing);
+  write_slot(*peer.view, peer.slot_there, part.op, part.weight, part.p, part.data.const_data_ptr());
+}
+
+void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
+  auto& place = view.slot(slot);
+  if (op == WindowOp::kPut) {
+    const unsigned buffer = place.slot.writers_buffer();
+    scale(view.buffer(place, buffer), data, weight);
+    place.slot.put(buffer, p);
+    return;
+  }
+  // Again if the owner has taken what this added to: then the slot is empty, and nobody but this writer fills it.
+  while (true) {
+    const auto base = place.slot.base();
+    const unsigned buffer = place.slot.writers_buffer();
+    auto* out = view.buffer(place, buffer);
+    const void* sum = base.empty ? nullptr : view.buffer(place, base.buffer);
+    if (base.empty) {
+      scale(out, data, weight);
+    } else if (weight == 0) {
+      scale(out, sum, 1.0);
+    } else {
+      linear_combination(tensor_.scalar_type(), out, {sum, data}, {1.0, weight}, static_cast<size_t>(tensor_.numel()));
+    }
+    if (place.slot.add(buffer, base.p + p.value_or(0.0), base)) {
+      return;
+    }
+  }
+}
+
+void Window::fetch(Neighbor& source, double weight, Deadline deadline) {
+  const std::lock_guard<std::mutex> owner(owner_);
+  auto& place = memory_->slot(source.slot);
+  if (!memory_->provide_owners_buffers(place)) {
+    fail("win_get", c10::str("no memory for buffers of ", bytes_, " bytes"));
+  }
+  const unsigned buffer = place.slot.owners_buffer();
+  auto* out = memory_->buffer(place, buffer);
+  const auto copy = [&] { scale(out, source.view->tensor(), weight); };
+  auto& changes = source.view->label().changes;
+  bool whole = false;
+  for (int tries = 0; tries < kTries && !whole; ++tries) {
+    const auto before = changes.load(std::memory_order_acquire);
+    if (before % 2 != 0) {
+      break; // under way: rather wait for its end
+    }
+    copy();
+    std::atomic_thread_fence(std::memory_order_acquire);
+    whole = changes.load(std::memory_order_relaxed) == before;
+  }
+  if (!whole) {
+    auto& mutex = source.view->door(source.door_there).tensor;
+    if (!acquire(mutex, PairMutex::Side::kSecond, source, deadline)) {
+      fail("win_get", c10::str("timed out waiting for rank ", source.rank, " to end its update"));
+    }
+    copy();
+    mutex.unlock(PairMutex::Side::kSecond);
+  }
+  place.slot.replace(buffer);
+}
+void Window::change_tensor(Deadline deadline, const std::function<void()>& change) {
+  struct Held {
+    std::vector<PairMutex*> mutexes;
+    ~Held() {
+      for (auto* mutex : mutexes) {
+        mutex->unlock(PairMutex::Side::kFirst);
+      }
+    }
+  } held;
+  for (const auto& neighbor : neighbors_) {
+    if (neighbor->out) {
+      auto& mutex = memory_->door(neighbor->door).tensor;
+      if (!acquire(mutex, PairMutex::Side::kFirst, *neighbor, deadline)) {
+        fail("win_update", c10::str("timed out waiting for rank ", neighbor->rank, ", which reads the tensor"));
+      }
+      held.mutexes.push_back(&mutex);
+    }
+  }
+  auto& changes = memory_->label().changes;
+  changes.fetch_add(1, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_seq_cst); // before what follows
+  change();
+  changes.fetch_add(1, std::memory_order_release);
+}
+
+void Window::scale(void* out, const void* data, double weight) const {
+  const auto dtype = tensor_.scalar_type();
+  const auto numel = static_cast<size_t>(tensor_.numel());
+  if (weight == 0) {
+    linear_combination(dtype, out, {}, {}, numel);
+  } else {
+    linear_combination(dtype, out, data, weight, numel);
+  }
+}
+
+at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options) {
+  constexpr const char* op = "win_update";
+  const Use use(*this, op, For::kThisRank);
+  check_peers(op, "neighbors", neighbors, false);
+  TORCH_CHECK_VALUE(std::isfinite(self_weight), op, ": self_weight: got ", self_weight, "; allowed are finite numbers");
+  check_tensor_in_place(op);
+  const auto deadline = Clock::now() + options.timeout;
+  std::vector<int> locked;
+  for (const auto& peer : neighbors) {
+    if (options.mutex) {
+      locked.push_back(peer.first);
+    }
+  }
+  lock(locked, true, options.timeout);
+  struct Unlock {
+    Window& window;
+    const std::vector<int>& ranks;
+    ~Unlock() {
+      window.unlock(ranks, true);
+    }
+  } unlock_at_end{*this, locked};
+
+  const std::lock_guard<std::mutex> owner(owner_);
+  at::Tensor result = tensor_;
+  if (clone) {
+    const c10::InferenceMode normal(false);
+    result = at::empty(tensor_.sizes(), tensor_.options().requires_grad(false));
+  }
+  const auto combine = [&] {
+    std::vector<const void*> inputs;
+    std::vector<double> weights;
+    std::vector<Slot*> pinned;
+    if (self_weight != 0) {
+      inputs.push_back(tensor_.const_data_ptr());
+      weights.push_back(self_weight);
+    }
+    double p = 0;
+    for (const auto& [rank, weight] : neighbors) {
+      auto& place = memory_->slot(neighbor(op, "neighbors", rank, true, false).slot);
+      const auto view = place.slot.pin(reset, options.with_p);
+      pinned.push_back(&place.slot);
+      p += weight * view.p;
+      if (!view.empty && weight != 0) {
+        inputs.push_back(memory_->buffer(place, view.buffer));
+        weights.push_back(weight);
+      }
+    }
+    linear_combination(tensor_.scalar_type(), result.mutable_data_ptr(), inputs, weights, static_cast<size_t>(tensor_.numel()));
+    for (auto* slot : pinned) {
+      slot->unpin();
+    }
+    if (options.with_p) {
+      const std::lock_guard<std::mutex> lock(p_mutex_);
+      p_ = self_weight * p_ + p;
+    }
+    for (size_t i = 0; i < in_neighbors_.size(); ++i) {
+      memory_->slot(i).slot.reset_version();
+    }
+  };
+  if (clone) {
+    combine();
+  } else {
+    change_tensor(deadline, combine);
+  }
+  return result;
+}
+
+int64_t Window::version(int rank) {
+  constexpr const char* op = "get_win_version";
+  const Use use(*this, op, For::kThisRank);
+  return memory_->slot(neighbor(op, "rank", rank, true, false).slot).slot.version();
+}
+
+double Window::p() const {
+  const std::lock_guard<std::mutex> lock(p_mutex_);
+  return p_;
+}
+
+void Window::set_p(double p) {
+  const std::lock_guard<std::mutex> lock(p_mutex_);
+  p_ = p;
+}
+WorkPtr Window::write(const at::Tensor& tensor, int destination, int64_t offset, const Options& options) {
+  const char* op = name_of(WindowOp::kWrite);
+  check_tensor(op, "tensor", tensor);
+  auto& peer = neighbor(op, "destination", destination, false, true);
+  TORCH_CHECK_VALUE(
+      tensor.scalar_type() == tensor_.scalar_type() && offset >= 0 && tensor.numel() <= tensor_.numel() - offset, op, ": tensor: got ",
+      layout_of(tensor), " for element ", offset, "; window '", name_, "' is ", layout_of(tensor_));
+  const auto call = begin(WindowOp::kWrite, {tensor});
+  call->expect();
+  dispatch(
+      {WindowOp::kWrite, &peer, 1.0, std::nullopt, static_cast<size_t>(offset) * tensor_.element_size(), false,
+       tensor.is_contiguous() ? tensor : flatten({tensor}), options.timeout, Clock::now() + options.timeout, call},
+      false);
+  call->finish(nullptr);
+  return call->work;
+}
+
+WorkPtr Window::signal(int destination, const Options& options) {
+  auto& peer = neighbor("signal", "destination", destination, false, true);
+  const auto call = begin(WindowOp::kSignal, {});
+  call->expect();
+  dispatch(
+      {WindowOp::kSignal, &peer, 1.0, std::nullopt, 0, false, at::Tensor(), options.timeout, Clock::now() + options.timeout, call}, false);
+  call->finish(nullptr);
+  return call->work;
+}
+
+WorkPtr Window::wait_signal(int source, const Options& options) {
+  const auto& peer = neighbor("wait_signal", "source", source, true, false);
+  const auto call = begin(WindowOp::kSignal, {});
+  const auto wait = [this, call, &peer, deadline = Clock::now() + options.timeout] {
+    std::exception_ptr error;
+    try {
+      if (!take_signal(peer, deadline)) {
+        fail("wait_signal", c10::str("timed out waiting for a signal of rank ", peer.rank));
+      }
+    } catch (...) {
+      error = std::current_exception();
+    }
+    call->finish(error);
+  };
+  if (memory_->door(peer.door).signals.load(std::memory_order_acquire) > 0) {
+    wait();
+  } else {
+    mpi::Engine::instance().run_callbacks(wait); // the call keeps the window
+  }
+  return call->work;
+}
+
+bool Window::take_signal(const Neighbor& source, Deadline deadline) {
+  auto& signals = memory_->door(source.door).signals;
+  while (true) {
+    auto count = signals.load(std::memory_order_acquire);
+    while (count > 0) {
+      if (signals.compare_exchange_weak(count, count - 1, std::memory_order_acquire)) {
+        return true;
+      }
+    }
+    check_abandoned("wait_signal");
+    if (source.gone) {
+      fail("wait_signal", why_gone(source));
+    }
+    const auto left = deadline - Clock::now();
+    if (left.count() <= 0) {
+      return false;
+    }
+    shared_memory::futex_wait(signals, 0, std::min<std::chrono::nanoseconds>(kLook, left));
+  }
+}
+
+at::Tensor Window::map_remote(int rank) {
+  const auto& peer = neighbor("map_remote_tensor", "rank", rank, true, true);
+  if (!peer.view) {
+    return {};
+  }
+  return at::from_blob(
+      peer.view->tensor(), tensor_.sizes(), [self = shared_from_this()](void*) {}, tensor_.options().requires_grad(false));
+}
+
+void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data) {
+  const char* name = name_of(op);
+  const Use use(*this, name, For::kNeighbor);
+  auto& peer = neighbor(name, "source", source, true, false);
+  const std::lock_guard<std::mutex> writing(peer.writing);
+  write_slot(*memory_, peer.slot, op, weight, p, data);
+}
+
+void Window::write(int source, size_t offset, const void* data, size_t bytes) {
+  const Use use(*this, "put", For::kNeighbor);
+  std::memcpy(memory_->tensor() + offset, data, bytes);
+}
+
+void Window::read(void* out) {
+  const Use use(*this, "win_get", For::kNeighbor);
+  const std::lock_guard<std::mutex> owner(owner_);
+  std::memcpy(out, memory_->tensor(), bytes_);
+}
+
+} // namespace fog

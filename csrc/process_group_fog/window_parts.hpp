@@ -1,0 +1,91 @@
+// What a Window is made of: its neighbors, and its calls in flight. For the window's own sources.
+#pragma once
+
+#include "mpi/engine.hpp"
+#include "window.hpp"
+
+namespace fog {
+
+struct Window::Neighbor {
+  int rank = 0;
+  bool in = false;
+  bool out = false;
+  size_t door = 0; // for it in this rank's memory
+  size_t slot = 0; // if it is an in-neighbor
+  std::unique_ptr<shared_memory::ForeignWindow> view; // null: it is reached by messages
+  size_t door_there = 0; // for this rank in its memory
+  size_t slot_there = 0; // if it is an out-neighbor
+  std::unique_ptr<RankMutex> mutex_here; // [this rank][it]
+  std::unique_ptr<RankMutex> mutex_there; // [it][this rank]
+  std::mutex writing; // held by the thread that acts as the writer of its slot
+  std::atomic<bool> gone{false};
+  std::atomic<bool> ended{false}; // its process
+  std::string how; // it went; guarded by state_
+
+  std::mutex queue_mutex;
+  std::deque<Part> queue; // operations that wait for a mutex, and those behind them
+  bool running = false; // a thread is at the queue
+};
+
+// One call, complete once all its parts are.
+
+// One call, complete once all its parts are.
+class Window::Call {
+ public:
+  Call(std::shared_ptr<Window> window, c10::intrusive_ptr<WorkFog> its_work) : work(std::move(its_work)), window_(std::move(window)) {}
+  void expect() {
+    pending_.fetch_add(1);
+  }
+  void finish(const std::exception_ptr& error) {
+    if (error) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!error_) {
+        error_ = error;
+      }
+    }
+    if (pending_.fetch_sub(1) == 1) {
+      window_->end_call();
+      work->complete(error_);
+      mpi::Engine::instance().wake_waiters();
+    }
+  }
+
+  const c10::intrusive_ptr<WorkFog> work;
+
+ private:
+  const std::shared_ptr<Window> window_;
+  std::atomic<size_t> pending_{1};
+  std::mutex mutex_;
+  std::exception_ptr error_;
+};
+
+// The memory of this rank and of its neighbors stays.
+class Window::Use {
+ public:
+  Use(Window& window, const char* op, For whom) : window_(window) {
+    window_.begin_call(op, whom);
+  }
+  ~Use() {
+    window_.end_call();
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+
+ private:
+  Window& window_;
+};
+
+struct Window::Part {
+  mpi::WindowOp op;
+  Neighbor* neighbor;
+  double weight;
+  std::optional<double> p;
+  size_t offset; // in bytes, of what is written into the tensor
+  bool mutex;
+  at::Tensor data;
+  Milliseconds timeout;
+  Deadline deadline;
+  std::shared_ptr<Call> call;
+};
+
+} // namespace fog
