@@ -1,0 +1,74 @@
+"""What windows do, on ranks of several hosts; the ranks of tests/test_window_backend.py run it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import fog_pg  # noqa: F401  registers "fog"
+import test_window_backend as windows
+
+# Of a core, while windows are open and nothing happens.
+MOST_IDLE_CPU = 0.01
+IDLE_SECONDS = 2.0
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def idle() -> None:
+    """Prints what an open window costs; how much is the machine's business, so only a lot is an error."""
+    window = windows.create(windows.full(0))
+    dist.barrier()
+    time.sleep(1.0)
+    before = cpu_seconds()
+    time.sleep(IDLE_SECONDS)
+    share = (cpu_seconds() - before) / IDLE_SECONDS
+    print(f"an open window costs {share:.2%} of a core")
+    assert share < 10 * MOST_IDLE_CPU
+    dist.barrier()
+    window.free()
+
+
+def main() -> None:
+    dist.init_process_group("fog", timeout=timedelta(seconds=60))
+    for numel in (0, 1, 1000, 4097, 300_001):
+        windows.operations(numel)
+    windows.starts_as_a_copy()
+    windows.with_p()
+    windows.many_in_flight()
+    windows.several_windows()
+    windows.many_mutexes()
+    for mutex in (False, True):
+        _, mine, p, first = windows.move_mass(20_000, torch.int64, 1.0, mutex)
+        totals = torch.tensor([int(mine.sum()), int(p), int(first)])
+        dist.all_reduce(totals)
+        size = dist.get_world_size()
+        assert totals[0] == sum(
+            int((torch.arange(20_000) % 1000 + rank * 1000 + 1).sum()) for rank in range(size)
+        )
+        assert totals[1] == totals[2]
+    if dist.get_world_size() == 2:
+        assert windows.collect_meanwhile(130_000) > 3
+        windows.mutex_of_operations()
+        done = torch.tensor([windows.busy_target(3.0)], dtype=torch.float64)
+        both = [torch.zeros_like(done) for _ in range(2)]
+        dist.all_gather(both, done)
+        assert both[0] < both[1]  # emulated hosts have one clock
+        for nbytes in (8, 100_000, 1 << 20):
+            for kind in ("put", "accumulate", "get"):
+                looks, _ = windows.race(nbytes // 8, torch.int64, kind, False)
+                assert looks > 3 or dist.get_rank() == 0
+    idle()
+    dist.destroy_process_group()
+    print("all done")
+
+
+if __name__ == "__main__":
+    main()
