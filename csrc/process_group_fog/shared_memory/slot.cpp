@@ -5,20 +5,19 @@
 namespace fog::shared_memory {
 
 uint64_t Slot::pack(const State& state) {
-  return uint64_t(state.latest) | uint64_t(state.read) << kBits | uint64_t(state.added_to) << (2 * kBits) |
-      uint64_t(state.version) << (3 * kBits) | uint64_t(state.change) << (3 * kBits + kVersionBits);
+  static_assert(2 * kBits + kVersionBits + 32 == 64);
+  return uint64_t(state.latest) | uint64_t(state.read) << kBits | uint64_t(state.version) << (2 * kBits) | uint64_t(state.change) << 32;
 }
 
 Slot::State Slot::unpack(uint64_t word) {
   constexpr uint64_t kField = (1U << kBits) - 1;
   return {
       static_cast<unsigned>(word & kField), static_cast<unsigned>(word >> kBits & kField),
-      static_cast<unsigned>(word >> (2 * kBits) & kField), static_cast<uint32_t>(word >> (3 * kBits) & kMostVersions),
-      static_cast<uint32_t>(word >> (3 * kBits + kVersionBits))};
+      static_cast<uint32_t>(word >> (2 * kBits) & kMostVersions), static_cast<uint32_t>(word >> 32)};
 }
 
 bool Slot::change(State& seen, State next) {
-  next.change = (next.latest == seen.latest ? seen.change : seen.change + 1) % kChanges;
+  next.change = next.latest == seen.latest ? seen.change : seen.change + 1;
   uint64_t word = pack(seen);
   if (word_.compare_exchange_weak(word, pack(next), std::memory_order_acq_rel, std::memory_order_acquire)) {
     return true;
@@ -28,7 +27,7 @@ bool Slot::change(State& seen, State next) {
 }
 
 void Slot::start(std::optional<unsigned> buffer) {
-  word_.store(pack({buffer.value_or(kEmpty), kNone, kNone, 0, 0}));
+  word_.store(pack({buffer.value_or(kEmpty), kNone, 0, 0}));
   for (auto& p : p_) {
     p.store(0.0);
   }
@@ -45,11 +44,9 @@ unsigned Slot::writers_buffer() const {
 }
 
 unsigned Slot::owners_buffer() const {
-  const auto state = load();
-  unsigned buffer = kBuffersEach;
-  while (buffer == state.latest || buffer == state.added_to) {
-    ++buffer;
-  }
+  const unsigned buffer = load().latest == kWriters ? kWriters + 1 : kWriters;
+  // The writer may still read it to add to it: whatever it reads from now on, it will see that the state has changed.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   return buffer;
 }
 
@@ -67,26 +64,18 @@ void Slot::put(unsigned buffer, std::optional<double> p) {
   }
 }
 
-Slot::View Slot::base() {
-  auto seen = load();
-  while (true) {
-    auto next = seen;
-    // Only the writer overwrites its own buffers.
-    next.added_to = seen.latest >= kBuffersEach && seen.latest < kEmpty ? seen.latest : kNone;
-    const double p = p_[seen.latest].load(std::memory_order_relaxed);
-    if (change(seen, next)) {
-      return {seen.latest, seen.latest >= kEmpty, p, seen.change};
-    }
-  }
+Slot::View Slot::base() const {
+  const auto state = load();
+  return {state.latest, state.latest >= kEmpty, p_[state.latest].load(std::memory_order_relaxed), state.change};
 }
 
 bool Slot::add(unsigned buffer, double p, const View& base) {
+  std::atomic_thread_fence(std::memory_order_acquire); // the base was read before this
   p_[buffer].store(p, std::memory_order_relaxed);
   auto seen = load();
-  while (seen.change == base.change) {
+  while (true) {
     auto next = seen;
     next.latest = buffer;
-    next.added_to = kNone;
     if (change(seen, next)) {
       return true;
     }

@@ -15,14 +15,16 @@ namespace fog::shared_memory {
 // word, so that no reader sees a value in the making, and no side waits for the other. The owner pins the buffer that it
 // reads. Three buffers are enough for that: the latest value, one that the owner still reads, and one to write to.
 //
-// The owner itself replaces the value when it gets it from the other rank, or takes it. Its own three buffers are for that,
-// and for a slot that was taken there is a state without a buffer: nothing has to be cleared. So a writer that adds to the
-// latest value has to look again when it publishes: what the owner has taken meanwhile must not be added once more.
+// The owner itself replaces the value when it gets it from the other rank, or takes it. Two buffers of its own are for the
+// first, and for a slot that was taken there is a state without a buffer: nothing has to be cleared. So a writer that adds to
+// the latest value has to look again when it publishes: what the owner has taken meanwhile must not be added once more, and a
+// value that it has replaced may have been overwritten while it was read.
 //
 // With each value goes p, the push-sum weight, which is of the same state always.
 class Slot {
  public:
-  static constexpr unsigned kBuffersEach = 3; // the writer's are 0 to 2, the owner's 3 to 5
+  static constexpr unsigned kWriters = 3; // buffers, from 0 on
+  static constexpr unsigned kOwners = 2; // those after them
 
   // What a side saw when it looked.
   struct View {
@@ -37,12 +39,13 @@ class Slot {
   unsigned writers_buffer() const;
   // Replaces the value, and p unless there is none. Counts as a new version.
   void put(unsigned buffer, std::optional<double> p);
-  // The value to add to; no one else overwrites it until add().
-  View base();
-  // Publishes a sum on that base; false if the value is not that one any more: then add to the base() that is.
+  // The value to add to.
+  View base() const;
+  // Publishes a sum on that base; false if the value is not that one any more: then the sum may be anything, and the base()
+  // of now is to be added to.
   bool add(unsigned buffer, double p, const View& base);
 
-  // --- for the owner, one thread at a time ---
+  // --- for the owner, one thread at a time: it does not replace what it reads ---
   unsigned owners_buffer() const;
   // As put() does for the writer.
   void replace(unsigned buffer) {
@@ -65,18 +68,16 @@ class Slot {
   struct State {
     unsigned latest; // buffer, or one of the empty states
     unsigned read; // buffer that the owner reads
-    unsigned added_to; // buffer of the owner's that the writer reads
     uint32_t version;
     uint32_t change; // counts what changes the value
   };
   // Two, so that p can be written to one while the other holds.
-  static constexpr unsigned kEmpty = 2 * kBuffersEach;
+  static constexpr unsigned kEmpty = kWriters + kOwners;
   static constexpr unsigned kStates = kEmpty + 2;
   static constexpr unsigned kNone = 15;
-  static constexpr unsigned kBits = 4; // of each of the first three
+  static constexpr unsigned kBits = 4; // of each of the first two
   static constexpr unsigned kVersionBits = 24;
   static constexpr uint32_t kMostVersions = (1U << kVersionBits) - 1; // and it stays there
-  static constexpr uint32_t kChanges = 1U << (64 - 3 * kBits - kVersionBits);
 
   static State unpack(uint64_t word);
   static uint64_t pack(const State& state);

@@ -41,9 +41,9 @@ char* WindowView::at(uintptr_t address, size_t bytes) const {
 }
 
 char* WindowView::buffer(const SlotPlace& place, unsigned index) const {
-  const bool writers = index < Slot::kBuffersEach;
+  const bool writers = index < Slot::kWriters;
   const auto& first = writers ? place.writers : place.owners;
-  return at(first.load(std::memory_order_acquire) + (writers ? index : index - Slot::kBuffersEach) * label_->stride, label_->bytes);
+  return at(first.load(std::memory_order_acquire) + (writers ? index : index - Slot::kWriters) * label_->stride, label_->bytes);
 }
 
 void WindowView::leave(size_t index) const {
@@ -82,7 +82,7 @@ std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, s
   for (size_t i = 0; i < slots; ++i) {
     auto* slot = new (&memory->slot(i)) SlotPlace();
     slot->slot.start(std::nullopt);
-    auto* buffers = memory->allocate(Slot::kBuffersEach * std::max<size_t>(label->stride, 1));
+    auto* buffers = memory->allocate(Slot::kWriters * std::max<size_t>(label->stride, 1));
     if (buffers == nullptr) {
       return nullptr;
     }
@@ -115,7 +115,7 @@ std::string WindowMemory::address() const {
 bool WindowMemory::provide_owners_buffers(SlotPlace& place) {
   if (place.owners.load() == 0) {
     const bool shared = private_blocks_.empty();
-    auto* buffers = allocate(Slot::kBuffersEach * std::max<size_t>(label_->stride, 1));
+    auto* buffers = allocate(Slot::kOwners * std::max<size_t>(label_->stride, 1));
     if (buffers == nullptr || (shared && !private_blocks_.empty())) { // a writer that has this mapped must find them
       return false;
     }
