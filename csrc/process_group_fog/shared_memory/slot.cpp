@@ -73,7 +73,7 @@ bool Slot::add(unsigned buffer, double p, const View& base) {
   std::atomic_thread_fence(std::memory_order_acquire); // the base was read before this
   p_[buffer].store(p, std::memory_order_relaxed);
   auto seen = load();
-  while (true) {
+  while (seen.change == base.change) {
     auto next = seen;
     next.latest = buffer;
     if (change(seen, next)) {
