@@ -99,25 +99,81 @@ class ProcessGroupFog(Backend):
 
     def neighbor_allreduce(
         self,
-        tensor: Tensor,
+        tensor: Tensor | Sequence[Tensor],
         plan: NeighborPlan,
         *,
-        output: Tensor | None = None,
+        output: Tensor | Sequence[Tensor] | None = None,
         name: str = "",
         confirm: bool = True,
         timeout: timedelta | None = None,
     ) -> Work:
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
+        Sums run in float64 for float32 and float64 and in float32 for float16 and bfloat16, and are rounded
+        once.
+
+        A list is exchanged as one: a single exchange for all tensors of one dtype, dtypes in the order in
+        which they first appear. It costs no copy where the tensors of a dtype lie one after the other,
+        without gaps, in one storage (views of a flat buffer, in its order), and one copy in where they do
+        not; the same holds for `output`. Outputs that are made here lie so: views of one storage for each
+        dtype. Lists that differ between neighbors in number, order, shapes or dtypes are an error on both
+        sides. A list of one tensor is that tensor.
+
         Args:
             tensor: Any shape, the same on all neighbors; float16, bfloat16, float32, float64, complex64 or
-                complex128.
+                complex128. Or a list of such tensors, not empty.
             plan: Must be this rank's in this group.
-            output: Takes the result; shape and dtype of `tensor`, no memory shared with it. Default: a new
-                tensor.
+            output: Takes the result, or a list of results; shapes and dtypes of `tensor`. Each shares no
+                memory with `tensor`, or is the tensor in its place. Default: new tensors.
 
         Returns:
-            A Work whose `result()` is `[output]`.
+            A Work whose `result()` is `[output]`, or the list of outputs.
+        """
+
+    def hierarchical_neighbor_allreduce(
+        self,
+        tensor: Tensor | Sequence[Tensor],
+        machines: Sequence[Sequence[int]],
+        plan: NeighborPlan,
+        *,
+        output: Tensor | Sequence[Tensor] | None = None,
+        name: str = "",
+        confirm: bool = True,
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """neighbor_allreduce between machines, each of which enters with the mean of its ranks' tensors.
+
+        All ranks of a machine get the same bits. Each rank averages and mixes a slice of the tensor, so that
+        a machine's link to another carries one tensor. Means are rounded to the dtype before they are mixed.
+
+        Args:
+            tensor: As in neighbor_allreduce.
+            machines: The ranks of each machine, equally many; each rank of the group is in one machine. They
+                need not be hosts. The same on all ranks.
+            plan: That of this rank's machine among the machines, the same on all its ranks: its ranks are
+                indices into `machines`.
+            output: As in neighbor_allreduce.
+
+        Returns:
+            As in neighbor_allreduce.
+        """
+
+    def local_allreduce(
+        self,
+        tensor: Tensor,
+        machines: Sequence[Sequence[int]],
+        op: ReduceOp | ReduceOp.RedOpType,
+        *,
+        name: str = "",
+        timeout: timedelta | None = None,
+    ) -> Work:
+        """c10d's allreduce, in place, among the ranks of this rank's machine only.
+
+        Args:
+            tensor: As in c10d's allreduce: every dtype for which `op` is defined.
+            machines: The ranks of each machine; each rank of the group is in one machine. The order of a
+                machine's ranks is that of the reduction.
+            op: As in c10d's allreduce.
         """
 
     def neighbor_allgather(

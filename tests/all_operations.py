@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import fogdist
 import test_collectives as collectives
+import test_hierarchical as hierarchical
 import test_neighbor as neighbors
 import torch
 import torch.distributed as dist
@@ -91,9 +92,14 @@ def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
         (neighbors.one_peer_rounds, (True,)),
         (neighbors.gatherings, ()),
         (neighbors.many_in_flight, (True,)),
+        (neighbors.lists_of_one_dtype, ()),
+        (neighbors.lists_of_several_dtypes, (True,)),
+        (hierarchical.exchanges, (False,)),
+        (hierarchical.exact_bits, ()),
+        (hierarchical.local_reductions, ()),
     ]
     if large:
-        found += [(large_messages, ()), (large_neighbor_exchanges, ())]
+        found += [(large_messages, ()), (large_neighbor_exchanges, ()), (hierarchical.exchanges, (True,))]
         # The coalesced forms send what the others send.
         found += [(large_collective, (name,)) for name in COLLECTIVES if name not in WITHOUT_WORK]
     return found

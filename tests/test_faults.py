@@ -37,6 +37,9 @@ SHORT_TIMEOUT = 2.0
 LARGE = 300_000
 # Rounds of an operation that is interrupted in the middle: more than there is time for.
 ENDLESS = 1_000_000
+# Machines of one rank each, and one of all.
+APART = [[rank] for rank in range(RANKS)]
+TOGETHER = [list(range(RANKS))]
 REFUSED = "has failed and takes no more work: "
 
 
@@ -56,6 +59,15 @@ def _ring(rank: int) -> object:
     from fog_pg import _C
 
     return _C.NeighborPlan(rank, RANKS, 0.5, [((rank - 1) % RANKS, 0.5)], [((rank + 1) % RANKS, 1.0)])
+
+
+def _hierarchical(rank: int, machines: list[list[int]], numel: int, group: dist.ProcessGroup) -> dist.Work:
+    """With the weights of a ring of machines, or in one machine."""
+    from fog_pg import _C
+
+    machine = next(m for m, ranks in enumerate(machines) if rank in ranks)
+    plan = _ring(rank) if len(machines) == RANKS else _C.NeighborPlan(machine, len(machines), 1.0, [], [])
+    return _backend(group).hierarchical_neighbor_allreduce(_zeros(numel), machines, plan)
 
 
 def _gather(rank: int, root: int, numel: int, group: dist.ProcessGroup) -> dist.Work | None:
@@ -118,6 +130,9 @@ KINDS: dict[str, _Start] = {
     "large recv": lambda r, v, g: _message(r, v, _next(v), LARGE, g),
     "neighbor_allreduce": lambda r, v, g: _backend(g).neighbor_allreduce(_zeros(100), _ring(r)),
     "large neighbor_allreduce": lambda r, v, g: _backend(g).neighbor_allreduce(_zeros(LARGE), _ring(r)),
+    "hierarchical_neighbor_allreduce": lambda r, v, g: _hierarchical(r, APART, 100, g),
+    "large hierarchical_neighbor_allreduce": lambda r, v, g: _hierarchical(r, TOGETHER, LARGE, g),
+    "local_allreduce": lambda r, v, g: _backend(g).local_allreduce(_zeros(LARGE), TOGETHER, dist.ReduceOp.SUM),
     "neighbor_allgather": lambda r, v, g: _backend(g).neighbor_allgather(_zeros(LARGE, 1), _ring(r)),
     "allgather_concat": lambda r, v, g: _backend(g).allgather_concat(_zeros(100 + r, 1)),
 }

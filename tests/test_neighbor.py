@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, mix
+from torch import Tensor
 
 SIZES = [1, 2, 3, 4, 5]
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
@@ -367,6 +369,247 @@ def strange_tensors() -> None:
 
 def test_strange_tensors(worlds):
     worlds(3).run(strange_tensors)
+
+
+# --- lists of tensors ---------------------------------------------------------------------------------------
+
+LIST_SHAPES: list[tuple[int, ...]] = [(3, 5), (), (700,), (0, 2), (1,), (64, 65)]
+
+
+def laid_out(tensors: list[Tensor], layout: str) -> list[Tensor]:
+    """Tensors with the same values, somewhere else.
+
+    Args:
+        tensors: Of one dtype.
+        layout: "adjacent" in one storage, in order; "gap" between them; "backwards" in it; "apart" in storages of
+            their own; "transposed" where they are matrices.
+    """
+    if layout == "apart":
+        return [t.clone() for t in tensors]
+    if layout == "transposed":
+        return [t.t().contiguous().t() if t.dim() == 2 else t.clone() for t in tensors]
+    gap = 1 if layout == "gap" else 0
+    flat = tensors[0].new_empty(3 + sum(t.numel() + gap for t in tensors))
+    end, placed = 3, []
+    for tensor in reversed(tensors) if layout == "backwards" else tensors:
+        placed.append(flat[end : end + tensor.numel()].view(tensor.shape).copy_(tensor))
+        end += tensor.numel() + gap
+    return placed[::-1] if layout == "backwards" else placed
+
+
+LAYOUTS = ["adjacent", "gap", "backwards", "apart", "transposed"]
+
+
+def backend_and_plan(group: dist.ProcessGroup | None = None) -> tuple[Any, Any, np.ndarray]:
+    """The backend, and this rank's plan in the directed ring with weights 0.25 from before and 0.75 of its own."""
+    from fog_pg import _C
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    matrix = 0.75 * np.eye(size)
+    for r in range(size):
+        matrix[r, (r + 1) % size] += 0.25
+    before, after = [((rank - 1) % size, 0.25)], [((rank + 1) % size, 1.0)]
+    if size == 1:
+        return _backend(group), _C.NeighborPlan(0, 1, 1.0, [], []), matrix
+    return _backend(group), _C.NeighborPlan(rank, size, 0.75, before, after), matrix
+
+
+def _backend(group: dist.ProcessGroup | None) -> Any:
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
+def lists_of_one_dtype() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend, plan, matrix = backend_and_plan()
+    with Checks() as checks:
+        for layout, dtype in itertools.product(LAYOUTS, WEIGHTED_DTYPES):
+            label = f"{layout} {dtype}"
+            inputs = [[make_input(r, dtype, s, k) for k, s in enumerate(LIST_SHAPES)] for r in range(size)]
+            mine = laid_out(inputs[rank], layout)
+            work = backend.neighbor_allreduce(mine, plan)
+            work.wait()
+            expected = work.result()
+            for k, output in enumerate(expected):
+                checks.close(f"{label} [{k}]", output, mix([tensors[k] for tensors in inputs], matrix)[rank])
+                # Each is what it would be alone.
+                work = backend.neighbor_allreduce(mine[k], plan)
+                work.wait()
+                checks.equal(f"{label} [{k}] alone", work.result(), [output])
+            checks.equal(f"{label} inputs", mine, inputs[rank])
+            for out_layout in LAYOUTS:
+                outputs = laid_out([torch.zeros_like(t) for t in mine], out_layout)
+                work = backend.neighbor_allreduce(tuple(mine), plan, output=outputs)
+                work.wait()
+                checks.equal(f"{label} to {out_layout}", outputs, expected)
+                same = [a.data_ptr() == b.data_ptr() for a, b in zip(work.result(), outputs, strict=True)]
+                checks.true(f"{label} to {out_layout}: the tensors given", all(same))
+            checks.equal(f"{label} inputs", mine, inputs[rank])
+            backend.neighbor_allreduce(mine, plan, output=mine).wait()
+            checks.equal(f"{label} in place", mine, expected)
+            # One output in its tensor's place, the others not.
+            mine = laid_out(inputs[rank], layout)
+            outputs = [mine[0], *(torch.zeros_like(t) for t in mine[1:])]
+            backend.neighbor_allreduce(mine, plan, output=outputs).wait()
+            checks.equal(f"{label} partly in place", outputs, expected)
+            checks.equal(f"{label} partly in place: inputs", mine[1:], inputs[rank][1:])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_lists(worlds, size):
+    worlds(size).run(lists_of_one_dtype)
+
+
+def lists_of_several_dtypes(named: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend, plan, matrix = backend_and_plan()
+    dtypes = [torch.float64, torch.bfloat16, torch.float64, torch.float16, torch.bfloat16, torch.float64]
+    inputs = [
+        [make_input(r, d, s, k) for k, (d, s) in enumerate(zip(dtypes, LIST_SHAPES, strict=True))]
+        for r in range(size)
+    ]
+    works = {}
+    order = list(range(5))
+    if named:  # each rank calls them in an order of its own
+        np.random.default_rng(rank).shuffle(order)
+    for i in order:
+        works[i] = backend.neighbor_allreduce(inputs[rank], plan, name=f"list {i}" if named else "")
+    with Checks() as checks:
+        for i in reversed(range(5)):
+            works[i].wait()
+            outputs = works[i].result()
+            checks.equal(f"{i}: dtypes and shapes", [(o.dtype, o.shape) for o in outputs], [(t.dtype, t.shape) for t in inputs[0]])
+            for k, output in enumerate(outputs):
+                checks.close(f"{i} [{k}]", output, mix([tensors[k] for tensors in inputs], matrix)[rank])
+            checks.equal(f"{i}: the Future's value", works[i].get_future().wait(), outputs)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_lists_of_several_dtypes(worlds, size, named):
+    worlds(size).run(lists_of_several_dtypes, named)
+
+
+def copies_of_lists() -> None:
+    """What is called in an exchange of a list, as the profiler sees it."""
+    backend, plan, _ = backend_and_plan()
+    halves = [torch.ones(s, dtype=torch.float16) for s in LIST_SHAPES]
+
+    def calls(tensors: list[Tensor], outputs: list[Tensor] | None) -> tuple[int, int]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            backend.neighbor_allreduce(tensors, plan, output=outputs).wait()
+        names = [event.name for event in profile.events()]
+        return names.count("fog:neighbor_allreduce"), names.count("aten::copy_")
+
+    adjacent, apart = [laid_out([torch.ones(s) for s in LIST_SHAPES], how) for how in ("adjacent", "apart")]
+    places = laid_out([torch.zeros(s) for s in LIST_SHAPES], "adjacent")
+    with Checks() as checks:
+        checks.equal("views of a flat buffer", calls(adjacent, None), (1, 0))
+        checks.equal("with places for the results", calls(adjacent, places), (1, 0))
+        checks.equal("storages of their own", calls(apart, None), (1, len(apart)))
+        checks.equal("two dtypes", calls(adjacent + laid_out(halves, "adjacent"), None), (2, 0))
+
+
+def test_lists_in_flat_memory_are_not_copied(worlds):
+    worlds(2).run(copies_of_lists)
+
+
+def results_lie_together() -> None:
+    backend, plan, _ = backend_and_plan()
+    work = backend.neighbor_allreduce([torch.ones(2, 3), torch.ones(4), torch.ones(1)], plan)
+    work.wait()
+    first, second, third = work.result()
+    assert [t.storage_offset() for t in (first, second, third)] == [0, 6, 10]
+    assert first.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
+    assert not any(t.requires_grad or t._is_view() for t in (first, second, third))
+
+
+def test_results_of_a_list_lie_together(worlds):
+    worlds(2).run(results_lie_together)
+
+
+def in_place_of_every_kind() -> None:
+    backend, plan, matrix = backend_and_plan()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    base = [make_input(r, torch.float32, (6, 40)) for r in range(size)]
+    views = {
+        "whole": lambda t: t,
+        "transposed": lambda t: t.t(),
+        "strided": lambda t: t[::2, 1:3],
+        "large": lambda t: t.repeat(3000, 1),
+    }
+    with Checks() as checks:
+        for name, view in views.items():
+            inputs = [view(t.clone()) for t in base]
+            expected = mix(inputs, matrix)[rank]
+            backend.neighbor_allreduce(inputs[rank], plan, output=inputs[rank]).wait()
+            checks.close(name, inputs[rank], expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_in_place(worlds, size):
+    worlds(size).run(in_place_of_every_kind)
+
+
+def wrong_lists() -> None:
+    backend, plan, _ = backend_and_plan()
+    base = torch.ones(8)
+    pair = [base[:4], base[4:]]
+    calls: list[tuple[Any, Any, type[Exception], str]] = [
+        ([], None, ValueError, "empty list"),
+        ([base, base.int()], None, ValueError, "int32"),
+        ([base, base.to_sparse()], None, ValueError, r"tensor\[1\]: got a tensor of layout"),
+        (pair, [base], ValueError, "output: got 1 tensors; allowed is one for each of the 2"),
+        (pair, [torch.ones(4), torch.ones(5)], ValueError, r"output\[1\]: got shape \[5\]"),
+        (pair, [torch.ones(4), torch.ones(4).half()], ValueError, r"output\[1\]: got dtype float16"),
+        (pair, [torch.ones(1).expand(4), torch.ones(4)], ValueError, r"output\[0\].*share memory with each other"),
+        (pair, pair[::-1], ValueError, r"output\[0\]: shares memory with the input"),
+        (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with the input"),
+        (base[:4], base[3:7], ValueError, "output: shares memory with the input"),
+        (base[:4], base[:4].view(2, 2), ValueError, r"output: got shape \[2, 2\]"),
+        (base.view(2, 4)[:, :2].t(), base.view(2, 4)[:, :2], ValueError, "output: shares memory with the input"),
+        ([base, None], None, TypeError, "incompatible function arguments"),
+        ("base", None, TypeError, "incompatible function arguments"),
+    ]
+    for tensors, outputs, error, message in calls:
+        with pytest.raises(error, match=message):
+            backend.neighbor_allreduce(tensors, plan, output=outputs)
+    # Nothing was sent for any of them.
+    work = backend.neighbor_allreduce(pair, plan, output=[torch.zeros(4), pair[1]])
+    work.wait()
+    assert [t.tolist() for t in work.result()] == [[1.0] * 4] * 2
+
+
+def test_wrong_lists(worlds):
+    worlds(2).run(wrong_lists)
+
+
+def lists_that_differ(kind: str) -> str:
+    """Rank 1 has another list than rank 0, with as many elements. Returns the error's text."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    backend, plan, _ = backend_and_plan(group)
+    tensors = [torch.ones(4), torch.ones(2, 3), torch.ones(2)]
+    if dist.get_rank() == 1:
+        tensors = {
+            "number": [torch.ones(10), torch.ones(2)],
+            "split": [torch.ones(5), torch.ones(5), torch.ones(2)],
+            "order": [torch.ones(2, 3), torch.ones(4), torch.ones(2)],
+            "shape": [torch.ones(4), torch.ones(3, 2), torch.ones(2)],
+            "a later dtype": [torch.ones(4), torch.ones(2, 3), torch.ones(2).double()],
+            "one more dtype": [*tensors, torch.ones(1).double()],
+            "one tensor": [torch.ones(12)],
+        }[kind]
+    with pytest.raises(dist.DistBackendError) as caught:
+        backend.neighbor_allreduce(tensors, plan, name="a list").wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind", ["number", "split", "order", "shape", "a later dtype", "one more dtype", "one tensor"]
+)
+def test_lists_that_differ(worlds, kind):
+    for text in worlds(2).run(lists_that_differ, kind):
+        assert re.search(r"ranks disagree.*neighbor_allreduce\(float32\[\d+\].*neighbor_allreduce\(float32\[", text), text
+        assert "list of 3 tensors, layout" in text
 
 
 # --- handles and names --------------------------------------------------------------------------------------

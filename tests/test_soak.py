@@ -24,7 +24,7 @@ from torch import Tensor
 
 from harness import BACKEND, World
 from operations import COLLECTIVES, REDUCING, ROOTED, prepare, reductions
-from reference import DTYPES, FLOATS, Checks, forget_inputs, make_input
+from reference import DTYPES, FLOATS, Checks, forget_inputs, make_input, sum_in_rank_order
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own operations in it")
 
@@ -42,6 +42,8 @@ KINDS = {
     "ring": 1,
     "barrier": 1,
     "mix": 3,
+    "hierarchical": 2,
+    "local": 1,
     "neighbor_allgather": 1,
     "concat": 1,
 }
@@ -216,21 +218,78 @@ class Soak:
 
     def _mix(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
         """neighbor_allreduce: a quarter of one's own and a quarter of each source's, half by either side."""
+        # A list has tensors of other shapes, and of another dtype, beside this one; all are mixed in place.
         dtype, shape, named = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
+        kinds = [(dtype, shape)]
+        if draw.random() < 0.3:
+            kinds += [(draw.choice([dtype, torch.float32]), draw.choice(SHAPES)) for _ in range(3)]
         found = self._neighbors(draw, index)
         if found is None:
             return None
         plan, sources = found
         members = GROUPS[index]
-        mine = whole_numbers(self.rank, dtype, shape, number)
+        mine = [whole_numbers(self.rank, d, s, number) for d, s in kinds]
         backend = self.groups[index]._get_backend(torch.device("cpu"))
-        work = backend.neighbor_allreduce(mine, plan, name=f"soak {number}" if named else "")
+        output = mine if len(mine) > 1 else None
+        work = backend.neighbor_allreduce(mine, plan, output=output, name=f"soak {number}" if named else "")
         mixed = [self.rank, *(members[i] for i in sources)]
-        expected = 0.25 * sum(whole_numbers(r, torch.float64, shape, number) for r in mixed)
+        expected = [
+            (0.25 * sum(whole_numbers(r, torch.float64, s, number) for r in mixed)).to(d) for d, s in kinds
+        ]
         return Started(
-            f"{label} {dtype} {shape} {plan} of {members}",
+            f"{label} {kinds} {plan} of {members}",
             work.wait,
-            lambda checks, label: checks.equal(label, work.result(), [expected.to(dtype)]),
+            lambda checks, label: checks.equal(label, work.result(), expected),
+        )
+
+    def _machines(self, draw: random.Random, index: int) -> tuple[list[list[int]], list[int]]:
+        """The ranks of a group dealt to machines of 1, 2 or 4, whose means are exact, and this rank's."""
+        ranks = list(range(len(GROUPS[index])))
+        local = draw.choice([n for n in (1, 2, 4) if len(ranks) % n == 0])
+        draw.shuffle(ranks)
+        machines = [ranks[first : first + local] for first in range(0, len(ranks), local)]
+        me = GROUPS[index].index(self.rank) if self._member(index) else -1
+        return machines, next((machine for machine in machines if me in machine), [])
+
+    def _hierarchical(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        """A quarter of the mean of one's machine and a quarter of each other machine's that sends."""
+        dtype, shape, in_place = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
+        machines, mine = self._machines(draw, index)
+        edges = self._edges(draw, len(machines)) if len(machines) > 1 else []
+        if not self._member(index):
+            return None
+        members, me = GROUPS[index], machines.index(mine)
+        sources = [i for i, j in edges if j == me]
+        plan = self.plan(
+            me, len(machines), 0.25, [(i, 0.5) for i in sources], [(j, 0.5) for i, j in edges if i == me]
+        )
+        tensor = whole_numbers(self.rank, dtype, shape, number)
+        backend = self.groups[index]._get_backend(torch.device("cpu"))
+        work = backend.hierarchical_neighbor_allreduce(
+            tensor, machines, plan, output=tensor if in_place else None
+        )
+        mixed = [members[r] for machine in (me, *sources) for r in machines[machine]]
+        total = sum(whole_numbers(r, torch.float64, shape, number) for r in mixed)
+        expected = (0.25 / len(mine) * total).to(dtype)
+        return Started(
+            f"{label} {dtype} {shape} {machines} {plan} of {members}",
+            work.wait,
+            lambda checks, label: checks.equal(label, work.result(), [expected]),
+        )
+
+    def _local(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+        dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
+        machines, mine = self._machines(draw, index)
+        if not self._member(index):
+            return None
+        inputs = [make_input(GROUPS[index][r], dtype, shape, number % 5) for r in mine]
+        tensor = make_input(self.rank, dtype, shape, number % 5)
+        backend = self.groups[index]._get_backend(torch.device("cpu"))
+        work = backend.local_allreduce(tensor, machines, dist.ReduceOp.SUM)
+        return Started(
+            f"{label} {dtype} {shape} {machines} of {GROUPS[index]}",
+            work.wait,
+            lambda checks, label: checks.equal(label, tensor, sum_in_rank_order(inputs)),
         )
 
     def _neighbor_allgather(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:

@@ -1,4 +1,6 @@
 // The Python module fog_pg._C. Its types are described in fog_pg/_C.pyi.
+#include <variant>
+
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -18,6 +20,21 @@ using fog::NeighborPlan;
 using fog::ProcessGroupFog;
 using Timeout = std::optional<std::chrono::milliseconds>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// An argument that is a tensor or a list of them.
+using Tensors = ProcessGroupFog::Tensors;
+using OneOrMore = std::variant<at::Tensor, Tensors>;
+
+Tensors as_list(OneOrMore given) {
+  if (auto* tensor = std::get_if<at::Tensor>(&given)) {
+    return {std::move(*tensor)};
+  }
+  return std::get<Tensors>(std::move(given));
+}
+
+std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
+  return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
+}
 
 ProcessGroupFog::CallOptions call_options(std::string name, bool confirm, Timeout timeout) {
   TORCH_CHECK_VALUE(!timeout || timeout->count() > 0, "timeout: got ", timeout->count(), " ms; allowed is more than 0");
@@ -115,9 +132,10 @@ PYBIND11_MODULE(_C, module) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "neighbor_allreduce",
-          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::optional<at::Tensor> output,
-             std::string name, bool confirm, Timeout timeout) -> WorkPtr {
-            return self.neighbor_allreduce(tensor, plan, std::move(output), call_options(std::move(name), confirm, timeout));
+          [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
+             bool confirm, Timeout timeout) -> WorkPtr {
+            return self.neighbor_allreduce(
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout));
           },
           py::arg("tensor"),
           py::arg("plan"),
@@ -125,6 +143,36 @@ PYBIND11_MODULE(_C, module) {
           py::arg("output") = py::none(),
           py::arg("name") = "",
           py::arg("confirm") = true,
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "hierarchical_neighbor_allreduce",
+          [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
+             std::optional<OneOrMore> output, std::string name, bool confirm, Timeout timeout) -> WorkPtr {
+            return self.hierarchical_neighbor_allreduce(
+                as_list(std::move(tensor)), std::move(machines), plan, as_list(std::move(output)),
+                call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("machines"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("output") = py::none(),
+          py::arg("name") = "",
+          py::arg("confirm") = true,
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "local_allreduce",
+          [](ProcessGroupFog& self, at::Tensor tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op,
+             std::string name, Timeout timeout) -> WorkPtr {
+            return self.local_allreduce(tensor, std::move(machines), op, call_options(std::move(name), true, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("machines"),
+          py::arg("op"),
+          py::kw_only(),
+          py::arg("name") = "",
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(

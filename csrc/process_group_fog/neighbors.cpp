@@ -1,14 +1,19 @@
 // fog's own operations: exchanges with a rank's neighbors, and the gather of unequal tensors.
 #include "process_group_fog.hpp"
 
+#include <algorithm>
 #include <numeric>
+#include <string>
 
 #include <ATen/Functions.h>
 
 #include "arguments.hpp"
 #include "arithmetic.hpp"
+#include "machines.hpp"
 #include "mpi/collectives/gather_concat.hpp"
+#include "mpi/collectives/hierarchical_neighbor_allreduce.hpp"
 #include "mpi/collectives/neighbor_allreduce.hpp"
+#include "names.hpp"
 #include "staging.hpp"
 
 namespace fog {
@@ -16,40 +21,189 @@ namespace fog {
 using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-void ProcessGroupFog::check_plan(const NeighborPlan& plan) const {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+// Throws ValueError unless `plan` is one for `rank` of `size`, which are `what`.
+void check_plan(const char* op, const NeighborPlan& plan, const char* what, int rank, int size) {
   TORCH_CHECK_VALUE(
-      plan.rank() == rank_ && plan.size() == size_, "plan: got a plan for rank ", plan.rank(), " of ", plan.size(),
-      "; allowed is one for this rank, ", rank_, " of ", size_);
+      plan.rank() == rank && plan.size() == size, op, ": plan: got a plan for rank ", plan.rank(), " of ", plan.size(),
+      "; allowed is one for this ", what, ", ", rank, " of ", size);
+}
+
+uint64_t hash_of(const NeighborPlan& plan) {
+  uint64_t hash = hash_more(kEmptyHash, plan.mean() ? 1 : 0);
+  auto more = [&hash](double weight) { hash = hash_more(hash, &weight, sizeof(weight)); };
+  more(plan.self_weight());
+  for (const auto* peers : {&plan.sources(), &plan.destinations()}) {
+    hash = hash_more(hash, static_cast<int64_t>(peers->size()));
+    for (const auto& peer : *peers) {
+      hash = hash_more(hash, peer.rank);
+      more(peer.weight);
+    }
+  }
+  return hash;
+}
+
+// "tensor", or "tensor[2]" of a list.
+std::string numbered(const char* argument, size_t index, const Tensors& tensors) {
+  return tensors.size() == 1 ? argument : argument + ("[" + std::to_string(index) + "]");
+}
+
+// Results must have a place each, which nobody reads before it is written: that of their own tensor or of none.
+void check_outputs(const char* op, const Tensors& tensors, const Tensors& outputs) {
+  TORCH_CHECK_VALUE(
+      outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ", tensors.size(),
+      " tensors");
+  const Spans spans(tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto name = numbered("output", i, tensors);
+    check_output(op, name.c_str(), outputs[i]);
+    check_same(op, name.c_str(), outputs[i], tensors[i]);
+    TORCH_CHECK_VALUE(
+        outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(), "; allowed is that of the tensor, ",
+        tensors[i].sizes());
+    TORCH_CHECK_VALUE(
+        same_memory(outputs[i], tensors[i]) || !spans.meet(outputs[i]), op, ": ", name,
+        ": shares memory with the input; allowed is another tensor, or the input itself");
+  }
+}
+
+// The places of the tensors of each dtype and device, in the order of their first appearance.
+std::vector<std::vector<size_t>> by_dtype(const Tensors& tensors) {
+  std::vector<std::vector<size_t>> parts;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto part = std::find_if(parts.begin(), parts.end(), [&](const std::vector<size_t>& places) {
+      const auto& first = tensors[places[0]];
+      return first.scalar_type() == tensors[i].scalar_type() && first.device() == tensors[i].device();
+    });
+    (part == parts.end() ? parts.emplace_back() : *part).push_back(i);
+  }
+  return parts;
+}
+
+Tensors pick(const Tensors& tensors, const std::vector<size_t>& places) {
+  Tensors picked;
+  picked.reserve(places.size());
+  for (const size_t place : places) {
+    picked.push_back(tensors[place]);
+  }
+  return picked;
+}
+
+// Of the exchange of a list's tensors of one dtype. A list of one is that tensor; ranks with longer ones agree if these have
+// the same shapes and dtypes throughout, so the first exchange already shows whether they do.
+Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensors) {
+  if (tensors.size() == 1) {
+    return Signature::of(kind, tensors[0]);
+  }
+  Signature signature;
+  signature.kind = kind;
+  signature.dtype = static_cast<int8_t>(part[0].scalar_type());
+  signature.dims = 1;
+  for (const auto& tensor : part) {
+    signature.numel += tensor.numel();
+  }
+  signature.shape[0] = signature.numel;
+  signature.tensors = static_cast<uint32_t>(tensors.size());
+  uint64_t hash = kEmptyHash;
+  for (const auto& tensor : tensors) {
+    hash = hash_more(hash, static_cast<int64_t>(tensor.scalar_type()));
+    hash = hash_more(hash, tensor.dim());
+    for (const int64_t size : tensor.sizes()) {
+      hash = hash_more(hash, size);
+    }
+  }
+  signature.layout = mark(hash);
+  return signature;
+}
+
+} // namespace
+
+WorkPtr ProcessGroupFog::mix(
+    OpKind kind,
+    const char* title,
+    const Tensors& tensors,
+    const std::optional<Tensors>& outputs,
+    const CallOptions& options,
+    const MakeMix& make) {
+  const char* op = name_of(kind);
+  TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensor: got an empty list");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_tensor(op, numbered("tensor", i, tensors).c_str(), tensors[i]);
+    check_weighted_sum(tensors[i].scalar_type());
+  }
+  if (outputs) {
+    check_outputs(op, tensors, *outputs);
+  }
+  const auto parts = by_dtype(tensors);
+  Tensors results(tensors.size());
+  std::vector<WorkPtr> works;
+  for (const auto& places : parts) {
+    const auto inputs = pick(tensors, places);
+    const auto signature = list_signature(kind, inputs, tensors);
+    Staging staging;
+    auto in = staging.input(inputs);
+    at::Tensor out;
+    Tensors part;
+    if (outputs) {
+      part = pick(*outputs, places);
+      out = staging.output(part);
+    } else {
+      out = at::empty(inputs.size() == 1 ? inputs[0].sizes() : in.sizes(), inputs[0].options().requires_grad(false));
+      part = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
+    }
+    for (size_t i = 0; i < places.size(); ++i) {
+      results[places[i]] = part[i];
+    }
+    // Until NeighborAllreduce can write where its neighbors read: a copy of what they read.
+    if (kind == OpKind::kNeighborAllreduce && in.numel() > 0 && in.const_data_ptr() == out.const_data_ptr()) {
+      in = flatten({in});
+    }
+    const auto operation =
+        make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
+    operation->keep(in);
+    operation->keep(out);
+    operation->set_epilogue(staging.copy_back());
+    // The first part goes by the name itself: so ranks whose lists differ in dtypes meet there.
+    auto named = options;
+    if (!works.empty() && !options.name.empty()) {
+      named.name += c10::str(" (", dtype_name(inputs[0].scalar_type()), ")");
+    }
+    works.push_back(submit(operation, {OpType::UNKNOWN, title, inputs, part}, named));
+  }
+  return works.size() == 1 ? works[0] : when_all(OpType::UNKNOWN, std::move(works), std::move(results));
 }
 
 WorkPtr ProcessGroupFog::neighbor_allreduce(
-    const at::Tensor& tensor, const NeighborPlan& plan, std::optional<at::Tensor> output, const CallOptions& options) {
-  check_tensor("neighbor_allreduce", "tensor", tensor);
-  check_plan(plan);
-  check_weighted_sum(tensor.scalar_type());
-  Staging staging;
-  const auto staged_input = staging.input(tensor);
-  at::Tensor staged_output;
-  if (output) {
-    check_output("neighbor_allreduce", "output", *output);
-    check_same("neighbor_allreduce", "output", *output, tensor);
-    TORCH_CHECK_VALUE(
-        output->sizes() == tensor.sizes(), "neighbor_allreduce: output: got shape ", output->sizes(), "; allowed is that of the tensor, ",
-        tensor.sizes());
-    TORCH_CHECK_VALUE(
-        !share_memory(*output, tensor), "neighbor_allreduce: output: shares memory with the tensor; pass another one");
-    staged_output = staging.output(*output);
-  } else {
-    output = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
-    staged_output = *output;
-  }
-  auto operation = std::make_shared<mpi::NeighborAllreduce>(
-      Signature::of(OpKind::kNeighborAllreduce, tensor), plan, staged_input.const_data_ptr(), staged_output.mutable_data_ptr(),
-      static_cast<size_t>(tensor.numel()));
-  operation->keep(staged_input);
-  operation->keep(staged_output);
-  operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::UNKNOWN, "fog:neighbor_allreduce", {tensor}, {*output}}, options);
+    const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options) {
+  check_plan("neighbor_allreduce", plan, "rank", rank_, size_);
+  return mix(
+      OpKind::kNeighborAllreduce, "fog:neighbor_allreduce", tensors, outputs, options,
+      [&](Signature signature, const void* in, void* out, size_t numel) {
+        return std::make_shared<mpi::NeighborAllreduce>(signature, plan, in, out, numel);
+      });
+}
+
+WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
+    const Tensors& tensors,
+    std::vector<std::vector<int>> machines,
+    const NeighborPlan& plan,
+    const std::optional<Tensors>& outputs,
+    const CallOptions& options) {
+  constexpr auto kKind = OpKind::kHierarchicalNeighborAllreduce;
+  const char* op = name_of(kKind);
+  const Machines layout(op, std::move(machines), rank_, size_);
+  layout.check_equal(op);
+  check_plan(op, plan, "rank's machine", layout.machine(), layout.count());
+  return mix(
+      kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options,
+      [&](Signature signature, const void* in, void* out, size_t numel) {
+        layout.sign(signature);
+        signature.plan = mark(hash_of(plan));
+        return std::make_shared<mpi::HierarchicalNeighborAllreduce>(signature, layout, plan, in, out, numel);
+      });
 }
 
 WorkPtr ProcessGroupFog::gather_concat(
@@ -75,7 +229,7 @@ WorkPtr ProcessGroupFog::gather_concat(
 }
 
 WorkPtr ProcessGroupFog::neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options) {
-  check_plan(plan);
+  check_plan("neighbor_allgather", plan, "rank", rank_, size_);
   auto ranks_of = [](const std::vector<WeightedPeer>& peers) {
     std::vector<int> ranks;
     for (const auto& peer : peers) {

@@ -137,13 +137,13 @@ WorkPtr ProcessGroupFog::submit(
   return work;
 }
 
-WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works) {
+WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::optional<std::vector<at::Tensor>> outputs) {
   std::vector<c10::intrusive_ptr<WorkFog>> parts;
   parts.reserve(works.size());
   for (auto& work : works) {
     parts.push_back(c10::static_intrusive_pointer_cast<WorkFog>(work));
   }
-  return WorkFog::when_all(mpi::Engine::instance(), rank_, type, std::move(parts));
+  return WorkFog::when_all(mpi::Engine::instance(), rank_, type, std::move(parts), std::move(outputs));
 }
 
 void ProcessGroupFog::startCoalescing() {

@@ -1,6 +1,7 @@
 // The c10d backend "fog".
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -156,9 +157,23 @@ class ProcessGroupFog : public c10d::Backend {
     bool confirm = true;
     std::optional<std::chrono::milliseconds> timeout;
   };
-  // The Work's result is `output` (a new tensor unless given): see NeighborAllreduce.
+  using Tensors = std::vector<at::Tensor>;
+  // The Work's result is `outputs`, or else new tensors: see NeighborAllreduce. All tensors of one dtype are one exchange, in
+  // the order in which dtypes first appear. No copy is made of tensors that lie one after the other in one storage, nor of
+  // outputs that do; those that are made here do. An output may be its tensor.
   c10::intrusive_ptr<c10d::Work> neighbor_allreduce(
-      const at::Tensor& tensor, const NeighborPlan& plan, std::optional<at::Tensor> output, const CallOptions& options);
+      const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options);
+  // The same between machines, each of which enters with the mean of its ranks: see HierarchicalNeighborAllreduce. `machines`
+  // are the ranks of each machine, equally many; `plan` is that of this rank's machine among them.
+  c10::intrusive_ptr<c10d::Work> hierarchical_neighbor_allreduce(
+      const Tensors& tensors,
+      std::vector<std::vector<int>> machines,
+      const NeighborPlan& plan,
+      const std::optional<Tensors>& outputs,
+      const CallOptions& options);
+  // allreduce, in place, among the ranks of this rank's machine.
+  c10::intrusive_ptr<c10d::Work> local_allreduce(
+      at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options);
   // The Work's result is the sources' tensors, one after the other along dimension 0 in the plan's order.
   c10::intrusive_ptr<c10d::Work> neighbor_allgather(
       const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
@@ -186,14 +201,32 @@ class ProcessGroupFog : public c10d::Backend {
   CallOptions call_options(std::chrono::milliseconds timeout) const;
   c10::intrusive_ptr<c10d::Work> submit(
       const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
-  c10::intrusive_ptr<c10d::Work> when_all(c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works);
+  // With the outputs of all works, one after the other, unless others are given.
+  c10::intrusive_ptr<c10d::Work> when_all(
+      c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);
+  // Makes the operation that mixes `numel` elements of the signature's dtype from `in` into `out`, which may be the same.
+  using MakeMix =
+      std::function<std::shared_ptr<mpi::Operation>(Signature signature, const void* in, void* out, size_t numel)>;
+  c10::intrusive_ptr<c10d::Work> mix(
+      OpKind kind,
+      const char* title,
+      const Tensors& tensors,
+      const std::optional<Tensors>& outputs,
+      const CallOptions& options,
+      const MakeMix& make);
+  c10::intrusive_ptr<c10d::Work> allreduce_among(
+      Signature signature,
+      const char* title,
+      at::Tensor& tensor,
+      const c10d::ReduceOp& op,
+      std::vector<int> members,
+      const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
       const at::Tensor& tensor,
       OpKind kind,
       std::vector<int> sources,
       std::vector<int> destinations,
       const CallOptions& options);
-  void check_plan(const NeighborPlan& plan) const;
   // allgather of several tensors a rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
   c10::intrusive_ptr<c10d::Work> allgather_flat(
       c10d::OpType type,

@@ -3,6 +3,7 @@
 
 #include "arguments.hpp"
 #include "arithmetic.hpp"
+#include "machines.hpp"
 #include "mpi/collectives/allreduce.hpp"
 #include "mpi/collectives/reduce.hpp"
 #include "mpi/collectives/reduce_scatter.hpp"
@@ -60,14 +61,33 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
 
 WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options) {
   check_output("allreduce", "tensor", tensor);
+  return allreduce_among(reduction_signature(OpKind::kAllreduce, tensor, op), "fog:all_reduce", tensor, op, {}, options);
+}
+
+WorkPtr ProcessGroupFog::local_allreduce(
+    at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options) {
+  check_output("local_allreduce", "tensor", tensor);
+  const Machines layout("local_allreduce", std::move(machines), rank_, size_);
+  auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
+  layout.sign(signature);
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+}
+
+WorkPtr ProcessGroupFog::allreduce_among(
+    Signature signature,
+    const char* title,
+    at::Tensor& tensor,
+    const c10d::ReduceOp& op,
+    std::vector<int> members,
+    const CallOptions& options) {
   Staging staging;
-  const auto signature = reduction_signature(OpKind::kAllreduce, tensor, op);
   const double factor = factor_of(op);
   const auto staged = staging.in_place(tensor);
-  auto operation = std::make_shared<mpi::Allreduce>(signature, block_of(staged).data, staged.numel(), factor);
+  auto operation =
+      std::make_shared<mpi::Allreduce>(signature, block_of(staged).data, staged.numel(), factor, std::move(members));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", {tensor}, {tensor}}, options);
+  return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
 }
 
 WorkPtr ProcessGroupFog::allreduce_coalesced(

@@ -38,6 +38,10 @@ const char* name_of(OpKind kind) {
       return "allreduce_sparse";
     case OpKind::kMonitoredBarrier:
       return "monitored_barrier";
+    case OpKind::kHierarchicalNeighborAllreduce:
+      return "hierarchical_neighbor_allreduce";
+    case OpKind::kLocalAllreduce:
+      return "local_allreduce";
   }
   return "unknown op";
 }
@@ -53,7 +57,8 @@ Signature Signature::of(OpKind kind, const at::Tensor& tensor) {
 }
 
 bool Signature::agrees_with(const Signature& other) const {
-  if (kind != other.kind || dtype != other.dtype || reduce_op != other.reduce_op || root != other.root) {
+  if (kind != other.kind || dtype != other.dtype || reduce_op != other.reduce_op || root != other.root || tensors != other.tensors ||
+      machines != other.machines || layout != other.layout) {
     return false;
   }
   switch (kind) {
@@ -86,8 +91,28 @@ std::string Signature::describe() const {
   if (root >= 0) {
     text << ", root " << root;
   }
+  if (tensors > 0) {
+    text << ", list of " << tensors << " tensors";
+  }
+  if (machines > 0) {
+    text << ", " << machines << (machines == 1 ? " machine" : " machines");
+  }
+  if (layout != 0) { // so that two that differ in nothing else look different
+    text << ", layout " << std::hex << layout;
+  }
   text << ')';
   return text.str();
+}
+
+uint64_t hash_more(uint64_t hash, const void* bytes, size_t count) {
+  for (const auto* byte = static_cast<const uint8_t*>(bytes); count > 0; ++byte, --count) {
+    hash = (hash ^ *byte) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+uint32_t mark(uint64_t hash) {
+  return std::max(static_cast<uint32_t>(hash ^ hash >> 32), uint32_t(1));
 }
 
 } // namespace fog

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -27,6 +28,8 @@ enum class OpKind : uint8_t {
   kAllgatherConcat,
   kAllreduceSparse,
   kMonitoredBarrier,
+  kHierarchicalNeighborAllreduce,
+  kLocalAllreduce,
 };
 
 const char* name_of(OpKind kind);
@@ -42,15 +45,29 @@ struct Signature {
   int32_t root = -1;
   int64_t numel = 0;
   std::array<int64_t, kMaxDims> shape = {};
+  uint32_t tensors = 0; // of a list that is exchanged as one; 0: it is a single tensor
+  uint32_t machines = 0; // that the ranks are divided among; 0: they are not
+  uint32_t layout = 0; // mark() of what these two numbers leave open: shapes and dtypes, ranks of machines
+  uint32_t plan = 0; // mark() of a plan on which the ranks of one machine agree, and no others
 
   static Signature of(OpKind kind, const at::Tensor& tensor);
 
-  // Same op, dtype, reduction, root and shape, except where ranks may differ: all-to-all in every size, gathers of unequal
+  // Same op, dtype, reduction, root, shape and layout, except where ranks may differ: all-to-all in every size, gathers of unequal
   // tensors in the first dimension, and a send and its receive in the shape for one number of elements.
   bool agrees_with(const Signature& other) const;
 
   // "allreduce(SUM, float32[3, 4])"
   std::string describe() const;
 };
+
+// Goes on with a hash, which is the same on every rank whatever the standard library's own is (FNV-1a).
+uint64_t hash_more(uint64_t hash, const void* bytes, size_t count);
+inline uint64_t hash_more(uint64_t hash, int64_t number) {
+  return hash_more(hash, &number, sizeof(number));
+}
+constexpr uint64_t kEmptyHash = 1469598103934665603ULL;
+
+// What stands for hashed contents in a Signature; never 0.
+uint32_t mark(uint64_t hash);
 
 } // namespace fog

@@ -1,10 +1,47 @@
 #include "staging.hpp"
 
+#include <algorithm>
+#include <iterator>
+#include <optional>
+
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 namespace fog {
+namespace {
+
+int64_t total_numel(const std::vector<at::Tensor>& tensors) {
+  int64_t numel = 0;
+  for (const auto& tensor : tensors) {
+    numel += tensor.numel();
+  }
+  return numel;
+}
+
+// The memory of tensors that lie one after the other, without gaps, in one storage.
+std::optional<at::Tensor> adjacent(const std::vector<at::Tensor>& tensors) {
+  const at::Tensor* first = nullptr; // that has elements
+  const char* end = nullptr;
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() == 0) {
+      continue;
+    }
+    if (!tensor.is_contiguous() ||
+        (first != nullptr && (tensor.const_data_ptr() != end || !tensor.storage().is_alias_of(first->storage())))) {
+      return std::nullopt;
+    }
+    first = first == nullptr ? &tensor : first;
+    end = static_cast<const char*>(tensor.const_data_ptr()) + tensor.nbytes();
+  }
+  if (first == nullptr) {
+    return std::nullopt;
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return first->as_strided({total_numel(tensors)}, {1});
+}
+
+} // namespace
 
 void check_tensor(const char* op, const char* argument, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), op, ": ", argument, ": got an undefined tensor");
@@ -23,21 +60,40 @@ void check_output(const char* op, const char* argument, const at::Tensor& tensor
       ": got a tensor whose elements share memory (an expanded one?); results cannot be written to it, call clone() first");
 }
 
-bool share_memory(const at::Tensor& one, const at::Tensor& other) {
-  if (one.numel() == 0 || other.numel() == 0) {
+bool same_memory(const at::Tensor& one, const at::Tensor& other) {
+  return one.const_data_ptr() == other.const_data_ptr() && one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
+      one.strides() == other.strides();
+}
+
+Spans::Spans(const std::vector<at::Tensor>& tensors) {
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() > 0) {
+      spans_.push_back(span_of(tensor));
+    }
+  }
+  std::sort(spans_.begin(), spans_.end(), [](const Span& one, const Span& other) { return one.begin < other.begin; });
+  for (size_t i = 1; i < spans_.size(); ++i) {
+    spans_[i].end = std::max(spans_[i].end, spans_[i - 1].end);
+  }
+}
+
+bool Spans::meet(const at::Tensor& tensor) const {
+  if (tensor.numel() == 0) {
     return false;
   }
-  auto span = [](const at::Tensor& tensor) {
-    int64_t last = 0;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      last += (tensor.size(dim) - 1) * tensor.stride(dim);
-    }
-    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-    return std::make_pair(begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size()));
-  };
-  const auto [one_begin, one_end] = span(one);
-  const auto [other_begin, other_end] = span(other);
-  return one_begin < other_end && other_begin < one_end;
+  const auto [begin, end] = span_of(tensor);
+  const auto after =
+      std::lower_bound(spans_.begin(), spans_.end(), end, [](const Span& span, const char* place) { return span.begin < place; });
+  return after != spans_.begin() && std::prev(after)->end > begin;
+}
+
+Spans::Span Spans::span_of(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
 const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors) {
@@ -68,26 +124,31 @@ void copy_tensor(const at::Tensor& to, const at::Tensor& from) {
 
 at::Tensor flatten(const std::vector<at::Tensor>& tensors) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  int64_t numel = 0;
-  for (const auto& tensor : tensors) {
-    numel += tensor.numel();
-  }
-  auto flat = at::empty({numel}, tensors[0].options());
-  int64_t begin = 0;
-  for (const auto& tensor : tensors) {
-    flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()).copy_(tensor);
-    begin += tensor.numel();
+  auto flat = at::empty({total_numel(tensors)}, tensors[0].options());
+  const auto views = views_of(flat, tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    views[i].copy_(tensors[i]);
   }
   return flat;
 }
 
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
+  const auto views = views_of(flat, tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    copy_tensor(tensors[i], views[i]);
+  }
+}
+
+std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  std::vector<at::Tensor> views;
+  views.reserve(tensors.size());
   int64_t begin = 0;
   for (const auto& tensor : tensors) {
-    tensor.copy_(flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
+    views.push_back(flat.narrow(0, begin, tensor.numel()).view(tensor.sizes()));
     begin += tensor.numel();
   }
+  return views;
 }
 
 at::Tensor Staging::input(const at::Tensor& tensor) {
@@ -110,6 +171,30 @@ at::Tensor Staging::in_place(const at::Tensor& tensor) {
     copy_tensor(staged, tensor);
   }
   return staged;
+}
+
+at::Tensor Staging::input(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) {
+    return input(tensors[0]);
+  }
+  const auto own = adjacent(tensors);
+  return own ? *own : flatten(tensors);
+}
+
+at::Tensor Staging::output(const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() == 1) {
+    return output(tensors[0]);
+  }
+  if (const auto own = adjacent(tensors)) {
+    return *own;
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  const auto flat = at::empty({total_numel(tensors)}, tensors[0].options());
+  const auto views = views_of(flat, tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    copies_.push_back({views[i], tensors[i]});
+  }
+  return flat;
 }
 
 std::function<void()> Staging::copy_back() const {

@@ -15,8 +15,24 @@ void check_tensor(const char* op, const char* argument, const at::Tensor& tensor
 // The same for a tensor that is written to; its elements must not share memory with each other (expanded tensors).
 void check_output(const char* op, const char* argument, const at::Tensor& tensor);
 
-// Whether the spans of memory from first to last element of two tensors meet.
-bool share_memory(const at::Tensor& one, const at::Tensor& other);
+// Whether two tensors are the same elements of the same memory, in the same order.
+bool same_memory(const at::Tensor& one, const at::Tensor& other);
+
+// The spans of memory of some tensors, each from its first to its last element.
+class Spans {
+ public:
+  explicit Spans(const std::vector<at::Tensor>& tensors);
+  // Whether that of `tensor` meets one of them.
+  bool meet(const at::Tensor& tensor) const;
+
+ private:
+  struct Span {
+    const char* begin;
+    const char* end;
+  };
+  static Span span_of(const at::Tensor& tensor);
+  std::vector<Span> spans_; // by their begins; each ends where the last of it and those before it does
+};
 
 // The one tensor of a list that c10d passes for one device each.
 const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);
@@ -34,6 +50,9 @@ void copy_tensor(const at::Tensor& to, const at::Tensor& from);
 // Tensors of one dtype, one after the other in new memory.
 at::Tensor flatten(const std::vector<at::Tensor>& tensors);
 
+// Consecutive parts of `flat` with the shapes of the tensors.
+std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
+
 // Copies consecutive parts of `flat` to the tensors.
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
@@ -47,6 +66,9 @@ class Staging {
   at::Tensor output(const at::Tensor& tensor);
   // Both.
   at::Tensor in_place(const at::Tensor& tensor);
+  // The same for tensors of one dtype, one after the other in flat memory: their own if that is how they lie in a storage.
+  at::Tensor input(const std::vector<at::Tensor>& tensors);
+  at::Tensor output(const std::vector<at::Tensor>& tensors);
 
   // Copies outputs back; empty if there is nothing to copy.
   std::function<void()> copy_back() const;

@@ -19,7 +19,11 @@ WorkFog::WorkFog(
       future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
 
 c10::intrusive_ptr<WorkFog> WorkFog::when_all(
-    Driver& driver, int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<WorkFog>> parts) {
+    Driver& driver,
+    int rank,
+    c10d::OpType type,
+    std::vector<c10::intrusive_ptr<WorkFog>> parts,
+    std::optional<std::vector<at::Tensor>> outputs) {
   struct Pending {
     std::atomic<size_t> count;
     std::mutex mutex;
@@ -40,7 +44,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
   auto pending = std::make_shared<Pending>();
   pending->count = parts.size();
   for (const auto& part : parts) {
-    part->future_->addCallback([whole, pending, parts](c10::ivalue::Future& future) {
+    part->future_->addCallback([whole, pending, parts, outputs](c10::ivalue::Future& future) {
       if (future.hasError()) {
         std::lock_guard<std::mutex> lock(pending->mutex);
         if (!pending->error) {
@@ -50,11 +54,11 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
       if (--pending->count > 0) {
         return;
       }
-      std::vector<at::Tensor> outputs;
+      std::vector<at::Tensor> all;
       for (const auto& each : parts) {
-        outputs.insert(outputs.end(), each->outputs_.begin(), each->outputs_.end());
+        all.insert(all.end(), each->outputs_.begin(), each->outputs_.end());
       }
-      whole->set_outputs(std::move(outputs));
+      whole->set_outputs(outputs.value_or(std::move(all)));
       whole->complete(pending->error);
     });
   }

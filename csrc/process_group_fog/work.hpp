@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -36,9 +37,14 @@ class WorkFog : public c10d::Work {
       const std::vector<at::Tensor>& inputs,
       std::vector<at::Tensor> outputs);
 
-  // One Work that is complete when all of `parts` are; fails with the first failure among them.
+  // One Work that is complete when all of `parts` are; fails with the first failure among them. Its result is `outputs`, or
+  // else those of the parts, one after the other.
   static c10::intrusive_ptr<WorkFog> when_all(
-      Driver& driver, int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<WorkFog>> parts);
+      Driver& driver,
+      int rank,
+      c10d::OpType type,
+      std::vector<c10::intrusive_ptr<WorkFog>> parts,
+      std::optional<std::vector<at::Tensor>> outputs = std::nullopt);
 
   bool isCompleted() override;
   bool isSuccess() const override;

@@ -41,17 +41,9 @@ void make_ready(const std::shared_ptr<Operation>& operation) {
 }
 
 uint64_t key_of_name(OpKind kind, const std::string& name, uint64_t use) {
-  // FNV-1a: the same on every rank, whatever the standard library's own hash is.
-  uint64_t hash = 1469598103934665603ULL;
-  auto mix = [&hash](uint8_t byte) { hash = (hash ^ byte) * 1099511628211ULL; };
-  mix(static_cast<uint8_t>(kind));
-  for (const char character : name) {
-    mix(static_cast<uint8_t>(character));
-  }
-  for (int shift = 0; shift < 64; shift += 8) {
-    mix(static_cast<uint8_t>(use >> shift));
-  }
-  return hash | kNamedKey;
+  uint64_t hash = hash_more(kEmptyHash, static_cast<int64_t>(kind));
+  hash = hash_more(hash, name.data(), name.size());
+  return hash_more(hash, static_cast<int64_t>(use)) | kNamedKey;
 }
 
 } // namespace fog::mpi

@@ -311,7 +311,7 @@ void Operation::finish_moves() {
 Operation::Action Operation::use_operands(size_t bytes) {
   usable_ = bytes;
   for (const auto& receive : receives_) {
-    if (receive.in_place) {
+    if (receive.in_place && receive.step == operand_step_) {
       if (!receive.arrived) {
         return Action::kWait;
       }
@@ -328,7 +328,7 @@ Operation::Action Operation::use_operands(size_t bytes) {
 void Operation::release_operands() {
   used_ = std::max(used_, usable_);
   for (auto& receive : receives_) {
-    if (!receive.in_place || receive.complete || receive.taken == used_) {
+    if (!receive.in_place || receive.step != operand_step_ || receive.complete || receive.taken == used_) {
       continue;
     }
     tell_taken(receive, used_);

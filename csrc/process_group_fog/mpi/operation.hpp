@@ -130,6 +130,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // For advance(): kCompute when there is more of all operands, of `bytes` each, than compute() has used; it then is to use
   // bytes used() to usable(). kDone when it has used all, else kWait.
   Action use_operands(size_t bytes);
+  // The operands are those that come as message `step` from now on, none of them used yet. They were those of step 0.
+  void turn_to_operands(uint16_t step) {
+    operand_step_ = step;
+    used_ = usable_ = 0;
+  }
   size_t used() const {
     return used_;
   }
@@ -221,6 +226,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::vector<size_t> to_move_; // receives whose data is to be brought from other processes to its place
   std::vector<Move> moves_; // of run()
   Task task_ = Task::kNone;
+  uint16_t operand_step_ = 0;
   size_t used_ = 0;
   size_t usable_ = 0;
   std::vector<size_t> receiving_; // by step: receives not complete

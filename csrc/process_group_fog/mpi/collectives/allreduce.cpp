@@ -4,59 +4,59 @@
 
 namespace fog::mpi {
 
-Allreduce::Allreduce(Signature signature, void* data, size_t numel, double scale)
-    : Reduction(signature, scale), data_(static_cast<char*>(data)), numel_(numel) {}
+Allreduce::Allreduce(Signature signature, void* data, size_t numel, double scale, std::vector<int> members)
+    : Reduction(signature, scale, std::move(members)), data_(static_cast<char*>(data)), numel_(numel) {}
 
-char* Allreduce::slice(int rank) const {
-  return data_ + (whole_ ? 0 : slice_of(numel_, rank, size()).begin * item());
+char* Allreduce::slice(int place) const {
+  return data_ + (whole_ ? 0 : slice_of(numel_, place, count()).begin * item());
 }
 
-// Bytes that this rank reduces.
-size_t Allreduce::part() const {
-  return (whole_ ? numel_ : slice_of(numel_, rank(), size()).numel) * item();
+size_t Allreduce::part(int place) const {
+  return (whole_ ? numel_ : slice_of(numel_, place, count()).numel) * item();
+}
+
+std::vector<Operation::Destination> Allreduce::other_members(double scale) const {
+  std::vector<Destination> others;
+  for (int distance = 1; distance < count(); ++distance) {
+    others.push_back({member((own_ + distance) % count()), scale}); // the next one first: not everybody sends to the same
+  }
+  return others;
 }
 
 void Allreduce::launch() {
   whole_ = numel_ * item() <= Messenger::kInlineBytes;
-  use_own_input(slice(rank()));
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank()) {
-      continue;
-    }
-    expect_input(peer, part());
+  own_ = place();
+  use_own_input(slice(own_));
+  for (int distance = 1; distance < count(); ++distance) {
+    const int other = (own_ + distance) % count();
+    expect_input(other, part(own_));
     if (!whole_) {
-      // Comes after `peer` has all of its slice from here, so nothing that is still to be read is overwritten.
-      receive(peer, 1, slice(peer), slice_of(numel_, peer, size()).numel * item());
-    }
-  }
-  auto destinations = others();
-  for (auto& destination : destinations) {
-    destination.scale = scale();
-    if (!whole_) {
-      send({destination}, 0, slice(destination.peer), slice_of(numel_, destination.peer, size()).numel * item());
+      // Comes after `other` has all of its slice from here, so nothing that is still to be read is overwritten.
+      receive(member(other), 1, slice(other), part(other));
+      send(member(other), 0, slice(other), part(other), scale());
     }
   }
   if (whole_) {
-    send(destinations, 0, data_, part());
+    send(other_members(scale()), 0, data_, part(own_));
   }
 }
 
 Operation::Action Allreduce::advance() {
   if (!reduced_) {
-    const auto action = use_operands(part());
+    const auto action = use_operands(part(own_));
     if (action != Action::kDone) {
       return action;
     }
     reduced_ = true;
     if (!whole_) {
-      send(others(), 1, slice(rank()), part());
+      send(other_members(), 1, slice(own_), part(own_));
     }
   }
   return whole_ || received(1) ? Action::kDone : Action::kWait;
 }
 
 void Allreduce::compute() {
-  reduce_into(slice(rank()));
+  reduce_into(slice(own_));
 }
 
 } // namespace fog::mpi

@@ -1,9 +1,6 @@
 #include "neighbor_allreduce.hpp"
 
-#include <algorithm>
-#include <cstring>
-
-#include "../../arithmetic.hpp"
+#include "neighbor_sum.hpp"
 
 namespace fog::mpi {
 
@@ -29,33 +26,11 @@ Operation::Action NeighborAllreduce::advance() {
 void NeighborAllreduce::compute() {
   const auto dtype = static_cast<c10::ScalarType>(signature_.dtype);
   const size_t item = c10::elementSize(dtype);
-  const size_t sources = plan_.sources().size();
-  bool mean = plan_.mean();
-  for (size_t i = 0; i < sources; ++i) {
-    mean = mean && header(i).scale == 1.0;
+  std::vector<NeighborTerm> terms;
+  for (size_t i = 0; i < plan_.sources().size(); ++i) {
+    terms.push_back({operand(i), header(i).scale});
   }
-  const double share = plan_.mean() ? 1.0 / static_cast<double>(sources + 1) : 1.0;
-  std::vector<Operand> operands;
-  std::vector<double> weights; // unused for the mean
-  auto add = [&](const Operand& operand, double weight) {
-    if (mean || weight != 0.0) {
-      operands.push_back(operand);
-      weights.push_back(weight);
-    }
-  };
-  for (size_t i = 0; i < sources; ++i) {
-    add(operand(i), share * plan_.sources()[i].weight * header(i).scale);
-  }
-  add({in_, 0, 0}, share * plan_.self_weight());
-  auto* out = static_cast<char*>(out_);
-  if (operands.empty()) {
-    std::memset(out + used(), 0, usable() - used());
-    return;
-  }
-  for_blocks(
-      operands, item, used() / item, usable() / item, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
-        weighted_sum(dtype, out + begin * item, inputs, weights, mean, count);
-      });
+  neighbor_sum(plan_, dtype, out_, terms, in_, used() / item, usable() / item);
 }
 
 } // namespace fog::mpi

@@ -5,9 +5,7 @@
 
 namespace fog::mpi {
 
-// out = sum over the plan's sources j of (my weight for j) * (j's weight for me) * x_j, in the plan's order, then
-// + self_weight * x; with `mean` and senders' weights of 1, the plain mean. A term of weight 0 is left out, whatever its
-// tensor holds: no edge, no influence, not even of a NaN.
+// out = neighbor_sum() of the sources' tensors and this rank's own.
 class NeighborAllreduce : public Operation {
  public:
   NeighborAllreduce(Signature signature, NeighborPlan plan, const void* in, void* out, size_t numel);

@@ -1,4 +1,4 @@
-// What the operations that reduce over all ranks have in common: one input from each rank, combined in rank order.
+// What the operations that reduce over ranks have in common: one input from each rank, combined in the order of the ranks.
 #pragma once
 
 #include <vector>
@@ -9,12 +9,18 @@ namespace fog::mpi {
 
 class Reduction : public Operation {
  protected:
-  // `scale` is this rank's factor for PREMUL_SUM.
-  Reduction(Signature signature, double scale);
+  // `scale` is this rank's factor for PREMUL_SUM. `members` are the ranks that take part, this one among them, in the order
+  // in which their inputs are combined; none stands for all ranks of the group.
+  Reduction(Signature signature, double scale, std::vector<int> members = {});
+
+  // How many ranks take part, which one has a place among them, and the place of this one.
+  int count() const;
+  int member(int place) const;
+  int place() const;
 
   void use_own_input(const void* data);
-  // The input of `peer` comes as its message 0.
-  void expect_input(int peer, size_t bytes);
+  // The input of the rank with this place comes as its message 0.
+  void expect_input(int place, size_t bytes);
   // For compute(): what use_operands() has found. `out` may be this rank's own input.
   void reduce_into(void* out);
 
@@ -27,13 +33,14 @@ class Reduction : public Operation {
 
  private:
   struct Input {
-    int peer;
+    int place;
     size_t receive;
   };
   const size_t item_; // bytes of an element
   const double scale_;
-  std::vector<Operand> operands_; // by rank
-  std::vector<double> scales_; // by rank
+  const std::vector<int> members_;
+  std::vector<Operand> operands_; // by place
+  std::vector<double> scales_; // by place
   std::vector<Input> expected_;
 };
 

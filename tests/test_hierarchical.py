@@ -1,0 +1,412 @@
+"""hierarchical_neighbor_allreduce and local_allreduce of the backend, with machines that a test makes up."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from operations import PREMUL_FACTOR, reduce_op, reductions
+from reference import COMPLEX, DTYPES, FLOATS, HALVES, Checks, make_input, mix, reduce, sum_in_rank_order, wide
+from torch import Tensor
+
+from harness import BACKEND, World, WorldPool
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations")
+
+SIZES = [1, 2, 4, 6]
+# Fewer elements than ranks, none, what a message carries inline and what streams through a window several times.
+SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (4, 0, 2), (257,), (70_001,)]
+STREAMED = (600_001,)
+
+Machines = list[list[int]]
+
+
+def divisions(size: int) -> list[Machines]:
+    """All divisions of ranks in order into equal machines, and one out of order, whose machines interlock."""
+    found = []
+    for local in range(1, size + 1):
+        if size % local == 0:
+            found.append([list(range(first, first + local)) for first in range(0, size, local)])
+    if size % 2 == 0 and size > 2:
+        found.append([list(range(size - 1, 0, -2)), list(range(0, size, 2))])
+    return found
+
+
+def machine_of(rank: int, machines: Machines) -> int:
+    """The machine that a rank belongs to."""
+    return next(m for m, ranks in enumerate(machines) if rank in ranks)
+
+
+def backend(group: dist.ProcessGroup | None = None) -> Any:
+    """fog's own object of a group."""
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
+def random_matrix(machines: int, seed: int) -> np.ndarray:
+    """Weights in [-1, 1] on about two of three edges, the diagonal included; there may be none at all."""
+    generator = np.random.default_rng([seed, machines])
+    return generator.uniform(-1, 1, (machines, machines)) * (generator.random((machines, machines)) < 0.7)
+
+
+def plan_of(matrix: np.ndarray, machine: int, factor: float = 2.0) -> Any:
+    """A machine's plan for a mixing matrix; the senders' side of each weight is `factor`."""
+    from fog_pg import _C
+
+    others = [m for m in range(len(matrix)) if m != machine]
+    sources = [(m, matrix[m, machine] / factor) for m in others if matrix[m, machine] != 0]
+    destinations = [(m, factor) for m in others if matrix[machine, m] != 0]
+    return _C.NeighborPlan(machine, len(matrix), matrix[machine, machine], sources, destinations)
+
+
+def means(inputs: Sequence[Tensor], machines: Machines) -> list[Tensor]:
+    """The mean of each machine's inputs, in float64 or complex128."""
+    return [sum(wide(inputs[r]) for r in ranks) / len(ranks) for ranks in machines]  # type: ignore[misc]
+
+
+# --- against a matrix over machines --------------------------------------------------------------------------
+
+
+def exchanges(streamed: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cases = [(d, (33,)) for d in (*FLOATS, *COMPLEX)] + [(torch.float32, s) for s in SHAPES]
+    if streamed:
+        cases = [(torch.float32, STREAMED), (torch.bfloat16, STREAMED)]
+    with Checks() as checks:
+        for machines, seed in itertools.product(divisions(size), range(1 if streamed else 3)):
+            machine = machine_of(rank, machines)
+            matrix = random_matrix(len(machines), seed)
+            plan = plan_of(matrix, machine)
+            for dtype, shape in cases:
+                label = f"{machines} seed {seed} {dtype} {shape}"
+                inputs = [make_input(r, dtype, shape, seed) for r in range(size)]
+                mine = inputs[rank].clone()
+                work = backend().hierarchical_neighbor_allreduce(mine, machines, plan)
+                work.wait()
+                (output,) = work.result()
+                checks.equal(f"{label} dtype", output.dtype, dtype)
+                checks.close(label, output, mix(means(inputs, machines), matrix)[machine])
+                checks.equal(f"{label} input", mine, inputs[rank])
+                # The same bits again, in place, and on all ranks of the machine.
+                work = backend().hierarchical_neighbor_allreduce(mine, machines, plan, output=mine)
+                work.wait()
+                checks.true(f"{label} in place", work.result()[0].data_ptr() == mine.data_ptr())
+                checks.equal(f"{label} in place", mine, output)
+                everyone = [torch.empty_like(output) for _ in range(size)]
+                dist.all_gather(everyone, output)
+                for other in machines[machine]:
+                    checks.equal(f"{label} as rank {other}", everyone[other], output)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_exchanges(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(exchanges, False)
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_large_exchanges(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(exchanges, True)
+
+
+def promised(
+    inputs: Sequence[Tensor], machines: Machines, plan: Any, weights: dict[int, float] | None
+) -> Tensor:
+    """The exact bits: a mean is rounded once, in the order of ranks; the sum of means in the order of the plan.
+
+    Args:
+        inputs: By rank.
+        machines: The machines.
+        plan: Of this rank's machine.
+        weights: Of the sources, both sides multiplied; None for the plain mean.
+    """
+    dtype = inputs[0].dtype
+    between = torch.float32 if dtype in HALVES else torch.float64
+    rounded = [
+        (functools.reduce(torch.add, [inputs[r].to(between) for r in ranks]) / len(ranks)).to(dtype)
+        for ranks in machines
+    ]
+    order = [source for source, _ in plan.sources] + [plan.rank]
+    if weights is None:
+        total = functools.reduce(torch.add, [rounded[m].to(between) for m in order]) / len(order)
+    else:
+        factors = weights | {plan.rank: plan.self_weight}
+        terms = [torch.tensor(factors[m], dtype=between) * rounded[m].to(between) for m in order]
+        total = functools.reduce(torch.add, terms)
+    return total.to(dtype)
+
+
+def exact_bits() -> None:
+    from fog_pg import _C
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with Checks() as checks:
+        for machines, dtype in itertools.product(divisions(size), FLOATS):
+            machine, count = machine_of(rank, machines), len(machines)
+            inputs = [make_input(r, dtype, 20_001) for r in range(size)]
+            others = [(machine + distance) % count for distance in range(1, count)]  # not ascending
+            weights = {m: 0.3 * (m + 1) for m in others}
+            weighted = _C.NeighborPlan(
+                machine, count, 0.7, [(m, w / 0.5) for m, w in weights.items()], [(m, 0.5) for m in others]
+            )
+            ones = [(m, 1.0) for m in others]
+            plain = _C.NeighborPlan(machine, count, 1.0, ones, ones, mean=True)
+            weights = {m: w / 0.5 * 0.5 for m, w in weights.items()}
+            for name, plan, used in (("weighted", weighted, weights), ("mean", plain, None)):
+                work = backend().hierarchical_neighbor_allreduce(inputs[rank], machines, plan)
+                work.wait()
+                expected = promised(inputs, machines, plan, used)
+                checks.equal(f"{name} {machines} {dtype}", work.result(), [expected])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_bit_is_as_promised(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(exact_bits)
+
+
+def extreme_values() -> None:
+    """A float16 mean of numbers whose sum would overflow; a float64 that float32 does not hold; NaN without weight."""
+    from fog_pg import _C
+
+    rank = dist.get_rank()
+    machines = [[0, 1], [2, 3]]
+    machine = rank // 2
+    other = 1 - machine
+
+    def call(tensor: Tensor, own: float, theirs: float) -> Tensor:
+        plan = _C.NeighborPlan(machine, 2, own, [(other, theirs)], [(other, 1.0)])
+        work = backend().hierarchical_neighbor_allreduce(tensor, machines, plan)
+        work.wait()
+        return work.result()[0]
+
+    with Checks() as checks:
+        large = torch.full((9,), 60_000.0, dtype=torch.float16)
+        checks.equal("large", call(large, 0.5, 0.5), large)
+        tiny = torch.full((9,), 2.0**-256 * (rank + 1), dtype=torch.float64)
+        checks.equal("tiny", call(tiny, 1.0, 1.0), torch.full_like(tiny, 5.0 * 2.0**-256))
+        tensor = torch.full((9,), float("nan") if machine == 1 else float(rank))
+        own, theirs = (1.0, 0.0) if machine == 0 else (0.0, 1.0)
+        checks.equal("NaN", call(tensor, own, theirs), torch.full((9,), 0.5))
+        checks.equal("nothing", call(tensor, 0.0, 0.0), torch.zeros(9))
+
+
+def test_extreme_values(worlds: WorldPool) -> None:
+    worlds(4).run(extreme_values)
+
+
+def lists() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shapes = [(3, 5), (), (700,), (0, 2), (1,)]
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    with Checks() as checks:
+        for machines in divisions(size):
+            machine = machine_of(rank, machines)
+            matrix = random_matrix(len(machines), 1)
+            plan = plan_of(matrix, machine)
+            inputs = [
+                [make_input(r, d, s, k) for k, (d, s) in enumerate(zip(dtypes, shapes, strict=True))]
+                for r in range(size)
+            ]
+            mine = [tensor.clone() for tensor in inputs[rank]]
+            work = backend().hierarchical_neighbor_allreduce(mine, machines, plan, name="list")
+            work.wait()
+            for k, output in enumerate(work.result()):
+                expected = mix(means([tensors[k] for tensors in inputs], machines), matrix)[machine]
+                checks.close(f"{machines} [{k}]", output, expected)
+            checks.equal(f"{machines} inputs", mine, inputs[rank])
+            outputs = work.result()
+            backend().hierarchical_neighbor_allreduce(mine, machines, plan, output=mine).wait()
+            checks.equal(f"{machines} in place", mine, outputs)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_lists(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(lists)
+
+
+# --- among the ranks of a machine ----------------------------------------------------------------------------
+
+
+def local_reductions() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    unequal = [[list(range(1, size)), [0]]] if size > 2 else []
+    with Checks() as checks:
+        for machines in [*divisions(size), *unequal]:
+            members = machines[machine_of(rank, machines)]
+            for dtype in DTYPES:
+                for name in reductions(dtype):
+                    label = f"{machines} {dtype} {name}"
+                    inputs = [make_input(r, dtype, 37) for r in members]
+                    tensor = make_input(rank, dtype, 37)
+                    backend().local_allreduce(tensor, machines, reduce_op(name)).wait()
+                    expected = reduce(inputs, name, PREMUL_FACTOR)
+                    checks.close(label, tensor, expected)
+                    if name == "SUM":
+                        checks.equal(label, tensor, sum_in_rank_order(inputs))
+            for numel in (0, 1, 2048, 2049, 70_001, *STREAMED):
+                inputs = [make_input(r, torch.float32, numel) for r in members]
+                tensor = make_input(rank, torch.float32, (numel, 2))[:, 0]  # not contiguous
+                tensor.copy_(inputs[members.index(rank)])
+                backend().local_allreduce(tensor, machines, dist.ReduceOp.SUM, name=f"{numel}").wait()
+                checks.equal(f"{machines} of {numel}", tensor, sum_in_rank_order(inputs))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_local_reductions(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(local_reductions)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------
+
+
+def wrong_arguments() -> None:
+    from fog_pg import _C
+
+    rank = dist.get_rank()
+    plan = _C.NeighborPlan(rank // 2, 2, 1.0, [], [])
+    good = [[0, 1], [2, 3]]
+    one = torch.ones(4)
+    both = [good, plan]
+    calls: list[tuple[Any, list[Any], dict[str, Any], str]] = [
+        (one, [[[0, 1], [2, 4]], plan], {}, "machines: got rank 4; allowed are ranks 0 to 3"),
+        (one, [[[0, 1], [2, -1]], plan], {}, "machines: got rank -1"),
+        (one, [[[0, 1], [2, 1]], plan], {}, "machines: rank 1 is there twice"),
+        (one, [[[0, 1], [2]], plan], {}, "machines: rank 3 is missing"),
+        (one, [[], plan], {}, "machines: rank 0 is missing"),
+        (one, [[[0], [1, 2, 3]], plan], {}, "got machines of 1 and of 3 ranks; allowed are machines of equal size"),
+        (one, [[[0, 1, 2, 3]], plan], {}, "got a plan for rank . of 2; allowed is one for this rank's machine, 0 of 1"),
+        (one.int(), both, {}, "int32"),
+        ([], both, {}, "empty list"),
+        (one, both, {"output": one.double()}, "output: got dtype float64"),
+        (one, both, {"output": torch.ones(5)}, r"output: got shape \[5\]"),
+        (torch.ones(5)[1:], both, {"output": [torch.ones(4)] * 2}, "output: got 2 tensors"),
+    ]
+    for tensor, given, options, message in calls:
+        with pytest.raises(ValueError, match=message):
+            backend().hierarchical_neighbor_allreduce(tensor, *given, **options)
+    base = torch.ones(5)
+    with pytest.raises(ValueError, match="output: shares memory with the input"):
+        backend().hierarchical_neighbor_allreduce(base[1:], good, plan, output=base[:-1])
+    for machines, op, message in (
+        (good[:1], dist.ReduceOp.SUM, "local_allreduce: machines: rank 2 is missing"),
+        (good, dist.ReduceOp.BAND, "op: got BAND for dtype float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            backend().local_allreduce(one, machines, op)
+    # Nothing was sent for any of them.
+    backend().local_allreduce(one, good, dist.ReduceOp.SUM).wait()
+    assert one.tolist() == [2.0] * 4
+
+
+def test_wrong_arguments(worlds: WorldPool) -> None:
+    worlds(4).run(wrong_arguments)
+
+
+def disagreement(kind: str) -> str:
+    """One call on which ranks do not agree, in a group that is lost with it. Returns the error's text."""
+    from fog_pg import _C
+
+    group = dist.new_group(timeout=timedelta(seconds=2 if kind == "missing" else 20))
+    rank = dist.get_rank()
+    machines, machine = [[0, 1], [2, 3]], rank // 2
+    other = 1 - machine
+    tensor: Any = torch.ones(4)
+    sources, destinations, own = [(other, 0.5)], [(other, 1.0)], 0.5
+    if kind == "machines" and rank == 0:
+        machines = [[0, 2], [1, 3]]
+    elif kind == "order of machines" and machine == 1:
+        machines, sources, destinations, machine = [[2, 3], [0, 1]], [(1, 0.5)], [(1, 1.0)], 0
+    elif kind == "dtype" and machine == 1:
+        tensor = tensor.double()
+    elif kind == "shape" and rank == 3:
+        tensor = torch.ones(2, 2)
+    elif kind == "unexpected" and machine == 0:
+        sources = []
+    elif kind == "missing" and machine == 0:
+        destinations = []
+    elif kind == "plan" and rank == 1:
+        own = 0.25
+    elif kind == "list" and rank == 2:
+        tensor = [torch.ones(3), torch.ones(1)]
+    elif kind == "operation" and rank == 2:
+        work = backend(group).local_allreduce(tensor, machines, dist.ReduceOp.SUM)
+        return error_of(work.wait)
+    plan = _C.NeighborPlan(machine, 2, own, sources, destinations)
+    return error_of(lambda: backend(group).hierarchical_neighbor_allreduce(tensor, machines, plan).wait())
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The text of a DistBackendError, "" without one."""
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+NAME = r"hierarchical_neighbor_allreduce"
+
+
+@pytest.mark.parametrize(
+    ("kind", "everywhere"),
+    [
+        ("machines", rf"ranks disagree.*{NAME}\(float32\[4\], 2 machines, layout (\w+)\).*layout (?!\1)\w+\)"),
+        ("order of machines", r"layout (\w+)\).*2 machines, layout (?!\1)\w+\)"),
+        ("dtype", rf"ranks disagree.*{NAME}\(float(32|64)\[4\].*{NAME}\((?!float\1)float\d+\[4\]"),
+        ("shape", rf"ranks disagree.*{NAME}\(float32\[(4|2, 2)\].*{NAME}\((?!float32\[\1\])float32\["),
+        ("plan", r"ranks disagree: this rank called .*self_weight=0\.\d*5.*rank [01] of the same machine with another"),
+        ("list", r"list of 2 tensors"),
+        ("operation", "ranks disagree.*local_allreduce"),
+    ],
+)
+def test_disagreements_are_errors_that_name_both_sides(worlds: WorldPool, kind: str, everywhere: str) -> None:
+    for text in worlds(4).run(disagreement, kind):
+        assert re.search(everywhere, text), text
+
+
+def test_a_machine_that_sends_to_one_that_does_not_receive(worlds: WorldPool) -> None:
+    # Who does not receive may be done before the message comes; who sends hears of it either way.
+    for text in worlds(4).run(disagreement, "unexpected")[2:]:
+        assert re.search(
+            r"ranks? [23] called hierarchical.*(this rank does not receive from it|has ended its operation)", text
+        ), text
+
+
+def test_a_machine_that_does_not_send_is_named(worlds: WorldPool) -> None:
+    texts = worlds(4).run(disagreement, "missing")
+    for rank in (2, 3):
+        assert f"rank {rank - 2}" in texts[rank] and "hierarchical_neighbor_allreduce" in texts[rank], texts[rank]
+
+
+def until_a_rank_is_lost(victim: int, numel: int) -> str:
+    """Machines of two go on exchanging until a rank is killed."""
+    rank = dist.get_rank()
+    machines = [[0, 1], [2, 3]]
+    plan = plan_of(np.full((2, 2), 0.5), rank // 2, 1.0)
+    tensor = torch.ones(numel)
+    if rank == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def run() -> None:
+        while True:
+            backend().hierarchical_neighbor_allreduce(tensor, machines, plan, output=tensor).wait()
+
+    return error_of(run)
+
+
+@pytest.mark.parametrize(("victim", "numel"), [(0, 100), (3, 1_000_000)])
+def test_killed_rank(new_world: Callable[..., World], victim: int, numel: int) -> None:
+    outcomes = new_world(4, timeout=60.0).run_raw(until_a_rank_is_lost, victim, numel, timeout=20)
+    assert outcomes[victim].state == "died", str(outcomes[victim])
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert outcome.state == "returned" and f"rank {victim} " in outcome.value, str(outcome)
