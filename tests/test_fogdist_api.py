@@ -18,7 +18,6 @@ import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.buckets import BucketCache, flatten, make_buckets, unflatten
 from fogdist.context import PreconditionError
-from fogdist.machines import machines_are_homogeneous
 from harness import init_process_group
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
 
@@ -72,6 +71,11 @@ def test_every_module_imports_only_what_is_below_it():
         fogdist.is_topo_weighted,
         fogdist.in_neighbor_ranks,
         fogdist.out_neighbor_ranks,
+        lambda: fogdist.set_machine_topology(topologies.RingGraph(2)),
+        fogdist.load_machine_topology,
+        fogdist.is_machine_topo_weighted,
+        fogdist.in_neighbor_machine_ranks,
+        fogdist.out_neighbor_machine_ranks,
         fogdist.barrier,
         lambda: fogdist.poll(0),
         lambda: fogdist.wait(0),
@@ -79,7 +83,10 @@ def test_every_module_imports_only_what_is_below_it():
         lambda: fogdist.broadcast(torch.ones(1), 0),
         lambda: fogdist.allgather(torch.ones(1)),
         lambda: fogdist.neighbor_allreduce(torch.ones(1)),
+        lambda: fogdist.neighbor_allreduce_(torch.ones(1)),
         lambda: fogdist.neighbor_allgather(torch.ones(1)),
+        lambda: fogdist.hierarchical_neighbor_allreduce(torch.ones(1)),
+        lambda: fogdist.pair_gossip(torch.ones(1), 1),
         lambda: fogdist.broadcast_parameters({}, 0),
         lambda: fogdist.allreduce_parameters({}),
         lambda: fogdist.InferSourceFromDestinationRanks([]),
@@ -252,23 +259,6 @@ def topologies_set_and_loaded() -> None:
 
 def test_topologies_set_and_loaded(worlds):
     worlds(3).run(topologies_set_and_loaded)
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ([0], True),
-        ([0, 0, 0], True),
-        ([0, 1, 2], True),
-        ([3, 3, 1, 1], True),
-        ([0, 0, 1], False),
-        ([0, 1, 0, 1], False),
-        ([0, 0, 0, 1], False),
-        ([0, 1, 1, 2, 2, 0], False),
-    ],
-)
-def test_machines_are_homogeneous(hosts, expected):
-    assert machines_are_homogeneous(hosts) is expected
 
 
 def inferred_neighbors() -> None:

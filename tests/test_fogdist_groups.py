@@ -102,7 +102,9 @@ def handles_of_several_groups() -> None:
         fogdist.poll(handle)
         assert fogdist.wait(handle).tolist() == [factor * sum(range(size))] * 5
     # One name in several groups.
-    named = [fogdist.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)]
+    named = [
+        fogdist.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)
+    ]
     assert [fogdist.wait(handle).tolist() for handle in named] == [[1.0, 1.0]] * 3
     dist.destroy_process_group(first)
     dist.destroy_process_group(second)
@@ -299,7 +301,9 @@ def test_the_order_of_edges_does_not_count(worlds):
 def init_with_different() -> str:
     fogdist.init()
     rank = fogdist.rank()
-    with pytest.raises(ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True") as caught:
+    with pytest.raises(
+        ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True"
+    ) as caught:
         fogdist.init(topologies.RingGraph, is_weighted=rank == 0)
     # As it was.
     assert fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0

@@ -94,9 +94,7 @@ def gradients() -> None:
                 graph = topologies.by_name(name, size)
                 fogdist.set_topology(graph, is_weighted)
                 matrix = topologies.mixing_matrix(graph if is_weighted else topologies.uniform_weights(graph))
-                check(
-                    f"{name} {is_weighted}", matrix, torch.ops.fog.neighbor_allreduce_along_topology
-                )
+                check(f"{name} {is_weighted}", matrix, torch.ops.fog.neighbor_allreduce_along_topology)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -219,9 +217,7 @@ def groups_by_name() -> None:
     fogdist.set_topology(topologies.StarGraph(size), is_weighted=True, group=group)
     x = torch.tensor([float(rank)])
     expected = fogdist.neighbor_allreduce(x, group=group)
-    assert torch.equal(
-        torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name), expected
-    )
+    assert torch.equal(torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name), expected)
     torch.distributed.destroy_process_group(group)
     with pytest.raises((ValueError, RuntimeError), match="group"):
         torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name)

@@ -36,8 +36,8 @@ def allreduce(
     Args:
         tensor: Of the same shape and dtype on all ranks.
         average: True for the mean, False for the sum.
-        is_hierarchical_local: True for the mean or sum over the ranks of this rank's machine only; no other
-            machine is waited for.
+        is_hierarchical_local: True for the mean or sum over the ranks of this rank's machine only. No other
+            machine is waited for, but unless it has a name the operation counts in the order of all ranks.
         name: Matches the operation among ranks in place of its order.
         group: The group of ranks; by default that of `init`.
 

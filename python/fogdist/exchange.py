@@ -98,9 +98,7 @@ class _Side(NamedTuple):
         # One peer or none is what a step of training has: no time for messages that nearly no call needs.
         if isinstance(ranks, (list, dict)) and len(ranks) <= 1:
             peers = list(ranks)
-            if all(
-                type(peer) is int and 0 <= peer < self.size and peer != self.own_number for peer in peers
-            ):
+            if all(type(peer) is int and 0 <= peer < self.size and peer != self.own_number for peer in peers):
                 return peers
         return check_neighbor_ranks(ranks, self.own_number, self.size, argument)
 

@@ -83,7 +83,8 @@ def _context(group_name: str) -> Context:
     if not group_name:
         return current()
     try:
-        group = dist.distributed_c10d._resolve_process_group(group_name)
+        # What torch's own operators that take a name resolve it with.
+        group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
     except (RuntimeError, KeyError):
         raise ValueError(f"group_name must be that of a process group, got {group_name!r}") from None
     return current(group)
