@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from fogdist import topology as topologies
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import HALVES, Checks, make_input, mix, wide
 from torch import Tensor
@@ -262,6 +262,9 @@ def test_random_exchanges(worlds, size):
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
+        # A failure costs a world, so the first batch that fails is shown as it is.
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
     )
     @given(st.lists(cases(size), min_size=BATCH, max_size=BATCH))
     def run(batch: list[Case]) -> None:
