@@ -73,7 +73,8 @@ class ProcessGroupFog(Backend):
             Without one the key is the operation's place in the program. ValueError if an operation of the
             same kind and name is in flight on this rank.
         confirm: Whether the operation also waits until its destinations have accepted what it sends, so that
-            a disagreement raises on both sides.
+            a disagreement raises on both sides at once; without it, those that only send learn of it at their
+            next operation. Default is the group's option.
         timeout: Of this operation; default is the group's.
     """
 
@@ -104,7 +105,7 @@ class ProcessGroupFog(Backend):
         *,
         output: Tensor | Sequence[Tensor] | None = None,
         name: str = "",
-        confirm: bool = True,
+        confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
@@ -138,7 +139,7 @@ class ProcessGroupFog(Backend):
         *,
         output: Tensor | Sequence[Tensor] | None = None,
         name: str = "",
-        confirm: bool = True,
+        confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """neighbor_allreduce between machines, each of which enters with the mean of its ranks' tensors.
@@ -182,7 +183,7 @@ class ProcessGroupFog(Backend):
         plan: NeighborPlan,
         *,
         name: str = "",
-        confirm: bool = True,
+        confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
         """The sources' tensors joined along dimension 0, in the order of the plan; its weights are not used.
@@ -196,7 +197,7 @@ class ProcessGroupFog(Backend):
         """
 
     def allgather_concat(
-        self, tensor: Tensor, *, name: str = "", confirm: bool = True, timeout: timedelta | None = None
+        self, tensor: Tensor, *, name: str = "", confirm: bool | None = None, timeout: timedelta | None = None
     ) -> Work:
         """All ranks' tensors joined along dimension 0, in rank order; `tensor` as in neighbor_allgather."""
 
@@ -255,6 +256,15 @@ def start_from_launcher(timeout: timedelta) -> tuple[int, int]:
     Raises:
         torch.distributed.DistBackendError: If there is no launcher or MPI does not start within `timeout`.
     """
+
+def empty_shared(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor in memory that the host's other ranks can map; see `fogdist.empty`."""
+
+def share(tensor: Tensor) -> None:
+    """Moves the tensor's storage into such memory; see `fogdist.share_`."""
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether all of the tensor's storage is in such memory."""
 
 def broadcast_from_rank_zero(text: str) -> str:
     """Rank 0's text on every rank of the launcher's world; after start_from_launcher.

@@ -13,15 +13,16 @@ from types import ModuleType
 
 # The MPI library to use instead of the one that is found: any that follows the MPI standard ABI.
 MPI_LIBRARY_VARIABLE = "FOG_MPI_LIBRARY"
-# "0" makes ranks that only send in an operation go on without waiting for the receivers to accept their messages.
+# "1" makes ranks that only send in an operation wait until the receivers have accepted their messages.
 CONFIRM_VARIABLE = "FOG_CONFIRM"
 
 _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
 def confirm_by_default() -> bool:
-    """What FOG_CONFIRM says; it must say the same on every rank."""
-    return os.environ.get(CONFIRM_VARIABLE, "1") != "0"
+    """What FOG_CONFIRM says, or else whether torch debugs collectives; the same on every rank, please."""
+    debugging = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+    return os.environ.get(CONFIRM_VARIABLE, "1" if debugging else "0") != "0"
 
 
 def _minor(version: str) -> tuple[str, ...]:

@@ -251,6 +251,8 @@ class World:
             # As under torchrun: the store is the launcher's, and rank 0 is only its client.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            # Ranks that disagree raise in the same call, whether they send or receive.
+            "FOG_CONFIRM": "1",
             **_ONE_THREAD,
             **environment,
         }

@@ -342,6 +342,29 @@ def test_one_rank_disagrees_with_the_others(worlds: WorldPool, size: int, kind: 
             assert re.search(r"(?i)rank\W*2\b", message), f"rank {rank} does not name rank 2: {message}"
 
 
+def broadcast_of_another_shape() -> list[str]:
+    """What the broadcast and the operation after it say on this rank."""
+    said = []
+    for size in (3 + dist.get_rank(), 2):
+        try:
+            dist.broadcast(torch.zeros(size), 0)
+            dist.barrier()
+            said.append("")
+        except dist.DistBackendError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("confirm", ["0", "1"])
+def test_a_root_that_does_not_wait_fails_in_its_next_operation(
+    new_world: Callable[..., World], confirm: str
+) -> None:
+    world = new_world(2, timeout=LONG_TIMEOUT, environment={"FOG_CONFIRM": confirm})
+    for said in world.run(broadcast_of_another_shape):
+        for text in said:  # the barrier after the broadcast, or the broadcast itself, and all that follows
+            assert "float32[3]" in text and "float32[4]" in text, said
+
+
 def message_mismatch(kind: str) -> str:
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))

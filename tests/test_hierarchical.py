@@ -382,9 +382,8 @@ def test_a_machine_that_sends_to_one_that_does_not_receive(worlds: WorldPool) ->
 
 
 def test_a_machine_that_does_not_send_is_named(worlds: WorldPool) -> None:
-    texts = worlds(4).run(disagreement, "missing")
-    for rank in (2, 3):
-        assert f"rank {rank - 2}" in texts[rank] and "hierarchical_neighbor_allreduce" in texts[rank], texts[rank]
+    for text in worlds(4).run(disagreement, "missing")[2:]:
+        assert re.search(r"hierarchical_neighbor_allreduce.*timed out.*not there: rank [01]", text), text
 
 
 def until_a_rank_is_lost(victim: int, numel: int) -> str:

@@ -31,7 +31,7 @@ std::string name_ranks(const std::vector<int>& ranks, bool all) {
 } // namespace
 
 WorkPtr ProcessGroupFog::barrier(const c10d::BarrierOptions& options) {
-  return submit(std::make_shared<mpi::Barrier>(), {OpType::BARRIER, "fog:barrier", {}, {}}, call_options(options.timeout));
+  return submit(std::make_shared<mpi::Barrier>(), {OpType::BARRIER, "fog:barrier", {}, {}}, call_options(options));
 }
 
 void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {

@@ -3,6 +3,7 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
@@ -11,6 +12,7 @@
 #include "mpi/runtime.hpp"
 #include "neighbor_plan.hpp"
 #include "process_group_fog.hpp"
+#include "shared_tensors.hpp"
 
 namespace py = pybind11;
 
@@ -19,6 +21,7 @@ namespace {
 using fog::NeighborPlan;
 using fog::ProcessGroupFog;
 using Timeout = std::optional<std::chrono::milliseconds>;
+using Confirm = std::optional<bool>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // An argument that is a tensor or a list of them.
@@ -36,7 +39,7 @@ std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
   return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
 }
 
-ProcessGroupFog::CallOptions call_options(std::string name, bool confirm, Timeout timeout) {
+ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout) {
   TORCH_CHECK_VALUE(!timeout || timeout->count() > 0, "timeout: got ", timeout->count(), " ms; allowed is more than 0");
   return {std::move(name), confirm, timeout};
 }
@@ -133,7 +136,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
-             bool confirm, Timeout timeout) -> WorkPtr {
+             Confirm confirm, Timeout timeout) -> WorkPtr {
             return self.neighbor_allreduce(
                 as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout));
           },
@@ -142,13 +145,13 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("output") = py::none(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "hierarchical_neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
-             std::optional<OneOrMore> output, std::string name, bool confirm, Timeout timeout) -> WorkPtr {
+             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
             return self.hierarchical_neighbor_allreduce(
                 as_list(std::move(tensor)), std::move(machines), plan, as_list(std::move(output)),
                 call_options(std::move(name), confirm, timeout));
@@ -159,14 +162,14 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("output") = py::none(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "local_allreduce",
           [](ProcessGroupFog& self, at::Tensor tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op,
              std::string name, Timeout timeout) -> WorkPtr {
-            return self.local_allreduce(tensor, std::move(machines), op, call_options(std::move(name), true, timeout));
+            return self.local_allreduce(tensor, std::move(machines), op, call_options(std::move(name), std::nullopt, timeout));
           },
           py::arg("tensor"),
           py::arg("machines"),
@@ -177,7 +180,7 @@ PYBIND11_MODULE(_C, module) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "neighbor_allgather",
-          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, bool confirm,
+          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, Confirm confirm,
              Timeout timeout) -> WorkPtr {
             return self.neighbor_allgather(tensor, plan, call_options(std::move(name), confirm, timeout));
           },
@@ -185,24 +188,24 @@ PYBIND11_MODULE(_C, module) {
           py::arg("plan"),
           py::kw_only(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "allgather_concat",
-          [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, bool confirm, Timeout timeout) -> WorkPtr {
+          [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
             return self.allgather_concat(tensor, call_options(std::move(name), confirm, timeout));
           },
           py::arg("tensor"),
           py::kw_only(),
           py::arg("name") = "",
-          py::arg("confirm") = true,
+          py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "allreduce_named",
           [](ProcessGroupFog& self, at::Tensor tensor, const c10d::ReduceOp& op, std::string name, Timeout timeout) -> WorkPtr {
-            return self.allreduce_named(tensor, op, call_options(std::move(name), true, timeout));
+            return self.allreduce_named(tensor, op, call_options(std::move(name), std::nullopt, timeout));
           },
           py::arg("tensor"),
           py::arg("op"),
@@ -213,7 +216,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "broadcast_named",
           [](ProcessGroupFog& self, at::Tensor tensor, int root, std::string name, Timeout timeout) -> WorkPtr {
-            return self.broadcast_named(tensor, root, call_options(std::move(name), true, timeout));
+            return self.broadcast_named(tensor, root, call_options(std::move(name), std::nullopt, timeout));
           },
           py::arg("tensor"),
           py::arg("root"),
@@ -234,6 +237,16 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
 
+  module.def(
+      "empty_shared",
+      [](const std::vector<int64_t>& sizes, const py::object& dtype) {
+        TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "dtype: got ", py::str(py::type::of(dtype)).cast<std::string>(), "; allowed is a torch.dtype");
+        return fog::empty_shared(sizes, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+      },
+      py::arg("sizes"),
+      py::arg("dtype"));
+  module.def("share", &fog::share, py::arg("tensor"));
+  module.def("is_shared", &fog::is_shared, py::arg("tensor"));
   module.def("load_mpi", &fog::mpi::load, py::arg("path"));
   module.def("mpi_library", &fog::mpi::library_path);
   module.def("mpi_version", &mpi_version);

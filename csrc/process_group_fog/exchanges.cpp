@@ -68,7 +68,7 @@ std::vector<mpi::Block> split_rows(
 
 WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
   if (tensors.size() == 1) {
-    return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options.timeout));
+    return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options));
   }
   // The root sends one tensor of its list, which every rank writes to all of its own.
   check_list("broadcast", "tensors", tensors);
@@ -90,7 +90,7 @@ WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d:
       copy_tensor(tensor, sent);
     }
   });
-  return submit(operation, {OpType::BROADCAST, "fog:broadcast", tensors, tensors}, call_options(options.timeout));
+  return submit(operation, {OpType::BROADCAST, "fog:broadcast", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const CallOptions& options) {
@@ -115,7 +115,7 @@ WorkPtr ProcessGroupFog::allgather(
     TORCH_CHECK_VALUE(
         output_lists.size() == inputs.size(), "allgather: outputs: got ", output_lists.size(), " lists; allowed is one for each of the ",
         inputs.size(), " inputs");
-    return allgather_flat(OpType::ALLGATHER, inputs, output_lists, call_options(options.timeout));
+    return allgather_flat(OpType::ALLGATHER, inputs, output_lists, call_options(options));
   }
   const auto& input = inputs[0];
   const auto& outputs = only_list("allgather", "outputs", output_lists);
@@ -135,7 +135,7 @@ WorkPtr ProcessGroupFog::allgather(
   for (const auto& staged : staged_outputs) {
     operation->keep(staged);
   }
-  return submit(operation, {OpType::ALLGATHER, "fog:all_gather", inputs, outputs}, call_options(options.timeout));
+  return submit(operation, {OpType::ALLGATHER, "fog:all_gather", inputs, outputs}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
@@ -148,7 +148,7 @@ WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, 
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::_ALLGATHER_BASE, "fog:_all_gather_base", {input}, {output}}, call_options(options.timeout));
+  return submit(operation, {OpType::_ALLGATHER_BASE, "fog:_all_gather_base", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::allgather_coalesced(
@@ -165,7 +165,7 @@ WorkPtr ProcessGroupFog::allgather_coalesced(
         inputs.size(), " inputs");
     outputs.insert(outputs.end(), list.begin(), list.end());
   }
-  return allgather_flat(OpType::ALLGATHER_COALESCED, inputs, {outputs}, call_options(options.timeout));
+  return allgather_flat(OpType::ALLGATHER_COALESCED, inputs, {outputs}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::allgather_flat(
@@ -254,7 +254,7 @@ WorkPtr ProcessGroupFog::gather(
     operation->keep(staged);
   }
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::GATHER, "fog:gather", inputs, outputs}, call_options(options.timeout));
+  return submit(operation, {OpType::GATHER, "fog:gather", inputs, outputs}, call_options(options));
 }
 
 #ifdef C10D_BACKEND_HAS_WINDOW
@@ -306,7 +306,7 @@ WorkPtr ProcessGroupFog::scatter(
     operation->keep(staged);
   }
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::SCATTER, "fog:scatter", inputs, outputs}, call_options(options.timeout));
+  return submit(operation, {OpType::SCATTER, "fog:scatter", inputs, outputs}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::alltoall_base(
@@ -331,7 +331,7 @@ WorkPtr ProcessGroupFog::alltoall_base(
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::ALLTOALL_BASE, "fog:all_to_all", {input}, {output}}, call_options(options.timeout));
+  return submit(operation, {OpType::ALLTOALL_BASE, "fog:all_to_all", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::alltoall(
@@ -362,7 +362,7 @@ WorkPtr ProcessGroupFog::alltoall(
     operation->keep(tensor);
   }
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::ALLTOALL, "fog:all_to_all", inputs, outputs}, call_options(options.timeout));
+  return submit(operation, {OpType::ALLTOALL, "fog:all_to_all", inputs, outputs}, call_options(options));
 }
 
 } // namespace fog

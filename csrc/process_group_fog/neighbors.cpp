@@ -14,6 +14,7 @@
 #include "mpi/collectives/hierarchical_neighbor_allreduce.hpp"
 #include "mpi/collectives/neighbor_allreduce.hpp"
 #include "names.hpp"
+#include "shared_tensors.hpp"
 #include "staging.hpp"
 
 namespace fog {
@@ -144,22 +145,20 @@ WorkPtr ProcessGroupFog::mix(
     const auto inputs = pick(tensors, places);
     const auto signature = list_signature(kind, inputs, tensors);
     Staging staging;
-    auto in = staging.input(inputs);
+    const auto in = staging.input(inputs);
     at::Tensor out;
     Tensors part;
     if (outputs) {
       part = pick(*outputs, places);
       out = staging.output(part);
     } else {
-      out = at::empty(inputs.size() == 1 ? inputs[0].sizes() : in.sizes(), inputs[0].options().requires_grad(false));
+      const auto sizes = inputs.size() == 1 ? inputs[0].sizes() : in.sizes();
+      // Where the inputs are in shared memory, so are the results: they may be the next inputs.
+      out = std::all_of(inputs.begin(), inputs.end(), is_shared) ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
       part = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
     }
     for (size_t i = 0; i < places.size(); ++i) {
       results[places[i]] = part[i];
-    }
-    // Until NeighborAllreduce can write where its neighbors read: a copy of what they read.
-    if (kind == OpKind::kNeighborAllreduce && in.numel() > 0 && in.const_data_ptr() == out.const_data_ptr()) {
-      in = flatten({in});
     }
     const auto operation =
         make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));

@@ -118,7 +118,7 @@ WorkPtr ProcessGroupFog::submit(
   for (const auto& tensor : call.outputs) {
     operation->keep(tensor);
   }
-  operation->set_confirm(options.confirm && options_->confirm);
+  operation->set_confirm(options.confirm.value_or(options_->confirm));
   operation->set_work(work);
   const std::weak_ptr<mpi::Operation> weak = operation;
   work->set_describe([&engine, weak] {
@@ -130,7 +130,7 @@ WorkPtr ProcessGroupFog::submit(
       engine.abort(alive->group(), "rank " + std::to_string(alive->group()->rank) + " aborted " + engine.describe(alive));
     }
   });
-  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name);
+  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name, options.waits && !coalescing_);
   if (coalescing_) {
     coalesced_.push_back(work);
   }

@@ -33,8 +33,8 @@ class ProcessGroupFog : public c10d::Backend {
     }
 
     // Whether ranks that only send in an operation (the root of a broadcast, say) wait until the receivers have accepted
-    // their messages. Without it they learn of a disagreement at their next operation only.
-    bool confirm = true;
+    // their messages. Without it they learn of a disagreement at their next operation only, and need not wait.
+    bool confirm = false;
   };
 
   // Blocks until all `size` ranks have come to `store`.
@@ -154,8 +154,10 @@ class ProcessGroupFog : public c10d::Backend {
   // `name`, if given, is the operation's rendezvous key instead of its place in program order.
   struct CallOptions {
     std::string name;
-    bool confirm = true;
+    std::optional<bool> confirm; // by default as in the group's options
     std::optional<std::chrono::milliseconds> timeout;
+    // Whether the caller waits at once, so that nobody else has to look after the operation meanwhile.
+    bool waits = false;
   };
   using Tensors = std::vector<at::Tensor>;
   // The Work's result is `outputs`, or else new tensors: see NeighborAllreduce. All tensors of one dtype are one exchange, in
@@ -199,6 +201,13 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<Options> child_options(
       const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
+  // Those of c10d's options that all operations have.
+  template <typename C10dOptions>
+  CallOptions call_options(const C10dOptions& options) const {
+    auto call = call_options(options.timeout);
+    call.waits = !options.asyncOp;
+    return call;
+  }
   c10::intrusive_ptr<c10d::Work> submit(
       const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
   // With the outputs of all works, one after the other, unless others are given.

@@ -31,7 +31,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
     return allreduce_sparse(tensors, options);
   }
   if (tensors.size() == 1) {
-    return allreduce_named(tensors[0], options.reduceOp, call_options(options.timeout));
+    return allreduce_named(tensors[0], options.reduceOp, call_options(options));
   }
   // All tensors of all ranks are reduced to one result, which every tensor gets.
   check_list("allreduce", "tensors", tensors);
@@ -56,7 +56,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
       unflatten(reduced, {tensor});
     }
   });
-  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", tensors, tensors}, call_options(options.timeout));
+  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options) {
@@ -104,7 +104,7 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(
   operation->keep(flat);
   operation->set_epilogue([flat, tensors] { unflatten(flat, tensors); });
   return submit(
-      operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options.timeout));
+      operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
@@ -119,7 +119,7 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
       std::make_shared<mpi::Reduce>(signature, block_of(staged).data, staged.numel(), factor_of(options.reduceOp));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options.timeout));
+  return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter(
@@ -156,7 +156,7 @@ WorkPtr ProcessGroupFog::reduce_scatter(
     operation->keep(staged);
   }
   operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options.timeout));
+  return submit(operation, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::_reduce_scatter_base(
@@ -178,7 +178,7 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
   return submit(
-      operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options.timeout));
+      operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

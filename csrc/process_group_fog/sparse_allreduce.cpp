@@ -67,7 +67,7 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
 
   std::vector<int> everyone(size_);
   std::iota(everyone.begin(), everyone.end(), 0);
-  const auto call = call_options(options.timeout);
+  const auto call = call_options(options);
   auto gather = [&](const at::Tensor& rows) {
     auto operation =
         std::make_shared<mpi::GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, everyone);

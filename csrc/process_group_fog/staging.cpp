@@ -8,6 +8,8 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "shared_tensors.hpp"
+
 namespace fog {
 namespace {
 
@@ -124,7 +126,7 @@ void copy_tensor(const at::Tensor& to, const at::Tensor& from) {
 
 at::Tensor flatten(const std::vector<at::Tensor>& tensors) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  auto flat = at::empty({total_numel(tensors)}, tensors[0].options());
+  auto flat = empty_shared({total_numel(tensors)}, tensors[0].scalar_type());
   const auto views = views_of(flat, tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     views[i].copy_(tensors[i]);
@@ -153,7 +155,12 @@ std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::T
 
 at::Tensor Staging::input(const at::Tensor& tensor) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  return tensor.contiguous();
+  if (tensor.is_contiguous()) {
+    return tensor;
+  }
+  const auto copy = empty_shared(tensor.sizes(), tensor.scalar_type());
+  copy.copy_(tensor);
+  return copy;
 }
 
 at::Tensor Staging::output(const at::Tensor& tensor) {
@@ -161,7 +168,7 @@ at::Tensor Staging::output(const at::Tensor& tensor) {
     return tensor;
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  copies_.push_back({at::empty(tensor.sizes(), tensor.options()), tensor});
+  copies_.push_back({empty_shared(tensor.sizes(), tensor.scalar_type()), tensor});
   return copies_.back().from;
 }
 
@@ -189,7 +196,7 @@ at::Tensor Staging::output(const std::vector<at::Tensor>& tensors) {
     return *own;
   }
   at::AutoDispatchBelowADInplaceOrView guard;
-  const auto flat = at::empty({total_numel(tensors)}, tensors[0].options());
+  const auto flat = empty_shared({total_numel(tensors)}, tensors[0].scalar_type());
   const auto views = views_of(flat, tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     copies_.push_back({views[i], tensors[i]});

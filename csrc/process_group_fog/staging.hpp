@@ -56,7 +56,7 @@ std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::T
 // Copies consecutive parts of `flat` to the tensors.
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
-// Contiguous memory for a tensor. What an operation writes there is copied to the tensor by copy_back(); neither autograd
+// Contiguous memory for a tensor: its own, or shared memory. What an operation writes there is copied to the tensor by copy_back(); neither autograd
 // nor the version counter sees the copies, as is usual for collectives.
 class Staging {
  public:

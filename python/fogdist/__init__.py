@@ -53,6 +53,7 @@ from fogdist.machines import (
     out_neighbor_machine_ranks,
     set_machine_topology,
 )
+from fogdist.memory import empty, share_
 from fogdist.neighbor_collectives import (
     neighbor_allgather,
     neighbor_allgather_nonblocking,
@@ -124,6 +125,7 @@ __all__ = [
     "broadcast_nonblocking_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "empty",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_",
     "hierarchical_neighbor_allreduce_nonblocking",
@@ -155,6 +157,7 @@ __all__ = [
     "rank",
     "set_machine_topology",
     "set_topology",
+    "share_",
     "shutdown",
     "size",
     "synchronize",

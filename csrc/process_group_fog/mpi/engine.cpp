@@ -152,7 +152,8 @@ void Engine::submit(
     const std::shared_ptr<Group>& group,
     const std::shared_ptr<Operation>& operation,
     std::chrono::milliseconds timeout,
-    const std::string& name) {
+    const std::string& name,
+    bool waits) {
   check_not_forked();
   Lock lock(mutex_);
   if (group->closed || stopping_) {
@@ -224,7 +225,9 @@ void Engine::submit(
     fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
   }
   unlock_and_deliver(lock);
-  watch_in_background(); // the caller may not wait at once
+  if (!waits) {
+    watch_in_background();
+  }
 }
 
 void Engine::on_message(int source, const Header& header, const char* data) {

@@ -41,12 +41,14 @@ class Engine : public Driver, private MessageHandler {
       const std::string& name);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
-  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed.
+  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the caller
+  // goes straight on to drive_until(), so the background need not be woken for what comes before.
   void submit(
       const std::shared_ptr<Group>& group,
       const std::shared_ptr<Operation>& operation,
       std::chrono::milliseconds timeout,
-      const std::string& name = "");
+      const std::string& name = "",
+      bool waits = false);
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
   void drive_once() override;

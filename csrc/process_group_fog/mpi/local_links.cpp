@@ -111,6 +111,7 @@ bool LocalLinks::flush() {
 void LocalLinks::forget(int peer) {
   queued_ -= links_[peer].queue.size();
   links_[peer].queue.clear();
+  links_[peer].arena = nullptr; // its memory is free once nobody has it mapped
 }
 
 bool LocalLinks::news() const {
@@ -150,6 +151,15 @@ std::optional<uint32_t> LocalLinks::take_window() {
 
 void LocalLinks::give_window(uint32_t window) {
   free_windows_.push_back(window);
+}
+
+std::shared_ptr<const shared_memory::ForeignArena> LocalLinks::arena_of(int peer, int pid, const Header& header) {
+  auto& link = links_[peer];
+  if (!link.arena_tried) {
+    link.arena_tried = true;
+    link.arena = shared_memory::ForeignArena::map(pid, static_cast<int>(header.window), header.payload_tag);
+  }
+  return link.arena;
 }
 
 bool LocalLinks::stands(int peer, const Header& header) const {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../shared_memory/arena.hpp"
 #include "../shared_memory/inbox.hpp"
 #include "message.hpp"
 
@@ -92,6 +93,9 @@ class LocalLinks {
     return links_[peer].inbox->window(index);
   }
 
+  // The arena that `peer`, which is process `pid`, sends from; nullptr if it cannot be mapped.
+  std::shared_ptr<const shared_memory::ForeignArena> arena_of(int peer, int pid, const Header& header);
+
   // Whether the offer in `peer`'s message still stands: what was read until now is what it offered.
   bool stands(int peer, const Header& header) const;
 
@@ -101,6 +105,8 @@ class LocalLinks {
   struct Link {
     std::unique_ptr<shared_memory::Inbox> inbox; // the peer's
     std::deque<std::vector<char>> queue; // for which its ring has no space
+    std::shared_ptr<const shared_memory::ForeignArena> arena;
+    bool arena_tried = false;
   };
   bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);
 

@@ -38,23 +38,29 @@ void Messenger::track(MPI_Request request, Transfer transfer) {
   transfers_.push_back(std::move(transfer));
 }
 
-size_t Messenger::send(
+Messenger::Sent Messenger::send(
     int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   header.delivery = Delivery::kInline;
   const bool local = local_.reaches(destination);
   if (local && header.bytes <= kLocalInlineBytes) {
     local_.send(destination, header, data, header.bytes);
-    return 0;
+    return {};
   }
-  if (local && local_.read_by(destination)) {
+  const bool mapped = streams_to(destination) && in_arena(data, header.bytes);
+  if (mapped || (local && local_.read_by(destination))) {
     if (const auto offer = local_.offer(next_transfer_)) {
-      header.delivery = Delivery::kOffer;
+      header.delivery = mapped ? Delivery::kMapped : Delivery::kOffer;
+      if (mapped) {
+        header.window = static_cast<uint32_t>(shared_memory::Arena::instance()->fd());
+        header.payload_tag = shared_memory::Arena::instance()->token();
+      }
+      header.wants_confirm = 0; // that it was taken says as much
       header.address = reinterpret_cast<uintptr_t>(data);
       header.transfer = next_transfer_++;
       header.offer = *offer;
       offers_.emplace(header.transfer, Offer{owner, token, destination, *offer});
       local_.send(destination, header, nullptr, 0);
-      return 1;
+      return {1, true};
     }
   }
   const bool separate = header.bytes > kInlineBytes;
@@ -66,7 +72,7 @@ size_t Messenger::send(
   }
   if (local) {
     local_.send(destination, header, nullptr, 0);
-    return send_payload(destination, header, data, owner, token);
+    return {send_payload(destination, header, data, owner, token), false};
   }
   auto buffer = take_buffer();
   std::memcpy(buffer->data(), &header, sizeof(header));
@@ -85,43 +91,42 @@ size_t Messenger::send(
   if (done != 0) {
     give_buffer(std::move(buffer));
   } else {
-    track(request, {std::move(buffer), nullptr, 0, true});
+    track(request, {std::move(buffer), nullptr, 0, true, 0});
   }
-  return separate ? send_payload(destination, header, data, owner, token) : 0;
+  return {separate ? send_payload(destination, header, data, owner, token) : 0, false};
+}
+
+// Calls start(offset, count, request) for each MPI message that `header`'s data comes in, and keeps track of it.
+template <typename Start>
+size_t Messenger::transfer(
+    const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start) {
+  const size_t most = part_bytes(header.bytes);
+  size_t parts = 0;
+  for (size_t offset = 0; offset < header.bytes; offset += most) {
+    MPI_Request request = MPI_REQUEST_NULL;
+    check(start(offset, static_cast<int>(std::min(most, header.bytes - offset)), &request), call);
+    track(request, {nullptr, owner, token, outgoing, parts});
+    ++parts;
+  }
+  return parts;
 }
 
 size_t Messenger::send_payload(
     int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
-  size_t segments = 0;
-  const auto* bytes = static_cast<const char*>(data);
-  for (size_t offset = 0; offset < header.bytes; offset += kSegmentBytes) {
-    const auto count = static_cast<int>(std::min<size_t>(kSegmentBytes, header.bytes - offset));
-    MPI_Request part = MPI_REQUEST_NULL;
-    check(
-        api().Isend(
-            bytes + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag), runtime_.communicator(), &part),
-        "MPI_Isend");
-    track(part, {nullptr, owner, token, true});
-    ++segments;
-  }
-  return segments;
+  return transfer(header, owner, token, true, "MPI_Isend", [&](size_t offset, int count, MPI_Request* request) {
+    return api().Isend(
+        static_cast<const char*>(data) + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag),
+        runtime_.communicator(), request);
+  });
 }
 
 size_t Messenger::receive(
     int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
-  auto* bytes = static_cast<char*>(data);
-  size_t segments = 0;
-  for (size_t offset = 0; offset < header.bytes; offset += kSegmentBytes) {
-    const auto count = static_cast<int>(std::min<size_t>(kSegmentBytes, header.bytes - offset));
-    MPI_Request part = MPI_REQUEST_NULL;
-    check(
-        api().Irecv(
-            bytes + offset, count, MPI_BYTE, source, static_cast<int>(header.payload_tag), runtime_.communicator(), &part),
-        "MPI_Irecv");
-    track(part, {nullptr, owner, token, false});
-    ++segments;
-  }
-  return segments;
+  return transfer(header, owner, token, false, "MPI_Irecv", [&](size_t offset, int count, MPI_Request* request) {
+    return api().Irecv(
+        static_cast<char*>(data) + offset, count, MPI_BYTE, source, static_cast<int>(header.payload_tag), runtime_.communicator(),
+        request);
+  });
 }
 
 size_t Stream::limit() const {
@@ -138,8 +143,7 @@ std::shared_ptr<Stream> Messenger::open_stream(
     const void* data,
     size_t bytes,
     const std::shared_ptr<TransferOwner>& owner) {
-  if (bytes <= kLocalInlineBytes ||
-      !std::all_of(destinations.begin(), destinations.end(), [this](int rank) { return local_.reaches(rank) && local_.attached_by(rank); })) {
+  if (bytes <= kLocalInlineBytes || destinations.empty()) {
     return nullptr;
   }
   const auto window = local_.take_window();
@@ -352,7 +356,7 @@ void Messenger::on_taken(const Header& header) {
     local_.withdraw(found->second.index);
     auto offer = std::move(found->second);
     offers_.erase(found);
-    offer.owner->on_transfer(offer.token);
+    offer.owner->on_transfer(offer.token, 0);
     released_.push_back(std::move(offer.owner));
   }
 }
@@ -466,7 +470,7 @@ bool Messenger::poll_transfers() {
       continue;
     }
     if (error == MPI_SUCCESS) {
-      transfer.owner->on_transfer(transfer.token);
+      transfer.owner->on_transfer(transfer.token, transfer.part);
     } else {
       transfer.owner->on_transfer_error(transfer.token, error_text(error));
     }

@@ -26,8 +26,8 @@ namespace fog::mpi {
 class TransferOwner {
  public:
   virtual ~TransferOwner() = default;
-  // One part of the transfer with this token is complete.
-  virtual void on_transfer(size_t token) = 0;
+  // Part number `part` of the transfer with this token is complete.
+  virtual void on_transfer(size_t token, size_t part) = 0;
   virtual void on_transfer_error(size_t token, const std::string& reason) = 0;
   // A stream that this owner sends has room, or one that it reads has `filled` bytes in all.
   virtual void on_room() = 0;
@@ -74,8 +74,13 @@ class Messenger {
   static constexpr size_t kInlineBytes = 8192;
   // On one host more may: two copies are cheaper there than to wait until the receiver has read it.
   static constexpr size_t kLocalInlineBytes = 32768;
-  // Larger data goes in several MPI messages, whose counts are C ints.
-  static constexpr size_t kSegmentBytes = size_t(1) << 30;
+  // Larger data goes in several MPI messages of so many bytes, the last of fewer: what has come can be used while the rest is
+  // on its way. Few enough that looking after them costs little.
+  static size_t part_bytes(size_t bytes) {
+    constexpr size_t kLeast = size_t(1) << 20;
+    constexpr size_t kMost = size_t(1) << 30; // MPI's counts are C ints
+    return std::clamp((bytes / 64 + 63) & ~size_t(63), kLeast, kMost);
+  }
 
   Messenger(Runtime& runtime, MessageHandler& handler);
 
@@ -83,14 +88,27 @@ class Messenger {
     return local_;
   }
 
-  // Returns how many on_transfer() calls will follow for `data`: 0 if it was copied and may be reused at once.
-  size_t send(int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
+  struct Sent {
+    size_t parts = 0; // so many on_transfer() calls will follow for `data`; if 0, it was copied and may be reused at once
+    bool answered = false; // the last of them says that the receiver has accepted the message
+  };
+  Sent send(int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
 
   // Receives the data of a message that delivers it as payload. Returns how many on_transfer() calls will follow.
   size_t receive(int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
 
-  // Streams `bytes` of `data` to several ranks. Null if that is not possible: no window is free, or one of the ranks is not
-  // reached locally. Then each of them gets an announce()ment; the owner fills the window and calls fill().
+  // Whether ranks of this host that can map this process's arena find `data` there.
+  static bool in_arena(const void* data, size_t bytes) {
+    const auto* arena = shared_memory::Arena::instance();
+    return arena != nullptr && arena->contains(data, bytes);
+  }
+  // Whether `destination` can be sent a stream.
+  bool streams_to(int destination) const {
+    return local_.reaches(destination) && local_.attached_by(destination);
+  }
+
+  // Streams `bytes` of `data` to several ranks, all of which streams_to() allows. Null if no window is free, or the data is
+  // small. Each of them gets an announce()ment; the owner fills the window and calls fill().
   std::shared_ptr<Stream> open_stream(
       const std::vector<int>& destinations,
       uint64_t group,
@@ -148,6 +166,7 @@ class Messenger {
     std::shared_ptr<TransferOwner> owner; // of separate data
     size_t token = 0;
     bool outgoing = false;
+    size_t part = 0;
   };
   struct Offer {
     std::shared_ptr<TransferOwner> owner;
@@ -165,6 +184,9 @@ class Messenger {
     std::unique_ptr<Buffer> buffer;
   };
 
+  template <typename Start>
+  size_t transfer(
+      const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start);
   size_t send_payload(
       int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
   std::unique_ptr<Buffer> take_buffer();

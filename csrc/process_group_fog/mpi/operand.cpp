@@ -36,7 +36,7 @@ void read_operand(const Operand& operand, size_t offset, void* to, size_t bytes,
     copy_result(to, memory + position, first, total);
     copy_result(static_cast<char*>(to) + first, memory, bytes - first, total);
   } else if (operand.pid == 0) {
-    std::memcpy(to, memory + offset, bytes);
+    copy_result(to, memory + offset, bytes, total);
   } else if (const int error = shared_memory::read_process_memory(operand.pid, memory + offset, to, bytes)) {
     throw UnreadableMemory(operand.pid, error);
   }

@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "../shared_tensors.hpp"
 #include "group.hpp"
 
 namespace fog::mpi {
@@ -105,38 +106,61 @@ std::vector<Operation::Destination> Operation::others() const {
   return others;
 }
 
-void Operation::send(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm) {
+void Operation::send(
+    const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory) {
   if (destinations.empty()) {
     return;
   }
   auto& messenger = *group_->messenger;
   auto header = header_for(step, bytes);
+  const bool streams = memory == Memory::kOverwritten || !Messenger::in_arena(data, bytes);
   std::vector<int> world_ranks;
+  std::vector<int> readers;
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
     world_ranks.push_back(group_->members[peer].world_rank);
+    if (streams && messenger.streams_to(world_ranks.back())) {
+      readers.push_back(world_ranks.back());
+    }
   }
-  const auto stream = messenger.open_stream(world_ranks, group_->id, data, bytes, shared_from_this());
+  const auto stream = messenger.open_stream(readers, group_->id, data, bytes, shared_from_this());
   if (stream) {
     streams_.push_back(stream);
     make_ready(shared_from_this());
   }
+  if (memory == Memory::kOverwritten && bytes > Messenger::kInlineBytes && (!stream || readers.size() < destinations.size())) {
+    auto* copy = scratch(bytes);
+    std::memcpy(copy, data, bytes);
+    data = copy;
+  }
   for (size_t i = 0; i < destinations.size(); ++i) {
     const auto [peer, scale] = destinations[i];
     header.scale = scale;
+    header.wants_confirm = 0;
     if (confirm && confirm_) {
       header.wants_confirm = 1;
       unconfirmed_.insert(peer);
     }
     size_t parts = 1;
-    if (stream) {
+    if (stream && messenger.streams_to(world_ranks[i])) {
       messenger.announce(*stream, world_ranks[i], header);
     } else {
-      parts = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+      const auto sent = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+      parts = sent.parts;
+      if (sent.answered && header.wants_confirm != 0) {
+        unconfirmed_.erase(unconfirmed_.find(peer));
+      }
     }
     sending_[peer] += parts;
     sends_ += parts;
   }
+}
+
+size_t Operation::sent(size_t bytes) const {
+  for (const auto& stream : streams_) {
+    bytes = std::min(bytes, stream->filled);
+  }
+  return bytes;
 }
 
 size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
@@ -178,7 +202,7 @@ bool Operation::received(uint16_t step) const {
 }
 
 void* Operation::scratch(size_t bytes) {
-  scratch_.emplace_back(new char[bytes > 0 ? bytes : 1]);
+  scratch_.push_back(shared_allocator().allocate(std::max<size_t>(bytes, 1)));
   return scratch_.back().get();
 }
 
@@ -195,10 +219,16 @@ void Operation::take(size_t index, const char* data) {
   const auto& header = receive.header;
   const auto& member = group_->members[receive.peer];
   auto& messenger = *group_->messenger;
-  const bool local = header.delivery == Delivery::kOffer || header.delivery == Delivery::kStream;
-  if (header.delivery == Delivery::kOffer) {
+  const bool local = header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload;
+  if (header.delivery == Delivery::kOffer || header.delivery == Delivery::kMapped) {
     receive.operand = {reinterpret_cast<const void*>(header.address), member.pid, 0};
     receive.available = header.bytes;
+    if (header.delivery == Delivery::kMapped) {
+      receive.arena = messenger.local().arena_of(member.world_rank, member.pid, header);
+      if (const auto* memory = receive.arena ? receive.arena->at(header.address, header.bytes) : nullptr) {
+        receive.operand = {memory, 0, 0};
+      }
+    }
   } else if (header.delivery == Delivery::kStream) {
     receive.operand = {
         messenger.local().window_of(member.world_rank, header.window), 0, shared_memory::Inbox::kWindowBytes};
@@ -219,7 +249,8 @@ void Operation::take(size_t index, const char* data) {
     }
     complete_receive(receive);
   } else {
-    receive.segments = messenger.receive(member.world_rank, header, receive.data, shared_from_this(), index);
+    receive.parts_missing = messenger.receive(member.world_rank, header, receive.data, shared_from_this(), index);
+    receive.parts.assign(receive.parts_missing, false);
   }
 }
 
@@ -232,7 +263,7 @@ void Operation::tell_taken(Receive& receive, size_t taken) {
   bool stands = true;
   if (header.delivery == Delivery::kStream) {
     stands = messenger.empty(sender, header, taken);
-  } else if (header.delivery == Delivery::kOffer && taken == header.bytes) {
+  } else if ((header.delivery == Delivery::kOffer || header.delivery == Delivery::kMapped) && taken == header.bytes) {
     stands = messenger.take(sender, header);
   }
   if (!stands) {
@@ -308,8 +339,8 @@ void Operation::finish_moves() {
   }
 }
 
-Operation::Action Operation::use_operands(size_t bytes) {
-  usable_ = bytes;
+Operation::Action Operation::use_operands(size_t bytes, size_t limit) {
+  usable_ = std::min(bytes, limit);
   for (const auto& receive : receives_) {
     if (receive.in_place && receive.step == operand_step_) {
       if (!receive.arrived) {
@@ -452,7 +483,7 @@ void Operation::on_confirm(int source) {
   }
 }
 
-void Operation::on_transfer(size_t token) {
+void Operation::on_transfer(size_t token, size_t part) {
   if (token >= kSendToken) {
     --sending_[token - kSendToken];
     --sends_;
@@ -460,8 +491,13 @@ void Operation::on_transfer(size_t token) {
     return;
   }
   auto& receive = receives_[token];
-  if (--receive.segments == 0) {
+  receive.parts[part] = true;
+  if (--receive.parts_missing == 0) {
     complete_receive(receive);
+  } else if (receive.in_place) { // what has come without a gap can be used
+    const auto gap = std::find(receive.parts.begin(), receive.parts.end(), false) - receive.parts.begin();
+    receive.available = static_cast<size_t>(gap) * Messenger::part_bytes(receive.header.bytes);
+    make_ready(shared_from_this());
   }
 }
 

@@ -48,7 +48,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void begin(const std::shared_ptr<Group>& group, uint64_t key, uint64_t sequence, std::chrono::milliseconds timeout);
   void on_message(int source, const Header& header, const char* data);
   void on_confirm(int source);
-  void on_transfer(size_t token) final;
+  void on_transfer(size_t token, size_t part) final;
   void on_transfer_error(size_t token, const std::string& reason) final;
   void on_room() final;
   void on_filled(size_t token, size_t filled) final;
@@ -112,12 +112,24 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     int peer;
     double scale = 1.0;
   };
-  // Sends the same `bytes` of `data` to several group ranks as message `step`. The memory stays untouched until the operation
-  // ends.
-  void send(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm = false);
+  // What becomes of the memory that is sent.
+  enum class Memory {
+    kStays, // it is untouched until the operation ends
+    kOverwritten, // compute() may overwrite the first sent() bytes
+  };
+  // Sends the same `bytes` of `data` to several group ranks as message `step`.
+  void send(
+      const std::vector<Destination>& destinations,
+      uint16_t step,
+      const void* data,
+      size_t bytes,
+      bool confirm = false,
+      Memory memory = Memory::kStays);
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
     send({{peer, scale}}, step, data, bytes, confirm);
   }
+  // How much of `bytes` that are to be overwritten has been sent.
+  size_t sent(size_t bytes) const;
   // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
   std::vector<Destination> others() const;
   // Expects exactly `bytes` from `peer` as message `step`, into `data`.
@@ -128,8 +140,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     return receives_[receive].operand;
   }
   // For advance(): kCompute when there is more of all operands, of `bytes` each, than compute() has used; it then is to use
-  // bytes used() to usable(). kDone when it has used all, else kWait.
-  Action use_operands(size_t bytes);
+  // bytes used() to usable(), at most `limit`. kDone when it has used all, else kWait.
+  Action use_operands(size_t bytes, size_t limit);
+  Action use_operands(size_t bytes) {
+    return use_operands(bytes, bytes);
+  }
   // The operands are those that come as message `step` from now on, none of them used yet. They were those of step 0.
   void turn_to_operands(uint16_t step) {
     operand_step_ = step;
@@ -164,7 +179,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     outputs_ = std::move(outputs);
     has_outputs_ = true;
   }
-  // Memory that lives as long as the operation.
+  // Memory that lives as long as the operation; other ranks of this host can read it where it is.
   void* scratch(size_t bytes);
   // Takes a point-to-point message that the group has matched to this receive.
   virtual void on_unmatched(int source, const Header& header);
@@ -182,11 +197,13 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     bool any_size = true;
     bool arrived = false;
     bool complete = false;
-    size_t segments = 0;
+    std::vector<bool> parts; // of MPI messages with its data: which have come
+    size_t parts_missing = 0;
     Header header;
     std::vector<char> stash; // inline data whose place is not known yet
     bool in_place = false; // to be read where it is
     Operand operand;
+    std::shared_ptr<const shared_memory::ForeignArena> arena; // which the operand is in
     size_t available = 0; // bytes that can be read
     size_t taken = 0; // bytes that were, of a stream
   };
@@ -236,7 +253,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::multiset<int> unconfirmed_;
   std::vector<at::Tensor> kept_;
   std::vector<at::Tensor> outputs_;
-  std::vector<std::unique_ptr<char[]>> scratch_;
+  std::vector<c10::DataPtr> scratch_;
   std::function<void()> epilogue_;
 };
 

@@ -16,11 +16,11 @@ void NeighborAllreduce::launch() {
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({destination.rank, destination.weight});
   }
-  send(destinations, 0, in_, bytes_, true);
+  send(destinations, 0, in_, bytes_, true, in_ == out_ ? Memory::kOverwritten : Memory::kStays);
 }
 
 Operation::Action NeighborAllreduce::advance() {
-  return use_operands(bytes_);
+  return use_operands(bytes_, in_ == out_ ? sent(bytes_) : bytes_);
 }
 
 void NeighborAllreduce::compute() {

@@ -1,0 +1,67 @@
+#include "shared_tensors.hpp"
+
+#include <cstring>
+
+#include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include "shared_memory/arena.hpp"
+
+namespace fog {
+namespace {
+
+using shared_memory::Arena;
+
+class SharedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* arena = Arena::instance();
+    void* memory = arena != nullptr && bytes > 0 ? arena->allocate(bytes) : nullptr;
+    if (memory == nullptr) {
+      return c10::GetCPUAllocator()->allocate(bytes);
+    }
+    return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+
+ private:
+  static void free(void* memory) {
+    Arena::instance()->free(memory);
+  }
+};
+
+} // namespace
+
+c10::Allocator& shared_allocator() {
+  static SharedAllocator allocator;
+  return allocator;
+}
+
+at::Tensor empty_shared(at::IntArrayRef sizes, c10::ScalarType dtype) {
+  return at::detail::empty_generic(
+      sizes, &shared_allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+}
+
+void share(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      tensor.device().is_cpu() && tensor.has_storage(), "tensor: got one on device ", tensor.device(),
+      "; allowed are dense tensors on the CPU");
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (storage->nbytes() == 0 || is_shared(tensor)) {
+    return;
+  }
+  auto memory = shared_allocator().allocate(storage->nbytes());
+  std::memcpy(memory.get(), storage->data(), storage->nbytes());
+  storage->set_data_ptr_noswap(std::move(memory));
+}
+
+bool is_shared(const at::Tensor& tensor) {
+  const auto* arena = Arena::instance();
+  return arena != nullptr && tensor.device().is_cpu() && tensor.has_storage() && tensor.storage().nbytes() > 0 &&
+      arena->contains(tensor.storage().data(), tensor.storage().nbytes());
+}
+
+} // namespace fog

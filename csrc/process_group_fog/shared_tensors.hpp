@@ -1,0 +1,20 @@
+// Tensors in memory that the other ranks of this host can read where it is, so that exchanges copy nothing.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace fog {
+
+// Gives out the arena's memory; ordinary memory where the system has none to share.
+c10::Allocator& shared_allocator();
+
+// An uninitialised, contiguous CPU tensor.
+at::Tensor empty_shared(at::IntArrayRef sizes, c10::ScalarType dtype);
+
+// Moves the storage of a CPU tensor, and so that of all its views. Throws ValueError for another device, or without storage.
+void share(const at::Tensor& tensor);
+
+// Whether all of a tensor's storage is in shared memory.
+bool is_shared(const at::Tensor& tensor);
+
+} // namespace fog

@@ -1,0 +1,80 @@
+"""Memory that the ranks of a host share: exchanges read a tensor there where it is, without a copy.
+
+An operation on such a tensor holds for its neighbors' reading too: the tensor may be changed as soon as the
+operation is complete, and what it returns is in shared memory again. Between hosts nothing changes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
+
+import torch
+from torch import Tensor
+
+
+def empty(
+    *size: SupportsIndex | tuple[SupportsIndex, ...] | list[SupportsIndex], dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns an uninitialised CPU tensor in memory that the other ranks of this host can read.
+
+    The memory is this process's own: it is freed with the tensor, and nothing is left of it when the process
+    ends, however it ends. Freed memory is kept for later tensors of that size, up to what is in use, or 256
+    MiB. After a fork, parent and child see each other's changes of it.
+
+    Args:
+        *size: The shape, as for `torch.empty`: integers, or one tuple or list of them.
+        dtype: By default `torch.get_default_dtype()`.
+
+    Raises:
+        TypeError: A size is not an integer, or `dtype` not a torch.dtype.
+        ValueError: A size is negative.
+    """
+    from fog_pg._C import empty_shared
+
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    shape = [_length(length, f"size[{place}]") for place, length in enumerate(sizes)]
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
+    return empty_shared(shape, dtype or torch.get_default_dtype())
+
+
+def share_(tensor: Tensor) -> Tensor:
+    """Moves a tensor's memory to where the other ranks of this host can read it; returns the tensor.
+
+    It stays the same tensor, and so do its views and all others of the same storage: they move along. Arrays
+    of NumPy that shared its memory do not. Nothing is done to a tensor that is there already.
+
+    Args:
+        tensor: A dense CPU tensor of any dtype, such as a parameter.
+
+    Raises:
+        TypeError: `tensor` is not a dense torch.Tensor.
+        ValueError: It is on another device, or in `torch.multiprocessing`'s shared memory, where others would
+            no longer see it change.
+    """
+    from fog_pg._C import is_shared, share
+
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"tensor must be dense (layout torch.strided), got layout {tensor.layout}")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"tensor must be on the CPU, got device {tensor.device}")
+    if not is_shared(tensor):
+        if tensor.is_shared():
+            raise ValueError("tensor must not be in the shared memory of torch.multiprocessing already")
+        share(tensor)
+    return tensor
+
+
+def _length(length: SupportsIndex, argument: str) -> int:
+    try:
+        number = operator.index(length)
+    except TypeError:
+        raise TypeError(
+            f"{argument} must be an integer, got {length!r} of type {type(length).__name__}"
+        ) from None
+    if number < 0:
+        raise ValueError(f"{argument} must be 0 or more, got {number}")
+    return number
