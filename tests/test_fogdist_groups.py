@@ -137,8 +137,16 @@ def groups_come_and_go() -> int:
     fogdist.rank(group=last)
     known = len(fogdist.context._session.contexts)
     fogdist.init()
-    assert not fogdist.context._session.contexts
+    assert list(fogdist.context._session.contexts) == [last]
+    # What is in flight in a group that goes ends with an error, which its handle has.
+    if fogdist.rank() == 0:
+        handle = fogdist.allreduce_nonblocking(x, group=last)
     dist.destroy_process_group(last)
+    if fogdist.rank() == 0:
+        with pytest.raises(dist.DistBackendError, match="allreduce"):
+            fogdist.wait(handle)
+    fogdist.init()
+    assert not fogdist.context._session.contexts
     return known
 
 
@@ -155,6 +163,17 @@ def init_forgets_topologies_of_groups() -> None:
     default = topologies.ExponentialGraph(size)
     assert topologies.IsTopologyEquivalent(fogdist.load_topology(group=group), default)
     assert not fogdist.is_topo_weighted(group=group)
+    # Gossips go on across it, wherever in them a rank calls it.
+    rank, x = fogdist.rank(), torch.tensor([float(fogdist.rank())])
+    handles = []
+    for step in range(4):
+        if step == 2 * rank:
+            fogdist.init()
+        if rank < 2:
+            handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, group=g) for g in (group, None)]
+    if rank == 2:
+        fogdist.init()
+    assert [fogdist.wait(handle).item() for handle in handles] == [0.5] * len(handles)
     # The group of init by its own name is no other group.
     assert current(dist.group.WORLD) is current()
     dist.destroy_process_group(group)

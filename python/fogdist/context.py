@@ -90,6 +90,10 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
     """
     session = _require_session()
     if group is None or group is session.main.group:
+        if not _is_registered(session.main.group):
+            raise RuntimeError(
+                "the process group of fogdist was destroyed; call fogdist.init() to start it again"
+            )
         return session.main
     context = session.contexts.get(group) if isinstance(group, dist.ProcessGroup) else None
     if context is None:
@@ -101,7 +105,12 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
 
 
 def handles() -> HandleTable:
-    """Returns the operations in flight, of all groups; raises as `rank`."""
+    """Returns the operations in flight, of all groups, those that were destroyed included.
+
+    Raises:
+        ValueError: `init` was never called.
+        RuntimeError: After `shutdown`.
+    """
     return _require_session().handles
 
 
@@ -149,10 +158,15 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
             dist.destroy_process_group(group)
         raise
     main = Context(group, backend, rank, size, _machines(group, backend, ranks_per_machine), topology)
-    table = HandleTable() if previous is None else previous.handles
+    session = _Session(main, owns_group, ranks_per_machine, {}, HandleTable())
     if previous is not None:
+        session.handles = previous.handles
+        # Whoever gossips with this rank need not have come to its own call of init yet.
         main.gossips = previous.main.gossips
-    _session = _Session(main, owns_group, ranks_per_machine, {}, table)
+        for known, context in previous.contexts.items():
+            if _is_registered(known):
+                _join(session, known).gossips = context.gossips
+    _session = session
     _was_shut_down = False
 
 
@@ -253,10 +267,6 @@ def _require_session() -> _Session:
         if _was_shut_down:
             raise RuntimeError("fogdist has been shut down; call fogdist.init() to start it again")
         raise ValueError("fogdist has not been initialized; call fogdist.init() first")
-    if not _is_registered(_session.main.group):
-        raise RuntimeError(
-            "the process group of fogdist was destroyed; call fogdist.init() to start it again"
-        )
     return _session
 
 

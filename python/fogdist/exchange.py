@@ -87,19 +87,22 @@ class _Side(NamedTuple):
         return self._weights(src_weights, self.sources)
 
     def _weights(self, weights: Mapping[Any, float], argument: str) -> list[tuple[int, float]]:
-        peers = self._peers(weights, argument)
         # Sorted: how sums are rounded does not depend on the order of a dict.
         return sorted(
-            (peer, check_weight(value, f"{argument}[{peer}]"))
-            for peer, value in zip(peers, weights.values(), strict=True)
+            [
+                (peer, value if _is_plain(value) else check_weight(value, f"{argument}[{peer}]"))
+                for peer, value in zip(self._peers(weights, argument), weights.values(), strict=True)
+            ]
         )
 
     def _peers(self, ranks: Iterable[SupportsIndex], argument: str) -> list[int]:
         # One peer or none is what a step of training has: no time for messages that nearly no call needs.
         if isinstance(ranks, (list, dict)) and len(ranks) <= 1:
-            peers = list(ranks)
-            if all(type(peer) is int and 0 <= peer < self.size and peer != self.own_number for peer in peers):
-                return peers
+            for peer in ranks:
+                if not (type(peer) is int and 0 <= peer < self.size and peer != self.own_number):
+                    break
+            else:
+                return list(ranks)
         return check_neighbor_ranks(ranks, self.own_number, self.size, argument)
 
 
@@ -229,13 +232,18 @@ def check_weight(value: float, argument: str) -> float:
         TypeError: Not a real number.
         ValueError: Not finite.
     """
-    if type(value) is float and math.isfinite(value):
+    if _is_plain(value):
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a real number, got {value!r} of type {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError(f"{argument} must be finite, got {value}")
     return float(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a weight needs no further look, as nearly all do."""
+    return type(value) is float and math.isfinite(value)
 
 
 def _check_neighbors(peers: Iterable[int], neighbors: Sequence[int], argument: str, what: str) -> None:
