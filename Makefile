@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-mpi conformance soak faults benchmark clean FORCE
+.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -39,6 +39,7 @@ help:
 	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
+	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
@@ -80,6 +81,10 @@ benchmark: build
 	@echo "== benchmark of collectives"
 	@$(IN_VENV) python benchmarks/collectives.py --json collectives.json --plot collectives.png $(ARGS)
 
+benchmark-neighbor: build
+	@echo "== benchmark of exchanges with neighbors"
+	@$(IN_VENV) python benchmarks/neighbor.py --json neighbor.json --plot neighbor.png $(ARGS)
+
 # Exits with an error if something could not be installed, after the tests of what could.
 test-mpi: build
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
@@ -89,7 +94,7 @@ test-mpi: build
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

@@ -32,19 +32,16 @@ root of a broadcast may run ahead.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import program
 import side_by_side
 from interleaved import Times, take_turns
-from report import Row, Table, parse_size, plot, read_rows, write_json
+from report import Row, Table, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +53,6 @@ OPERATIONS = ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_a
 DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
-# Load average of a machine that others use.
-BUSY = 0.7
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
 
 
@@ -283,24 +278,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
             most = max(copies, key=lambda row: row.bytes_moved)
             rate = most.bytes_moved / most.times["memory"].median / 1e6
             print(f"memory: together {rate:.1f} GB/s read and written (as for {most.operation})", flush=True)
-        write_json(arguments.rows, facts(), rows)
+        write_json(arguments.rows, program.facts(), rows)
     side_by_side.leave()
-
-
-def facts() -> dict[str, object]:
-    """What a reader of the numbers wants to know about the run."""
-    import torch
-    from fog_pg import _C
-    from mpi4py import MPI
-
-    return {
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "mpi": MPI.Get_library_version().splitlines()[0],
-        "mpi of fog": _C.mpi_version().splitlines()[0],
-    }
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -308,10 +287,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    program.add_options(parser, ranks=[2, 4], seconds=1.5)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks; even ones for send/recv")
     add("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
-    add("--sizes", type=parse_size, nargs="+", default=SIZES, metavar="BYTES", help="such as 4, 64K, 16M")
     add(
         "--dtypes",
         nargs="+",
@@ -319,46 +297,17 @@ def parse_arguments() -> argparse.Namespace:
         default=["float32"],
         help="of allreduce, all with as many elements as float32",
     )
-    add("--seconds", type=float, default=1.5, help="time to measure one operation at one size")
-    add("--iterations", type=int, help="number of measurements instead")
-    add("--back-to-back", type=int, default=1, metavar="N", help="operations in one measurement")
-    add("--json", type=Path, help="file for the numbers")
-    add("--plot", type=Path, help="file for a picture")
-    # This process is a rank, and here go its rows.
-    add("--rows", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    parser.set_defaults(sizes=SIZES)
+    arguments = program.parse_options(parser)
     for ranks in arguments.ranks:
         if ranks < 1 or (ranks % 2 and "send/recv" in arguments.ops):
             parser.error(f"--ranks: {ranks}; send/recv needs an even number, the others 1 or more")
-    for name in ("iterations", "back_to_back"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')}: {value}; must be 1 or more")
     return arguments
 
 
 def main() -> None:
     """Starts the ranks of each world in turn; in a rank, measures."""
-    arguments = parse_arguments()
-    if arguments.rows is not None:
-        measure_all(arguments)
-        return
-    side_by_side.require("mpi4py", *(["matplotlib"] if arguments.plot else []))
-    load = os.getloadavg()[0]
-    if load > BUSY:
-        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
-    rows: list[Row] = []
-    about: dict[str, object] = {}
-    with tempfile.TemporaryDirectory(prefix="fog-benchmark-") as directory:
-        for ranks in arguments.ranks:
-            file = Path(directory) / f"{ranks}.json"
-            side_by_side.run_ranks(ranks, Path(__file__), [*sys.argv[1:], "--rows", str(file)])
-            rows += read_rows(file)
-            about = {key: value for key, value in json.loads(file.read_text()).items() if key != "rows"}
-    if arguments.json:
-        write_json(arguments.json, {**about, "load average before": load}, rows)
-    if arguments.plot:
-        plot(arguments.plot, rows, SYSTEMS)
+    program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,22 +74,24 @@ class Table:
 
     def heading(self) -> str:
         """The first line."""
-        words = [f"{title:>11}" for title in self.systems.values()]
-        words += [f"{self.systems[a] + ' / ' + self.systems[b]:>15}" for a, b in self.ratios]
+        words = [f"{title:>{width}}" for title, width in self._columns()]
         return f"{'operation':21}{'size':>9}" + "".join(words)
 
     def line(self, row: Row) -> str:
         """A row; a dash where a system does not have the operation."""
         label = row.operation if row.dtype == "float32" else f"{row.operation} {row.dtype}"
         size = size_text(row.bytes) if row.elements else ""
-        words = []
-        for system in self.systems:
-            times = row.times.get(system)
-            words.append(f"{times.median:11.4f}" if times else f"{'-':>11}")
-        for pair in self.ratios:
-            ratio = row.ratio(*pair)
-            words.append(f"{ratio:15.2f}" if ratio is not None else f"{'-':>15}")
-        return f"{label:21}{size:>9}" + "".join(words)
+        medians = [row.times[system].median if system in row.times else None for system in self.systems]
+        words = ["-" if median is None else f"{median:.4f}" for median in medians]
+        words += ["-" if ratio is None else f"{ratio:.2f}" for ratio in (row.ratio(*r) for r in self.ratios)]
+        columns = zip(words, self._columns(), strict=True)
+        return f"{label:21}{size:>9}" + "".join(f"{word:>{width}}" for word, (_, width) in columns)
+
+    def _columns(self) -> list[tuple[str, int]]:
+        """Title and width of each."""
+        titles = [f"{self.systems[a]} / {self.systems[b]}" for a, b in self.ratios]
+        columns = [(title, max(11, len(title) + 2)) for title in self.systems.values()]
+        return columns + [(title, max(15, len(title) + 2)) for title in titles]
 
 
 def write_json(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> None:
@@ -106,7 +107,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
-    """Draws time over size: a column of panels for each number of ranks, a row for each operation.
+    """Draws time over size: a panel for each operation, three a line; each number of ranks begins a new line.
 
     Args:
         path: Of the picture; its ending says the format.
@@ -119,40 +120,49 @@ def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
     import matplotlib.pyplot as plt
 
     shown = [row for row in rows if row.elements and row.dtype == "float32"]
-    operations = list(dict.fromkeys(row.operation for row in shown))
-    worlds = sorted({row.ranks for row in shown})
     if not shown:
         return
-    columns = min(3, len(operations))
-    lines = math.ceil(len(operations) / columns)
+    # The lines of panels: each number of ranks begins a new one.
+    lines: list[list[tuple[int, str]]] = []
+    for ranks in sorted({row.ranks for row in shown}):
+        operations = list(dict.fromkeys(row.operation for row in shown if row.ranks == ranks))
+        lines += [[(ranks, name) for name in operations[i : i + 3]] for i in range(0, len(operations), 3)]
+    columns = max(len(line) for line in lines)
     figure, panels = plt.subplots(
-        lines * len(worlds), columns, figsize=(4.6 * columns, 3.2 * lines * len(worlds)), squeeze=False
+        len(lines),
+        columns,
+        figsize=(4.6 * columns, 3.2 * len(lines)),
+        squeeze=False,
+        layout="constrained",
     )
     for panel in panels.flat:
         panel.set_visible(False)
-    for w, ranks in enumerate(worlds):
-        for o, operation in enumerate(operations):
-            panel = panels[w * lines + o // columns][o % columns]
-            panel.set_visible(True)
-            panel.set_title(f"{operation}, {ranks} ranks")
-            series = sorted(
-                (r for r in shown if r.ranks == ranks and r.operation == operation), key=lambda r: r.bytes
-            )
-            for system, title in systems.items():
-                drawn = [row for row in series if system in row.times]
-                if not drawn:
-                    continue
-                x = [row.bytes for row in drawn]
-                times = [row.times[system] for row in drawn]
-                (line,) = panel.loglog(x, [t.median for t in times], marker=".", label=title)
-                panel.fill_between(
-                    x, [t.lower for t in times], [t.upper for t in times], color=line.get_color(), alpha=0.2
-                )
-            ticks = [row.bytes for row in series]
-            panel.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=45, fontsize="x-small")
-            panel.minorticks_off()
-            panel.set_ylabel("ms")
-            panel.grid(alpha=0.3)
-    panels[0][0].legend(fontsize="small")
-    figure.tight_layout()
+    legend = {}
+    drawings = (
+        (panel, key)
+        for places, line in zip(panels, lines, strict=True)
+        for panel, key in zip(places, line, strict=False)  # the last places of a line may be empty
+    )
+    for place, (ranks, operation) in drawings:
+        place.set_visible(True)
+        place.set_title(f"{operation}, {ranks} ranks")
+        series = sorted(
+            (row for row in shown if row.ranks == ranks and row.operation == operation), key=lambda r: r.bytes
+        )
+        for number, (system, title) in enumerate(systems.items()):
+            drawn = [row for row in series if system in row.times]
+            if not drawn:
+                continue
+            x = [row.bytes for row in drawn]
+            times = [row.times[system] for row in drawn]
+            color = f"C{number}"
+            (legend[title],) = place.loglog(x, [t.median for t in times], marker=".", color=color)
+            place.fill_between(x, [t.lower for t in times], [t.upper for t in times], color=color, alpha=0.2)
+        ticks = [row.bytes for row in series]
+        place.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=45, fontsize="x-small")
+        place.minorticks_off()
+        place.set_ylabel("ms")
+        place.grid(alpha=0.3)
+    titles = [title for title in systems.values() if title in legend]
+    figure.legend([legend[title] for title in titles], titles, loc="outside upper center", ncols=5)
     figure.savefig(path, dpi=120)

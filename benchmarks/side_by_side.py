@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 MPI4PY_VARIABLE = "MPI4PY_LIBMPI"
 # By these a process finds that a launcher of MPI has started it.
 _LAUNCHER_PREFIXES = ("PMI", "HYD", "MPI_LOCAL")
-_TIMEOUT = timedelta(minutes=2)
+# Of the groups.
+TIMEOUT = timedelta(minutes=2)
 
 
 def require(*packages: str) -> None:
@@ -131,9 +132,9 @@ def join() -> Systems:
         mpi.bcast(store.port)
     else:
         store = dist.TCPStore("127.0.0.1", mpi.bcast(None), is_master=False)
-    dist.init_process_group("fog", store=store, rank=mpi.rank, world_size=mpi.size, timeout=_TIMEOUT)
+    dist.init_process_group("fog", store=store, rank=mpi.rank, world_size=mpi.size, timeout=TIMEOUT)
     assert dist.group.WORLD is not None
-    gloo, nothing = (dist.new_group(backend=name, timeout=_TIMEOUT) for name in ("gloo", "fake"))
+    gloo, nothing = (dist.new_group(backend=name, timeout=TIMEOUT) for name in ("gloo", "fake"))
     return Systems(mpi, dist.group.WORLD, gloo, nothing)
 
 

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--dynamic", action="store_true", help="one peer a round, in turn")
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
-    if args.dynamic and args.topology in ("mesh", "star"):
+    if args.dynamic and args.topology in ("mesh", "torus", "star"):
         # A rank could receive from several peers at once, and the weights that leave a rank not sum to 1.
         parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
     if args.rounds < 1:

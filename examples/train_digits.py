@@ -326,7 +326,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--backend gloo knows no neighbors: it needs --optimizer ddp, not {args.optimizer}")
     if args.dynamic and args.optimizer not in ("awc", "atc"):
         parser.error(f"--dynamic needs --optimizer awc or atc, not {args.optimizer}")
-    if args.dynamic and args.topology in ("mesh", "star"):
+    if args.dynamic and args.topology in ("mesh", "torus", "star"):
         parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
     if args.epochs is None:
         args.epochs = 30 if args.mnist is None else 5

@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 CLONE_NEWNET = 0x40000000
+# What keeps an MPI from using memory that namespaces share, as hosts do not.
+ACROSS = {
+    "UCX": {"UCX_TLS": "tcp"},
+    "OFI": {"MPICH_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
+}
 
 
 def ip(*words: str) -> str:

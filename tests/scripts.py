@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # torchrun gives its workers 30 s to leave after SIGTERM before it kills them.
 STOP_TIMEOUT = 40.0
+SETTLE_SECONDS = 10.0
 
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
@@ -118,6 +119,20 @@ class Job:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+
+
+@contextlib.contextmanager
+def started(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+    """Stops the jobs at the end, and checks that none of their processes is left."""
+    try:
+        yield jobs
+    finally:
+        for job in jobs:
+            job.stop()
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while left := [pid for job in jobs for pid in job.processes()]:
+        assert time.monotonic() < deadline, f"processes left: {left}"
+        time.sleep(0.1)
 
 
 def run_script(

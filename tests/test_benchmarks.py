@@ -7,25 +7,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_collectives(tmp_path: Path) -> None:
+def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """Runs a benchmark; returns its rows and what it printed. Skips where its packages are missing."""
     pytest.importorskip("mpi4py", reason="raw MPI is measured through mpi4py", exc_type=ImportError)
     pytest.importorskip("matplotlib", reason="draws the plot")
-    numbers, picture, log = tmp_path / "numbers.json", tmp_path / "picture.png", tmp_path / "log"
-    options = ["--ranks", "2", "--sizes", "4", "64K", "--iterations", "3", "--dtypes", "float32", "bfloat16"]
+    numbers, picture, log = directory / "numbers.json", directory / "picture.png", directory / "log"
     with log.open("wb") as file:
         status = subprocess.run(
-            [
-                sys.executable,
-                ROOT / "benchmarks" / "collectives.py",
-                *options,
-                *("--json", numbers, "--plot", picture),
-            ],
+            [sys.executable, ROOT / "benchmarks" / script, *options, "--json", numbers, "--plot", picture],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -35,7 +31,18 @@ def test_collectives(tmp_path: Path) -> None:
         ).returncode
     printed = log.read_text()
     assert status == 0, printed
+    assert picture.stat().st_size > 1000
     rows = json.loads(numbers.read_text())["rows"]
+    assert len(printed.splitlines()) >= len(rows) + 2
+    for row in rows:
+        for times in row["times"].values():
+            assert 0 < times["lower"] <= times["median"] <= times["upper"], row
+    return rows, printed
+
+
+def test_collectives(tmp_path: Path) -> None:
+    options = ["--ranks", "2", "--sizes", "4", "64K", "--iterations", "3", "--dtypes", "float32", "bfloat16"]
+    rows, printed = run_benchmark("collectives.py", tmp_path, *options)
     # Six operations at two sizes, allreduce also of bfloat16, and the barrier.
     assert len(rows) == 6 * 2 + 2 + 1, printed
     for row in rows:
@@ -43,9 +50,24 @@ def test_collectives(tmp_path: Path) -> None:
         systems |= {"mpi"} if row["dtype"] == "float32" else set()
         systems |= {"memory"} if row["operation"] != "barrier" else set()
         assert set(row["times"]) == systems, row
-        for times in row["times"].values():
-            assert 0 < times["lower"] <= times["median"] <= times["upper"], row
     allgather = next(r for r in rows if r["operation"] == "allgather" and r["bytes"] == 64 << 10)
     assert allgather["bytes_moved"] == 3 * allgather["bytes"]
-    assert picture.stat().st_size > 1000
-    assert len(printed.splitlines()) >= len(rows) + 2
+
+
+def test_neighbor(tmp_path: Path) -> None:
+    options = ["--ranks", "4", "--sizes", "4K", "64K", "--iterations", "3"]
+    rows, printed = run_benchmark("neighbor.py", tmp_path, *options)
+    # Tensors that each rank must at least read, and the one that it writes.
+    tensors = {"exp2": 4, "one-peer": 3, "ring": 4, "complete": 5, "hierarchical": 2}
+    places = {(row["operation"], row["bytes"]): row for row in rows}
+    assert list(places) == [(name, size) for name in tensors for size in (4 << 10, 64 << 10)], printed
+    for (name, size), row in places.items():
+        assert row["bytes_moved"] == 4 * tensors[name] * size, row
+        systems = {"fog", "fog_new", "mpi", "gloo", "fog_allreduce", "gloo_allreduce", "memory"}
+        systems |= {"fog_memory", "fog_memory_new", "memory numpy"}
+        assert systems <= set(row["times"]) <= systems | {"memory C"}, row
+        forms = [
+            row["times"][form]["median"] for form in ("memory numpy", "memory C") if form in row["times"]
+        ]
+        assert row["times"]["memory"]["median"] == min(forms)
+    assert "one-peer, 4 ranks, 4 KiB" in printed[printed.index("Goals") :]

@@ -132,7 +132,9 @@ KINDS: dict[str, _Start] = {
     "large neighbor_allreduce": lambda r, v, g: _backend(g).neighbor_allreduce(_zeros(LARGE), _ring(r)),
     "hierarchical_neighbor_allreduce": lambda r, v, g: _hierarchical(r, APART, 100, g),
     "large hierarchical_neighbor_allreduce": lambda r, v, g: _hierarchical(r, TOGETHER, LARGE, g),
-    "local_allreduce": lambda r, v, g: _backend(g).local_allreduce(_zeros(LARGE), TOGETHER, dist.ReduceOp.SUM),
+    "local_allreduce": lambda r, v, g: _backend(g).local_allreduce(
+        _zeros(LARGE), TOGETHER, dist.ReduceOp.SUM
+    ),
     "neighbor_allgather": lambda r, v, g: _backend(g).neighbor_allgather(_zeros(LARGE, 1), _ring(r)),
     "allgather_concat": lambda r, v, g: _backend(g).allgather_concat(_zeros(100 + r, 1)),
 }

@@ -17,7 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from operations import PREMUL_FACTOR, reduce_op, reductions
-from reference import COMPLEX, DTYPES, FLOATS, HALVES, Checks, make_input, mix, reduce, sum_in_rank_order, wide
+from reference import (
+    COMPLEX,
+    DTYPES,
+    FLOATS,
+    HALVES,
+    Checks,
+    make_input,
+    mix,
+    reduce,
+    sum_in_rank_order,
+    wide,
+)
 from torch import Tensor
 
 from harness import BACKEND, World, WorldPool
@@ -136,6 +147,7 @@ def promised(
         for ranks in machines
     ]
     order = [source for source, _ in plan.sources] + [plan.rank]
+    total: Tensor
     if weights is None:
         total = functools.reduce(torch.add, [rounded[m].to(between) for m in order]) / len(order)
     else:
@@ -186,7 +198,8 @@ def extreme_values() -> None:
         plan = _C.NeighborPlan(machine, 2, own, [(other, theirs)], [(other, 1.0)])
         work = backend().hierarchical_neighbor_allreduce(tensor, machines, plan)
         work.wait()
-        return work.result()[0]
+        output: Tensor = work.result()[0]
+        return output
 
     with Checks() as checks:
         large = torch.full((9,), 60_000.0, dtype=torch.float16)
@@ -282,8 +295,18 @@ def wrong_arguments() -> None:
         (one, [[[0, 1], [2, 1]], plan], {}, "machines: rank 1 is there twice"),
         (one, [[[0, 1], [2]], plan], {}, "machines: rank 3 is missing"),
         (one, [[], plan], {}, "machines: rank 0 is missing"),
-        (one, [[[0], [1, 2, 3]], plan], {}, "got machines of 1 and of 3 ranks; allowed are machines of equal size"),
-        (one, [[[0, 1, 2, 3]], plan], {}, "got a plan for rank . of 2; allowed is one for this rank's machine, 0 of 1"),
+        (
+            one,
+            [[[0], [1, 2, 3]], plan],
+            {},
+            "got machines of 1 and of 3 ranks; allowed are machines of equal size",
+        ),
+        (
+            one,
+            [[[0, 1, 2, 3]], plan],
+            {},
+            "got a plan for rank . of 2; allowed is one for this rank's machine, 0 of 1",
+        ),
         (one.int(), both, {}, "int32"),
         ([], both, {}, "empty list"),
         (one, both, {"output": one.double()}, "output: got dtype float64"),
@@ -359,11 +382,17 @@ NAME = r"hierarchical_neighbor_allreduce"
 @pytest.mark.parametrize(
     ("kind", "everywhere"),
     [
-        ("machines", rf"ranks disagree.*{NAME}\(float32\[4\], 2 machines, layout (\w+)\).*layout (?!\1)\w+\)"),
+        (
+            "machines",
+            rf"ranks disagree.*{NAME}\(float32\[4\], 2 machines, layout (\w+)\).*layout (?!\1)\w+\)",
+        ),
         ("order of machines", r"layout (\w+)\).*2 machines, layout (?!\1)\w+\)"),
         ("dtype", rf"ranks disagree.*{NAME}\(float(32|64)\[4\].*{NAME}\((?!float\1)float\d+\[4\]"),
         ("shape", rf"ranks disagree.*{NAME}\(float32\[(4|2, 2)\].*{NAME}\((?!float32\[\1\])float32\["),
-        ("plan", r"ranks disagree: this rank called .*self_weight=0\.\d*5.*rank [01] of the same machine with another"),
+        (
+            "plan",
+            r"ranks disagree: this rank called .*self_weight=0\.\d*5.*rank [01] of the same machine with another",
+        ),
         ("list", r"list of 2 tensors"),
         ("operation", "ranks disagree.*local_allreduce"),
     ],
@@ -377,7 +406,8 @@ def test_a_machine_that_sends_to_one_that_does_not_receive(worlds: WorldPool) ->
     # Who does not receive may be done before the message comes; who sends hears of it either way.
     for text in worlds(4).run(disagreement, "unexpected")[2:]:
         assert re.search(
-            r"ranks? [23] called hierarchical.*(this rank does not receive from it|has ended its operation)", text
+            r"ranks? [23] called hierarchical.*(this rank does not receive from it|has ended its operation)",
+            text,
         ), text
 
 

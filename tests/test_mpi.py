@@ -6,19 +6,17 @@ tensors; without it 2 ranks and small ones, so that ``make test`` stays quick.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from harness import BACKEND
-from hosts import address, emulated_hosts, namespace_names, sent_bytes
+from hosts import ACROSS, address, emulated_hosts, namespace_names, sent_bytes
 from mpi_installations import Installation, Missing, intel, mpich, open_mpi
-from scripts import ROOT, Job, launcher_command
+from scripts import ROOT, Job, launcher_command, started
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
@@ -28,7 +26,6 @@ pytestmark = [
 ALL = os.environ.get("FOG_TEST_MPI") == "all"
 RANKS = 4 if ALL else 2
 TIMEOUT = 600.0  # room for a busy machine
-SETTLE_SECONDS = 10.0
 OPERATIONS = [ROOT / "tests" / "all_operations.py", *([] if ALL else ["--small"])]
 # torch's, of names that later versions will drop.
 QUIET = {"PYTHONWARNINGS": "ignore"}
@@ -45,20 +42,6 @@ def found(find: Callable[[], Installation]) -> Installation:
         return find()
     except Missing as missing:
         pytest.skip(str(missing))
-
-
-@contextlib.contextmanager
-def started(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
-    """Stops the jobs at the end, and checks that none of their processes is left."""
-    try:
-        yield jobs
-    finally:
-        for job in jobs:
-            job.stop()
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while left := [pid for job in jobs for pid in job.processes()]:
-        assert time.monotonic() < deadline, f"processes left: {left}"
-        time.sleep(0.1)
 
 
 def check_operations(jobs: Sequence[Job], library: str) -> None:
@@ -113,12 +96,6 @@ def test_torchrun_without_local_links(tmp_path: Path) -> None:
 
 
 # Several hosts
-
-# What keeps an MPI from using memory that namespaces share, as hosts do not.
-ACROSS = {
-    "UCX": {"UCX_TLS": "tcp"},
-    "OFI": {"MPICH_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
-}
 
 
 def torchrun_on(hosts: Sequence[str], log: Path, environment: Mapping[str, str]) -> list[Job]:

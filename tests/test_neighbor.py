@@ -478,7 +478,11 @@ def lists_of_several_dtypes(named: bool) -> None:
         for i in reversed(range(5)):
             works[i].wait()
             outputs = works[i].result()
-            checks.equal(f"{i}: dtypes and shapes", [(o.dtype, o.shape) for o in outputs], [(t.dtype, t.shape) for t in inputs[0]])
+            checks.equal(
+                f"{i}: dtypes and shapes",
+                [(o.dtype, o.shape) for o in outputs],
+                [(t.dtype, t.shape) for t in inputs[0]],
+            )
             for k, output in enumerate(outputs):
                 checks.close(f"{i} [{k}]", output, mix([tensors[k] for tensors in inputs], matrix)[rank])
             checks.equal(f"{i}: the Future's value", works[i].get_future().wait(), outputs)
@@ -567,7 +571,12 @@ def wrong_lists() -> None:
         (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with the input"),
         (base[:4], base[3:7], ValueError, "output: shares memory with the input"),
         (base[:4], base[:4].view(2, 2), ValueError, r"output: got shape \[2, 2\]"),
-        (base.view(2, 4)[:, :2].t(), base.view(2, 4)[:, :2], ValueError, "output: shares memory with the input"),
+        (
+            base.view(2, 4)[:, :2].t(),
+            base.view(2, 4)[:, :2],
+            ValueError,
+            "output: shares memory with the input",
+        ),
         ([base, None], None, TypeError, "incompatible function arguments"),
         ("base", None, TypeError, "incompatible function arguments"),
     ]
@@ -609,7 +618,9 @@ def lists_that_differ(kind: str) -> str:
 )
 def test_lists_that_differ(worlds, kind):
     for text in worlds(2).run(lists_that_differ, kind):
-        assert re.search(r"ranks disagree.*neighbor_allreduce\(float32\[\d+\].*neighbor_allreduce\(float32\[", text), text
+        assert re.search(
+            r"ranks disagree.*neighbor_allreduce\(float32\[\d+\].*neighbor_allreduce\(float32\[", text
+        ), text
         assert "list of 3 tensors, layout" in text
 
 

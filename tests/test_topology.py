@@ -251,7 +251,7 @@ def test_wrong_type(call: Callable[[], object]) -> None:
         (lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(8, 4, -1), r"self_rank .*\[0, 7\], got -1"),
         (lambda: topology.metropolis_hastings_weights(nx.DiGraph([(0, 1)])), "reverse of every .* 0 -> 1"),
         (lambda: topology.metropolis_hastings_weights(nx.DiGraph([(1, 0)])), "reverse of every .* 1 -> 0"),
-        (lambda: topology.by_name("torus", 4), "name must be one of exp, exp2, .*, full, got 'torus'"),
+        (lambda: topology.by_name("cube", 4), "name must be one of exp, exp2, .*, full, got 'cube'"),
         (lambda: topology.by_name("ring", 0), "size must be an integer >= 1, got 0"),
         (lambda: topology.spectral_gap(np.zeros((2, 3))), r"W must be a square matrix, got shape \(2, 3\)"),
         (lambda: topology.spectral_gap(np.zeros((0, 0))), r"W must be a square matrix, got shape \(0, 0\)"),
@@ -501,7 +501,7 @@ def test_by_name() -> None:
     for name, graph in same.items():
         assert topology.IsTopologyEquivalent(topology.by_name(name, 17), GRAPHS[graph][0](17))
     assert topology.IsTopologyEquivalent(topology.by_name("exp4", 17), topology.ExponentialGraph(17, base=4))
-    assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4"}
+    assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4", "torus", "d-equistatic", "u-equistatic"}
 
 
 def test_public_names() -> None:

@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
 // Offsets are never given back, so there are more of them than memory.
-constexpr size_t kTimesMemory = 16;
+constexpr size_t kTimesMemory = 4;
 // Pages kept for blocks to come: as many as are in use, but at least these.
 constexpr size_t kLeastKept = size_t(256) << 20;
 
@@ -27,6 +27,16 @@ struct Label {
   uint64_t memory; // where the owner has it mapped
 };
 constexpr uint64_t kMagic = 0x666f672d6172656e; // "fog-aren"
+
+// Maps all of an arena's file; nullptr if that fails. A core dump goes without: it would be as large as the file.
+void* map_all(int fd, size_t bytes, int protection) {
+  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (memory == MAP_FAILED) {
+    return nullptr;
+  }
+  madvise(memory, bytes, MADV_DONTDUMP);
+  return memory;
+}
 
 // Few sizes, so that freed blocks fit those who come later: eight between a power of two and the next.
 size_t block_size(size_t bytes) {
@@ -51,10 +61,8 @@ Arena* Arena::create() {
     return nullptr;
   }
   const size_t bytes = static_cast<size_t>(pages) * kPage * kTimesMemory;
-  void* memory = ftruncate(fd, static_cast<off_t>(bytes)) == 0
-      ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0)
-      : MAP_FAILED;
-  if (memory == MAP_FAILED) {
+  void* memory = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? map_all(fd, bytes, PROT_READ | PROT_WRITE) : nullptr;
+  if (memory == nullptr) {
     close(fd);
     return nullptr;
   }
@@ -127,10 +135,9 @@ std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token)
   }
   struct stat status = {};
   const size_t bytes = fstat(opened, &status) == 0 ? static_cast<size_t>(status.st_size) : 0;
-  const void* memory =
-      bytes >= kPage ? mmap(nullptr, bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, opened, 0) : MAP_FAILED;
+  const void* memory = bytes >= kPage ? map_all(opened, bytes, PROT_READ) : nullptr;
   close(opened);
-  if (memory == MAP_FAILED) {
+  if (memory == nullptr) {
     return nullptr;
   }
   auto arena = std::shared_ptr<ForeignArena>(new ForeignArena(static_cast<const char*>(memory), bytes));

@@ -1,19 +1,25 @@
-"""Who talks to whom: static graphs, dynamic one-peer generators, their weights and metrics. No communication.
+"""Who talks to whom: static graphs, time-varying sequences, their weights and metrics. No communication.
 
-A topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the weight of the edge i -> j: a row is
-a sender, a column a receiver. One concept, one module: `graphs` (static), `dynamic` (generators), `weights`
-(of edges, given or chosen), `neighbor_lists` (peers as lists), `metrics`, `registry` (graphs by name),
-`legacy` (older names).
+A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the weight of the edge i -> j: a
+row is a sender, a column a receiver. A `Topology` is one such matrix a round, for static graphs and sequences
+alike. One concept, one module: `graphs` (static), `rounds` (Topology), `sequences`, `base_graph` and
+`equitopo` (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen),
+`neighbor_lists` (peers as lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table
+and picture), `draws` (random numbers that ranks share), `legacy` (older names).
 """
 
 from __future__ import annotations
 
+from fogdist.topology.base_graph import base_graph, hyper_hypercube, simple_base_graph
+from fogdist.topology.comparison import Summary, SummaryRow, summary
+from fogdist.topology.drawing import plot
 from fogdist.topology.dynamic import (
     GetDynamicOnePeerSendRecvRanks,
     GetExp2DynamicSendRecvMachineRanks,
     GetInnerOuterExpo2DynamicSendRecvRanks,
     GetInnerOuterRingDynamicSendRecvRanks,
 )
+from fogdist.topology.equitopo import EquiStaticGraph, equi_dynamic
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
     ExponentialGraph,
@@ -25,6 +31,7 @@ from fogdist.topology.graphs import (
     RingGraph,
     StarGraph,
     SymmetricExponentialGraph,
+    Torus2DGraph,
 )
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.neighbor_lists import (
@@ -35,10 +42,20 @@ from fogdist.topology.neighbor_lists import (
     transpose_neighbor_ranks,
 )
 from fogdist.topology.registry import TOPOLOGY_NAMES, by_name
+from fogdist.topology.rounds import Peers, Topology
+from fogdist.topology.sequences import (
+    inner_outer_exponential,
+    inner_outer_ring,
+    one_peer,
+    one_peer_exponential,
+    one_peer_hypercube,
+    random_matching,
+)
 from fogdist.topology.validation import check_neighbor_ranks, check_topology
 from fogdist.topology.weights import (
     GetRecvWeights,
     GetSendWeights,
+    graph_from_matrix,
     metropolis_hastings_weights,
     mixing_matrix,
     uniform_weights,
@@ -46,6 +63,7 @@ from fogdist.topology.weights import (
 
 __all__ = [
     "TOPOLOGY_NAMES",
+    "EquiStaticGraph",
     "ExponentialGraph",
     "ExponentialTwoGraph",
     "FullyConnectedGraph",
@@ -58,20 +76,38 @@ __all__ = [
     "IsRegularGraph",
     "IsTopologyEquivalent",
     "MeshGrid2DGraph",
+    "Peers",
     "RingGraph",
     "StarGraph",
+    "Summary",
+    "SummaryRow",
     "SymmetricExponentialGraph",
+    "Topology",
     "TopologyError",
+    "Torus2DGraph",
+    "base_graph",
     "by_name",
     "check_neighbor_ranks",
     "check_topology",
+    "equi_dynamic",
+    "graph_from_matrix",
+    "hyper_hypercube",
     "in_neighbors",
+    "inner_outer_exponential",
+    "inner_outer_ring",
     "matrix_from_destinations",
     "matrix_from_sources",
     "metropolis_hastings_weights",
     "mixing_matrix",
+    "one_peer",
+    "one_peer_exponential",
+    "one_peer_hypercube",
     "out_neighbors",
+    "plot",
+    "random_matching",
+    "simple_base_graph",
     "spectral_gap",
+    "summary",
     "transpose_neighbor_ranks",
     "uniform_weights",
 ]

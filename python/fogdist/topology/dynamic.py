@@ -62,7 +62,7 @@ def GetDynamicOnePeerSendRecvRanks(
 
 def _doubling_distance(step: int, size: int) -> int:
     """1, 2, 4, ... in turn, up to the largest power of two below `size` (at least 2)."""
-    return 2 ** (step % (size - 1).bit_length())
+    return 1 << (step % (size - 1).bit_length())
 
 
 def GetExp2DynamicSendRecvMachineRanks(
@@ -192,13 +192,14 @@ def _inner_outer(
             f"local_size must be at least 3 (two ranks stay inside while one goes outside), got {local_size}"
         )
     machine, local_rank = divmod(rank, local_size)
+    size = machines * local_size
 
     def steps() -> Iterator[tuple[list[int], list[int]]]:
         for step in count():
             outgoing = step % local_size if machines > 1 else None
             if local_rank == outgoing:
                 hop = distance(step, machines) * local_size
-                yield [(rank + hop) % world_size], [(rank - hop) % world_size]
+                yield [(rank + hop) % size], [(rank - hop) % size]
             else:
                 inside = [machine * local_size + local for local in range(local_size) if local != outgoing]
                 place = inside.index(rank)

@@ -2,7 +2,7 @@
 
 Every graph is a networkx.DiGraph on the ranks 0 ... size-1 with a self loop at every rank and doubly
 stochastic weights, so that one mixing step keeps the average of all ranks. Names and arguments are those of
-BlueFog.
+BlueFog, which has no torus. The static graphs of EquiTopo are in `equitopo`.
 """
 
 from __future__ import annotations
@@ -93,6 +93,21 @@ def SymmetricExponentialGraph(size: SupportsIndex, base: SupportsIndex = 4) -> n
     return _circulant(size, [*powers, *(-power for power in powers)])
 
 
+def _grid_shape(size: int, shape: tuple[SupportsIndex, SupportsIndex] | None) -> tuple[int, int]:
+    if shape is None:
+        rows = next(r for r in range(math.isqrt(size), 0, -1) if size % r == 0)
+        return rows, size // rows
+    try:
+        given_rows, given_columns = shape
+    except (TypeError, ValueError):
+        raise TypeError(f"shape must be a pair (rows, columns) or None, got {shape!r}") from None
+    rows = check_int(given_rows, "shape[0]", minimum=1)
+    columns = check_int(given_columns, "shape[1]", minimum=1)
+    if rows * columns != size:
+        raise TopologyError(f"shape must have the product size = {size}, got {(rows, columns)}")
+    return rows, columns
+
+
 def MeshGrid2DGraph(
     size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None
 ) -> nx.DiGraph:
@@ -110,18 +125,7 @@ def MeshGrid2DGraph(
         TopologyError: `size` or an entry of `shape` is below 1, or the product of `shape` is not `size`.
     """
     size = check_int(size, "size", minimum=1)
-    if shape is None:
-        rows = next(r for r in range(math.isqrt(size), 0, -1) if size % r == 0)
-        columns = size // rows
-    else:
-        try:
-            given_rows, given_columns = shape
-        except (TypeError, ValueError):
-            raise TypeError(f"shape must be a pair (rows, columns) or None, got {shape!r}") from None
-        rows = check_int(given_rows, "shape[0]", minimum=1)
-        columns = check_int(given_columns, "shape[1]", minimum=1)
-        if rows * columns != size:
-            raise TopologyError(f"shape must have the product size = {size}, got {(rows, columns)}")
+    columns = _grid_shape(size, shape)[1]
     grid = nx.DiGraph()
     grid.add_nodes_from(range(size))
     for rank in range(size):
@@ -134,6 +138,33 @@ def MeshGrid2DGraph(
             grid.add_edge(rank, neighbor)
             grid.add_edge(neighbor, rank)
     return metropolis_hastings_weights(grid)
+
+
+def Torus2DGraph(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None) -> nx.DiGraph:
+    """Returns a two-dimensional torus: the grid of `MeshGrid2DGraph` closed to a ring in both directions.
+
+    Rank ``row * columns + column`` stands at (row, column) and has its four neighbors, fewer where two of
+    them are the same rank. Uniform weights, 1/5 each from a 3 by 3 torus on; W is symmetric.
+
+    Args:
+        size: Number of ranks, at least 1.
+        shape: (rows, columns) with rows * columns == size. None: the factors nearest to the square root, rows
+            first and not more rows than columns (a prime size gives a ring).
+
+    Raises:
+        TypeError: `size` or an entry of `shape` is not an integer, or `shape` is not a pair.
+        TopologyError: `size` or an entry of `shape` is below 1, or the product of `shape` is not `size`.
+    """
+    size = check_int(size, "size", minimum=1)
+    rows, columns = _grid_shape(size, shape)
+    edges = []
+    for rank in range(size):
+        row, column = divmod(rank, columns)
+        near = {rank}
+        near |= {(row + step) % rows * columns + column for step in (-1, 1)}
+        near |= {row * columns + (column + step) % columns for step in (-1, 1)}
+        edges += [(rank, neighbor, Fraction(1, len(near))) for neighbor in near]
+    return build_topology(size, edges)
 
 
 def StarGraph(size: SupportsIndex, center_rank: SupportsIndex = 0) -> nx.DiGraph:

@@ -6,9 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fogdist.topology.errors import TopologyError
-
-# Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
-_SUM_TOLERANCE = 1e-5
+from fogdist.topology.weights import SUM_TOLERANCE, check_matrix
 
 
 def spectral_gap(W: ArrayLike) -> float:
@@ -29,16 +27,9 @@ def spectral_gap(W: ArrayLike) -> float:
         TypeError: `W` does not hold real numbers.
         TopologyError: `W` is not a square matrix of finite numbers whose columns or rows sum to 1.
     """
-    matrix = np.asarray(W)
-    if matrix.dtype.kind not in "biuf":
-        raise TypeError(f"W must be a matrix of real numbers, got dtype {matrix.dtype}")
-    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.size == 0:
-        raise TopologyError(f"W must be a square matrix, got shape {matrix.shape}")
-    matrix = matrix.astype(np.float64)
-    if not np.isfinite(matrix).all():
-        raise TopologyError("W must hold finite numbers, got an infinity or NaN")
+    matrix = check_matrix(W, "W", "none")
     sums = [matrix.sum(axis=axis) for axis in (0, 1)]
-    if not any(np.allclose(s, 1.0, rtol=0.0, atol=_SUM_TOLERANCE) for s in sums):
+    if not any(np.allclose(s, 1.0, rtol=0.0, atol=SUM_TOLERANCE) for s in sums):
         raise TopologyError(f"W must have columns or rows that sum to 1, got column sums {sums[0]}")
     eigenvalues = np.linalg.eigvals(matrix)
     # One eigenvalue is 1 (the vector of the average); the rest is what mixing has to shrink.

@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 
 from fogdist.topology.validation import check_neighbor_ranks
 
@@ -46,7 +47,7 @@ def transpose_neighbor_ranks(neighbors: Sequence[Iterable[SupportsIndex]]) -> li
     return transposed
 
 
-def matrix_from_sources(sources: Sequence[Iterable[SupportsIndex]]) -> np.ndarray:
+def matrix_from_sources(sources: Sequence[Iterable[SupportsIndex]]) -> NDArray[np.float64]:
     """Returns the mixing matrix of the plain mean over each rank and its sources.
 
     Args:
@@ -64,10 +65,11 @@ def matrix_from_sources(sources: Sequence[Iterable[SupportsIndex]]) -> np.ndarra
     matrix = np.eye(size)
     for j, ranks in enumerate(sources):
         matrix[check_neighbor_ranks(ranks, j, size, f"sources[{j}]"), j] = 1.0
-    return matrix / matrix.sum(axis=0)
+    matrix /= matrix.sum(axis=0)
+    return matrix
 
 
-def matrix_from_destinations(destinations: Sequence[Iterable[SupportsIndex]]) -> np.ndarray:
+def matrix_from_destinations(destinations: Sequence[Iterable[SupportsIndex]]) -> NDArray[np.float64]:
     """Returns the mixing matrix of the plain mean over each rank and the ranks that send to it.
 
     Args:
@@ -86,4 +88,5 @@ def matrix_from_destinations(destinations: Sequence[Iterable[SupportsIndex]]) ->
     matrix = np.eye(size)
     for i, ranks in enumerate(destinations):
         matrix[i, check_neighbor_ranks(ranks, i, size, f"destinations[{i}]")] = 1.0
-    return matrix / matrix.sum(axis=0)
+    matrix /= matrix.sum(axis=0)
+    return matrix

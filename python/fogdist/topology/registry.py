@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import networkx as nx
 
 from fogdist.topology import graphs
+from fogdist.topology.equitopo import EquiStaticGraph
 from fogdist.topology.errors import TopologyError
 
 _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
@@ -21,6 +22,9 @@ _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
     "ring-left": partial(graphs.RingGraph, connect_style=1),
     "ring-right": partial(graphs.RingGraph, connect_style=2),
     "mesh": graphs.MeshGrid2DGraph,
+    "torus": graphs.Torus2DGraph,
+    "d-equistatic": EquiStaticGraph,
+    "u-equistatic": partial(EquiStaticGraph, directed=False),
     "star": graphs.StarGraph,
     "full": graphs.FullyConnectedGraph,
 }

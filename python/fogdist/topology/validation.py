@@ -85,7 +85,7 @@ def check_topology(topology: nx.DiGraph, argument: str = "topology") -> int:
     if not isinstance(topology, nx.DiGraph) or topology.is_multigraph():
         hint = "; an undirected graph has to_directed()" if isinstance(topology, nx.Graph) else ""
         raise TypeError(f"{argument} must be a networkx.DiGraph, got {type(topology).__name__}{hint}")
-    size = topology.number_of_nodes()
+    size: int = topology.number_of_nodes()
     if size == 0:
         raise TopologyError(f"{argument} must have at least one node, got an empty graph")
     strange = [node for node in topology if node not in range(size)]

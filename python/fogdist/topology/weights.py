@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import SupportsIndex
+from typing import Literal, SupportsIndex
 
 import networkx as nx
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
 from fogdist.topology.validation import check_rank, check_topology, edge_weight
+
+# Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
+SUM_TOLERANCE = 1e-5
+
+Sums = Literal["columns", "rows", "both", "none"]
 
 
 def build_topology(size: int, edges: Iterable[tuple[int, int, float | Fraction]]) -> nx.DiGraph:
@@ -31,7 +37,7 @@ def build_topology(size: int, edges: Iterable[tuple[int, int, float | Fraction]]
     return topology
 
 
-def mixing_matrix(topology: nx.DiGraph) -> np.ndarray:
+def mixing_matrix(topology: nx.DiGraph) -> NDArray[np.float64]:
     """Returns the mixing matrix of a topology.
 
     Args:
@@ -49,6 +55,66 @@ def mixing_matrix(topology: nx.DiGraph) -> np.ndarray:
     for i, j in topology.edges:
         matrix[int(i), int(j)] = edge_weight(topology, i, j)
     return matrix
+
+
+def check_matrix(W: ArrayLike, argument: str = "W", sums: Sums = "columns") -> NDArray[np.float64]:
+    """Returns `W` as float64 after checking that it is a mixing matrix.
+
+    Args:
+        W: Real numbers of shape (n, n), n at least 1; negative weights are allowed.
+        argument: Name of the caller's argument, for the message.
+        sums: What must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
+            out its whole mass, as push-sum needs), "both" (doubly stochastic: the average of all ranks
+            stays), or "none".
+
+    Raises:
+        TypeError: `W` does not hold real numbers.
+        TopologyError: `W` is not square, holds an infinity or NaN, or a row or column does not sum to 1;
+            `sums` is none of the four.
+    """
+    if sums not in ("columns", "rows", "both", "none"):
+        raise TopologyError(f"sums must be 'columns', 'rows', 'both' or 'none', got {sums!r}")
+    try:
+        array = np.asarray(W)
+    except ValueError as error:  # Rows of different lengths.
+        raise TopologyError(f"{argument} must be a square matrix: {error}") from None
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"{argument} must be a matrix of real numbers, got dtype {array.dtype}")
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or array.size == 0:
+        raise TopologyError(f"{argument} must be a square matrix, got shape {array.shape}")
+    matrix = array.astype(np.float64)
+    if not np.isfinite(matrix).all():
+        i, j = np.argwhere(~np.isfinite(matrix))[0]
+        raise TopologyError(f"{argument} must hold finite numbers, got {argument}[{i}, {j}] = {matrix[i, j]}")
+    for kind, axis in (("column", 0), ("row", 1)):
+        totals = matrix.sum(axis=axis)
+        wrong = np.flatnonzero(np.abs(totals - 1.0) > SUM_TOLERANCE)
+        if sums in (f"{kind}s", "both") and wrong.size:
+            raise TopologyError(
+                f"each {kind} of {argument} must sum to 1, got {totals[wrong[0]]:.9g} in {kind} {wrong[0]}"
+                + (f" (and {wrong.size - 1} more)" if wrong.size > 1 else "")
+            )
+    return matrix
+
+
+def graph_from_matrix(W: ArrayLike, *, sums: Sums = "columns") -> nx.DiGraph:
+    """Returns the graph of a given mixing matrix: an edge i -> j for each W[i, j] that is not 0.
+
+    Args:
+        W: Real numbers of shape (n, n): W[i, j] is the weight of the edge i -> j.
+        sums: What must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
+            out its whole mass, as push-sum needs), "both" (doubly stochastic: the average of all ranks
+            stays), or "none".
+
+    Raises:
+        TypeError: `W` does not hold real numbers.
+        TopologyError: `W` is not square, holds an infinity or NaN, or a row or column does not sum to 1;
+            `sums` is none of the four.
+    """
+    matrix = check_matrix(W, "W", sums)
+    return build_topology(
+        len(matrix), ((int(i), int(j), float(matrix[i, j])) for i, j in np.argwhere(matrix))
+    )
 
 
 def GetRecvWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:

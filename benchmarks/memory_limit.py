@@ -1,0 +1,86 @@
+"""The limit that memory sets a sum of several arrays: one pass that reads each of them once and writes one.
+
+Two forms of the loop, as which is faster depends on the size and on the machine's other work: compiled C
+(`out[i] = a[i] + b[i] + ...`, by the compiler that a build of fog needs anyway, for this machine's vectors),
+and numpy in blocks that stay in a core's cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Elements of a block: it fits in the second-level cache with its inputs, and takes longer than a numpy call.
+BLOCK = 1 << 16
+_OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
+
+
+def sums(
+    inputs: Sequence[NDArray[np.float32]], output: NDArray[np.float32]
+) -> dict[str, Callable[[], object]]:
+    """Functions that write the sum of `inputs` to `output`, by the name of their form.
+
+    Args:
+        inputs: One or more contiguous arrays of float32, of one length.
+        output: Array of that length that overlaps none of them.
+
+    Returns:
+        "numpy", and "C" where there is a compiler.
+    """
+    forms: dict[str, Callable[[], object]] = {"numpy": _in_blocks(inputs, output)}
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is not None:
+        forms["C"] = _compiled(compiler, inputs, output)
+    return forms
+
+
+def _in_blocks(inputs: Sequence[NDArray[np.float32]], output: NDArray[np.float32]) -> Callable[[], object]:
+    starts = range(0, len(output), BLOCK)
+    blocks = [(output[i : i + BLOCK], [array[i : i + BLOCK] for array in inputs]) for i in starts]
+
+    def form() -> None:
+        for out, (first, *others) in blocks:
+            if not others:
+                np.copyto(out, first)
+                continue
+            np.add(first, others[0], out=out)
+            for other in others[1:]:
+                np.add(out, other, out=out)
+
+    return form
+
+
+def _compiled(
+    compiler: str, inputs: Sequence[NDArray[np.float32]], output: NDArray[np.float32]
+) -> Callable[[], object]:
+    names = [f"x{place}" for place in range(len(inputs))]
+    parameters = ", ".join(f"const float* restrict {name}" for name in names)
+    terms = " + ".join(f"{name}[i]" for name in names)
+    source = (
+        "#include <stddef.h>\n"
+        f"void sum(size_t n, float* restrict out, {parameters}) {{\n"
+        f"  for (size_t i = 0; i < n; ++i) out[i] = {terms};\n"
+        "}\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="fog-benchmark-") as directory:
+        file, library = Path(directory) / "sum.c", Path(directory) / "sum.so"
+        file.write_text(source)
+        subprocess.run([*compiler.split(), *_OPTIONS, str(file), "-o", str(library)], check=True)
+        function = ctypes.CDLL(str(library)).sum  # stays loaded without its file
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (output, *inputs)]
+    length = ctypes.c_size_t(len(output))
+    keep = (list(inputs), output)  # the addresses above do not
+
+    def form() -> object:
+        assert keep
+        return function(length, *addresses)
+
+    return form

@@ -1,0 +1,565 @@
+"""Times exchanges with neighbors on fog beside raw MPI, Gloo, allreduce and the limit of memory, in one run.
+
+    python benchmarks/neighbor.py                               # 2, 4 and 8 ranks, some five minutes
+    python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M --plot neighbor.png
+
+Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
+turns, exchange by exchange and size by size (see interleaved.py). The exchanges, all with uniform weights:
+
+    exp2           static exponential-2 graph: all ranks at distance 1, 2, 4, ...
+    one-peer       dynamic one-peer exponential graph: one rank at distance 1, 2, 4, ... in turn, one a call
+    ring           static ring: both sides
+    complete       every rank with every other
+    hierarchical   two emulated machines: the mean of each, then these exchange (an even number of 4 or more)
+
+Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+
+    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty); the same result each time
+    fog            the same with ordinary tensors
+    mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
+    fog new        the same with an ordinary x
+    MPI            raw MPI: mpi4py's Irecv, Isend and Waitall on the MPICH that fog uses, then sums of numpy
+    Gloo           irecv and isend of torch.distributed on Gloo, then sums of torch
+    fog all        fog's allreduce of a tensor of that size, in place, ordinary memory
+    Gloo all       Gloo's
+    memory         each rank sums d + 1 arrays of its own into one, all ranks at once (see memory_limit.py)
+
+MPI, Gloo and the columns "fog mem" and "fog" use buffers that are there before; these two call the backend's
+operation with a plan made before, and an output. "mem new" and "fog new" are calls of fogdist as a training
+loop makes them: they take their arguments apart each time (in one-peer, also step the generator of peers),
+get a new tensor, and drop it within the measurement. There one-peer exchanges run without the check of the
+topology, as fogdist's optimizers run them, and the static ones with their default, which makes a sender wait
+until its receivers have agreed.
+
+d is the number of ranks that one receives from: an exchange must at least read d + 1 tensors and write one
+on each rank. The inputs of "memory" are d + 1 different arrays on each rank, while the n ranks of an exchange
+read n tensors together, so where these fit in a cache that ranks share an exchange can be faster. A
+hierarchical exchange must at least read each tensor once and write each once: there "memory" is a copy. In
+"complete", sums shared among ranks can be faster too: that is what an allreduce does. Raw MPI and Gloo
+exchange hierarchically through one rank of each machine: reduce, exchange, broadcast.
+
+Every system's first results, of one-peer those of all steps, are checked against the float64 mixing matrix. A
+barrier stands before each measurement, so a small exchange also pays for ranks that leave it late, most where
+ranks outnumber cores; --back-to-back 100 shows what an exchange takes in a loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import memory_limit
+import networkx as nx
+import numpy as np
+import program
+import side_by_side
+from interleaved import take_turns
+from numpy.typing import NDArray
+from report import Row, Table, size_text, write_json
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from mpi4py import MPI
+    from side_by_side import Systems
+    from torch import Tensor
+
+    from fog_pg._C import NeighborPlan, ProcessGroupFog
+
+EXCHANGES = ["exp2", "one-peer", "ring", "complete", "hierarchical"]
+SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+# Where many ranks share few cores, each size takes its time.
+FEWER_SIZES = [4 << 10, 1 << 20, 16 << 20]
+MANY_RANKS = 8
+MACHINES = 2
+SYSTEMS = {
+    "fog_memory": "fog mem",
+    "fog": "fog",
+    "fog_memory_new": "mem new",
+    "fog_new": "fog new",
+    "mpi": "MPI",
+    "gloo": "Gloo",
+    "fog_allreduce": "fog all",
+    "gloo_allreduce": "Gloo all",
+    "memory": "memory",
+}
+TABLE = Table(
+    SYSTEMS,
+    [
+        ("fog_memory", "memory"),
+        ("fog", "memory"),
+        ("fog_memory", "mpi"),
+        ("fog", "mpi"),
+        ("fog_allreduce", "fog_memory"),
+    ],
+)
+# Relative; the inputs are positive and their sums are rounded a few times in float32.
+TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound on a ratio of medians.
+
+    Attributes:
+        exchange: Of the row, as `ranks` and `size`.
+        ranks: Number of ranks.
+        size: In bytes.
+        numerator: System.
+        denominator: System.
+        limit: The ratio should not be larger,
+        enough: or the numerator's median, in milliseconds, not larger than this.
+    """
+
+    exchange: str
+    ranks: int
+    size: int
+    numerator: str
+    denominator: str
+    limit: float
+    enough: float = 0.0
+
+    def line(self, row: Row) -> str | None:
+        """What became of it, for people; None if the row lacks a system."""
+        ratio = row.ratio(self.numerator, self.denominator)
+        if ratio is None:
+            return None
+        median = row.times[self.numerator].median
+        met = ratio <= self.limit or median <= self.enough
+        what = f"{SYSTEMS[self.numerator]} / {SYSTEMS[self.denominator]}"
+        aim = f"at most {self.limit:.2f}" + (f" or {self.enough} ms" if self.enough else "")
+        where = f"{self.exchange}, {self.ranks} ranks, {size_text(self.size)}"
+        return f"{where:28}{what:20}{ratio:6.2f} ({median:.4f} ms)   {aim}: {'met' if met else 'missed'}"
+
+
+# On a machine of two cores.
+GOALS = [
+    *(Goal("one-peer", 4, 4 << 10, s, "mpi", 1.5, enough=0.025) for s in ("fog_memory", "fog", "fog_new")),
+    Goal("exp2", 4, 16 << 20, "fog_memory", "memory", 1.25),
+    Goal("exp2", 4, 16 << 20, "fog", "memory", 1.75),
+    Goal("exp2", 4, 16 << 20, "fog", "mpi", 1 / 1.3),
+    Goal("exp2", 2, 16 << 20, "fog_memory", "mpi", 1 / 3),
+    *(Goal("exp2", 4, 1 << 20, system, "mpi", 1.0) for system in ("fog_memory", "fog")),
+    *(Goal("one-peer", 4, 16 << 20, s, "fog_allreduce", 1 / 1.7) for s in ("fog_memory", "fog")),
+]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What is exchanged, and what comes of it.
+
+    Attributes:
+        name: One of EXCHANGES.
+        steps: The steps that calls go through in turn: mixing matrices over nodes, uniform in each column;
+            entry [i, j] is the weight of what i sends to j. Nodes are ranks, or machines if it is
+            hierarchical.
+        graph: What a static exchange follows, on the same nodes; None if it is dynamic.
+        ranks_per_node: 1, or the ranks of a machine.
+    """
+
+    name: str
+    steps: list[NDArray[np.float64]]
+    graph: nx.DiGraph | None
+    ranks_per_node: int = 1
+
+    @property
+    def in_degree(self) -> int:
+        """Tensors that a node receives, at most."""
+        return max(int(np.count_nonzero(step, axis=0).max()) for step in self.steps) - 1
+
+    def matrix(self, step: int) -> NDArray[np.float64]:
+        """The mixing matrix of ranks at a step; steps begin anew after the last."""
+        inside = np.full((self.ranks_per_node, self.ranks_per_node), 1 / self.ranks_per_node)
+        return np.kron(self.steps[step % len(self.steps)], inside)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """A node's part of one step: whom it receives from and sends to, and the weight of each term."""
+
+    sources: list[int]
+    destinations: list[int]
+    weight: float
+
+    @classmethod
+    def of(cls, matrix: NDArray[np.float64], node: int) -> Peers:
+        """Reads them off a mixing matrix."""
+        column, row = matrix[:, node], matrix[node]
+        return cls(
+            [int(source) for source in np.flatnonzero(column) if source != node],
+            [int(destination) for destination in np.flatnonzero(row) if destination != node],
+            float(column[node]),
+        )
+
+
+def uniform(neighbors: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The plain mean of each node and those that send to it, as a mixing matrix.
+
+    Args:
+        neighbors: Entry [i, j] says whether i sends to j.
+    """
+    terms = neighbors | np.eye(len(neighbors), dtype=bool)
+    weights: NDArray[np.float64] = terms / terms.sum(axis=0)
+    return weights
+
+
+def make_exchange(name: str, size: int) -> Exchange | str:
+    """An exchange among `size` ranks, or why there is none."""
+    from fogdist import topology
+
+    def static(graph: nx.DiGraph, ranks_per_node: int = 1) -> Exchange:
+        edges = nx.to_numpy_array(graph, nodelist=range(len(graph)), weight=None) != 0
+        return Exchange(name, [uniform(edges)], graph, ranks_per_node)
+
+    if name == "exp2":
+        return static(topology.ExponentialTwoGraph(size))
+    if name == "one-peer":
+        ranks = np.arange(size)
+        steps = []
+        for distance in (1 << power for power in range((size - 1).bit_length())):
+            edges = np.zeros((size, size), dtype=bool)
+            edges[ranks, (ranks + distance) % size] = True
+            steps.append(uniform(edges))
+        return Exchange(name, steps, None)
+    if name == "hierarchical":
+        if size < 2 * MACHINES or size % MACHINES:
+            return f"it takes a multiple of {MACHINES} ranks, and {2 * MACHINES} at least"
+        return static(topology.FullyConnectedGraph(MACHINES), size // MACHINES)
+    if size == 2:
+        return "between two ranks it is exp2"
+    assert name in ("ring", "complete")
+    return static(topology.RingGraph(size) if name == "ring" else topology.FullyConnectedGraph(size))
+
+
+@dataclass(frozen=True)
+class World:
+    """What the ranks of one world keep for all exchanges.
+
+    Attributes:
+        systems: Its systems.
+        fog: The backend of `systems.fog`.
+        machine: Communicator of raw MPI among this rank's emulated machine; None if ranks do not divide.
+        gloo_machine: Group of Gloo of the same ranks.
+    """
+
+    systems: Systems
+    fog: ProcessGroupFog
+    machine: MPI.Comm | None
+    gloo_machine: dist.ProcessGroup | None
+
+
+def join() -> World:
+    """Starts all systems in a rank."""
+    import torch
+    import torch.distributed as dist
+
+    systems = side_by_side.join()
+    n, machine, gloo_machine = systems.size, None, None
+    if n % MACHINES == 0:
+        per_machine = n // MACHINES
+        os.environ["FOG_NODES_PER_MACHINE"] = str(per_machine)
+        machine = systems.mpi.Split(systems.rank // per_machine, systems.rank)
+        for first in range(0, n, per_machine):
+            ranks = list(range(first, first + per_machine))
+            group = dist.new_group(ranks, backend="gloo", timeout=side_by_side.TIMEOUT)
+            if systems.rank in ranks:
+                gloo_machine = group
+    import fogdist
+
+    fogdist.init()
+    fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
+    return World(systems, fog, machine, gloo_machine)
+
+
+Way = Callable[[], "Tensor"]
+
+
+def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
+    """The backend's operation, into an output that is there already."""
+    from fog_pg._C import NeighborPlan
+
+    node, nodes = world.systems.rank // exchange.ranks_per_node, len(exchange.steps[0])
+
+    def plan(matrix: NDArray[np.float64]) -> NeighborPlan:
+        peers = Peers.of(matrix, node)
+        sources, destinations = ([(p, 1.0) for p in ps] for ps in (peers.sources, peers.destinations))
+        return NeighborPlan(node, nodes, 1.0, sources, destinations, mean=True)
+
+    plans = itertools.cycle([plan(matrix) for matrix in exchange.steps])
+    if exchange.ranks_per_node > 1:
+        n, per_machine = world.systems.size, exchange.ranks_per_node
+        machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
+
+        def hierarchical() -> Tensor:
+            world.fog.hierarchical_neighbor_allreduce(x, machines, next(plans), output=y).wait()
+            return y
+
+        return hierarchical
+
+    def flat() -> Tensor:
+        world.fog.neighbor_allreduce(x, next(plans), output=y).wait()
+        return y
+
+    return flat
+
+
+def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
+    """The call of a training loop."""
+    import fogdist
+    from fogdist import topology
+
+    rank, n = world.systems.rank, world.systems.size
+    if exchange.ranks_per_node > 1:
+        return lambda: fogdist.hierarchical_neighbor_allreduce(x)
+    if exchange.graph is not None:
+        return lambda: fogdist.neighbor_allreduce(x)
+    peers = topology.GetDynamicOnePeerSendRecvRanks(topology.ExponentialTwoGraph(n), rank)
+
+    def one_peer() -> Tensor:
+        destinations, sources = next(peers)
+        weight = 1 / (len(sources) + 1)
+        return fogdist.neighbor_allreduce(
+            x,
+            self_weight=weight,
+            src_weights=dict.fromkeys(sources, weight),
+            dst_weights=destinations,
+            enable_topo_check=False,
+        )
+
+    return one_peer
+
+
+def on_mpi(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: list[Tensor]) -> Way:
+    """Raw MPI: nonblocking receives and sends, then a sum of numpy."""
+    from mpi4py import MPI
+
+    per_node, mpi, machine = exchange.ranks_per_node, world.systems.mpi, world.machine
+    node = mpi.rank // per_node
+    steps = itertools.cycle([Peers.of(matrix, node) for matrix in exchange.steps])
+    own, out, buffers = x.numpy(), y.numpy(), [buffer.numpy() for buffer in received]
+
+    def exchange_with(peers: Peers, tensor: NDArray[np.float32], weight: float) -> None:
+        """Between ranks, or the first ranks of machines."""
+        arrived = buffers[: len(peers.sources)]
+        requests = [mpi.Irecv(b, s * per_node) for b, s in zip(arrived, peers.sources, strict=True)]
+        requests += [mpi.Isend(tensor, destination * per_node) for destination in peers.destinations]
+        MPI.Request.Waitall(requests)
+        total = tensor
+        for array in arrived:
+            total = np.add(total, array, out=out)
+        np.multiply(total, weight, out=out)
+
+    def flat() -> Tensor:
+        peers = next(steps)
+        exchange_with(peers, own, peers.weight)
+        return y
+
+    def hierarchical() -> Tensor:
+        assert machine is not None
+        peers = next(steps)
+        machine.Reduce(own, out, MPI.SUM, 0)
+        if machine.rank == 0:
+            exchange_with(peers, out, peers.weight / per_node)
+        machine.Bcast(out, 0)
+        return y
+
+    return hierarchical if per_node > 1 else flat
+
+
+def on_gloo(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: list[Tensor]) -> Way:
+    """The same on Gloo with torch."""
+    import torch
+    import torch.distributed as dist
+
+    per_node, group, machine = exchange.ranks_per_node, world.systems.gloo, world.gloo_machine
+    node = world.systems.rank // per_node
+    steps = itertools.cycle([Peers.of(matrix, node) for matrix in exchange.steps])
+
+    def exchange_with(peers: Peers, tensor: Tensor, weight: float) -> None:
+        arrived = received[: len(peers.sources)]
+        works = [
+            dist.irecv(buffer, group=group, group_src=source * per_node)
+            for buffer, source in zip(arrived, peers.sources, strict=True)
+        ]
+        works += [
+            dist.isend(tensor, group=group, group_dst=destination * per_node)
+            for destination in peers.destinations
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+        total = tensor
+        for array in arrived:
+            total = torch.add(total, array, out=y)
+        torch.mul(total, weight, out=y)
+
+    def flat() -> Tensor:
+        peers = next(steps)
+        exchange_with(peers, x, peers.weight)
+        return y
+
+    def hierarchical() -> Tensor:
+        assert machine is not None
+        peers = next(steps)
+        y.copy_(x)
+        dist.reduce(y, group=machine, group_dst=0)
+        if dist.get_rank(machine) == 0:
+            exchange_with(peers, y, peers.weight / per_node)
+        dist.broadcast(y, group=machine, group_src=0)
+        return y
+
+    return hierarchical if per_node > 1 else flat
+
+
+def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Namespace) -> Row:
+    """Checks and times one exchange at one size on all systems."""
+    import fogdist
+    import torch
+    import torch.distributed as dist
+
+    systems, n, rank = world.systems, world.systems.size, world.systems.rank
+    elements = max(1, size // torch.float32.itemsize)
+    # Rank r's tensor is base + r, exactly: 10 random bits, the same on all ranks, and r.
+    base = torch.randint(0, 1 << 10, (elements,), generator=torch.Generator().manual_seed(elements))
+    base = base.to(torch.float32).div_(1 << 10).add_(1)
+
+    def tensor() -> Tensor:
+        return torch.zeros(elements).fill_(0)  # filled: zeros alone has no memory of its own yet
+
+    x, y, z = base + rank, tensor(), tensor()
+    received = [tensor() for _ in range(exchange.in_degree)]
+    ways: dict[str, Way] = {}
+    x_memory, y_memory = fogdist.empty(elements).copy_(x), fogdist.empty(elements).zero_()
+    ways["fog_memory"] = on_backend(world, exchange, x_memory, y_memory)
+    ways["fog_memory_new"] = on_fogdist(world, exchange, x_memory)
+    ways["fog"] = on_backend(world, exchange, x, y)
+    ways["fog_new"] = on_fogdist(world, exchange, x)
+    ways["mpi"] = on_mpi(world, exchange, x, y, received)
+    ways["gloo"] = on_gloo(world, exchange, x, y, received)
+
+    def all_reduce(group: dist.ProcessGroup) -> Way:
+        def way() -> Tensor:
+            dist.all_reduce(z, group=group)
+            return z
+
+        return way
+
+    ways["fog_allreduce"] = all_reduce(systems.fog)
+    ways["gloo_allreduce"] = all_reduce(systems.gloo)
+
+    if exchange.ranks_per_node > 1:
+        fogdist.set_machine_topology(exchange.graph)
+    elif exchange.graph is not None:
+        fogdist.set_topology(exchange.graph)
+    everything = np.ones((n, n))
+    wide = base.to(torch.float64)
+    for name, way in ways.items():
+        for step in range(len(exchange.steps)):
+            is_allreduce = name in ("fog_allreduce", "gloo_allreduce")
+            weights = (everything if is_allreduce else exchange.matrix(step))[:, rank]
+            y.fill_(float("nan"))
+            z.copy_(x)
+            y_memory.fill_(float("nan"))
+            systems.mpi.Barrier()  # nobody's tensor changes while others read it
+            got = way()
+            expected = wide * weights.sum() + float(weights @ np.arange(n))
+            if not torch.allclose(got.to(torch.float64), expected, rtol=TOLERANCE, atol=0):
+                raise RuntimeError(
+                    f"{exchange.name} of {size} bytes, step {step}: wrong result of {name} on rank {rank}"
+                )
+            systems.mpi.Barrier()
+    if not (torch.equal(x, base + rank) and torch.equal(x_memory, x)):
+        raise RuntimeError(f"{exchange.name} of {size} bytes: a system changed the tensor of rank {rank}")
+    del wide, base
+    z.zero_()  # sums of it stay what they are
+
+    # A hierarchical exchange must read each tensor once and write each once.
+    read = [x] if exchange.ranks_per_node > 1 else [x, *received]
+    forms = memory_limit.sums([array.numpy() for array in read], y.numpy())
+    everyone: dict[str, Callable[[], object]] = {**ways}
+    everyone |= {f"memory {form}": way for form, way in forms.items()}
+    times, iterations = take_turns(
+        everyone,
+        systems.mpi,
+        seconds=arguments.seconds,
+        iterations=arguments.iterations,
+        back_to_back=arguments.back_to_back,
+    )
+    times["memory"] = min((times[f"memory {form}"] for form in forms), key=lambda t: t.median)
+    bytes_ = elements * torch.float32.itemsize
+    return Row(exchange.name, n, "float32", elements, bytes_, n * (len(read) + 1) * bytes_, iterations, times)
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    world = join()
+    systems = world.systems
+    first = systems.rank == 0
+    rows: list[Row] = []
+    if first:
+        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
+        print(TABLE.heading(), flush=True)
+    for exchange in found_exchanges(arguments.exchanges, systems.size, tell=first):
+        for size in arguments.sizes or (SIZES if systems.size < MANY_RANKS else FEWER_SIZES):
+            rows.append(measure(exchange, world, size, arguments))
+            if first:
+                print(TABLE.line(rows[-1]), flush=True)
+    if first:
+        write_json(arguments.rows, program.facts(), rows)
+    import fogdist
+
+    fogdist.shutdown()
+    side_by_side.leave()
+
+
+def found_exchanges(names: list[str], size: int, *, tell: bool) -> Iterator[Exchange]:
+    """The exchanges that there are among `size` ranks; says which are left out, and why, if `tell`."""
+    for name in names:
+        exchange = make_exchange(name, size)
+        if isinstance(exchange, Exchange):
+            yield exchange
+        elif tell:
+            print(f"{name:21}left out: {exchange}", flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_options(parser, ranks=[2, 4, 8], seconds=1.5)
+    parser.add_argument(
+        "--exchanges",
+        nargs="+",
+        choices=EXCHANGES,
+        default=EXCHANGES,
+        metavar="NAME",
+        help=", ".join(EXCHANGES),
+    )
+    arguments = program.parse_options(parser)
+    for ranks in arguments.ranks:
+        if ranks < 2:
+            parser.error(f"--ranks: {ranks}; an exchange takes 2 or more")
+    return arguments
+
+
+def main() -> None:
+    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
+    by_place = {(row.operation, row.ranks, row.bytes): row for row in rows}
+    lines = [
+        goal.line(by_place[place])
+        for goal in GOALS
+        if (place := (goal.exchange, goal.ranks, goal.size)) in by_place
+    ]
+    if any(lines):
+        print("\nGoals, for a machine of two cores")
+        print("\n".join(line for line in lines if line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""What the benchmark programs share around their measurements: options, facts about the run, a world for each
+number of ranks, and the files they write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import side_by_side
+from report import Row, parse_size, plot, read_rows, write_json
+
+# Load average of a machine that others use.
+BUSY = 0.7
+
+
+def add_options(parser: argparse.ArgumentParser, *, ranks: Sequence[int], seconds: float) -> None:
+    """Adds the options that every benchmark has.
+
+    Args:
+        parser: The program's.
+        ranks: Numbers of ranks to measure by default.
+        seconds: Time for one row by default.
+    """
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=list(ranks), help="numbers of ranks")
+    add("--sizes", type=parse_size, nargs="+", metavar="BYTES", help="such as 4, 64K, 16M")
+    add("--seconds", type=float, default=seconds, help="time to measure one operation at one size")
+    add("--iterations", type=int, help="number of measurements instead")
+    add("--back-to-back", type=int, default=1, metavar="N", help="operations in one measurement")
+    add("--json", type=Path, help="file for the numbers")
+    add("--plot", type=Path, help="file for a picture")
+    # This process is a rank, and here go its rows.
+    add("--rows", type=Path, help=argparse.SUPPRESS)
+
+
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line; ends the program if a number of calls is not positive."""
+    arguments = parser.parse_args()
+    for name in ("iterations", "back_to_back"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: {value}; must be 1 or more")
+    return arguments
+
+
+def facts() -> dict[str, object]:
+    """What a reader of the numbers wants to know about the run; in a rank."""
+    import torch
+    from mpi4py import MPI
+
+    from fog_pg import _C
+
+    return {
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "mpi": MPI.Get_library_version().splitlines()[0],
+        "mpi of fog": _C.mpi_version().splitlines()[0],
+    }
+
+
+def run(
+    script: Path,
+    arguments: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], None],
+    systems: Mapping[str, str],
+) -> list[Row]:
+    """Starts the ranks of each world in turn, and writes what they measured; in a rank, measures.
+
+    Args:
+        script: The program that calls this; its ranks run it again, with this process's command line.
+        arguments: From `parse_options`.
+        measure: What a rank does; rank 0 writes its rows to `arguments.rows`.
+        systems: Of the plot, as in `report.Table`.
+
+    Returns:
+        The rows of all worlds; none in a rank.
+    """
+    if arguments.rows is not None:
+        measure(arguments)
+        return []
+    side_by_side.require("mpi4py", *(["matplotlib"] if arguments.plot else []))
+    load = os.getloadavg()[0]
+    if load > BUSY:
+        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    rows: list[Row] = []
+    about: dict[str, object] = {}
+    with tempfile.TemporaryDirectory(prefix="fog-benchmark-") as directory:
+        for ranks in arguments.ranks:
+            file = Path(directory) / f"{ranks}.json"
+            side_by_side.run_ranks(ranks, script, [*sys.argv[1:], "--rows", str(file)])
+            rows += read_rows(file)
+            about = {key: value for key, value in json.loads(file.read_text()).items() if key != "rows"}
+    if arguments.json:
+        write_json(arguments.json, {**about, "load average before": load}, rows)
+    if arguments.plot:
+        plot(arguments.plot, rows, systems)
+    return rows

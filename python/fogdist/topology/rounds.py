@@ -1,0 +1,320 @@
+"""`Topology`: one mixing matrix a round, for static graphs and time-varying sequences alike.
+
+A static graph is a sequence of period 1. Whatever is asked of a topology (peers, gap, rounds to consensus,
+bytes) is worked out from its matrices, so nothing that a paper claims is taken on trust.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import SupportsIndex, TypedDict
+
+import networkx as nx
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fogdist.topology.errors import TopologyError
+from fogdist.topology.metrics import spectral_gap
+from fogdist.topology.validation import check_int, check_rank
+from fogdist.topology.weights import build_topology, check_matrix, mixing_matrix
+
+Matrix = NDArray[np.float64]
+
+# What an endless sequence is judged by, since it has no period.
+_ENDLESS_ROUNDS = 256
+
+# A distance below this is the rounding of an exact average. An average that is only approached has to pass
+# through the distances between the two numbers; one that is reached falls from above to below in one round.
+_EXACT_BELOW = 1e-13
+_NEAR_BELOW = 1e-6
+
+
+class Peers(TypedDict):
+    """A rank's part in one round: the keyword arguments of `fogdist.neighbor_allreduce`.
+
+    Attributes:
+        self_weight: Weight of the rank's own tensor.
+        src_weights: {source rank: weight}, ascending; empty if the rank receives nothing.
+        dst_weights: The ranks to send to, ascending, unscaled: the receivers hold the weights.
+    """
+
+    self_weight: float
+    src_weights: dict[int, float]
+    dst_weights: list[int]
+
+
+class Topology:
+    """Who sends to whom in round 0, 1, 2, ..., with which weights: one graph, a period of graphs, or endless.
+
+    ``W[i, j]`` of a round is the weight of the edge i -> j: a row is a sender, a column a receiver, and each
+    column sums to 1. An edge of weight 0 is no edge. All ranks that make the same topology agree without
+    communication::
+
+        topology = fogdist.topology.one_peer_exponential(fogdist.size())
+        for t in range(steps):
+            x = fogdist.neighbor_allreduce(x, **topology.peers(fogdist.rank(), t))
+
+    Attributes:
+        name: A short name for tables and titles.
+        size: Number of ranks.
+        period: Number of rounds after which the sequence repeats, 1 for a static graph; None if it never
+            does.
+    """
+
+    def __init__(self, name: str, matrices: Iterable[ArrayLike]) -> None:
+        """Makes a topology from the matrices of one period.
+
+        Args:
+            name: A short name.
+            matrices: Real numbers of shape (n, n) each, kept as float64; columns sum to 1 within 1e-5. One
+                matrix makes a static topology.
+
+        Raises:
+            TypeError: A matrix does not hold real numbers, or `name` is not a string.
+            TopologyError: There is no matrix, shapes differ or are not square, an entry is not finite, or a
+                column does not sum to 1.
+        """
+        # Copies: what the caller does with the arrays afterwards changes nothing here.
+        rounds = [check_matrix(W, f"matrices[{t}]", "columns") for t, W in enumerate(matrices)]
+        if not rounds:
+            raise TopologyError("matrices must hold at least one matrix, got none")
+        shapes = {W.shape for W in rounds}
+        if len(shapes) > 1:
+            raise TopologyError(f"matrices must all have one shape, got {sorted(shapes)}")
+        for W in rounds:
+            W.setflags(write=False)
+        self._set(name, len(rounds[0]), len(rounds), rounds.__getitem__)
+
+    @classmethod
+    def from_graph(cls, name: str, graph: nx.DiGraph) -> Topology:
+        """Returns the static topology of a graph with its weights.
+
+        Args:
+            name: A short name.
+            graph: A graph on the ranks 0 ... n-1 whose weights sum to 1 at each receiver, self loop counted.
+
+        Raises:
+            TypeError: `graph` is not a networkx.DiGraph, or a weight is not a real number.
+            TopologyError: Its nodes are not 0 ... n-1, a weight is not finite, or a rank's weights do not sum
+                to 1.
+        """
+        return cls(name, [mixing_matrix(graph)])
+
+    @classmethod
+    def endless(cls, name: str, size: SupportsIndex, matrix: Callable[[int], ArrayLike]) -> Topology:
+        """Returns a sequence that never repeats.
+
+        Args:
+            name: A short name.
+            size: Number of ranks, at least 1.
+            matrix: Gives the mixing matrix of round t = 0, 1, 2, ...: a pure function of t, on all ranks the
+                same. Its columns sum to 1, which is checked when a round is asked for.
+
+        Raises:
+            TypeError: `size` is not an integer, or `name` not a string.
+            TopologyError: `size` is below 1.
+        """
+        topology = cls.__new__(cls)
+        ranks = check_int(size, "size", minimum=1)
+
+        def checked(t: int) -> Matrix:
+            W = check_matrix(matrix(t), f"matrix({t})", "columns")
+            if W.shape != (ranks, ranks):
+                raise TopologyError(f"matrix({t}) must have the shape {(ranks, ranks)}, got {W.shape}")
+            W.setflags(write=False)
+            return W
+
+        topology._set(name, ranks, None, checked)
+        return topology
+
+    def _set(self, name: str, size: int, period: int | None, matrix: Callable[[int], Matrix]) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {name!r} of type {type(name).__name__}")
+        self.name = name
+        self.size = size
+        self.period = period
+        self._make = matrix
+        # Ranks ask for a round several times in a row: the last one is kept.
+        self._last: tuple[int, Matrix] | None = None
+
+    def __repr__(self) -> str:
+        period = "endless" if self.period is None else f"period {self.period}"
+        return f"<Topology {self.name}: {self.size} ranks, {period}>"
+
+    def matrix(self, t: SupportsIndex = 0) -> Matrix:
+        """Returns the mixing matrix of round t: float64 of shape (n, n), read-only.
+
+        Args:
+            t: Round, at least 0.
+
+        Raises:
+            TypeError: `t` is not an integer.
+            TopologyError: `t` is negative.
+        """
+        t = check_int(t, "t", minimum=0)
+        if self.period is not None:
+            t %= self.period
+        if self._last is None or self._last[0] != t:
+            self._last = (t, self._make(t))
+        return self._last[1]
+
+    def graph(self, t: SupportsIndex = 0) -> nx.DiGraph:
+        """Returns the weighted graph of round t, self loops included: fit for `fogdist.set_topology`.
+
+        Raises:
+            TypeError: `t` is not an integer.
+            TopologyError: `t` is negative.
+        """
+        W = self.matrix(t)
+        return build_topology(self.size, ((int(i), int(j), float(W[i, j])) for i, j in np.argwhere(W)))
+
+    def peers(self, rank: SupportsIndex, t: SupportsIndex = 0) -> Peers:
+        """Returns what a rank does in round t, as the keyword arguments of `fogdist.neighbor_allreduce`.
+
+        Args:
+            rank: The rank.
+            t: Round, at least 0.
+
+        Raises:
+            TypeError: `rank` or `t` is not an integer.
+            TopologyError: `rank` is out of range, or `t` negative.
+        """
+        rank = check_rank(rank, self.size, "rank")
+        W = self.matrix(t)
+        sources = [int(i) for i in np.flatnonzero(W[:, rank]) if i != rank]
+        return Peers(
+            self_weight=float(W[rank, rank]),
+            src_weights={i: float(W[i, rank]) for i in sources},
+            dst_weights=[int(j) for j in np.flatnonzero(W[rank]) if j != rank],
+        )
+
+    @property
+    def max_degree(self) -> int:
+        """The most ranks that any rank sends to in one round; for endless sequences, of the first 256."""
+        return max(int(self._out_degrees(t).max()) for t in self._window())
+
+    def bytes_per_step(self, tensor_bytes: float, t: SupportsIndex | None = None) -> float:
+        """Returns the bytes that a rank sends in a round, one tensor to each peer: the mean of all ranks.
+
+        The rank that sends most in a round sends at most ``max_degree * tensor_bytes``.
+
+        Args:
+            tensor_bytes: Size of the tensor in bytes.
+            t: The round; None for the mean over a period, or over the first 256 rounds if endless.
+
+        Raises:
+            TypeError: `t` is not an integer.
+            TopologyError: `t` is negative.
+        """
+        rounds = self._window() if t is None else (t,)
+        return float(np.mean([self._out_degrees(t).mean() for t in rounds])) * tensor_bytes
+
+    def _window(self) -> range:
+        return range(_ENDLESS_ROUNDS if self.period is None else self.period)
+
+    def _out_degrees(self, t: SupportsIndex) -> NDArray[np.int64]:
+        W = self.matrix(t)
+        degrees: NDArray[np.int64] = np.count_nonzero(W, axis=1) - (W.diagonal() != 0)
+        return degrees
+
+    @property
+    def spectral_gap(self) -> float:
+        """1 - |lambda_2|: of W for a static graph, of the product over one period for a sequence.
+
+        A period of several rounds is thus judged as a whole, and 1 means that it ends in consensus. An
+        endless sequence has no such product: its gap is 1 - sqrt(lambda), lambda being the factor by which a
+        round shrinks the mean square of the worst consensus distance: the largest eigenvalue of the mean of
+        W W^T (without the mean of all ranks), over the first 256 rounds.
+        """
+        if self.period is not None:
+            product = np.eye(self.size)
+            for t in range(self.period):
+                product = product @ self.matrix(t)
+            # An exactly averaging product has a multiple eigenvalue 0, which the solver finds inexactly.
+            return 1.0 if self._disagreement(product) < _EXACT_BELOW else spectral_gap(product)
+        square = np.zeros((self.size, self.size))
+        for t in self._window():
+            state = self.matrix(t).T @ self._unit_starts()
+            state -= state.mean(axis=0)
+            square += state.T @ state
+        largest = float(np.linalg.eigvalsh(square / _ENDLESS_ROUNDS)[-1])
+        return 1.0 - math.sqrt(max(largest, 0.0))
+
+    def consensus_distance(self, rounds: SupportsIndex) -> Matrix:
+        """Returns how far from agreement the ranks are after 0, 1, ..., `rounds` rounds.
+
+        The root mean square of the ranks' distance from their common mean, for starts drawn independently,
+        relative to the start.
+
+        Args:
+            rounds: At least 0.
+
+        Returns:
+            float64 of shape (rounds + 1,): 1.0 first (0.0 for a single rank).
+
+        Raises:
+            TypeError: `rounds` is not an integer.
+            TopologyError: `rounds` is negative.
+        """
+        rounds = check_int(rounds, "rounds", minimum=0)
+        return np.array([distance for _, distance in zip(range(rounds + 1), self._decay(), strict=False)])
+
+    def rounds_to(self, distance: float, limit: SupportsIndex = 1000) -> int | None:
+        """Returns the first number of rounds after which `consensus_distance` is at most `distance`.
+
+        Args:
+            distance: Relative to the start, as in `consensus_distance`; at least 1e-12.
+            limit: The most rounds that are tried.
+
+        Returns:
+            The number of rounds; None if they are more than `limit`.
+
+        Raises:
+            TypeError: `limit` is not an integer.
+            TopologyError: `distance` is below 1e-12, or `limit` negative.
+        """
+        if not distance >= 1e-12:
+            raise TopologyError(f"distance must be at least 1e-12, got {distance!r}")
+        limit = check_int(limit, "limit", minimum=0)
+        return next(
+            (t for t, now in zip(range(limit + 1), self._decay(), strict=False) if now <= distance), None
+        )
+
+    @property
+    def rounds_to_exact_consensus(self) -> int | None:
+        """After how many rounds, from round 0, every rank holds the exact average of the start.
+
+        Up to rounding. None if that happens after no finite number of rounds, and for endless sequences,
+        which give no such promise.
+        """
+        if self.size == 1:
+            return 0
+        if self.period is None:
+            return None
+        product = np.eye(self.size)
+        before = self._disagreement(product)
+        # A matrix whose eigenvalues but one are 0 needs at most n - 1 factors.
+        for t in range(self.period * (self.size - 1)):
+            product = product @ self.matrix(t)
+            now = self._disagreement(product)
+            if now < _EXACT_BELOW:
+                return t + 1 if before > _NEAR_BELOW else None
+            before = now
+        return None
+
+    def _disagreement(self, product: Matrix) -> float:
+        """How far a product of mixing matrices is from the matrix of the exact average."""
+        return float(np.abs(product - 1.0 / self.size).max())
+
+    def _unit_starts(self) -> Matrix:
+        """Starts, one a column, that span all disagreement: n unit vectors without their mean."""
+        return np.eye(self.size) - 1.0 / self.size
+
+    def _decay(self) -> Iterator[float]:
+        state = self._unit_starts()
+        start = max(float(np.linalg.norm(state)), np.finfo(np.float64).tiny)
+        for t in itertools.count():
+            yield float(np.linalg.norm(state - state.mean(axis=0))) / start
+            state = self.matrix(t).T @ state  # Column j of W holds what rank j receives with.

@@ -1,0 +1,180 @@
+"""Time-varying topologies of one peer a rank and round; a receiver takes the plain mean.
+
+Base-(k+1) graphs are in `base_graph`, EquiTopo in `equitopo`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import SupportsIndex
+
+import networkx as nx
+import numpy as np
+
+from fogdist.topology.draws import permutation
+from fogdist.topology.dynamic import (
+    GetDynamicOnePeerSendRecvRanks,
+    GetInnerOuterExpo2DynamicSendRecvRanks,
+    GetInnerOuterRingDynamicSendRecvRanks,
+)
+from fogdist.topology.errors import TopologyError
+from fogdist.topology.graphs import ExponentialTwoGraph
+from fogdist.topology.neighbor_lists import matrix_from_destinations, out_neighbors
+from fogdist.topology.rounds import Matrix, Topology
+from fogdist.topology.validation import check_int, check_topology
+
+
+def one_peer_exponential(size: SupportsIndex) -> Topology:
+    """Returns the one-peer exponential graph: round t goes to i + 2^t (mod n), t < log2(n), then again.
+
+    A power of two of ranks has the exact average after log2(n) rounds, begun at any round; other sizes only
+    approach it (Ying, Yuan, Chen, Hu, Pan and Yin, "Exponential Graph is Provably Efficient for Decentralized
+    Deep Training", NeurIPS 2021, arXiv 2110.13363).
+
+    Args:
+        size: Number of ranks, at least 1.
+
+    Raises:
+        TypeError: `size` is not an integer.
+        TopologyError: `size` is below 1.
+    """
+    return one_peer(ExponentialTwoGraph(size), "one-peer-exp2")
+
+
+def one_peer_hypercube(size: SupportsIndex) -> Topology:
+    """Returns the one-peer hypercube: in round t each rank exchanges with the rank that differs in bit t.
+
+    The exact average after log2(n) rounds, begun at any round; exchanges go both ways. Pairs that average can
+    do so for powers of two only (Shi, Li, Johansson and Johansson, "Finite-Time Convergent Gossiping",
+    IEEE/ACM Transactions on Networking 24, 2016); `base_graph` with degree 1 weighs some exchanges otherwise.
+
+    Args:
+        size: Number of ranks: a power of two.
+
+    Raises:
+        TypeError: `size` is not an integer.
+        TopologyError: `size` is not a power of two.
+    """
+    size = check_int(size, "size", minimum=1)
+    if size & (size - 1):
+        raise TopologyError(f"size must be a power of two, got {size}; base_graph takes any size")
+    ranks = np.arange(size)
+    rounds = []
+    for bit in range(max(size.bit_length() - 1, 1)):
+        W = np.eye(size) / 2
+        W[ranks, (ranks ^ (1 << bit)) % size] += 0.5
+        rounds.append(W)
+    return Topology("one-peer-hypercube", rounds)
+
+
+def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
+    """Returns the walk along a graph, one out-neighbor a round: all ranks' `GetDynamicOnePeerSendRecvRanks`.
+
+    Each receiver takes the plain mean of its own value and what it receives. The average of all ranks stays
+    what it is where each rank receives from one, as on circulant graphs (exponential, ring).
+
+    Args:
+        graph: A graph on the ranks 0 ... n-1; its weights are not looked at.
+        name: A short name.
+
+    Raises:
+        TypeError: `graph` is not a networkx.DiGraph, or `name` not a string.
+        TopologyError: Its nodes are not 0 ... n-1, or the degrees make the period longer than 1,000 rounds.
+    """
+    size = check_topology(graph, "graph")
+    period = math.lcm(*(max(len(out_neighbors(graph, rank)), 1) for rank in range(size)))
+    if period > 1000:
+        raise TopologyError(
+            f"graph must have out-degrees whose least common multiple is at most 1000, got {period}"
+        )
+    return _walk(name, size, period, lambda rank: GetDynamicOnePeerSendRecvRanks(graph, rank))
+
+
+def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology:
+    """Returns random pairs, drawn anew each round: partners take their mean. Endless.
+
+    All perfect matchings are equally likely; of an odd number of ranks, one sits out each round. The mean
+    square of the consensus distance is expected to become (n - 2) / (2 (n - 1)) of itself a round for even n
+    and 1/2 for odd n: randomized gossip (Boyd, Ghosh, Prabhakar and Shah, IEEE Transactions on Information
+    Theory 52, 2006) with as many pairs at a time as fit.
+
+    Args:
+        size: Number of ranks, at least 1.
+        seed: The same on all ranks; rounds and seeds are independent of each other.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        TopologyError: `size` is below 1.
+    """
+    size = check_int(size, "size", minimum=1)
+    seed = check_int(seed, "seed")
+
+    def matching(t: int) -> Matrix:
+        ranks = permutation(size, "random-matching", seed, t)
+        W = np.eye(size)
+        for i, j in zip(ranks[0::2], ranks[1::2], strict=False):
+            W[i, i] = W[j, j] = W[i, j] = W[j, i] = 0.5
+        return W
+
+    if size == 1:
+        return Topology("random-matching", [np.eye(1)])
+    return Topology.endless("random-matching", size, matching)
+
+
+def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
+    """Returns a ring inside each machine joined with a ring of machines: one local rank in turn goes outside.
+
+    The rounds of `GetInnerOuterRingDynamicSendRecvRanks`, weights 1/2; the average of all ranks stays.
+
+    Args:
+        size: Number of ranks, a multiple of `local_size`.
+        local_size: Number of ranks on each machine, at least 3; ranks of a machine are consecutive.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        TopologyError: `size` is not a multiple of `local_size`, or `local_size` below 3.
+    """
+    size, local_size = check_int(size, "size", minimum=1), check_int(local_size, "local_size", minimum=1)
+
+    def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
+        return GetInnerOuterRingDynamicSendRecvRanks(size, local_size, rank)
+
+    return _walk("inner-outer-ring", size, local_size if size > local_size else 1, peers)
+
+
+def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
+    """Returns one-peer exponential graphs inside each machine joined with one among machines.
+
+    The rounds of `GetInnerOuterExpo2DynamicSendRecvRanks`, weights 1/2; the average of all ranks stays. Each
+    local rank in turn goes outside.
+
+    Args:
+        size: Number of ranks, a multiple of `local_size`.
+        local_size: Number of ranks on each machine, at least 3; ranks of a machine are consecutive.
+
+    Raises:
+        TypeError: An argument is not an integer.
+        TopologyError: `size` is not a multiple of `local_size`, or `local_size` below 3.
+    """
+    size, local_size = check_int(size, "size", minimum=1), check_int(local_size, "local_size", minimum=1)
+    machines = size // local_size
+    # Of the turn outside, of the distances between machines, and of those inside without the rank outside.
+    inside = local_size - (machines > 1)
+    period = math.lcm(
+        local_size if machines > 1 else 1, *(max((n - 1).bit_length(), 1) for n in (machines, inside))
+    )
+
+    def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
+        return GetInnerOuterExpo2DynamicSendRecvRanks(size, local_size, rank)
+
+    return _walk("inner-outer-exp2", size, period, peers)
+
+
+def _walk(
+    name: str, size: int, period: int, peers: Callable[[int], Iterator[tuple[list[int], list[int]]]]
+) -> Topology:
+    """The first `period` steps of the ranks' generators, with the plain mean at each receiver."""
+    sends = [[send for send, _ in islice(peers(rank), period)] for rank in range(size)]
+    return Topology(name, [matrix_from_destinations(step) for step in zip(*sends, strict=True)])

@@ -1,0 +1,92 @@
+"""Counts what exchanges with neighbors put on this host's link; the ranks of tests/test_wire_bytes.py run it.
+
+Each rank ends with a line: "bytes" and JSON, for each exchange what the host received and sent meanwhile. On
+a busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fogdist
+import torch
+from fogdist import topology
+from torch import Tensor
+
+REPETITIONS = 3
+
+
+def link_bytes() -> tuple[int, int]:
+    """What this host has received and sent so far on its link."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(fields[0]), int(fields[8])
+
+
+def counted(exchange: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
+    """The result of an exchange, and what the host received and sent for it."""
+    fogdist.barrier()
+    received, sent = link_bytes()
+    fogdist.barrier()  # nobody sends before all have looked
+    result = exchange()
+    fogdist.barrier()
+    received_after, sent_after = link_bytes()
+    fogdist.barrier()
+    return result, [received_after - received, sent_after - sent]
+
+
+def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
+    """Name, call, and mean of the ranks whose tensors meet on this one."""
+    rank, size = fogdist.rank(), fogdist.size()
+    fogdist.set_topology(topology.ExponentialTwoGraph(size))
+    terms = [rank, *fogdist.in_neighbor_ranks()]
+    yield "exp2", lambda: fogdist.neighbor_allreduce(x), sum(terms) / len(terms)
+    generator = topology.GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
+    for step in range((size - 1).bit_length()):
+        destinations, sources = next(generator)
+
+        def one_peer(sources: list[int] = sources, destinations: list[int] = destinations) -> Tensor:
+            return fogdist.neighbor_allreduce(
+                x,
+                self_weight=0.5,
+                src_weights=dict.fromkeys(sources, 0.5),
+                dst_weights=destinations,
+                enable_topo_check=False,
+            )
+
+        yield f"one-peer {step}", one_peer, (rank + sources[0]) / 2
+
+
+def exchanges_of_machines(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
+    """The same for machines, each with every other."""
+    fogdist.set_machine_topology(topology.FullyConnectedGraph(fogdist.machine_size()))
+    mean = (fogdist.size() - 1) / 2
+    yield "hierarchical", lambda: fogdist.hierarchical_neighbor_allreduce(x), mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="bytes that exchanges put on the link")
+    parser.add_argument("bytes", type=int, help="of a rank's tensor")
+    parser.add_argument("--machines", action="store_true", help="exchanges of machines instead of ranks")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    fogdist.init()
+    x = torch.full((arguments.bytes // 4,), float(fogdist.rank()))
+    counts = {}
+    for name, exchange, mean in (exchanges_of_machines if arguments.machines else exchanges_of_ranks)(x):
+        seen = []
+        for _ in range(REPETITIONS):
+            result, found = counted(exchange)
+            torch.testing.assert_close(result, torch.full_like(x, mean))
+            seen.append(found)
+        counts[name] = [min(each) for each in zip(*seen, strict=True)]
+    sys.stdout.write(f"bytes {json.dumps(counts)}\n")
+    fogdist.shutdown()
+
+
+if __name__ == "__main__":
+    main()

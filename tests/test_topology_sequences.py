@@ -1,0 +1,794 @@
+"""Topologies as objects: their matrices against references written from the papers, and what is worked out.
+
+Weights are small fractions, so that products of matrices can be taken without rounding: "exact" below means
+equal as fractions. No process group is needed but for the last part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import fogdist
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from fogdist import topology
+from fogdist.topology import Topology, TopologyError
+from harness import WorldPool
+
+SIZES = range(1, 13)
+
+STATIC = [
+    "ring",
+    "ring-right",
+    "mesh",
+    "torus",
+    "star",
+    "exp2",
+    "symexp",
+    "d-equistatic",
+    "u-equistatic",
+    "full",
+]
+
+SEQUENCES: dict[str, Callable[[int], Topology]] = {
+    **{name: lambda n, name=name: Topology.from_graph(name, topology.by_name(name, n)) for name in STATIC},
+    "one-peer-exp2": topology.one_peer_exponential,
+    "one-peer-ring": lambda n: topology.one_peer(topology.RingGraph(n)),
+    "one-peer-hypercube": topology.one_peer_hypercube,
+    "hyper-hypercube": lambda n: topology.hyper_hypercube(n, 2),
+    "simple-base-2": topology.simple_base_graph,
+    "simple-base-3": lambda n: topology.simple_base_graph(n, 2),
+    "base-2": topology.base_graph,
+    "base-3": lambda n: topology.base_graph(n, 2),
+    "base-5": lambda n: topology.base_graph(n, 4),
+    "od-equidyn": topology.equi_dynamic,
+    "ou-equidyn": lambda n: topology.equi_dynamic(n, directed=False, seed=1),
+    "equidyn-of-few": lambda n: topology.equi_dynamic(n, 1 if n > 1 else None, eta=0.75),
+    "random-matching": topology.random_matching,
+    "inner-outer-ring": lambda n: topology.inner_outer_ring(n, 3),
+    "inner-outer-exp2": lambda n: topology.inner_outer_exponential(n, 3),
+}
+
+ALLOWED = {
+    "one-peer-hypercube": [1, 2, 4, 8],
+    "hyper-hypercube": [1, 2, 3, 4, 6, 8, 9, 12],
+    "inner-outer-ring": [3, 6, 9, 12],
+    "inner-outer-exp2": [3, 6, 9, 12],
+}
+
+
+def of_all_sizes(name: str) -> Iterator[Topology]:
+    for size in ALLOWED.get(name, SIZES):
+        sequence = SEQUENCES[name](size)
+        assert sequence.size == size
+        yield sequence
+
+
+def some_rounds(sequence: Topology) -> range:
+    """A period and a bit of the next."""
+    return range(12 if sequence.period is None else sequence.period + 2)
+
+
+def fractions(matrix: np.ndarray) -> list[list[Fraction]]:
+    """The fractions that the weights stand for: their denominators are far below 1000."""
+    exact = [[Fraction(float(w)).limit_denominator(1000) for w in row] for row in matrix]
+    assert all(float(exact[i][j]) == matrix[i, j] for i, j in np.ndindex(matrix.shape))
+    return exact
+
+
+def product(a: list[list[Fraction]], b: list[list[Fraction]]) -> list[list[Fraction]]:
+    columns = list(zip(*b, strict=True))
+    return [
+        [sum(x * y for x, y in zip(row, c, strict=True) if x and y) + Fraction(0) for c in columns]
+        for row in a
+    ]
+
+
+def exact_after(sequence: Topology, start: int = 0) -> int:
+    """The number of rounds from `start` until the product of matrices, as fractions, is 1/n everywhere."""
+    n = sequence.size
+    whole = [[Fraction(int(i == j)) for j in range(n)] for i in range(n)]
+    for t in range(100):
+        if all(weight == Fraction(1, n) for row in whole for weight in row):
+            return t
+        whole = product(whole, fractions(sequence.matrix(start + t)))
+    raise AssertionError(f"{sequence} is not exact after 100 rounds")
+
+
+# --- what holds for every topology --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_round_is_doubly_stochastic_and_repeats(name: str) -> None:
+    for sequence in of_all_sizes(name):
+        size = sequence.size
+        again = SEQUENCES[name](size)
+        for t in reversed(some_rounds(sequence)):  # In any order, and on each rank alike.
+            W = sequence.matrix(t)
+            assert W.dtype == np.float64 and W.shape == (size, size) and (W >= 0).all()
+            np.testing.assert_allclose(W.sum(axis=0), 1.0, rtol=1e-14)
+            np.testing.assert_allclose(W.sum(axis=1), 1.0, rtol=1e-14)
+            np.testing.assert_array_equal(W, again.matrix(t))
+            if sequence.period is not None:
+                np.testing.assert_array_equal(W, sequence.matrix(t + 3 * sequence.period))
+            with pytest.raises(ValueError, match="read-only"):
+                W[0, 0] = 2.0
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_peers_of_all_ranks_agree_and_are_the_matrix(name: str) -> None:
+    for sequence in of_all_sizes(name):
+        size = sequence.size
+        for t in some_rounds(sequence):
+            peers = [sequence.peers(rank, t) for rank in range(size)]
+            W = np.zeros((size, size))
+            for rank, part in enumerate(peers):
+                assert list(part) == ["self_weight", "src_weights", "dst_weights"]
+                assert list(part["src_weights"]) == sorted(part["src_weights"])
+                W[rank, rank] = part["self_weight"]
+                for source, weight in part["src_weights"].items():
+                    assert type(source) is int and type(weight) is float and source != rank
+                    W[source, rank] = weight
+                    assert rank in peers[source]["dst_weights"]
+                for destination in part["dst_weights"]:
+                    assert type(destination) is int and destination != rank
+                    assert rank in peers[destination]["src_weights"]
+            np.testing.assert_array_equal(W, sequence.matrix(t))
+            np.testing.assert_array_equal(W, topology.mixing_matrix(sequence.graph(t)))
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_degree_and_bytes_are_those_of_the_peers(name: str) -> None:
+    for sequence in of_all_sizes(name):
+        size = sequence.size
+        rounds = range(256 if sequence.period is None else sequence.period)
+        sent = [[len(sequence.peers(rank, t)["dst_weights"]) for rank in range(size)] for t in rounds]
+        assert sequence.max_degree == max(map(max, sent))
+        assert sequence.bytes_per_step(1000) == pytest.approx(1000 * sum(map(sum, sent)) / size / len(sent))
+        assert sequence.bytes_per_step(8, 1) == pytest.approx(8 * sum(sent[1 % len(sent)]) / size)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_one_peer_is_one_peer(name: str) -> None:
+    for sequence in of_all_sizes(name):
+        if name in STATIC:
+            assert sequence.period == 1
+        else:
+            limit = {"base-3": 2, "simple-base-3": 2, "hyper-hypercube": 2, "base-5": 4}.get(name, 1)
+            assert sequence.max_degree <= limit
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_consensus_distance_of_random_starts(name: str) -> None:
+    for sequence in of_all_sizes(name):
+        size = sequence.size
+        x = np.random.default_rng(0).standard_normal((size, 4000))
+        x -= x.mean(axis=0)
+        rounds = 5
+        expected = []
+        for t in range(rounds + 1):
+            expected.append(np.linalg.norm(x - x.mean(axis=0)))
+            x = sequence.matrix(t).T @ x
+        distance = sequence.consensus_distance(rounds)
+        assert distance.shape == (rounds + 1,)
+        if size > 1:
+            np.testing.assert_allclose(distance, np.array(expected) / expected[0], rtol=0.05, atol=1e-14)
+            assert distance[0] == 1.0
+        else:
+            assert not distance.any()
+
+
+def test_receivers_mix_and_not_senders() -> None:
+    """Matrices whose rows do not sum to 1, in two rounds that do not commute."""
+    random = np.random.default_rng(0).random((2, 5, 5))
+    random /= random.sum(axis=1, keepdims=True)
+    x = np.eye(5) - 1 / 5  # Starts, one a column, that span all disagreement.
+    expected = [1.0]
+    for W in random:
+        x = np.array([sum(W[i, j] * x[i] for i in range(5)) for j in range(5)])
+        expected.append(np.linalg.norm(x - x.mean(axis=0)) / 2)
+    np.testing.assert_allclose(Topology("random", random).consensus_distance(2), expected, rtol=1e-13)
+
+
+def test_bytes_of_an_irregular_graph() -> None:
+    """Rank 0 sends to all and hears nobody; rank 2 has no self weight and sends nothing."""
+    sequence = Topology("chain", [[[1.0, 0.5, 0.25], [0.0, 0.5, 0.75], [0.0, 0.0, 0.0]]])
+    assert sequence.max_degree == 2
+    assert sequence.bytes_per_step(3) == pytest.approx(3.0)  # 2, 1 and 0 tensors.
+    assert [sequence.peers(rank)["dst_weights"] for rank in range(3)] == [[1, 2], [2], []]
+    assert Topology("shift", [np.roll(np.eye(4), 1, axis=1)]).bytes_per_step(1) == 1.0
+
+
+# --- the exact average in the number of rounds that theory gives --------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
+@pytest.mark.parametrize("make", [topology.one_peer_exponential, topology.one_peer_hypercube])
+def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, size: int) -> None:
+    sequence = make(size)
+    rounds = int(math.log2(size))
+    assert sequence.period == sequence.rounds_to_exact_consensus == rounds
+    for start in range(rounds):
+        assert exact_after(sequence, start) == rounds
+    assert sequence.spectral_gap == 1.0
+    # Halves and sums of small integers have no rounding: the average in float64 is exact to the bit.
+    x = np.arange(size) ** 2.0
+    for t in range(rounds):
+        x = sequence.matrix(t).T @ x
+    assert (x == (np.arange(size) ** 2.0).mean()).all()
+
+
+@pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 12])
+def test_one_peer_exponential_of_other_sizes_only_approaches_the_average(size: int) -> None:
+    sequence = topology.one_peer_exponential(size)
+    assert sequence.period == math.ceil(math.log2(size))
+    assert sequence.rounds_to_exact_consensus is None
+    assert 0 < sequence.spectral_gap < 1
+
+
+def test_one_peer_sequences_by_hand() -> None:
+    exponential, cube = topology.one_peer_exponential(8), topology.one_peer_hypercube(8)
+    assert [exponential.peers(3, t)["dst_weights"] for t in range(4)] == [[4], [5], [7], [4]]
+    assert [exponential.peers(3, t)["src_weights"] for t in range(3)] == [{2: 0.5}, {1: 0.5}, {7: 0.5}]
+    assert [cube.peers(3, t)["dst_weights"] for t in range(4)] == [[2], [1], [7], [2]]
+
+
+def fewest_factors(number: int, largest: int) -> int | None:
+    """By trying all products of 0, 1, 2, ... factors."""
+    for count in range(6):
+        if number in {
+            math.prod(c) for c in itertools.combinations_with_replacement(range(2, largest + 1), count)
+        }:
+            return count
+    return None
+
+
+def simple_base_length(size: int, k: int) -> int:
+    """m_1 rounds inside the parts, one to hand over, p_1 inside the blocks (arXiv 2305.11420, section 4)."""
+    smooth = fewest_factors(size, k + 1)
+    if smooth is not None:
+        return smooth
+    power = max(p for p in range(10) if (k + 1) ** p <= size)
+    largest_part = size // (k + 1) ** power * (k + 1) ** power
+    inside = fewest_factors(largest_part, k + 1)
+    assert inside is not None
+    return inside + 1 + power
+
+
+def base_length(size: int, k: int) -> int:
+    smooth = max(p for p in range(1, size + 1) if size % p == 0 and fewest_factors(p, k + 1) is not None)
+    across = fewest_factors(smooth, k + 1)
+    assert across is not None
+    return min(simple_base_length(size, k), simple_base_length(size // smooth, k) + across)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 11])
+@pytest.mark.parametrize("size", [*range(2, 13), 15, 22, 25])
+def test_base_graph_is_exact_for_every_size(size: int, k: int) -> None:
+    for make, length in (
+        (topology.base_graph, base_length),
+        (topology.simple_base_graph, simple_base_length),
+    ):
+        sequence = make(size, k)
+        rounds = length(size, k)
+        assert sequence.period == sequence.rounds_to_exact_consensus == rounds
+        assert exact_after(sequence) == rounds
+        assert rounds <= 2 * math.log(size, k + 1) + 2
+        assert sequence.max_degree <= k
+        assert sequence.spectral_gap == 1.0
+        whole = np.eye(size)
+        for t in range(rounds):
+            whole = whole @ sequence.matrix(t)
+        np.testing.assert_allclose(whole, 1 / size, rtol=8 * np.finfo(np.float64).eps)
+
+
+def test_base_graph_lengths_by_hand() -> None:
+    # Figures of arXiv 2305.11420: simple Base-2 of 5 ranks; simple Base-2 and Base-2 of 6; Base-3 of 7.
+    assert topology.simple_base_graph(5).period == 5
+    assert topology.simple_base_graph(6).period == 5
+    assert topology.base_graph(6).period == 4
+    assert topology.base_graph(7, 2).period == 4
+    assert [topology.base_graph(n).period for n in range(2, 13)] == [1, 3, 2, 5, 4, 5, 3, 7, 6, 7, 5]
+    assert [topology.base_graph(n, 2).period for n in range(2, 13)] == [1, 1, 2, 3, 2, 4, 3, 2, 4, 5, 3]
+
+
+def test_simple_base_graph_of_five_ranks_by_hand() -> None:
+    """Two rounds among 0-3, one where 4 gets 4/5 of their average, two rounds among 0-3."""
+    sequence = topology.simple_base_graph(5)
+    edges = []
+    for t in range(5):
+        W = sequence.matrix(t)
+        np.testing.assert_array_equal(W, W.T)
+        edges.append({(int(i), int(j)): float(W[i, j]) for i, j in np.argwhere(W) if i < j})
+    assert edges == [
+        {(0, 1): 0.5, (2, 3): 0.5},
+        {(0, 2): 0.5, (1, 3): 0.5},
+        {(0, 4): 0.8, (1, 2): 0.5},
+        {(0, 1): 0.5, (2, 3): 0.5},
+        {(0, 2): 0.5, (1, 3): 0.5},
+    ]
+    assert sequence.peers(4, 2) == {"self_weight": 0.2, "src_weights": {0: 0.8}, "dst_weights": [0]}
+
+
+@pytest.mark.parametrize(
+    ("size", "k", "rounds"),
+    [(1, 1, 0), (8, 1, 3), (6, 2, 2), (12, 2, 3), (12, 3, 2), (12, 5, 2), (7, 6, 1), (30, 5, 2)],
+)
+def test_hyper_hypercube_takes_the_fewest_factors(size: int, k: int, rounds: int) -> None:
+    sequence = topology.hyper_hypercube(size, k)
+    assert exact_after(sequence) == sequence.rounds_to_exact_consensus == rounds
+    assert sequence.max_degree <= k
+
+
+def test_exact_is_told_from_nearly_exact() -> None:
+    """Finite rounds of one matrix; a fast decay; agreement on something that is not the average."""
+    de_bruijn = np.zeros((8, 8))
+    for i in range(8):
+        de_bruijn[i, [2 * i % 8, (2 * i + 1) % 8]] = 0.5
+    assert Topology("de-bruijn", [de_bruijn]).rounds_to_exact_consensus == 3
+    full = np.full((8, 8), 1 / 8)
+    for remainder in (1e-1, 1e-3, 1e-5):
+        nearly = Topology("nearly", [remainder * np.eye(8) + (1 - remainder) * full])
+        assert nearly.rounds_to_exact_consensus is None
+    copy_rank_0 = np.zeros((8, 8))
+    copy_rank_0[0] = 1.0
+    leader = Topology("leader", [copy_rank_0])
+    assert leader.rounds_to_exact_consensus is None
+    assert leader.rounds_to(1e-9) == 1
+    assert Topology.from_graph("full", topology.FullyConnectedGraph(7)).rounds_to_exact_consensus == 1
+    assert Topology.from_graph("ring", topology.RingGraph(7)).rounds_to_exact_consensus is None
+    assert topology.random_matching(2).rounds_to_exact_consensus is None
+
+
+def test_rounds_to_a_distance() -> None:
+    ring = Topology.from_graph("ring", topology.RingGraph(6))
+    rounds = ring.rounds_to(1e-3)
+    assert rounds is not None
+    distance = ring.consensus_distance(rounds)
+    assert distance[rounds] <= 1e-3 < distance[rounds - 1]
+    assert ring.rounds_to(1e-3, limit=rounds - 1) is None
+    assert ring.rounds_to(1.0, limit=0) == 0
+
+
+# --- gaps ---------------------------------------------------------------------------------------------------
+
+
+def test_spectral_gap_of_a_sequence_is_that_of_its_period() -> None:
+    sequence = topology.one_peer_exponential(6)
+    whole = sequence.matrix(0) @ sequence.matrix(1) @ sequence.matrix(2)
+    assert sequence.spectral_gap == pytest.approx(topology.spectral_gap(whole), abs=1e-14)
+    ring = topology.RingGraph(6)
+    assert Topology.from_graph("ring", ring).spectral_gap == topology.spectral_gap(
+        topology.mixing_matrix(ring)
+    )
+
+
+@pytest.mark.parametrize("size", [3, 4, 7, 10])
+def test_spectral_gap_of_random_matchings(size: int) -> None:
+    # E W W^T = E W: each pair is drawn with one probability.
+    mean_square = (size - 2) / (2 * (size - 1)) if size % 2 == 0 else 0.5
+    assert topology.random_matching(size).spectral_gap == pytest.approx(1 - math.sqrt(mean_square), abs=0.06)
+
+
+def basis_graph(size: int, distance: int) -> np.ndarray:
+    """Definition of arXiv 2210.07881: 1 - 1/n at this distance, 1/n on the diagonal."""
+    return np.eye(size) / size + (1 - 1 / size) * np.roll(np.eye(size), distance, axis=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_equi_static_is_a_mean_of_basis_graphs(size: int, seed: int) -> None:
+    for count in range(1, size):
+        W = topology.mixing_matrix(topology.EquiStaticGraph(size, count, seed=seed))
+        distances = [d for d in range(1, size) if W[0, d]]
+        assert len(distances) == count
+        np.testing.assert_allclose(W, sum(basis_graph(size, d) for d in distances) / count, rtol=1e-14)
+        undirected = topology.mixing_matrix(topology.EquiStaticGraph(size, count, seed=seed, directed=False))
+        np.testing.assert_allclose(undirected, (W + W.T) / 2, rtol=1e-14)
+    np.testing.assert_allclose(W, 1 / size, rtol=1e-14)  # All distances: the exact average.
+
+
+def equi_static_rate(size: int, count: int, seed: int) -> float:
+    """The second singular value of D-EquiStatic: W is circulant, its eigenvalues are a Fourier transform."""
+    graph = topology.EquiStaticGraph(size, count, seed=seed)
+    row = np.zeros(size)
+    row[[j for _, j in graph.out_edges(0)]] = [w for _, _, w in graph.out_edges(0, data="weight")]
+    return float(np.abs(np.fft.fft(row)[1:]).max())
+
+
+def test_equi_static_does_not_slow_down_with_the_size() -> None:
+    """4 ln(n) distances: the same rate for 64 and for 1024 ranks, where the exponential graph's falls off."""
+    rates = [
+        np.median([equi_static_rate(n, math.ceil(4 * math.log(n)), seed) for seed in range(5)])
+        for n in (64, 256, 1024)
+    ]
+    assert all(0.35 < rate < 0.6 for rate in rates), rates
+    exponential = [1 - 2 / (1 + math.log2(n)) for n in (64, 256, 1024)]
+    assert exponential[-1] > exponential[0] + 0.1
+
+
+@pytest.mark.parametrize("eta", [0.5, 0.3, 1.0])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_od_equidyn_halves_the_mean_square_at_any_size(size: int, eta: float) -> None:
+    sequence = topology.equi_dynamic(size, eta=eta)
+    expected = [(1 - eta) * np.eye(size) + eta * basis_graph(size, d) for d in range(1, size)]
+    seen = [0] * len(expected)
+    for t in range(200):
+        matches = [np.allclose(sequence.matrix(t), W, rtol=1e-14) for W in expected]
+        assert sum(matches) == 1
+        seen[matches.index(True)] += 1
+    assert min(seen) > 200 / len(seen) / 2
+    squares = sum(W @ W.T for W in expected) / len(expected)
+    rate = np.linalg.eigvalsh(squares - 1 / size).max()
+    assert rate <= 1 - 2 * eta * (1 - eta) + 1e-12
+    assert sequence.spectral_gap == pytest.approx(1 - math.sqrt(rate), abs=0.05)
+
+
+def greedy_pairs(size: int, distance: int, first: int) -> np.ndarray:
+    """Matchings of OU-EquiDyn: ranks from `first` on take the rank at the distance if both are free."""
+    partner = list(range(size))
+    for i in ((first + step) % size for step in range(size)):
+        j = (i + distance) % size
+        if partner[i] == i and partner[j] == j:
+            partner[i], partner[j] = j, i
+    return np.eye(size)[partner]
+
+
+@pytest.mark.parametrize("eta", [0.5, 0.8])
+@pytest.mark.parametrize("size", [2, 3, 6, 7, 9])
+def test_ou_equidyn_is_drawn_from_its_matchings(size: int, eta: float) -> None:
+    sequence = topology.equi_dynamic(size, directed=False, eta=eta, seed=3)
+    expected = []
+    for distance, first in itertools.product(range(1, size), range(size)):
+        matching = (1 - 1 / size) * greedy_pairs(size, distance, first) + np.eye(size) / size
+        expected.append((1 - eta) * np.eye(size) + eta * matching)
+    seen: set[int] = set()
+    for t in range(400):
+        matches = {k for k, W in enumerate(expected) if np.allclose(sequence.matrix(t), W, rtol=1e-14)}
+        assert matches
+        seen |= matches
+    assert len(seen) == len(expected)
+    rate = np.linalg.eigvalsh(sum(W @ W.T for W in expected) / len(expected) - 1 / size).max()
+    assert rate <= 1 - 4 / 3 * eta * (1 - eta) + 1e-12
+    assert sequence.spectral_gap == pytest.approx(1 - math.sqrt(rate), abs=0.06)
+
+
+def test_equidyn_draws_only_the_given_distances() -> None:
+    few = topology.equi_dynamic(9, [2, 5])
+    drawn = {(few.peers(0, t)["dst_weights"][0]) for t in range(60)}
+    assert drawn == {2, 5}
+    static = topology.EquiStaticGraph(9, 3, seed=4)
+    as_static = topology.equi_dynamic(9, 3, seed=4)
+    drawn = {as_static.peers(0, t)["dst_weights"][0] for t in range(100)}
+    assert drawn == {j for j in static.successors(0) if j}
+
+
+# --- draws that all ranks share -----------------------------------------------------------------------------
+
+
+def test_random_matchings_are_matchings_and_all_equally_likely() -> None:
+    sequence = topology.random_matching(4)
+    counts: dict[tuple[int, ...], int] = {}
+    for t in range(600):
+        partners = tuple(sequence.peers(rank, t)["dst_weights"][0] for rank in range(4))
+        assert all(partners[partners[rank]] == rank for rank in range(4))
+        counts[partners] = counts.get(partners, 0) + 1
+    assert len(counts) == 3 and min(counts.values()) > 150
+    sitting_out = {
+        rank
+        for t in range(60)
+        for rank in range(5)
+        if not topology.random_matching(5).peers(rank, t)["dst_weights"]
+    }
+    assert sitting_out == set(range(5))
+
+
+def test_draws_are_the_same_in_every_version_of_python_and_numpy() -> None:
+    """Ranks of one job may differ in both. These values were computed once, with Python 3.11."""
+    sequence = topology.random_matching(8, seed=7)
+    assert [[sequence.peers(rank, t)["dst_weights"][0] for rank in range(8)] for t in range(3)] == [
+        [2, 5, 0, 4, 3, 1, 7, 6],
+        [7, 4, 3, 2, 1, 6, 5, 0],
+        [3, 5, 7, 0, 6, 1, 4, 2],
+    ]
+    dynamic = topology.equi_dynamic(16, seed=7)
+    assert [dynamic.peers(0, t)["dst_weights"][0] for t in range(8)] == [12, 15, 6, 1, 6, 4, 5, 3]
+
+
+def test_seeds_give_different_draws() -> None:
+    for make in (topology.random_matching, topology.equi_dynamic):
+        a, b = make(16, seed=0), make(16, seed=1)
+        assert sum(np.array_equal(a.matrix(t), b.matrix(t)) for t in range(20)) < 10
+    graphs = [topology.EquiStaticGraph(40, 5, seed=seed) for seed in (0, 1)]
+    assert not topology.IsTopologyEquivalent(*graphs)
+
+
+# --- inside and between machines; walks along a graph -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("machines", "local_size"), [(1, 3), (1, 5), (2, 3), (2, 4), (3, 4), (4, 3), (5, 6)])
+@pytest.mark.parametrize(
+    ("make", "generator"),
+    [
+        (topology.inner_outer_ring, topology.GetInnerOuterRingDynamicSendRecvRanks),
+        (topology.inner_outer_exponential, topology.GetInnerOuterExpo2DynamicSendRecvRanks),
+    ],
+    ids=["ring", "exponential"],
+)
+def test_inner_outer_is_the_generators(
+    make: Callable, generator: Callable, machines: int, local_size: int
+) -> None:
+    size = machines * local_size
+    sequence = make(size, local_size)
+    for rank in range(size):
+        steps: Iterator[tuple[list[int], list[int]]] = generator(size, local_size, rank)
+        for t, (send, receive) in enumerate(itertools.islice(steps, 3 * sequence.period + 1)):
+            part = sequence.peers(rank, t)
+            assert part["dst_weights"] == send and part["src_weights"] == {receive[0]: 0.5}
+            assert part["self_weight"] == 0.5
+    # And no shorter period would do.
+    rounds = [sequence.matrix(t) for t in range(2 * sequence.period)]
+    for shorter in range(1, sequence.period):
+        assert not all(np.array_equal(rounds[t], rounds[t + shorter]) for t in range(sequence.period))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
+    graph = nx.gnp_random_graph(7, 0.4, seed=seed, directed=True)
+    sequence = topology.one_peer(graph, "walk")
+    generators = [topology.GetDynamicOnePeerSendRecvRanks(graph, rank) for rank in range(7)]
+    for t in range(sequence.period + 5):
+        for rank, generator in enumerate(generators):
+            send, receive = next(generator)
+            part = sequence.peers(rank, t)
+            assert part["dst_weights"] == send
+            assert part["src_weights"] == dict.fromkeys(receive, 1 / (len(receive) + 1))
+
+
+# --- torus and weights of a matrix --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 3), (3, 4), (4, 2)]
+)
+def test_torus_equals_its_definition(rows: int, columns: int) -> None:
+    size = rows * columns
+    grid = nx.grid_2d_graph(rows, columns, periodic=True)
+    expected = np.eye(size)
+    for (a, b), (c, d) in grid.edges:
+        expected[a * columns + b, c * columns + d] = expected[c * columns + d, a * columns + b] = 1.0
+    expected /= expected.sum(axis=0)
+    graph = topology.Torus2DGraph(size, (rows, columns))
+    np.testing.assert_array_equal(topology.mixing_matrix(graph), expected)
+    assert topology.IsRegularGraph(graph)
+
+
+def test_torus_shape_and_names() -> None:
+    assert topology.IsTopologyEquivalent(topology.Torus2DGraph(12), topology.Torus2DGraph(12, (3, 4)))
+    assert topology.IsTopologyEquivalent(topology.Torus2DGraph(7), topology.RingGraph(7))
+    assert topology.IsTopologyEquivalent(topology.by_name("torus", 12), topology.Torus2DGraph(12))
+    equi = topology.EquiStaticGraph(12)
+    assert topology.IsTopologyEquivalent(topology.by_name("d-equistatic", 12), equi)
+    assert len(list(equi.successors(0))) - 1 == math.ceil(2 * math.log(12))
+    undirected = topology.EquiStaticGraph(12, directed=False)
+    assert topology.IsTopologyEquivalent(topology.by_name("u-equistatic", 12), undirected)
+
+
+def test_graph_from_matrix() -> None:
+    W = np.array([[0.5, 0.0, 0.25], [0.5, 1.0, 0.25], [0.0, 0.0, 0.5]])
+    graph = topology.graph_from_matrix(W)
+    np.testing.assert_array_equal(topology.mixing_matrix(graph), W)
+    assert not graph.has_edge(0, 1) and graph.has_edge(1, 0)
+    np.testing.assert_array_equal(topology.mixing_matrix(topology.graph_from_matrix(W.T, sums="rows")), W.T)
+    assert topology.graph_from_matrix([[3, -1], [0, 0]], sums="none")[0][1]["weight"] == -1.0
+    topology.graph_from_matrix(np.full((3, 3), 1 / 3, dtype=np.float32), sums="both")
+
+
+@pytest.mark.parametrize(
+    ("matrix", "sums", "message"),
+    [
+        ([[0.5, 0.2], [0.5, 0.7]], "columns", r"each column of W must sum to 1, got 0\.9 in column 1$"),
+        ([[0.5, 0.2], [0.5, 0.8]], "rows", r"each row of W must sum to 1, got 0\.7 in row 0 \(and 1 more\)"),
+        ([[0.5, 0.2], [0.5, 0.8]], "both", r"each row of W must sum to 1, got 0\.7 in row 0"),
+        ([[0.5, 0.4], [0.5, 0.5]], "both", r"each column of W must sum to 1, got 0\.9 in column 1"),
+        ([[1.0, 0.0]], "columns", r"W must be a square matrix, got shape \(1, 2\)"),
+        ([], "columns", r"W must be a square matrix, got shape \(0,\)"),
+        ([[1.0], [0.0, 1.0]], "columns", "W must be a square matrix"),
+        ([[1.0, 0.0], [0.0, math.nan]], "none", r"W must hold finite numbers, got W\[1, 1\] = nan"),
+        ([[1.0, 0.0], [math.inf, 1.0]], "none", r"W must hold finite numbers, got W\[1, 0\] = inf"),
+        ([[1.0]], "diagonal", "sums must be 'columns', 'rows', 'both' or 'none', got 'diagonal'"),
+    ],
+)
+def test_graph_from_a_bad_matrix(matrix: object, sums: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        topology.graph_from_matrix(matrix, sums=sums)
+
+
+def test_given_matrices_are_copied() -> None:
+    W = np.eye(2)
+    sequence = Topology("given", [W, np.full((2, 2), 0.5)])
+    W[0, 0] = 5.0
+    assert sequence.matrix(2)[0, 0] == 1.0
+    assert sequence.period == 2 and repr(sequence) == "<Topology given: 2 ranks, period 2>"
+
+
+# --- bad arguments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: topology.one_peer_hypercube(6), "size must be a power of two, got 6"),
+        (lambda: topology.one_peer_exponential(0), "size must be an integer >= 1, got 0"),
+        (lambda: topology.base_graph(0), "size must be"),
+        (lambda: topology.base_graph(5, 0), "degree must be an integer >= 1, got 0"),
+        (lambda: topology.simple_base_graph(-1), "size must be"),
+        (lambda: topology.hyper_hypercube(10, 3), "factors up to degree [+] 1 = 4, got 10"),
+        (lambda: topology.random_matching(0), "size must be"),
+        (lambda: topology.inner_outer_ring(8, 3), "multiple of local_size"),
+        (lambda: topology.inner_outer_exponential(8, 2), "local_size must be at least 3"),
+        (lambda: topology.EquiStaticGraph(8, 8), r"distances must be in \[1, 7\] for 8 ranks, got 8"),
+        (lambda: topology.EquiStaticGraph(8, 0), "distances must be in"),
+        (lambda: topology.equi_dynamic(8, [1, 8]), r"distances must be in \[1, 7\]"),
+        (lambda: topology.equi_dynamic(8, []), "distances must be in"),
+        (lambda: topology.equi_dynamic(8, eta=0.0), r"eta must be in \(0, 1\], got 0"),
+        (lambda: topology.equi_dynamic(8, eta=math.nan), "eta must be in"),
+        (lambda: topology.Torus2DGraph(8, (3, 3)), "shape must have the product size = 8"),
+        (lambda: Topology("none", []), "at least one matrix"),
+        (lambda: Topology("two", [np.eye(2), np.eye(3)]), "must all have one shape"),
+        (
+            lambda: Topology("one", [np.eye(2), np.eye(2) * 2]),
+            r"column of matrices\[1\] must sum to 1, got 2",
+        ),
+        (lambda: Topology.endless("e", 3, lambda t: np.eye(2)).matrix(4), r"matrix\(4\) must have the shape"),
+        (lambda: Topology.endless("e", 2, lambda t: np.ones((2, 2))).peers(0, 0), "must sum to 1"),
+        (lambda: Topology.from_graph("g", nx.DiGraph([(0, 1), (1, 0), (1, 1)])), "each column"),
+        (lambda: topology.one_peer_exponential(4).peers(4), r"rank must be a rank in \[0, 3\], got 4"),
+        (lambda: topology.one_peer_exponential(4).matrix(-1), "t must be an integer >= 0, got -1"),
+        (lambda: topology.one_peer_exponential(4).rounds_to(0.0), "distance must be at least 1e-12"),
+        (
+            lambda: topology.one_peer(nx.gnp_random_graph(40, 0.5, seed=0, directed=True)),
+            "least common multiple",
+        ),
+        (
+            lambda: topology.summary(4, [topology.base_graph(5)]),
+            "topologies must have size = 4, got <Topology base-2",
+        ),
+        (lambda: topology.plot(topology.base_graph(4), rounds=0), "rounds must be an integer >= 1"),
+    ],
+)
+def test_wrong_value(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: topology.base_graph(4.0), "size must be an integer"),
+        (lambda: topology.base_graph(4, 1.5), "degree must be an integer"),
+        (lambda: topology.random_matching(4, seed="a"), "seed must be an integer"),
+        (lambda: topology.equi_dynamic(4, 2.0), "distances must be an integer"),
+        (lambda: topology.equi_dynamic(4, [1.5]), r"distances\[0\] must be an integer"),
+        (lambda: topology.one_peer(nx.Graph([(0, 1)])), "graph must be a networkx.DiGraph"),
+        (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
+        (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),
+        (lambda: topology.base_graph(4).peers(0, 1.5), "t must be an integer"),
+        (
+            lambda: topology.plot(topology.RingGraph(4)),
+            "topology must be a fogdist.topology.Topology, got DiGraph",
+        ),
+    ],
+)
+def test_wrong_type(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+# --- table and picture --------------------------------------------------------------------------------------
+
+
+def test_summary_holds_what_the_topologies_say() -> None:
+    table = topology.summary(12, local_size=3, limit=60)
+    rows = {row.name: row for row in table.rows}
+    assert len(rows) == len(table.rows)
+    for name in (*STATIC, "one-peer-exp2", "base-2", "base-3", "od-equidyn", "ou-equidyn", "random-matching"):
+        sequence = SEQUENCES[name](12) if name != "ou-equidyn" else topology.equi_dynamic(12, directed=False)
+        row = rows[name]
+        assert row.period == sequence.period and row.degree == sequence.max_degree
+        assert row.tensors_per_step == sequence.bytes_per_step(1)
+        assert row.spectral_gap == sequence.spectral_gap
+        assert row.exact_rounds == sequence.rounds_to_exact_consensus
+        assert row.rounds_to_tolerance == sequence.rounds_to(1e-6, 60)
+    assert {"inner-outer-ring", "inner-outer-exp2"} < set(rows)
+    assert "one-peer-hypercube" not in rows
+    assert rows["base-2"].exact_rounds == rows["base-2"].rounds_to_tolerance == 5
+    assert rows["base-2"].tensors_to_tolerance == pytest.approx(48 / 12)  # Of its 24 edges, both ways.
+    assert rows["ring"].rounds_to_tolerance is None and rows["ring"].tensors_to_tolerance is None
+
+
+def test_summary_prints_a_table() -> None:
+    text = str(topology.summary(8, limit=100))
+    lines = text.splitlines()
+    assert len({len(line) for line in lines}) == 1  # Columns are aligned.
+    assert lines[0].split("  ")[0] == "8 ranks" and "rounds to 1e-6" in lines[0]
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert table["one-peer-hypercube"] == ["3", "1", "1.00", "1.0000", "3", "3", "3.0"]
+    assert table["ring-right"][-3:] == [">", "100", "-"]
+    assert table["random-matching"][0] == "endless"
+
+
+def test_documentation_shows_the_table_as_printed() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "topologies.md").read_text()
+    assert f"```text\n{topology.summary(8)}\n```" in text
+    exp2 = Topology.from_graph("exp2", topology.ExponentialTwoGraph(6))
+    sequences = [topology.one_peer_exponential(6), topology.base_graph(6, 1), topology.base_graph(6, 2)]
+    assert f"```text\n{topology.summary(6, [exp2, *sequences])}\n```" in text
+
+
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sequence = topology.base_graph(6)
+    figure = topology.plot(sequence, tmp_path / "base.png")
+    assert (tmp_path / "base.png").read_bytes().startswith(b"\x89PNG")
+    *graphs, decay = figure.axes
+    assert [axes.get_title() for axes in graphs] == ["round 0", "round 1", "round 2", "round 3"]
+    for t, axes in enumerate(graphs):
+        texts = [text.get_text() for text in axes.texts]
+        assert [text for text in texts if text] == list("012345")
+        assert texts.count("") == np.count_nonzero(np.triu(sequence.matrix(t), 1))  # A line a pair.
+    assert decay.get_title() == "exact average after 4 rounds"
+    distance = decay.lines[0].get_ydata()
+    np.testing.assert_allclose(distance[:4], sequence.consensus_distance(3))
+    assert len(topology.plot(topology.random_matching(4)).axes) == 9
+    assert len(topology.plot(topology.base_graph(1), rounds=2).axes) == 2
+
+
+def test_plot_without_matplotlib_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="fogdist.topology.plot needs matplotlib"):
+        topology.plot(topology.base_graph(4))
+
+
+# --- over ranks ---------------------------------------------------------------------------------------------
+
+
+def consensus(names: list[str]) -> None:
+    """Mixes over the group by `neighbor_allreduce` with the object's peers."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    start = np.random.default_rng(size).standard_normal((size, 3))
+    for name in names:
+        sequence = SEQUENCES[name](size)
+        exact = sequence.rounds_to_exact_consensus
+        rounds = 5 if exact is None else exact
+        x = torch.from_numpy(start[rank].copy())
+        expected = start
+        for t in range(rounds):
+            x = fogdist.neighbor_allreduce(x, **sequence.peers(rank, t))
+            expected = sequence.matrix(t).T @ expected
+        np.testing.assert_allclose(x.numpy(), expected[rank], rtol=0, atol=5e-15, err_msg=name)
+        if exact is not None:
+            np.testing.assert_allclose(x.numpy(), start.mean(axis=0), rtol=0, atol=5e-15, err_msg=name)
+    fogdist.set_topology(SEQUENCES["d-equistatic"](size).graph(), is_weighted=True)
+    mixed = fogdist.neighbor_allreduce(torch.from_numpy(start[rank].copy()))
+    expected = SEQUENCES["d-equistatic"](size).matrix().T @ start
+    np.testing.assert_allclose(mixed.numpy(), expected[rank], rtol=0, atol=5e-15)
+    fogdist.shutdown()
+
+
+@pytest.mark.parametrize("size", [8, 6, 5])
+def test_ranks_reach_the_exact_average(worlds: Callable[[int], WorldPool], size: int) -> None:
+    finite = ["base-2", "base-3", "base-5", "simple-base-2"]
+    others = ["od-equidyn", "ou-equidyn", "random-matching", "one-peer-exp2"]
+    finite += {8: ["one-peer-hypercube"], 6: ["hyper-hypercube"]}.get(size, [])
+    others += {6: ["inner-outer-ring", "inner-outer-exp2"]}.get(size, [])
+    assert all(SEQUENCES[name](size).rounds_to_exact_consensus for name in finite)
+    worlds(size).run(consensus, finite + others)
