@@ -152,7 +152,7 @@ def compiled() -> None:
 
     x = make_input(rank, torch.float64, (3, 2)).requires_grad_()
     torch._dynamo.reset()
-    # aot_eager: forward and backward are traced with fake tensors, as by every backend, without a C++ compiler.
+    # aot_eager: traced with fake tensors, as by every backend, but without a C++ compiler.
     program = torch.compile(step, fullgraph=True, backend="aot_eager")
     for graph in (topologies.RingGraph, topologies.StarGraph):
         fogdist.set_topology(graph(size), is_weighted=True)

@@ -1,7 +1,7 @@
-"""Every form of exchange on random graphs, weights, dtypes and shapes, against a mixing matrix applied in float64.
+"""Every form of exchange on random graphs, weights, dtypes and shapes, against the mixing matrix in float64.
 
-Hypothesis draws the cases in pytest's process and the ranks of a world run a batch of them at a time. Cases are the
-same in every run.
+Hypothesis draws the cases in pytest's process and the ranks of a world run a batch of them at a time. Cases
+are the same in every run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         kind: One of KINDS.
-        matrix: Weight of the edge from row to column, None where there is no edge; of machines where those exchange.
+        matrix: Weight of the edge from row to column, None where there is none; of machines if those exchange.
         tensors: (dtype, shape) of each tensor; one stands for no list.
         scale: What inputs are multiplied by.
         in_place: Whether results overwrite the inputs.

@@ -86,7 +86,7 @@ def gather_numbers(backend: ProcessGroupFog, numbers: Iterable[int], name: str =
 
 
 def gather_texts(backend: ProcessGroupFog, text: str, name: str = "") -> list[str]:
-    """Returns the text of every rank, in order of ranks. Collective and blocking; arguments as `gather_numbers`."""
+    """Returns the text of every rank, in order of ranks; collective, arguments as of `gather_numbers`."""
     data = text.encode()
     lengths = [length for (length,) in gather_numbers(backend, [len(data)], name)]
     table = bytes(_gather(backend, torch.tensor(list(data), dtype=torch.uint8), name).tolist())

@@ -26,7 +26,7 @@ from fogdist.topology import ExponentialGraph
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
-# Ranks that stand for a machine each so many, so that hierarchical operations can be tried on one host. `init` reads it.
+# Each so many ranks stand for a machine, so that hierarchical operations can be tried on one host.
 RANKS_PER_MACHINE_VARIABLE = "FOG_NODES_PER_MACHINE"
 
 

@@ -157,7 +157,7 @@ def hierarchical_exchange(
     src_machine_weights: Mapping[int, float] | None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
 ) -> Exchange:
-    """Returns the exchange of machines of a `hierarchical_neighbor_allreduce`; arguments as of that function."""
+    """Returns the exchange of a `hierarchical_neighbor_allreduce`; the arguments are those of that function."""
     machine = homogeneous(context).machine_of[context.rank]
     side = _Side(*_MACHINES, machine, number_of_machines(context))
     topology: StaticTopology | None = context.machine_topology
@@ -251,5 +251,6 @@ def _check_neighbors(peers: Iterable[int], neighbors: Sequence[int], argument: s
     if strangers:
         hint = "; other peers need dst_weights too" if argument == "src_weights" else ""
         raise ValueError(
-            f"{argument} must name {what} only, in the current topology {sorted(neighbors)}, got {strangers}{hint}"
+            f"{argument} must name {what} only, in the current topology {sorted(neighbors)}, "
+            f"got {strangers}{hint}"
         )

@@ -1,7 +1,7 @@
 """Averages between machines: the ranks of each machine enter with their mean and come out alike.
 
-Forms, handles, names, groups and lists are those of `fogdist.neighbor_collectives`; who has whom for a neighbor is the
-machine topology, `fogdist.set_machine_topology`.
+Forms, handles, names, groups and lists are those of `fogdist.neighbor_collectives`; who has whom for a
+neighbor is the machine topology, `fogdist.set_machine_topology`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def hierarchical_neighbor_allreduce(
     """Returns the weighted average of this machine's mean and its in-neighbor machines' means.
 
     With ``m_k`` the mean of the tensors of machine k's ranks, every rank of machine k gets
-    ``self_weight_k * m_k + sum_j src_machine_weights_k[j] * dst_machine_weights_j[k] * m_j``. All ranks of the
-    group take part, and those of one machine must give the same weights. The input is not changed. The weights
-    decide:
+    ``self_weight_k * m_k + sum_j src_machine_weights_k[j] * dst_machine_weights_j[k] * m_j``. All ranks of
+    the group take part, and those of one machine must give the same weights. The input is not changed. The
+    weights decide:
 
     - None given: an exchange with all neighbors of the machine topology, with its weights if it was set with
       `is_weighted`, else the plain mean over this machine and its in-neighbors.
@@ -114,7 +114,7 @@ def hierarchical_neighbor_allreduce_nonblocking(
     group: dist.ProcessGroup | None = None,
     **removed: object,
 ) -> int:
-    """Starts `hierarchical_neighbor_allreduce` and returns its handle; a check of the peers is done at once."""
+    """Starts `hierarchical_neighbor_allreduce` and returns its handle; a check is done at once."""
     reject_unknown_arguments("hierarchical_neighbor_allreduce_nonblocking", removed, _RENAMED)
     weights = self_weight, src_machine_weights, dst_machine_weights
     return _start(tensor, False, *weights, enable_topo_check, name, group)

@@ -140,7 +140,8 @@ def homogeneous(context: Context) -> Context:
     """
     if not machines_are_homogeneous(context.machine_of):
         raise PreconditionError(
-            f"ranks must be spread homogeneously over the machines, got the machines {context.machine_of} by rank"
+            "ranks must be spread homogeneously over the machines, got the machines "
+            f"{context.machine_of} by rank"
         )
     return context
 

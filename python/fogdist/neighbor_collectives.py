@@ -172,7 +172,7 @@ def neighbor_allreduce_nonblocking_(
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Starts `neighbor_allreduce_` and returns its handle. `tensor` holds the result after `wait`, not earlier."""
+    """Starts `neighbor_allreduce_` and returns its handle; `tensor` holds the result after `wait`."""
     return _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
 
 

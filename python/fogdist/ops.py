@@ -9,9 +9,9 @@ are traced. ::
                        int[] dst_ranks, float[] dst_weights, str group_name="") -> Tensor
     neighbor_allreduce_along_topology(Tensor tensor, str group_name="") -> Tensor
 
-`group_name` is the attribute of that name of a ProcessGroup, "" the group of `fogdist.init`. Sums are those
-of `fogdist.neighbor_allreduce`, ``out_i = self_weight_i x_i + sum_j src_weight_i[j] dst_weight_j[i] x_j``, and
-errors are too.
+`group_name` is the attribute of that name of a ProcessGroup, "" the group of `fogdist.init`. Sums and errors
+are those of `fogdist.neighbor_allreduce`:
+``out_i = self_weight_i x_i + sum_j src_weight_i[j] dst_weight_j[i] x_j``.
 
 The derivative is the adjoint exchange, along reversed edges: rank j's gradient is
 ``self_weight_j g_j + sum_i src_weight_i[j] dst_weight_j[i] g_i``, where rank i, who received, scales what it
@@ -24,6 +24,7 @@ neighbors waiting until the group's timeout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +85,8 @@ def _context(group_name: str) -> Context:
         return current()
     try:
         # What torch's own operators that take a name resolve it with.
-        group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined,arg-type]
+        resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
+        group = resolve(group_name)
     except (RuntimeError, KeyError):
         raise ValueError(f"group_name must be that of a process group, got {group_name!r}") from None
     return current(group)

@@ -1,7 +1,7 @@
 """The collective check of a dynamic exchange: do all ranks ask for the same one?
 
-A rank tells all others its peers and what stands for its tensors, tens of bytes in all, so all ranks come to the same
-verdict. Only if tensors do not fit do ranks send their shapes and dtypes, for the message.
+A rank tells all others its peers and what stands for its tensors, tens of bytes in all, so all ranks come to
+the same verdict. Only if tensors do not fit do ranks send their shapes and dtypes, for the message.
 """
 
 from __future__ import annotations
