@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         kind: One of KINDS.
-        matrix: Weight of the edge from row to column, None where there is none; of machines if those exchange.
+        matrix: Weight of the edge from row to column, None where there is none; of machines if they exchange.
         tensors: (dtype, shape) of each tensor; one stands for no list.
         scale: What inputs are multiplied by.
         in_place: Whether results overwrite the inputs.

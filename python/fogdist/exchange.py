@@ -157,7 +157,7 @@ def hierarchical_exchange(
     src_machine_weights: Mapping[int, float] | None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
 ) -> Exchange:
-    """Returns the exchange of a `hierarchical_neighbor_allreduce`; the arguments are those of that function."""
+    """Returns the exchange of a `hierarchical_neighbor_allreduce`; arguments as of that function."""
     machine = homogeneous(context).machine_of[context.rank]
     side = _Side(*_MACHINES, machine, number_of_machines(context))
     topology: StaticTopology | None = context.machine_topology

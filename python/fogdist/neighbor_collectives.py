@@ -246,7 +246,7 @@ def pair_gossip_nonblocking(
     context = current(group)
     average = Average(tensor, in_place=False)
     peer, plan = gossip_exchange(context, target_rank, self_weight, pair_weight)
-    # A name of the pair's own: in the group's order of calls, ranks that do not gossip would have to count too.
+    # A name of the pair's own: in the group's order of calls, ranks that do not gossip would count too.
     pair = f"pair_gossip {min(context.rank, peer)} {max(context.rank, peer)}"
     given = key(name)
     unique = f"{pair}: {given}" if given else f"{pair} #{context.gossips[peer] % _GOSSIP_NAMES}"
