@@ -19,6 +19,8 @@ constexpr size_t kLine = 64;
 constexpr size_t kTimesMemory = 4;
 // Pages kept for blocks to come: as many as are in use, but at least these.
 constexpr size_t kLeastKept = size_t(256) << 20;
+// A freed block serves for requests down to this part of its size: where sizes vary, few blocks serve them all.
+constexpr size_t kMostWaste = 2;
 
 // The arena's first page, for those who map it.
 struct Label {
@@ -82,14 +84,18 @@ void* Arena::allocate(size_t bytes) {
   if (forked_) {
     return nullptr;
   }
-  const size_t size = block_size(bytes);
+  size_t size = block_size(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& freed = freed_[size];
+  const auto freed = freed_.lower_bound(size);
   size_t offset = 0;
-  if (!freed.empty()) {
-    offset = freed.back().offset;
-    kept_ -= freed.back().has_pages ? size : 0;
-    freed.pop_back();
+  if (freed != freed_.end() && freed->first <= kMostWaste * size) {
+    size = freed->first;
+    offset = freed->second.back().offset;
+    kept_ -= freed->second.back().has_pages ? size : 0;
+    freed->second.pop_back();
+    if (freed->second.empty()) {
+      freed_.erase(freed);
+    }
   } else {
     offset = size >= kPage ? (end_ + kPage - 1) / kPage * kPage : end_;
     if (size > bytes_ || offset > bytes_ - size) {

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -12,7 +13,7 @@ namespace fog::shared_memory {
 
 // One anonymous, sparse file (memfd) of more bytes than the machine has memory; pages take memory once they were used. As
 // the inbox, it leaves nothing behind. Blocks that were freed are kept with their pages and given out again to whoever asks
-// for that size: fresh pages cost more than most operations.
+// for that size or somewhat less: fresh pages cost more than most operations.
 class Arena {
  public:
   // This process's; nullptr where the system has no memfd or no address space. Lives until the process ends.
@@ -50,7 +51,7 @@ class Arena {
     size_t offset;
     bool has_pages;
   };
-  std::unordered_map<size_t, std::vector<Freed>> freed_; // by size
+  std::map<size_t, std::vector<Freed>> freed_; // by size; none is empty
 };
 
 // The arena of another process of this host, mapped for reading.
