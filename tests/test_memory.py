@@ -198,9 +198,9 @@ def test_freed_memory_is_used_again():
 
 def test_much_freed_memory_goes_back_to_the_system():
     before = resident_bytes()
-    blocks = [fogdist.empty(16 * MIB).fill_(1.0) for _ in range(6)]  # 64 MiB each
-    assert resident_bytes() - before > 300 * MIB
-    del blocks
+    blocks = [fogdist.empty(16 * MIB).fill_(1.0) for _ in range(12)]  # 64 MiB each
+    assert resident_bytes() - before > 600 * MIB
+    del blocks  # one by one: at first as much is kept as is still in use
     assert resident_bytes() - before < 300 * MIB
 
 
