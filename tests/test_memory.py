@@ -167,6 +167,21 @@ def test_share_moves_a_parameter_its_gradient_and_its_views():
     assert fogdist.share_(weight).data_ptr() == address  # it is there
 
 
+def test_share_leaves_arrays_of_numpy_their_memory():
+    tensor = torch.arange(MIB, dtype=torch.float32)  # large enough that its memory goes back to the system
+    array = tensor.numpy()
+    fogdist.share_(tensor)
+    assert _C.is_shared(tensor)
+    tensor.fill_(7.0)
+    assert np.array_equal(array, np.arange(MIB))
+    array[:] = 3.0
+    assert tensor.eq(7.0).all()
+    owned = np.ones(MIB, dtype=np.float32)
+    moved = fogdist.share_(torch.from_numpy(owned))
+    del owned
+    assert _C.is_shared(moved) and moved.eq(1.0).all()
+
+
 def test_share_refuses_what_it_cannot_move():
     with pytest.raises(TypeError, match="tensor must be a torch.Tensor, got list"):
         fogdist.share_([1.0])

@@ -43,7 +43,9 @@ def share_(tensor: Tensor) -> Tensor:
     """Moves a tensor's memory to where the other ranks of this host can read it; returns the tensor.
 
     It stays the same tensor, and so do its views and all others of the same storage: they move along. Arrays
-    of NumPy that shared its memory do not. Nothing is done to a tensor that is there already.
+    of NumPy that shared its memory do not: they keep the old memory, and see no change from then on. What else
+    holds the old address must not be used any more: tensors made by way of DLPack, an operation in flight on
+    the tensor. Nothing is done to a tensor that is there already, nor where the system has no such memory.
 
     Args:
         tensor: A dense CPU tensor of any dtype, such as a parameter.
