@@ -138,6 +138,7 @@ def test_empty_is_a_tensor_as_any_other():
         (((2, -1),), ValueError, r"size\[1\] must be 0 or more, got -1"),
         ((2.5,), TypeError, r"size\[0\] must be an integer, got 2.5"),
         (("3",), TypeError, r"size\[0\] must be an integer"),
+        ((2**63,), ValueError, r"size\[0\] must be at most 9223372036854775807, got 9223372036854775808"),
     ],
 )
 def test_empty_refuses_what_is_no_shape(arguments, error, message):

@@ -12,6 +12,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+_LARGEST = 2**63 - 1
+
 
 def empty(
     *size: SupportsIndex | tuple[SupportsIndex, ...] | list[SupportsIndex], dtype: torch.dtype | None = None
@@ -28,7 +30,7 @@ def empty(
 
     Raises:
         TypeError: A size is not an integer, or `dtype` not a torch.dtype.
-        ValueError: A size is negative.
+        ValueError: A size is negative, or above 2^63 - 1.
     """
     from fog_pg._C import empty_shared
 
@@ -79,4 +81,6 @@ def _length(length: SupportsIndex, argument: str) -> int:
         ) from None
     if number < 0:
         raise ValueError(f"{argument} must be 0 or more, got {number}")
+    if number > _LARGEST:
+        raise ValueError(f"{argument} must be at most {_LARGEST}, got {number}")
     return number
