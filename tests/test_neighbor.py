@@ -693,6 +693,7 @@ WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "self_weight.*finite",
     ),
+    ("neighbor_allreduce", {"self_weight": 10**400, "src_weights": {}}, ValueError, "self_weight.*finite"),
     ("neighbor_allreduce", {"self_weight": 1, "src_weights": [2]}, TypeError, "src_weights.*dict.*list"),
     ("neighbor_allreduce", {"self_weight": 1, "src_weights": {2: "1"}}, TypeError, r"src_weights\[2\]"),
     (

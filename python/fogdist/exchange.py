@@ -236,9 +236,13 @@ def check_weight(value: float, argument: str) -> float:
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a real number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{argument} must be finite, got {value}")
-    return float(value)
+    try:
+        weight = float(value)
+    except OverflowError:  # of an int or a Fraction
+        weight = math.inf
+    if not math.isfinite(weight):
+        raise ValueError(f"{argument} must be finite as a float, got {value}")
+    return weight
 
 
 def _is_plain(value: object) -> bool:

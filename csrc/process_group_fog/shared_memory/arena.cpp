@@ -90,10 +90,12 @@ void* Arena::allocate(size_t bytes) {
   size_t offset = 0;
   if (freed != freed_.end() && freed->first <= kMostWaste * size) {
     size = freed->first;
-    offset = freed->second.back().offset;
-    kept_ -= freed->second.back().has_pages ? size : 0;
-    freed->second.pop_back();
-    if (freed->second.empty()) {
+    auto& blocks = freed->second;
+    kept_ -= blocks.with_pages.empty() ? 0 : size;
+    auto& offsets = blocks.with_pages.empty() ? blocks.bare : blocks.with_pages;
+    offset = offsets.back();
+    offsets.pop_back();
+    if (blocks.with_pages.empty() && blocks.bare.empty()) {
       freed_.erase(freed);
     }
   } else {
@@ -118,14 +120,31 @@ void Arena::free(void* memory) {
   const size_t size = found->second;
   sizes_.erase(found);
   in_use_ -= size;
-  bool keep = size < kPage || kept_ + size <= std::max(kLeastKept, in_use_);
-  if (!keep) {
-    const size_t begin = (offset + kPage - 1) / kPage * kPage; // smaller blocks may share the pages at its ends
-    const size_t end = (offset + size) / kPage * kPage;
-    keep = madvise(memory_ + begin, end - begin, MADV_REMOVE) != 0;
+  const size_t most = std::max(kLeastKept, in_use_);
+  if (size >= kPage && kept_ + size > most && drop_pages(offset, size)) {
+    freed_[size].bare.push_back(offset);
+  } else {
+    freed_[size].with_pages.push_back(offset);
+    kept_ += size;
   }
-  kept_ += keep ? size : 0;
-  freed_[size].push_back({offset, keep});
+  keep_no_more_than(most); // that has become less
+}
+
+void Arena::keep_no_more_than(size_t bytes) {
+  for (auto position = freed_.rbegin(); kept_ > bytes && position != freed_.rend() && position->first >= kPage; ++position) {
+    auto& [size, blocks] = *position;
+    while (kept_ > bytes && !blocks.with_pages.empty() && drop_pages(blocks.with_pages.back(), size)) {
+      blocks.bare.push_back(blocks.with_pages.back());
+      blocks.with_pages.pop_back();
+      kept_ -= size;
+    }
+  }
+}
+
+bool Arena::drop_pages(size_t offset, size_t size) {
+  const size_t begin = (offset + kPage - 1) / kPage * kPage; // smaller blocks may share the pages at its ends
+  const size_t end = (offset + size) / kPage * kPage;
+  return madvise(memory_ + begin, end - begin, MADV_REMOVE) == 0;
 }
 
 bool Arena::contains(const void* data, size_t bytes) const {

@@ -36,6 +36,9 @@ class Arena {
  private:
   Arena(int fd, char* memory, size_t bytes, uint32_t token);
   static Arena* create();
+  // Gives the pages of a block back to the system; false if it would not have them.
+  bool drop_pages(size_t offset, size_t size);
+  void keep_no_more_than(size_t bytes);
 
   const int fd_;
   char* const memory_;
@@ -47,11 +50,11 @@ class Arena {
   size_t in_use_ = 0;
   size_t kept_ = 0; // bytes of freed blocks that still have their pages
   std::unordered_map<size_t, size_t> sizes_; // by offset: of blocks in use
-  struct Freed {
-    size_t offset;
-    bool has_pages;
+  struct Freed { // offsets of blocks
+    std::vector<size_t> with_pages;
+    std::vector<size_t> bare;
   };
-  std::map<size_t, std::vector<Freed>> freed_; // by size; none is empty
+  std::map<size_t, Freed> freed_; // by size; none has neither
 };
 
 // The arena of another process of this host, mapped for reading.
