@@ -96,6 +96,35 @@ def test_memory_is_used_again_only_when_nobody_reads_it(worlds):
     worlds(4).run(many_rounds)
 
 
+def more_in_flight_than_offers(in_shared_memory: bool) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    numel, rounds = 8 * 1024 + 8, 1500  # just too many bytes to come with their header; two destinations each
+    make = fogdist.empty if in_shared_memory else torch.empty
+    sources = [*fogdist.in_neighbor_ranks(), rank]
+    handles = [fogdist.neighbor_allreduce_nonblocking(make(numel).fill_(rank + i)) for i in range(rounds)]
+    # Messages between two ranks keep their order while some of them wait for an offer.
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sends = [dist.isend(make(numel if i % 2 else 3).fill_(i), after) for i in range(50)]
+    arrived = [torch.empty(numel if i % 2 else 3) for i in range(50)]
+    for tensor in arrived:
+        dist.recv(tensor, before)
+    for send in sends:
+        send.wait()
+    with Checks() as checks:
+        mean = sum(sources) / len(sources)
+        for i, handle in enumerate(handles):
+            output = fogdist.wait(handle)
+            checks.true(f"exchange {i}", bool(output.sub(mean + i).abs().max() < 1e-3))
+        for i, tensor in enumerate(arrived):
+            checks.true(f"message {i}", bool(tensor.eq(i).all()))
+
+
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_more_in_flight_than_offers(worlds, in_shared_memory):
+    worlds(4).run(more_in_flight_than_offers, in_shared_memory)
+
+
 def lose_a_reader() -> str:
     fogdist.init(topologies.FullyConnectedGraph)
     fogdist.barrier()

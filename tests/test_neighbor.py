@@ -317,17 +317,10 @@ def gossips_in_flight() -> None:
     elif rank == 3:
         assert fogdist.pair_gossip(x, 2, name="0").item() == 2.5
     else:
-        if rank == 1:
-            go = dist.recv(torch.zeros(1), 0)
-            assert go == 0
-        handles = [fogdist.pair_gossip_nonblocking(x + i, 1 - rank) for i in range(64)]
-        if rank == 0:
-            with pytest.raises(ValueError, match="in flight"):
-                fogdist.pair_gossip_nonblocking(x, 1)
-            dist.send(torch.zeros(1), 1)
+        handles = [fogdist.pair_gossip_nonblocking(x + i, 1 - rank) for i in range(150)]
         handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, name=str(i)) for i in range(2)]
         outputs = [fogdist.wait(handle).item() for handle in handles]
-        assert outputs == [0.5 + i for i in range(64)] + [0.5, 0.5]
+        assert outputs == [0.5 + i for i in range(150)] + [0.5, 0.5]
         # Both ranks have different weights.
         own = 0.25 if rank else 1.0
         assert fogdist.pair_gossip(x + 1, 1 - rank, own, 0.5).item() == (2.0 if rank == 0 else 1.0)

@@ -39,6 +39,19 @@ class PreconditionError(ValueError, AssertionError):
 
 
 @dataclass
+class Gossips:
+    """Exchanges of this rank with one other rank each, which no third rank counts.
+
+    Attributes:
+        begun: How many, by the other rank.
+        handles: The last one of each name.
+    """
+
+    begun: Counter[int] = field(default_factory=Counter)
+    handles: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
 class Context:
     """One group, as this rank sees it.
 
@@ -50,7 +63,7 @@ class Context:
         machine_of: The machine of every rank, numbered in the order of their first ranks.
         topology: Whom exchanges of ranks follow.
         machine_topology: Whom exchanges of machines follow; None until it is set.
-        gossips: How many unnamed exchanges this rank has begun with each other rank alone.
+        gossips: The unnamed exchanges of this rank with each other rank alone.
     """
 
     group: dist.ProcessGroup
@@ -60,7 +73,7 @@ class Context:
     machine_of: list[int]
     topology: StaticTopology
     machine_topology: StaticTopology | None = None
-    gossips: Counter[int] = field(default_factory=Counter)
+    gossips: Gossips = field(default_factory=Gossips)
 
 
 @dataclass

@@ -61,6 +61,15 @@ class HandleTable:
         operation.work.wait()
         return operation.finish(operation.work)
 
+    def complete(self, handle: int) -> None:
+        """Returns when the operation is complete, also if somebody has waited for it long ago.
+
+        Raises:
+            torch.distributed.DistBackendError: The operation failed.
+        """
+        if handle in self._in_flight:
+            self._in_flight[handle].work.wait()
+
     def _known(self, handle: int) -> int:
         if not isinstance(handle, int) or isinstance(handle, bool):
             raise TypeError(f"handle must be an int from a nonblocking call, got {type(handle).__name__}")

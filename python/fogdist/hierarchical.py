@@ -199,7 +199,7 @@ def _start(
     unique = key(name)
     if enable_topo_check and exchange.is_dynamic:
         verify(context, exchange, average.sources, unique)
-    confirm = enable_topo_check and not exchange.is_dynamic
+    confirm = True if enable_topo_check and not exchange.is_dynamic else None
     return average.start(
         lambda tensors, output: context.backend.hierarchical_neighbor_allreduce(
             tensors, machines, exchange.plan, output=output, name=unique, confirm=confirm

@@ -22,7 +22,7 @@ from fogdist.exchange import gathering_exchange, gossip_exchange, reject_unknown
 from fogdist.verification import verify
 
 _RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
-# Unnamed gossips of one pair that may be in flight at once. Names come again: the backend remembers each one.
+# Names of the unnamed gossips of a pair. They come again, as the backend remembers each one.
 _GOSSIP_NAMES = 64
 
 
@@ -223,8 +223,7 @@ def pair_gossip(
         TypeError: `tensor` is not a dense torch.Tensor or a list of them, `target_rank` not an integer, a
             weight not a real number, or `name` not a string.
         ValueError: `target_rank` is out of range or this rank itself; only one weight is given, or one that
-            is not finite; a dtype that has no weighted sums; 64 unnamed gossips with this rank are in flight
-            already; before `init`.
+            is not finite; a dtype that has no weighted sums; `name` is in flight already; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
     result: Tensor | list[Tensor] = wait(
@@ -242,19 +241,25 @@ def pair_gossip_nonblocking(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> int:
-    """Starts `pair_gossip` and returns its handle."""
+    """Starts `pair_gossip` and returns its handle.
+
+    Of unnamed gossips with one rank 64 may be in flight: a further one first waits for the oldest of them.
+    """
     context = current(group)
     average = Average(tensor, in_place=False)
     peer, plan = gossip_exchange(context, target_rank, self_weight, pair_weight)
     # A name of the pair's own: in the group's order of calls, ranks that do not gossip would count too.
     pair = f"pair_gossip {min(context.rank, peer)} {max(context.rank, peer)}"
     given = key(name)
-    unique = f"{pair}: {given}" if given else f"{pair} #{context.gossips[peer] % _GOSSIP_NAMES}"
+    unique = f"{pair}: {given}" if given else f"{pair} #{context.gossips.begun[peer] % _GOSSIP_NAMES}"
+    if not given and unique in context.gossips.handles:
+        handles().complete(context.gossips.handles[unique])
     handle = average.start(
         lambda tensors, output: context.backend.neighbor_allreduce(tensors, plan, output=output, name=unique)
     )
     if not given:
-        context.gossips[peer] += 1
+        context.gossips.begun[peer] += 1
+        context.gossips.handles[unique] = handle
     return handle
 
 
@@ -313,7 +318,7 @@ def neighbor_allgather_nonblocking(
     unique = key(name)
     if enable_topo_check and exchange.is_dynamic:
         verify(context, exchange, [source], unique)
-    confirm = enable_topo_check and not exchange.is_dynamic
+    confirm = True if enable_topo_check and not exchange.is_dynamic else None
     work = context.backend.neighbor_allgather(source, exchange.plan, name=unique, confirm=confirm)
     return handles().add(work, only_result, source)
 
@@ -334,7 +339,7 @@ def _start(
     unique = key(name)
     if enable_topo_check and exchange.is_dynamic:
         verify(context, exchange, average.sources, unique)
-    confirm = enable_topo_check and not exchange.is_dynamic
+    confirm = True if enable_topo_check and not exchange.is_dynamic else None
     return average.start(
         lambda tensors, output: context.backend.neighbor_allreduce(
             tensors, exchange.plan, output=output, name=unique, confirm=confirm

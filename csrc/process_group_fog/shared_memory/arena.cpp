@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <random>
 #include <string>
 
@@ -21,6 +22,10 @@ constexpr size_t kTimesMemory = 4;
 constexpr size_t kLeastKept = size_t(256) << 20;
 // A freed block serves for requests down to this part of its size: where sizes vary, few blocks serve them all.
 constexpr size_t kMostWaste = 2;
+
+// Of a process's 128 TiB of addresses, what others' arenas may take: the rest is its own.
+constexpr size_t kMostForeign = size_t(32) << 40;
+std::atomic<size_t> foreign_bytes{0};
 
 // The arena's first page, for those who map it.
 struct Label {
@@ -160,9 +165,11 @@ std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token)
   }
   struct stat status = {};
   const size_t bytes = fstat(opened, &status) == 0 ? static_cast<size_t>(status.st_size) : 0;
-  const void* memory = bytes >= kPage ? map_all(opened, bytes, PROT_READ) : nullptr;
+  const bool fits = foreign_bytes.fetch_add(bytes) + bytes <= kMostForeign;
+  const void* memory = fits && bytes >= kPage ? map_all(opened, bytes, PROT_READ) : nullptr;
   close(opened);
   if (memory == nullptr) {
+    foreign_bytes -= bytes;
     return nullptr;
   }
   auto arena = std::shared_ptr<ForeignArena>(new ForeignArena(static_cast<const char*>(memory), bytes));
@@ -172,6 +179,7 @@ std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token)
 
 ForeignArena::~ForeignArena() {
   munmap(const_cast<char*>(memory_), bytes_);
+  foreign_bytes -= bytes_;
 }
 
 const char* ForeignArena::at(uintptr_t address, size_t bytes) const {
