@@ -98,7 +98,7 @@ def neighbor_allreduce(
     """
     reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
     result: Tensor | list[Tensor] = wait(
-        _start(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+        _start(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True)
     )
     return result
 
@@ -157,7 +157,7 @@ def neighbor_allreduce_(
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
     result: Tensor | list[Tensor] = wait(
-        _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+        _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True)
     )
     return result
 
@@ -332,6 +332,7 @@ def _start(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
+    waits: bool = False,
 ) -> int:
     context = current(group)
     average = Average(tensors, in_place)
@@ -342,6 +343,6 @@ def _start(
     confirm = True if enable_topo_check and not exchange.is_dynamic else None
     return average.start(
         lambda tensors, output: context.backend.neighbor_allreduce(
-            tensors, exchange.plan, output=output, name=unique, confirm=confirm
+            tensors, exchange.plan, output=output, name=unique, confirm=confirm, waits=waits
         )
     )
