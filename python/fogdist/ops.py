@@ -19,7 +19,8 @@ sends back with its source weight, and rank j, who sent, weighs it with its dest
 same operation with sources and destinations exchanged, which makes it differentiable any number of times.
 Backward is an exchange like forward: all ranks that exchanged forward have to run it, in the same order. A
 tensor that needs no gradient on one rank, or an output that no loss of a rank depends on, leaves its
-neighbors waiting until the group's timeout.
+neighbors waiting until the group's timeout. Along the topology, backward follows the one that is set when it
+runs: change it between steps, not between forward and backward.
 """
 
 from __future__ import annotations
