@@ -1,13 +1,15 @@
 """Schedule and statistics: several ways to do one thing take turns on all ranks.
 
-In each iteration every way has its turn, each iteration begins with another one, and a barrier stands before
-each turn. So whatever else the machine does, and what one leaves in the caches for the next, meets all alike.
+In each iteration every way has its turn, in an order drawn anew, and a barrier stands before each turn. So
+whatever else the machine does, and what one leaves in the caches and to its threads for the next, meets all
+alike.
 The time of a turn is the longest of all ranks; kept are the median and the quartiles over the iterations.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -77,9 +79,11 @@ def take_turns(
     gc.collect()
     gc.disable()
     try:
+        order = list(range(len(names)))
+        draw = random.Random(0)  # the same on all ranks
         for iteration in range(iterations):
-            for place in range(len(names)):
-                index = (iteration + place) % len(names)
+            draw.shuffle(order)
+            for index in order:
                 elapsed[iteration, index] = turn(names[index])
     finally:
         gc.enable()

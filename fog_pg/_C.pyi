@@ -107,6 +107,7 @@ class ProcessGroupFog(Backend):
         name: str = "",
         confirm: bool | None = None,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
@@ -126,6 +127,8 @@ class ProcessGroupFog(Backend):
             plan: Must be this rank's in this group.
             output: Takes the result, or a list of results; shapes and dtypes of `tensor`. Each shares no
                 memory with `tensor`, or is the tensor in its place. Default: new tensors.
+            waits: Whether the caller goes straight on to wait; then no other thread is woken for what comes
+                before that.
 
         Returns:
             A Work whose `result()` is `[output]`, or the list of outputs.

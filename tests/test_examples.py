@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from scripts import ROOT, Job, run_script
+from scripts import ROOT, Job, launcher_command, run_script
 
 TRAIN_DIGITS = ROOT / "examples" / "train_digits.py"
 AVERAGE_CONSENSUS = ROOT / "examples" / "average_consensus.py"
@@ -91,7 +91,9 @@ def test_demo_in_short(tmp_path: Path, arguments: tuple[str, ...], launcher: str
 
 
 def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
-    job = Job([TRAIN_DIGITS, "--epochs", "100000"], 3, tmp_path / "log.txt")
+    # The agent ends all ranks once it has noticed: not before these have had time to say what they noticed.
+    launcher = [*launcher_command("torchrun", 3), "--monitor-interval", "5"]
+    job = Job([TRAIN_DIGITS, "--epochs", "100000"], 3, tmp_path / "log.txt", launcher)
     try:
         job.wait_for(lambda output: len(re.findall(r"^training: .* \d+/\d+ ", output, re.MULTILINE)) > 3, 60)
         os.kill(job.worker(1), signal.SIGKILL)

@@ -272,6 +272,65 @@ def test_gatherings(worlds, size):
     worlds(size).run(gatherings)
 
 
+# --- pairs --------------------------------------------------------------------------------------------------
+
+
+def gossips() -> None:
+    fogdist.init(topologies.StarGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    values = [make_input(r, torch.float64, (3, 4)) for r in range(size)]
+    mine = values[rank].clone()
+    generator = np.random.default_rng(7)  # the same pairs on all ranks
+    with Checks() as checks:
+        for step in range(60):
+            # Ranks that are not in the pair do nothing: their count of operations stays behind.
+            one, other = sorted(int(r) for r in generator.choice(size, 2, replace=False))
+            weights: tuple[float, ...] = () if step % 3 else (0.25, 0.5)
+            name = f"step {step % 5}" if step % 4 == 0 else None
+            if rank in (one, other):
+                before = mine.clone()
+                output = fogdist.pair_gossip(mine, other if rank == one else one, *weights, name=name)
+                checks.equal(f"step {step} input", mine, before)
+                mine = output
+            own, pair = weights or (0.5, 0.5)
+            values[one], values[other] = (
+                own * values[one] + pair * values[other],
+                own * values[other] + pair * values[one],
+            )
+            checks.close(f"step {step}", mine, values[rank])
+        # Everybody is in step with everybody.
+        checks.true("afterwards", fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_gossips_of_random_pairs(worlds, size):
+    worlds(size).run(gossips)
+
+
+def gossips_in_flight() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    x = torch.tensor([float(rank)])
+    if rank == 2:
+        # More than may be in flight at once, and an own pair of the same names.
+        assert fogdist.pair_gossip(x, 3, name="0").item() == 2.5
+    elif rank == 3:
+        assert fogdist.pair_gossip(x, 2, name="0").item() == 2.5
+    else:
+        handles = [fogdist.pair_gossip_nonblocking(x + i, 1 - rank) for i in range(150)]
+        handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, name=str(i)) for i in range(2)]
+        outputs = [fogdist.wait(handle).item() for handle in handles]
+        assert outputs == [0.5 + i for i in range(150)] + [0.5, 0.5]
+        # Both ranks have different weights.
+        own = 0.25 if rank else 1.0
+        assert fogdist.pair_gossip(x + 1, 1 - rank, own, 0.5).item() == (2.0 if rank == 0 else 1.0)
+    fogdist.barrier()
+
+
+def test_gossips_in_flight(worlds):
+    worlds(4).run(gossips_in_flight)
+
+
 # --- tensors of every kind ----------------------------------------------------------------------------------
 
 
@@ -609,7 +668,7 @@ def test_a_name_in_flight_is_rejected(worlds):
 ONE = torch.ones(2)
 # On rank 0 of a unidirectional ring of 3, whose only in-neighbor is rank 2.
 WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("neighbor_allreduce", {"tensor": [1.0]}, TypeError, "tensor"),
+    ("neighbor_allreduce", {"tensor": [1.0]}, TypeError, r"tensor\[0\].*float"),
     ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.int64)}, ValueError, "float32.*int64"),
     ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.bool)}, ValueError, "tensor.*bool"),
     ("neighbor_allreduce", {"tensor": ONE.to_sparse()}, TypeError, "tensor.*dense"),
@@ -627,6 +686,7 @@ WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         ValueError,
         "self_weight.*finite",
     ),
+    ("neighbor_allreduce", {"self_weight": 10**400, "src_weights": {}}, ValueError, "self_weight.*finite"),
     ("neighbor_allreduce", {"self_weight": 1, "src_weights": [2]}, TypeError, "src_weights.*dict.*list"),
     ("neighbor_allreduce", {"self_weight": 1, "src_weights": {2: "1"}}, TypeError, r"src_weights\[2\]"),
     (
@@ -669,13 +729,47 @@ WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 
 
+WRONG_ARGUMENTS += [
+    ("pair_gossip", {"target_rank": 0}, ValueError, "target_rank.*itself"),
+    ("pair_gossip", {"target_rank": 3}, ValueError, "target_rank"),
+    ("pair_gossip", {"target_rank": "1"}, TypeError, "target_rank"),
+    ("pair_gossip", {"target_rank": 1, "self_weight": 0.5}, ValueError, "self_weight without pair_weight"),
+    ("pair_gossip", {"target_rank": 1, "pair_weight": 0.5}, ValueError, "pair_weight without self_weight"),
+    (
+        "pair_gossip",
+        {"target_rank": 1, "self_weight": 0.5, "pair_weight": float("nan")},
+        ValueError,
+        "pair_weight.*finite",
+    ),
+    (
+        "pair_gossip",
+        {"target_rank": 1, "self_weight": None, "pair_weight": "1"},
+        ValueError,
+        "pair_weight without self_weight",
+    ),
+    ("pair_gossip", {"target_rank": 1, "tensor": torch.ones(2).int()}, ValueError, "tensor.*int32"),
+    ("pair_gossip", {"target_rank": 1, "name": 1}, TypeError, "name"),
+    ("neighbor_allreduce", {"tensor": []}, ValueError, "tensor.*empty list"),
+    ("neighbor_allreduce", {"tensor": [ONE, 1.0]}, TypeError, r"tensor\[1\].*float"),
+    ("neighbor_allreduce", {"tensor": (ONE, ONE.int())}, ValueError, r"tensor\[1\].*int32"),
+    ("neighbor_allreduce", {"tensor": {"a": ONE}}, TypeError, "tensor.*dict"),
+    ("neighbor_allreduce_", {"tensor": torch.ones(1).expand(3)}, ValueError, "tensor.*expanded"),
+    ("neighbor_allreduce_", {"tensor": [ONE, torch.ones(1).expand(3)]}, ValueError, r"tensor\[1\].*expanded"),
+]
+
+
+def nonblocking(operation: str) -> str:
+    """The name of an operation's nonblocking form."""
+    return f"{operation.removesuffix('_')}_nonblocking{'_' * operation.endswith('_')}"
+
+
 def wrong_arguments() -> None:
     fogdist.init(lambda size: topologies.RingGraph(size, connect_style=2))
     if fogdist.rank() == 0:
         for operation, arguments, error, message in WRONG_ARGUMENTS:
-            for form in ("", "_nonblocking"):
+            for function in (operation, nonblocking(operation)):
                 with pytest.raises(error, match=message):
-                    getattr(fogdist, operation + form)(**{"tensor": ONE, **arguments})
+                    getattr(fogdist, function)(**{"tensor": ONE, **arguments})
     # Nothing was sent for any of them.
     assert fogdist.neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
 
@@ -771,6 +865,39 @@ def static_disagreement() -> str:
 def test_shapes_that_differ_along_the_topology(new_world):
     # new_world: a failure in flight may leave the group unusable.
     assert all(message for message in new_world(2).run(static_disagreement))
+
+
+def unchecked_disagreement(kind: str) -> str:
+    fogdist.init()
+    group = dist.new_group(backend="fog", timeout=timedelta(seconds=1))
+    rank, size = fogdist.rank(), fogdist.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    arguments: dict[str, Any] = {"self_weight": 0.5, "src_weights": {before: 0.5}, "dst_weights": [after]}
+    if kind == "missing" and rank == 2:
+        arguments["dst_weights"] = []
+    elif kind == "unexpected" and rank == 0:
+        arguments["src_weights"] = {}
+    elif kind == "static" and rank == 1:
+        arguments = {}
+    elif kind == "checked":
+        arguments["enable_topo_check"] = rank == 1
+    try:
+        fogdist.neighbor_allreduce(torch.ones(4), **{"enable_topo_check": False, **arguments}, group=group)
+        # Ranks that had what they asked for learn it now: the first barrier may have begun before it was seen.
+        for _ in range(2):
+            fogdist.barrier(group=group)
+    except dist.DistBackendError as error:
+        return str(error)
+    finally:
+        fogdist.barrier()  # no rank leaves before the others have seen theirs
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["missing", "unexpected", "static", "checked"])
+def test_a_disagreement_without_the_check_ends(new_world, kind):
+    texts = new_world(3).run(unchecked_disagreement, kind)
+    assert all("group '1'" in text for text in texts), texts
+    assert any("neighbor_allreduce" in text for text in texts), texts
 
 
 # --- over MPI alone, as between hosts -----------------------------------------------------------------------

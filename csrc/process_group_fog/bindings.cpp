@@ -46,8 +46,8 @@ std::chrono::milliseconds checked(std::chrono::milliseconds timeout) {
   return timeout;
 }
 
-ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout) {
-  return {std::move(name), confirm, timeout ? std::make_optional(checked(*timeout)) : std::nullopt};
+ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout, bool waits = false) {
+  return {std::move(name), confirm, timeout ? std::make_optional(checked(*timeout)) : std::nullopt, waits};
 }
 
 // For a thread that waits without the GIL: lets Python's signal handlers run, so that Ctrl-C ends the wait.
@@ -142,9 +142,9 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
-             Confirm confirm, Timeout timeout) -> WorkPtr {
+             Confirm confirm, Timeout timeout, bool waits) -> WorkPtr {
             return self.neighbor_allreduce(
-                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout));
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, waits));
           },
           py::arg("tensor"),
           py::arg("plan"),
@@ -153,6 +153,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
+          py::arg("waits") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "hierarchical_neighbor_allreduce",

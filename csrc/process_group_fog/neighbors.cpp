@@ -26,6 +26,8 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
+constexpr size_t kSharedResult = size_t(1) << 20; // bytes
+
 // Throws ValueError unless `plan` is one for `rank` of `size`, which are `what`.
 void check_plan(const char* op, const NeighborPlan& plan, const char* what, int rank, int size) {
   TORCH_CHECK_VALUE(
@@ -153,8 +155,10 @@ WorkPtr ProcessGroupFog::mix(
       out = staging.output(part);
     } else {
       const auto sizes = inputs.size() == 1 ? inputs[0].sizes() : in.sizes();
-      // Where the inputs are in shared memory, so are the results: they may be the next inputs.
-      out = std::all_of(inputs.begin(), inputs.end(), is_shared) ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
+      // Where the inputs are in shared memory, so are the results: they may be the next inputs. Large results are there anyway:
+      // fresh pages of ordinary memory would cost more than the exchange.
+      const bool share = in.nbytes() >= kSharedResult || std::all_of(inputs.begin(), inputs.end(), is_shared);
+      out = share ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
       part = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
     }
     for (size_t i = 0; i < places.size(); ++i) {

@@ -33,6 +33,17 @@ class SharedAllocator final : public c10::Allocator {
   }
 };
 
+bool in_arena(const void* data, size_t bytes) {
+  const auto* arena = Arena::instance();
+  return arena != nullptr && arena->contains(data, bytes);
+}
+
+// New memory, and the old that it stands for and others may still look at.
+struct Moved {
+  c10::DataPtr memory;
+  c10::DataPtr old;
+};
+
 } // namespace
 
 c10::Allocator& shared_allocator() {
@@ -53,15 +64,26 @@ void share(const at::Tensor& tensor) {
   if (storage->nbytes() == 0 || is_shared(tensor)) {
     return;
   }
-  auto memory = shared_allocator().allocate(storage->nbytes());
-  std::memcpy(memory.get(), storage->data(), storage->nbytes());
-  storage->set_data_ptr_noswap(std::move(memory));
+  const size_t bytes = storage->nbytes();
+  auto memory = shared_allocator().allocate(bytes);
+  if (!in_arena(memory.get(), bytes)) {
+    return; // this system has none to share: no use in moving
+  }
+  std::memcpy(memory.get(), storage->data(), bytes);
+  if (storage->resizable()) {
+    storage->set_data_ptr_noswap(std::move(memory));
+    return;
+  }
+  // Somebody else may hold the old address, and torch has marked the storage for it: tensor.numpy() does.
+  void* data = memory.get();
+  auto* moved = new Moved{std::move(memory), {}};
+  moved->old = storage->set_data_ptr(
+      {data, moved, [](void* both) { delete static_cast<Moved*>(both); }, c10::Device(c10::DeviceType::CPU)});
 }
 
 bool is_shared(const at::Tensor& tensor) {
-  const auto* arena = Arena::instance();
-  return arena != nullptr && tensor.device().is_cpu() && tensor.has_storage() && tensor.storage().nbytes() > 0 &&
-      arena->contains(tensor.storage().data(), tensor.storage().nbytes());
+  return tensor.device().is_cpu() && tensor.has_storage() && tensor.storage().nbytes() > 0 &&
+      in_arena(tensor.storage().data(), tensor.storage().nbytes());
 }
 
 } // namespace fog

@@ -11,7 +11,8 @@ c10::Allocator& shared_allocator();
 // An uninitialised, contiguous CPU tensor.
 at::Tensor empty_shared(at::IntArrayRef sizes, c10::ScalarType dtype);
 
-// Moves the storage of a CPU tensor, and so that of all its views. Throws ValueError for another device, or without storage.
+// Moves the storage of a CPU tensor, and so that of all its views; the old memory stays while a NumPy array may look at it.
+// Throws ValueError for another device, or without storage.
 void share(const at::Tensor& tensor);
 
 // Whether all of a tensor's storage is in shared memory.

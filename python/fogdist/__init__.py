@@ -5,6 +5,7 @@ Who talks to whom is `fogdist.topology`; the rest of the public names are here.
 
 from __future__ import annotations
 
+from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
     allgather_nonblocking,
@@ -17,10 +18,6 @@ from fogdist.collectives import (
     broadcast_,
     broadcast_nonblocking,
     broadcast_nonblocking_,
-    neighbor_allgather,
-    neighbor_allgather_nonblocking,
-    neighbor_allreduce,
-    neighbor_allreduce_nonblocking,
     poll,
     synchronize,
     wait,
@@ -28,22 +25,45 @@ from fogdist.collectives import (
 from fogdist.context import (
     in_neighbor_ranks,
     init,
-    is_homogeneous,
     is_initialized,
     is_topo_weighted,
     load_topology,
-    local_rank,
-    local_size,
-    machine_rank,
-    machine_size,
     out_neighbor_ranks,
     rank,
     set_topology,
     shutdown,
     size,
 )
+from fogdist.hierarchical import (
+    hierarchical_neighbor_allreduce,
+    hierarchical_neighbor_allreduce_,
+    hierarchical_neighbor_allreduce_nonblocking,
+    hierarchical_neighbor_allreduce_nonblocking_,
+)
 from fogdist.inference import InferDestinationFromSourceRanks, InferSourceFromDestinationRanks
+from fogdist.machines import (
+    in_neighbor_machine_ranks,
+    is_homogeneous,
+    is_machine_topo_weighted,
+    load_machine_topology,
+    local_rank,
+    local_size,
+    machine_rank,
+    machine_size,
+    out_neighbor_machine_ranks,
+    set_machine_topology,
+)
 from fogdist.memory import empty, share_
+from fogdist.neighbor_collectives import (
+    neighbor_allgather,
+    neighbor_allgather_nonblocking,
+    neighbor_allreduce,
+    neighbor_allreduce_,
+    neighbor_allreduce_nonblocking,
+    neighbor_allreduce_nonblocking_,
+    pair_gossip,
+    pair_gossip_nonblocking,
+)
 from fogdist.optim import (
     CommunicationType,
     DistributedAdaptThenCombineOptimizer,
@@ -106,11 +126,18 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "empty",
+    "hierarchical_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce_",
+    "hierarchical_neighbor_allreduce_nonblocking",
+    "hierarchical_neighbor_allreduce_nonblocking_",
+    "in_neighbor_machine_ranks",
     "in_neighbor_ranks",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_machine_topo_weighted",
     "is_topo_weighted",
+    "load_machine_topology",
     "load_topology",
     "local_rank",
     "local_size",
@@ -119,10 +146,16 @@ __all__ = [
     "neighbor_allgather",
     "neighbor_allgather_nonblocking",
     "neighbor_allreduce",
+    "neighbor_allreduce_",
     "neighbor_allreduce_nonblocking",
+    "neighbor_allreduce_nonblocking_",
+    "out_neighbor_machine_ranks",
     "out_neighbor_ranks",
+    "pair_gossip",
+    "pair_gossip_nonblocking",
     "poll",
     "rank",
+    "set_machine_topology",
     "set_topology",
     "share_",
     "shutdown",

@@ -1,12 +1,15 @@
-"""The group this process belongs to, its ranks and hosts, and the current topology.
+"""The groups that operations run on, and the topology of each.
 
-There is one context in a process, from `init` to `shutdown`. Everything above asks it for the backend and for
-the neighbors; only `init` and `shutdown` create or destroy process groups.
+From `init` to `shutdown` a process has a session: the group that `init` made or found, any other group that
+a call has named since, and the operations in flight. Everything above asks here for a group's backend and
+neighbors; only `init` and `shutdown` create or destroy process groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -15,11 +18,16 @@ import torch
 import torch.distributed as dist
 
 from fogdist import launch
+from fogdist.agreement import check_same_everywhere
 from fogdist.handles import HandleTable
-from fogdist.topology import ExponentialGraph, GetRecvWeights, check_topology
+from fogdist.static_topology import StaticTopology, see_topology
+from fogdist.topology import ExponentialGraph
 
 if TYPE_CHECKING:
-    from fog_pg._C import NeighborPlan, ProcessGroupFog
+    from fog_pg._C import ProcessGroupFog
+
+# Each so many ranks stand for a machine, so that hierarchical operations can be tried on one host.
+RANKS_PER_MACHINE_VARIABLE = "FOG_NODES_PER_MACHINE"
 
 
 class PreconditionError(ValueError, AssertionError):
@@ -30,59 +38,93 @@ class PreconditionError(ValueError, AssertionError):
     """
 
 
-@dataclass(frozen=True)
-class StaticTopology:
-    """The topology that exchanges without weights of their own follow, seen from this rank.
+@dataclass
+class Gossips:
+    """Exchanges of this rank with one other rank each, which no third rank counts.
 
     Attributes:
-        graph: A private copy of what the user gave.
-        is_weighted: Whether the graph's weights are used; if not, a rank takes the plain mean of itself and
-            its in-neighbors.
-        in_neighbors: Predecessors of this rank without itself, in the graph's order.
-        out_neighbors: Successors of this rank without itself, in the graph's order.
-        plan: The exchange with all of them.
+        begun: How many, by the other rank.
+        handles: The last one of each name.
     """
 
-    graph: nx.DiGraph
-    is_weighted: bool
-    in_neighbors: list[int]
-    out_neighbors: list[int]
-    plan: NeighborPlan
+    begun: Counter[int] = field(default_factory=Counter)
+    handles: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Context:
-    """What `init` made or found."""
+    """One group, as this rank sees it.
+
+    Attributes:
+        group: The group as torch knows it.
+        backend: Its fog backend, without the wrapper of torch's debug mode.
+        rank: This rank in the group.
+        size: Ranks of the group.
+        machine_of: The machine of every rank, numbered in the order of their first ranks.
+        topology: Whom exchanges of ranks follow.
+        machine_topology: Whom exchanges of machines follow; None until it is set.
+        gossips: The unnamed exchanges of this rank with each other rank alone.
+    """
 
     group: dist.ProcessGroup
     backend: ProcessGroupFog
     rank: int
     size: int
-    owns_group: bool
+    machine_of: list[int]
     topology: StaticTopology
-    handles: HandleTable = field(default_factory=HandleTable)
+    machine_topology: StaticTopology | None = None
+    gossips: Gossips = field(default_factory=Gossips)
 
 
-_context: Context | None = None
+@dataclass
+class _Session:
+    main: Context
+    owns_group: bool
+    ranks_per_machine: int | None
+    contexts: dict[dist.ProcessGroup, Context]
+    handles: HandleTable
+
+
+_session: _Session | None = None
 _was_shut_down = False
 
 
-def current() -> Context:
-    """Returns the context of this process.
+def current(group: dist.ProcessGroup | None = None) -> Context:
+    """Returns the context of a group.
+
+    Args:
+        group: By default the group of `init`. Another one needs a fog backend for CPU tensors and begins with
+            the topology that `init` gives by default.
+
+    Raises:
+        TypeError: `group` is not a process group.
+        ValueError: `init` was never called; `group` has no fog backend, or this rank is not in it.
+        RuntimeError: After `shutdown`, or the group was destroyed.
+    """
+    session = _require_session()
+    if group is None or group is session.main.group:
+        if not _is_registered(session.main.group):
+            raise RuntimeError(
+                "the process group of fogdist was destroyed; call fogdist.init() to start it again"
+            )
+        return session.main
+    context = session.contexts.get(group) if isinstance(group, dist.ProcessGroup) else None
+    if context is None:
+        context = _join(session, group)
+    elif not _is_registered(group):
+        del session.contexts[group]
+        raise RuntimeError("group must be a process group that torch still knows; it was destroyed")
+    return context
+
+
+def handles() -> HandleTable:
+    """Returns the operations in flight, of all groups, those that were destroyed included.
 
     Raises:
         ValueError: `init` was never called.
-        RuntimeError: The context was shut down, or its process group destroyed.
+        RuntimeError: After `shutdown`.
     """
-    if _context is None:
-        if _was_shut_down:
-            raise RuntimeError("fogdist has been shut down; call fogdist.init() to start it again")
-        raise ValueError("fogdist has not been initialized; call fogdist.init() first")
-    if not _is_registered(_context.group):
-        raise RuntimeError(
-            "the process group of fogdist was destroyed; call fogdist.init() to start it again"
-        )
-    return _context
+    return _require_session().handles
 
 
 def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> None:
@@ -90,7 +132,12 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 
     A default process group that exists is adopted; if it has no fog backend for CPU tensors, a fog group of
     the same ranks is made beside it. Without one, the default process group is made from the environment of
-    torchrun, mpiexec or srun. Calling `init` again keeps the group and sets the topology anew.
+    torchrun, mpiexec or srun. Calling `init` again keeps the group and the operations in flight; everything
+    else is as after the first call: the topology is set anew, there is no machine topology, and other groups
+    are back at their default.
+
+    The environment variable FOG_NODES_PER_MACHINE makes each so many consecutive ranks of the default process
+    group a machine, whatever hosts they run on.
 
     Args:
         topology_fn: Returns the topology for a number of ranks; by default `ExponentialGraph`.
@@ -98,156 +145,185 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 
     Raises:
         TypeError: `topology_fn` is not callable, or as in `set_topology`.
-        ValueError: As in `set_topology`, or the environment does not say which rank this is.
+        ValueError: As in `set_topology`; the environment does not say which rank this is; or
+            FOG_NODES_PER_MACHINE is not a divisor of the number of ranks, or not the same on all ranks.
     """
-    global _context, _was_shut_down
+    global _session, _was_shut_down
     if topology_fn is not None and not callable(topology_fn):
         raise TypeError(
             f"topology_fn must be a callable of the number of ranks, got {type(topology_fn).__name__}"
         )
     make = topology_fn or ExponentialGraph
-    if _context is not None and _is_registered(_context.group):
-        _context.topology = _static_topology(make(_context.size), is_weighted, _context.rank, _context.size)
-        return
-    group, backend, owns_group = _connect()
+    previous = _session if is_initialized() else None
+    if previous is not None:
+        group, backend, owns_group = previous.main.group, previous.main.backend, previous.owns_group
+    else:
+        group, backend, owns_group = _connect()
     try:
-        topology = _static_topology(make(backend.size()), is_weighted, backend.rank(), backend.size())
+        rank, size = backend.rank(), backend.size()
+        ranks_per_machine = _ranks_per_machine(size)
+        topology = see_topology(make(size), is_weighted, rank, size)
+        check_same_everywhere(
+            backend, "topology", [f"{RANKS_PER_MACHINE_VARIABLE}={ranks_per_machine}", *topology.items()]
+        )
     except BaseException:
-        if owns_group:
+        if previous is None and owns_group:
             dist.destroy_process_group(group)
         raise
-    _context = Context(group, backend, backend.rank(), backend.size(), owns_group, topology)
+    main = Context(group, backend, rank, size, _machines(group, backend, ranks_per_machine), topology)
+    session = _Session(main, owns_group, ranks_per_machine, {}, HandleTable())
+    if previous is not None:
+        session.handles = previous.handles
+        # Whoever gossips with this rank need not have come to its own call of init yet.
+        main.gossips = previous.main.gossips
+        for known, context in previous.contexts.items():
+            if _is_registered(known):
+                _join(session, known).gossips = context.gossips
+    _session = session
     _was_shut_down = False
 
 
 def shutdown() -> None:
-    """Forgets the topology and all handles, and destroys the process group if `init` made it.
+    """Forgets topologies, other groups and all handles, and destroys the process group if `init` made it.
 
     A group that the user made stays. Operations raise RuntimeError from now on, until `init` is called again.
     Without a context it does nothing.
     """
-    global _context, _was_shut_down
-    if _context is None:
+    global _session, _was_shut_down
+    if _session is None:
         return
-    context, _context, _was_shut_down = _context, None, True
-    if context.owns_group and _is_registered(context.group):
-        dist.destroy_process_group(context.group)
+    session, _session, _was_shut_down = _session, None, True
+    if session.owns_group and _is_registered(session.main.group):
+        dist.destroy_process_group(session.main.group)
 
 
 def is_initialized() -> bool:
     """Returns whether operations can be called: after `init`, and before `shutdown`."""
-    return _context is not None and _is_registered(_context.group)
+    return _session is not None and _is_registered(_session.main.group)
 
 
-def rank() -> int:
-    """Returns the rank of this process in the group.
+def rank(*, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the rank of this process in a group.
 
-    Raises:
-        ValueError: Before `init`.
-        RuntimeError: After `shutdown`.
-    """
-    return current().rank
-
-
-def size() -> int:
-    """Returns the number of ranks in the group; raises as `rank`."""
-    return current().size
-
-
-def local_rank() -> int:
-    """Returns the place of this rank among those on its host, counted from 0; raises as `rank`."""
-    context = current()
-    return list(context.backend.local_ranks).index(context.rank)
-
-
-def local_size() -> int:
-    """Returns the number of ranks on this host; raises as `rank`."""
-    return len(current().backend.local_ranks)
-
-
-def is_homogeneous() -> bool:
-    """Returns whether all hosts hold equally many ranks, each consecutive ones; raises as `rank`."""
-    return hosts_are_homogeneous(current().backend.hosts)
-
-
-def machine_rank() -> int:
-    """Returns the number of this host, counted in order of ranks.
+    Args:
+        group: By default the group of `init`; else any group with a fog backend that this rank is in.
 
     Raises:
-        PreconditionError: The ranks are not spread homogeneously over the hosts.
-        ValueError: Before `init`.
-        RuntimeError: After `shutdown`.
+        TypeError: `group` is not a process group.
+        ValueError: Before `init`; `group` has no fog backend for CPU tensors, or this rank is not in it.
+        RuntimeError: After `shutdown`, or `group` was destroyed.
     """
-    return rank() // _homogeneous_local_size()
+    return current(group).rank
 
 
-def machine_size() -> int:
-    """Returns the number of hosts; raises as `machine_rank`."""
-    return size() // _homogeneous_local_size()
+def size(*, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the number of ranks in a group; argument and errors as of `rank`."""
+    return current(group).size
 
 
-def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
-    """Sets the topology that exchanges without weights of their own follow. Every rank must set the same one.
+def set_topology(
+    topology: nx.DiGraph | None = None, is_weighted: bool = False, *, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Sets the topology that exchanges without weights of their own follow. Collective.
+
+    Every rank must set the same one: the ranks compare what they were given, in 8 bytes each, and keep the
+    topology they had if it differs.
 
     Args:
         topology: A graph whose nodes are the ranks 0 ... n-1; an edge i -> j means that i sends to j. It is
             copied. By default `ExponentialGraph(size())`.
         is_weighted: True to use the graph's weights: rank j gets ``sum_i W[i, j] * x_i``. False for the plain
             mean of a rank and its in-neighbors, whatever the graph's weights are.
+        group: As in `rank`; `topology` is in terms of its ranks. Each group has a topology of its own.
 
     Returns:
         True.
 
     Raises:
-        TypeError: Not a networkx.DiGraph, or not as many nodes as ranks.
-        ValueError: The nodes are not the ranks, a weight is not finite, or before `init`.
-        RuntimeError: After `shutdown`.
+        TypeError: Not a networkx.DiGraph, or not as many nodes as ranks. This and the next are found before
+            anything is sent: if only some ranks are given such a graph, the others wait for them until the
+            group's timeout.
+        ValueError: The nodes are not the ranks, a weight is not finite, or before `init`. On all ranks alike:
+            the ranks were given different edges or weights or `is_weighted`; the message names both.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
-    context = current()
+    context = current(group)
     graph = ExponentialGraph(context.size) if topology is None else topology
-    context.topology = _static_topology(graph, is_weighted, context.rank, context.size)
+    seen = see_topology(graph, is_weighted, context.rank, context.size)
+    check_same_everywhere(context.backend, "topology", seen.items())
+    context.topology = seen
     return True
 
 
-def load_topology() -> nx.DiGraph:
-    """Returns a copy of the current topology; raises as `rank`."""
-    return current().topology.graph.copy()
+def load_topology(*, group: dist.ProcessGroup | None = None) -> nx.DiGraph:
+    """Returns a copy of the current topology of a group; argument and errors as of `rank`."""
+    return current(group).topology.graph.copy()
 
 
-def is_topo_weighted() -> bool:
-    """Returns whether the weights of the current topology are used; raises as `rank`."""
-    return current().topology.is_weighted
+def is_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether the weights of the current topology are used; argument and errors as of `rank`."""
+    return current(group).topology.is_weighted
 
 
-def in_neighbor_ranks() -> list[int]:
-    """Returns the ranks this one receives from in the current topology, without itself; raises as `rank`."""
-    return list(current().topology.in_neighbors)
+def in_neighbor_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the ranks this one receives from in the current topology, without itself; as `rank`."""
+    return list(current(group).topology.in_neighbors)
 
 
-def out_neighbor_ranks() -> list[int]:
-    """Returns the ranks this one sends to in the current topology, without itself; raises as `rank`."""
-    return list(current().topology.out_neighbors)
+def out_neighbor_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the ranks this one sends to in the current topology, without itself; as `rank`."""
+    return list(current(group).topology.out_neighbors)
 
 
-def hosts_are_homogeneous(hosts: Sequence[int]) -> bool:
-    """Returns whether equally many, consecutive ranks live on each host.
-
-    Args:
-        hosts: The host of every rank, as any number that is the same for ranks of one host.
-    """
-    per_host = len(hosts) // len(set(hosts))
-    if per_host * len(set(hosts)) != len(hosts):
-        return False
-    return all(host == hosts[place - place % per_host] for place, host in enumerate(hosts))
+def _require_session() -> _Session:
+    if _session is None:
+        if _was_shut_down:
+            raise RuntimeError("fogdist has been shut down; call fogdist.init() to start it again")
+        raise ValueError("fogdist has not been initialized; call fogdist.init() first")
+    return _session
 
 
-def _homogeneous_local_size() -> int:
-    hosts = current().backend.hosts
-    if not hosts_are_homogeneous(hosts):
-        raise PreconditionError(
-            f"ranks must be spread homogeneously over the hosts, got the hosts {list(hosts)} by rank"
+def _join(session: _Session, group: dist.ProcessGroup | int) -> Context:
+    """Makes the context of a group that no call has named so far."""
+    # What new_group returns to ranks outside of the group.
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must contain this rank, got dist.GroupMember.NON_GROUP_MEMBER")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {type(group).__name__}")
+    for known in [known for known in session.contexts if not _is_registered(known)]:
+        del session.contexts[known]
+    if not _is_registered(group):
+        raise RuntimeError("group must be a process group that torch still knows; it was destroyed")
+    backend = _fog_backend(group)
+    if backend is None:
+        raise ValueError(
+            f"group must have the backend fog for CPU tensors, got one with {dist.get_backend(group)}"
         )
-    return local_size()
+    rank, size = backend.rank(), backend.size()
+    machines = _machines(group, backend, session.ranks_per_machine)
+    topology = see_topology(ExponentialGraph(size), False, rank, size)
+    context = session.contexts[group] = Context(group, backend, rank, size, machines, topology)
+    return context
+
+
+def _machines(group: dist.ProcessGroup, backend: ProcessGroupFog, ranks_per_machine: int | None) -> list[int]:
+    if ranks_per_machine is None:
+        return list(backend.hosts)
+    # A group of some ranks finds them on the machines where the default group has them, as on real hosts.
+    machines = [rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)]
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    return [numbers[machine] for machine in machines]
+
+
+def _ranks_per_machine(size: int) -> int | None:
+    text = os.environ.get(RANKS_PER_MACHINE_VARIABLE, "")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1 or size % int(text) != 0:
+        raise ValueError(
+            f"{RANKS_PER_MACHINE_VARIABLE} must be a divisor of the number of ranks, {size}, got {text!r}"
+        )
+    return int(text)
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
@@ -285,22 +361,3 @@ def _fog_backend(group: dist.ProcessGroup) -> ProcessGroupFog | None:
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg
     return cast("ProcessGroupFog", backend) if backend.name() == "fog" else None
-
-
-def _static_topology(graph: nx.DiGraph, is_weighted: bool, rank: int, size: int) -> StaticTopology:
-    # Not at the top: a program may import fogdist only for its topologies, and this loads the extension.
-    from fog_pg._C import NeighborPlan
-
-    if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
-        raise TypeError(f"topology must have as many nodes as ranks, {size}, got {graph.number_of_nodes()}")
-    check_topology(graph)
-    in_neighbors = [source for source in graph.predecessors(rank) if source != rank]
-    out_neighbors = [destination for destination in graph.successors(rank) if destination != rank]
-    destinations = [(destination, 1.0) for destination in sorted(out_neighbors)]
-    if is_weighted:
-        self_weight, source_weights = GetRecvWeights(graph, rank)
-        plan = NeighborPlan(rank, size, self_weight, list(source_weights.items()), destinations)
-    else:
-        sources = [(source, 1.0) for source in sorted(in_neighbors)]
-        plan = NeighborPlan(rank, size, 1.0, sources, destinations, mean=True)
-    return StaticTopology(graph.copy(), bool(is_weighted), in_neighbors, out_neighbors, plan)

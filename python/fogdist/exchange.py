@@ -1,61 +1,118 @@
 """What one exchange with neighbors is: its peers and weights, from the arguments of a call.
 
 The peers of a dynamic exchange come from each rank's own arguments, so ranks can disagree about them;
-`verify` is the collective check of that.
+`fogdist.verification` is the collective check of that.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, SupportsIndex
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from fogdist.context import Context
+from fogdist.machines import homogeneous, number_of_machines
+from fogdist.static_topology import StaticTopology
 from fogdist.topology import check_neighbor_ranks
 
 if TYPE_CHECKING:
     from fog_pg._C import NeighborPlan
 
-# Places in this tuple stand for dtypes on the wire of `verify`.
-_DTYPES = tuple(sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str))
-_RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
+
+# The operation, what exchanges in it, and the names of the arguments with sources and destinations.
+_RANKS = ("neighbor_allreduce", "rank", "src_weights", "dst_weights")
+_MACHINES = (
+    "hierarchical_neighbor_allreduce",
+    "machine",
+    "src_machine_weights",
+    "dst_machine_weights",
+)
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One exchange, seen from this rank.
 
     Attributes:
         operation: Name of the operation, for messages.
+        node: What exchanges with its neighbors: a "rank", or a "machine", whose ranks all give the same.
         source_argument: Name of the argument that gave the sources.
         destination_argument: Name of the argument that gave the destinations.
-        sources: Ranks to receive from.
-        destinations: Ranks to send to.
-        plan: The same with weights, for the backend.
+        plan: Peers and weights, for the backend.
         is_dynamic: Whether the peers come from arguments, not from the topology.
     """
 
     operation: str
+    node: str
     source_argument: str
     destination_argument: str
-    sources: list[int]
-    destinations: list[int]
     plan: NeighborPlan
     is_dynamic: bool
 
 
-def reject_unknown_arguments(operation: str, arguments: Mapping[str, object]) -> None:
+class _Side(NamedTuple):
+    """Whom an operation's exchange is among, and what its arguments are called."""
+
+    operation: str
+    node: str
+    sources: str
+    destinations: str
+    own_number: int
+    size: int
+
+    def exchange(self, plan: NeighborPlan, is_dynamic: bool) -> Exchange:
+        return Exchange(self.operation, self.node, self.sources, self.destinations, plan, is_dynamic)
+
+    def dynamic(
+        self,
+        self_weight: float,
+        src_weights: Mapping[int, float],
+        dst_weights: Iterable[int] | Mapping[int, float],
+    ) -> Exchange:
+        from fog_pg._C import NeighborPlan
+
+        own, sources = check_weight(self_weight, "self_weight"), self.source_weights(src_weights)
+        if isinstance(dst_weights, Mapping):
+            destinations = self._weights(dst_weights, self.destinations)
+        else:
+            peers = self._peers(dst_weights, self.destinations)
+            destinations = [(peer, 1.0) for peer in sorted(peers)]
+        return self.exchange(NeighborPlan(self.own_number, self.size, own, sources, destinations), True)
+
+    def source_weights(self, src_weights: Mapping[int, float]) -> list[tuple[int, float]]:
+        if not isinstance(src_weights, Mapping):
+            raise TypeError(
+                f"{self.sources} must be a dict of {self.node}s to weights, got {type(src_weights).__name__}"
+            )
+        return self._weights(src_weights, self.sources)
+
+    def _weights(self, weights: Mapping[Any, float], argument: str) -> list[tuple[int, float]]:
+        # Sorted: how sums are rounded does not depend on the order of a dict.
+        return sorted(
+            [
+                (peer, value if _is_plain(value) else check_weight(value, f"{argument}[{peer}]"))
+                for peer, value in zip(self._peers(weights, argument), weights.values(), strict=True)
+            ]
+        )
+
+    def _peers(self, ranks: Iterable[SupportsIndex], argument: str) -> list[int]:
+        # One peer or none is what a step of training has: no time for messages that nearly no call needs.
+        if isinstance(ranks, (list, dict)) and len(ranks) <= 1:
+            for peer in ranks:
+                if not (type(peer) is int and 0 <= peer < self.size and peer != self.own_number):
+                    break
+            else:
+                return list(ranks)
+        return check_neighbor_ranks(ranks, self.own_number, self.size, argument)
+
+
+def reject_unknown_arguments(
+    operation: str, arguments: Mapping[str, object], renamed: Mapping[str, str]
+) -> None:
     """Raises TypeError for a keyword that `operation` does not have, with the new name of an old one."""
     for name in arguments:
-        if name in _RENAMED:
-            raise TypeError(
-                f"{operation}() has no argument {name!r} any more; use {_RENAMED[name]!r} instead"
-            )
+        if name in renamed:
+            raise TypeError(f"{operation}() has no argument {name!r} any more; use {renamed[name]!r} instead")
         raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
 
 
@@ -68,45 +125,64 @@ def weighted_exchange(
     """Returns the exchange of a `neighbor_allreduce`; the arguments are those of that function."""
     from fog_pg._C import NeighborPlan
 
-    operation, rank, size = "neighbor_allreduce", context.rank, context.size
     topology = context.topology
-    if (self_weight is None) != (src_weights is None):
+    if self_weight is None and src_weights is None:
+        if dst_weights is not None:
+            raise ValueError("dst_weights must come with self_weight and src_weights, got dst_weights alone")
+        return Exchange(*_RANKS, topology.plan, is_dynamic=False)
+    if self_weight is None or src_weights is None:
         given, missing = (
             ("src_weights", "self_weight") if self_weight is None else ("self_weight", "src_weights")
         )
         raise ValueError(f"self_weight and src_weights must be given together, got {given} without {missing}")
-    if self_weight is None:
-        if dst_weights is not None:
-            raise ValueError("dst_weights must come with self_weight and src_weights, got dst_weights alone")
-        return _static_exchange(operation, context, topology.plan)
-    own = _weight(self_weight, "self_weight")
-    if not isinstance(src_weights, Mapping):
-        raise TypeError(f"src_weights must be a dict of ranks to weights, got {type(src_weights).__name__}")
-    sources = _weights(src_weights, rank, size, "src_weights")
+    side = _Side(*_RANKS, context.rank, context.size)
     if dst_weights is not None:
-        if isinstance(dst_weights, Mapping):
-            destinations = _weights(dst_weights, rank, size, "dst_weights")
-        else:
-            destinations = dict.fromkeys(check_neighbor_ranks(dst_weights, rank, size, "dst_weights"), 1.0)
-        plan = NeighborPlan(rank, size, own, list(sources.items()), list(destinations.items()))
-        return Exchange(
-            operation, "src_weights", "dst_weights", list(sources), list(destinations), plan, True
-        )
-    strangers = [source for source in sources if source not in topology.in_neighbors]
-    if strangers:
-        raise ValueError(
-            f"src_weights must name in-neighbors of rank {rank} only, in the current topology "
-            f"{sorted(topology.in_neighbors)}, got {strangers}; other peers need dst_weights too"
-        )
+        return side.dynamic(self_weight, src_weights, dst_weights)
+    own, sources = check_weight(self_weight, "self_weight"), dict(side.source_weights(src_weights))
+    _check_neighbors(sources, topology.in_neighbors, "src_weights", f"in-neighbors of rank {context.rank}")
     # Every in-neighbor sends, whatever this rank makes of it: one that is left out weighs 0.
     plan = NeighborPlan(
-        rank,
-        size,
+        context.rank,
+        context.size,
         own,
         [(source, sources.get(source, 0.0)) for source in sorted(topology.in_neighbors)],
         [(destination, 1.0) for destination in sorted(topology.out_neighbors)],
     )
-    return _static_exchange(operation, context, plan)
+    return side.exchange(plan, is_dynamic=False)
+
+
+def hierarchical_exchange(
+    context: Context,
+    self_weight: float | None,
+    src_machine_weights: Mapping[int, float] | None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
+) -> Exchange:
+    """Returns the exchange of a `hierarchical_neighbor_allreduce`; arguments as of that function."""
+    machine = homogeneous(context).machine_of[context.rank]
+    side = _Side(*_MACHINES, machine, number_of_machines(context))
+    topology: StaticTopology | None = context.machine_topology
+    if self_weight is None and src_machine_weights is None and dst_machine_weights is None:
+        if topology is None:
+            raise RuntimeError(
+                "hierarchical_neighbor_allreduce needs weights or a machine topology; "
+                "call fogdist.set_machine_topology() first"
+            )
+        return side.exchange(topology.plan, is_dynamic=False)
+    if self_weight is None or src_machine_weights is None or dst_machine_weights is None:
+        raise ValueError(
+            "self_weight, src_machine_weights and dst_machine_weights must be given together, got "
+            f"self_weight={self_weight}, src_machine_weights={src_machine_weights}, "
+            f"dst_machine_weights={dst_machine_weights}"
+        )
+    exchange = side.dynamic(self_weight, src_machine_weights, dst_machine_weights)
+    for argument, peers, neighbors, what in (
+        (side.sources, exchange.plan.sources, topology.in_neighbors if topology else [], "in"),
+        (side.destinations, exchange.plan.destinations, topology.out_neighbors if topology else [], "out"),
+    ):
+        _check_neighbors(
+            [peer for peer, _ in peers], neighbors, argument, f"{what}-neighbors of machine {machine}"
+        )
+    return exchange
 
 
 def gathering_exchange(
@@ -115,7 +191,7 @@ def gathering_exchange(
     """Returns the exchange of a `neighbor_allgather`; the arguments are those of that function."""
     from fog_pg._C import NeighborPlan
 
-    operation, rank, size = "neighbor_allgather", context.rank, context.size
+    rank, size = context.rank, context.size
     if (src_ranks is None) != (dst_ranks is None):
         given, missing = ("src_ranks", "dst_ranks") if dst_ranks is None else ("dst_ranks", "src_ranks")
         raise ValueError(f"src_ranks and dst_ranks must be given together, got {given} without {missing}")
@@ -125,123 +201,60 @@ def gathering_exchange(
         sources = check_neighbor_ranks(src_ranks, rank, size, "src_ranks")
         destinations = check_neighbor_ranks(dst_ranks, rank, size, "dst_ranks")
     plan = NeighborPlan(rank, size, 1.0, [(s, 1.0) for s in sources], [(d, 1.0) for d in destinations])
-    return Exchange(operation, "src_ranks", "dst_ranks", sources, destinations, plan, src_ranks is not None)
+    return Exchange("neighbor_allgather", "rank", "src_ranks", "dst_ranks", plan, src_ranks is not None)
 
 
-def verify(context: Context, exchange: Exchange, tensor: Tensor, name: str) -> None:
-    """Checks that all ranks agree on a dynamic exchange. Collective and blocking; tens of bytes a rank.
+def gossip_exchange(
+    context: Context,
+    target_rank: SupportsIndex,
+    self_weight: float | None,
+    pair_weight: float | None,
+) -> tuple[int, NeighborPlan]:
+    """Returns the other rank of a `pair_gossip`, and the plan; the arguments are those of that function."""
+    from fog_pg._C import NeighborPlan
 
-    Every rank tells all others its peers, dtype and shape, so that all of them come to the same verdict.
+    (peer,) = check_neighbor_ranks([target_rank], context.rank, context.size, "target_rank")
+    if self_weight is None and pair_weight is None:
+        return peer, NeighborPlan(context.rank, context.size, 1.0, [(peer, 1.0)], [(peer, 1.0)], mean=True)
+    if self_weight is None or pair_weight is None:
+        given, missing = (
+            ("pair_weight", "self_weight") if self_weight is None else ("self_weight", "pair_weight")
+        )
+        raise ValueError(f"self_weight and pair_weight must be given together, got {given} without {missing}")
+    own, other = check_weight(self_weight, "self_weight"), check_weight(pair_weight, "pair_weight")
+    return peer, NeighborPlan(context.rank, context.size, own, [(peer, other)], [(peer, 1.0)])
 
-    Args:
-        context: The group.
-        exchange: What this rank asks for.
-        tensor: What this rank sends.
-        name: Name of the operation, or "".
+
+def check_weight(value: float, argument: str) -> float:
+    """Returns a weight as a float.
 
     Raises:
-        ValueError: On all ranks alike, with every edge that only one of its ends asks for, and every edge
-            between tensors that do not fit.
+        TypeError: Not a real number.
+        ValueError: Not finite.
     """
-    vector = torch.tensor(
-        [
-            _OPERATIONS.index(exchange.operation),
-            _DTYPES.index(tensor.dtype),
-            *_with_length(tensor.shape),
-            *_with_length(exchange.sources),
-            *_with_length(exchange.destinations),
-        ]
-    )
-    work = context.backend.allgather_concat(vector, name=f"{name}.check" if name else "")
-    work.wait()
-    table = work.get_future().value()[0].tolist()
-    requests, place = [], 0
-    for _ in range(context.size):
-        request, place = _read_request(table, place)
-        requests.append(request)
-    problems = list(_disagreements(exchange, requests))
-    if problems:
-        raise ValueError("ranks disagree on an exchange with neighbors:\n  " + "\n  ".join(problems))
-
-
-@dataclass(frozen=True)
-class _Request:
-    operation: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    sources: list[int]
-    destinations: list[int]
-
-    def fits(self, other: _Request) -> bool:
-        if self.operation == "neighbor_allgather":  # concatenates on dimension 0
-            return self.dtype == other.dtype and self.shape[1:] == other.shape[1:]
-        return self.dtype == other.dtype and self.shape == other.shape
-
-
-_OPERATIONS = ("neighbor_allreduce", "neighbor_allgather")
-
-
-def _disagreements(exchange: Exchange, requests: list[_Request]) -> Iterable[str]:
-    operations = sorted({request.operation for request in requests})
-    if len(operations) > 1:
-        for rank, request in enumerate(requests):
-            yield f"rank {rank} calls {request.operation}"
-        return
-    for i, sender in enumerate(requests):
-        for j, receiver in enumerate(requests):
-            sends, receives = j in sender.destinations, i in receiver.sources
-            if sends and not receives:
-                yield (
-                    f"rank {i} sends to rank {j} ({exchange.destination_argument}), "
-                    f"but rank {j} does not receive from rank {i} ({exchange.source_argument})"
-                )
-            elif receives and not sends:
-                yield (
-                    f"rank {j} receives from rank {i} ({exchange.source_argument}), "
-                    f"but rank {i} does not send to rank {j} ({exchange.destination_argument})"
-                )
-            elif sends and not sender.fits(receiver):
-                yield (f"rank {i} sends {_describe(sender)} to rank {j}, which has {_describe(receiver)}")
-
-
-def _describe(request: _Request) -> str:
-    return f"{str(request.dtype).removeprefix('torch.')} of shape {request.shape}"
-
-
-def _with_length(numbers_: Iterable[int]) -> list[int]:
-    listed = list(numbers_)
-    return [len(listed), *listed]
-
-
-def _read_request(table: list[int], place: int) -> tuple[_Request, int]:
-    operation, dtype = _OPERATIONS[table[place]], _DTYPES[table[place + 1]]
-    place += 2
-    lists = []
-    for _ in range(3):
-        end = place + 1 + table[place]
-        lists.append(table[place + 1 : end])
-        place = end
-    shape, sources, destinations = lists
-    return _Request(operation, dtype, tuple(shape), sources, destinations), place
-
-
-def _static_exchange(operation: str, context: Context, plan: NeighborPlan) -> Exchange:
-    topology = context.topology
-    neighbors = topology.in_neighbors, topology.out_neighbors
-    return Exchange(operation, "src_weights", "dst_weights", *neighbors, plan, is_dynamic=False)
-
-
-def _weights(weights: Mapping[Any, float], rank: int, size: int, argument: str) -> dict[int, float]:
-    peers = check_neighbor_ranks(weights, rank, size, argument)
-    return {
-        peer: _weight(value, f"{argument}[{peer}]")
-        for peer, value in zip(peers, weights.values(), strict=True)
-    }
-
-
-def _weight(value: float, argument: str) -> float:
+    if _is_plain(value):
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a real number, got {value!r} of type {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{argument} must be finite, got {value}")
-    return float(value)
+    try:
+        weight = float(value)
+    except OverflowError:  # of an int or a Fraction
+        weight = math.inf
+    if not math.isfinite(weight):
+        raise ValueError(f"{argument} must be finite as a float, got {value}")
+    return weight
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a weight needs no further look, as nearly all do."""
+    return type(value) is float and math.isfinite(value)
+
+
+def _check_neighbors(peers: Iterable[int], neighbors: Sequence[int], argument: str, what: str) -> None:
+    strangers = [peer for peer in peers if peer not in neighbors]
+    if strangers:
+        hint = "; other peers need dst_weights too" if argument == "src_weights" else ""
+        raise ValueError(
+            f"{argument} must name {what} only, in the current topology {sorted(neighbors)}, "
+            f"got {strangers}{hint}"
+        )

@@ -1,4 +1,4 @@
-"""Handles of operations in flight: integers that a caller polls and waits for.
+"""Handles of operations in flight, of any group: integers that a caller polls and waits for.
 
 A handle owns what its operation still needs, the tensors it reads included, until it is waited for.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,20 +16,19 @@ from torch import Tensor
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     work: dist.Work
-    finish: Callable[[dist.Work], Tensor]
+    finish: Callable[[dist.Work], Any]
     reads: tuple[Tensor, ...]
 
 
 class HandleTable:
-    """The operations of one group that nobody has waited for yet."""
+    """The operations that nobody has waited for yet, from `init` to `shutdown`."""
 
     def __init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
 
-    def add(self, work: dist.Work, finish: Callable[[dist.Work], Tensor], *reads: Tensor) -> int:
+    def add(self, work: dist.Work, finish: Callable[[dist.Work], Any], *reads: Tensor) -> int:
         """Returns a new handle.
 
         Args:
@@ -50,7 +49,7 @@ class HandleTable:
         """
         return bool(self._in_flight[self._known(handle)].work.is_completed())
 
-    def wait(self, handle: int) -> Tensor:
+    def wait(self, handle: int) -> Any:
         """Waits for the operation, frees the handle (also if the operation failed) and returns the output.
 
         Raises:
@@ -61,6 +60,15 @@ class HandleTable:
         operation = self._in_flight.pop(self._known(handle))
         operation.work.wait()
         return operation.finish(operation.work)
+
+    def complete(self, handle: int) -> None:
+        """Returns when the operation is complete, also if somebody has waited for it long ago.
+
+        Raises:
+            torch.distributed.DistBackendError: The operation failed.
+        """
+        if handle in self._in_flight:
+            self._in_flight[handle].work.wait()
 
     def _known(self, handle: int) -> int:
         if not isinstance(handle, int) or isinstance(handle, bool):

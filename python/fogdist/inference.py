@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import SupportsIndex
 
 import numpy as np
-import torch
+import torch.distributed as dist
 
-from fogdist.collectives import allgather
-from fogdist.context import current
+from fogdist.agreement import gather_numbers
+from fogdist.context import Context, current
 from fogdist.topology import (
     check_neighbor_ranks,
     matrix_from_destinations,
@@ -19,13 +19,17 @@ from fogdist.topology import (
 
 
 def InferSourceFromDestinationRanks(
-    dst_ranks: Iterable[SupportsIndex], construct_adjacency_matrix: bool = False
+    dst_ranks: Iterable[SupportsIndex],
+    construct_adjacency_matrix: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> list[int] | tuple[list[int], np.ndarray]:
     """Returns the ranks that send to this one, from whom every rank sends to. Collective.
 
     Args:
         dst_ranks: The ranks this one sends to.
         construct_adjacency_matrix: True to get the mixing matrix of the plain mean too.
+        group: The group of ranks; by default that of `init`.
 
     Returns:
         The sources, ascending; or (sources, W), W being a float64 array of shape (n, n), the adjacency
@@ -36,19 +40,24 @@ def InferSourceFromDestinationRanks(
         TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
             AssertionError.
     """
-    destinations = _gather_lists(dst_ranks, "dst_ranks")
-    sources = transpose_neighbor_ranks(destinations)[current().rank]
+    context = current(group)
+    destinations = _gather_lists(context, dst_ranks, "dst_ranks")
+    sources = transpose_neighbor_ranks(destinations)[context.rank]
     return (sources, matrix_from_destinations(destinations)) if construct_adjacency_matrix else sources
 
 
 def InferDestinationFromSourceRanks(
-    src_ranks: Iterable[SupportsIndex], construct_adjacency_matrix: bool = False
+    src_ranks: Iterable[SupportsIndex],
+    construct_adjacency_matrix: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> list[int] | tuple[list[int], np.ndarray]:
     """Returns the ranks this one sends to, from whom every rank receives from. Collective.
 
     Args:
         src_ranks: The ranks this one receives from.
         construct_adjacency_matrix: As in `InferSourceFromDestinationRanks`.
+        group: As in `InferSourceFromDestinationRanks`.
 
     Returns:
         The destinations, ascending; or (destinations, W) as in `InferSourceFromDestinationRanks`.
@@ -57,14 +66,12 @@ def InferDestinationFromSourceRanks(
         TypeError: A rank is not an integer.
         TopologyError: A rank is out of range, given twice, or this rank itself.
     """
-    sources = _gather_lists(src_ranks, "src_ranks")
-    destinations = transpose_neighbor_ranks(sources)[current().rank]
+    context = current(group)
+    sources = _gather_lists(context, src_ranks, "src_ranks")
+    destinations = transpose_neighbor_ranks(sources)[context.rank]
     return (destinations, matrix_from_sources(sources)) if construct_adjacency_matrix else destinations
 
 
-def _gather_lists(ranks: Iterable[SupportsIndex], argument: str) -> list[list[int]]:
-    context = current()
+def _gather_lists(context: Context, ranks: Iterable[SupportsIndex], argument: str) -> list[list[int]]:
     peers = check_neighbor_ranks(ranks, context.rank, context.size, argument)
-    # One message: every rank's list after its length, concatenated.
-    gathered = iter(allgather(torch.tensor([len(peers), *peers])).tolist())
-    return [[next(gathered) for _ in range(length)] for length in gathered]
+    return gather_numbers(context.backend, peers)

@@ -1,7 +1,8 @@
 """Memory that the ranks of a host share: exchanges read a tensor there where it is, without a copy.
 
 An operation on such a tensor holds for its neighbors' reading too: the tensor may be changed as soon as the
-operation is complete, and what it returns is in shared memory again. Between hosts nothing changes.
+operation is complete, and what it returns is in shared memory again. Results of neighbor exchanges of 1 MiB
+or more are there in any case. Between hosts nothing changes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
+
+_LARGEST = 2**63 - 1
 
 
 def empty(
@@ -28,7 +31,7 @@ def empty(
 
     Raises:
         TypeError: A size is not an integer, or `dtype` not a torch.dtype.
-        ValueError: A size is negative.
+        ValueError: A size is negative, or above 2^63 - 1.
     """
     from fog_pg._C import empty_shared
 
@@ -43,7 +46,9 @@ def share_(tensor: Tensor) -> Tensor:
     """Moves a tensor's memory to where the other ranks of this host can read it; returns the tensor.
 
     It stays the same tensor, and so do its views and all others of the same storage: they move along. Arrays
-    of NumPy that shared its memory do not. Nothing is done to a tensor that is there already.
+    of NumPy that shared its memory do not: they keep the old memory, and see no change from then on. What else
+    holds the old address must not be used any more: tensors made by way of DLPack, an operation in flight on
+    the tensor. Nothing is done to a tensor that is there already, nor where the system has no such memory.
 
     Args:
         tensor: A dense CPU tensor of any dtype, such as a parameter.
@@ -77,4 +82,6 @@ def _length(length: SupportsIndex, argument: str) -> int:
         ) from None
     if number < 0:
         raise ValueError(f"{argument} must be 0 or more, got {number}")
+    if number > _LARGEST:
+        raise ValueError(f"{argument} must be at most {_LARGEST}, got {number}")
     return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fogdist.agreement import check_same_everywhere
 from fogdist.buckets import flatten, make_buckets, unflatten
-from fogdist.collectives import allgather, allreduce_nonblocking_, broadcast_nonblocking_, wait
+from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import PreconditionError, current
 from fogdist.topology.validation import check_rank
 
@@ -36,7 +36,7 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     """
     root = check_rank(root_rank, current().size, "root_rank")
     named = _named(params)
-    _check_same_everywhere("params", [_signature(name, tensor) for name, tensor in named])
+    _check_same_signatures(named)
     _broadcast_tensors([tensor for _, tensor in named], root)
 
 
@@ -58,7 +58,7 @@ def allreduce_parameters(params: Parameters) -> None:
             raise PreconditionError(
                 f"params must have floating-point or complex dtypes, got {name!r} of {tensor.dtype}"
             )
-    _check_same_everywhere("params", [_signature(name, tensor) for name, tensor in named])
+    _check_same_signatures(named)
     tensors = [tensor for _, tensor in named]
     with torch.no_grad():
         flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
@@ -90,7 +90,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer must not be an LBFGS: its state cannot be broadcast")
-    _check_same_everywhere(
+    check_same_everywhere(
+        context.backend,
         "optimizer",
         [
             f"parameter group {i} of {len(group['params'])} parameters"
@@ -171,26 +172,12 @@ def _named(params: Parameters) -> list[tuple[str, Tensor]]:
     return named
 
 
-def _signature(name: str, tensor: Tensor) -> str:
-    return f"{name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def _check_same_everywhere(argument: str, items: list[str]) -> None:
-    """Raises the same ValueError on all ranks unless all have the same items. Collective; 8 bytes an item."""
-    digests = [
-        int.from_bytes(hashlib.blake2b(item.encode(), digest_size=8).digest(), "big", signed=True)
-        for item in items
-    ]
-    context = current()
-    lengths = allgather(torch.tensor([len(digests)])).tolist()
-    tables = torch.split(allgather(torch.tensor(digests, dtype=torch.int64)), lengths)
-    for place in range(max(lengths)):
-        groups: dict[int | None, list[int]] = {}
-        for other, table in enumerate(tables):
-            groups.setdefault(int(table[place]) if place < len(table) else None, []).append(other)
-        if len(groups) > 1:
-            mine = items[place] if place < len(items) else "nothing"
-            raise ValueError(
-                f"{argument} must be the same on all ranks: item {place} differs between the ranks "
-                f"{' and '.join(str(ranks) for ranks in groups.values())}; on rank {context.rank}: {mine}"
-            )
+def _check_same_signatures(named: list[tuple[str, Tensor]]) -> None:
+    check_same_everywhere(
+        current().backend,
+        "params",
+        [
+            f"item {place} {name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}"
+            for place, (name, tensor) in enumerate(named)
+        ],
+    )

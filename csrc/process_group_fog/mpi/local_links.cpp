@@ -1,14 +1,22 @@
 #include "local_links.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <string_view>
 
 namespace fog::mpi {
 namespace {
 
+using shared_memory::Arena;
+using shared_memory::ForeignArena;
 using shared_memory::Inbox;
+
+// Stands before the arena's part of an address.
+constexpr char kArenaMark = '/';
 
 // FOG_LOCAL_LINKS=0 leaves everything to MPI. Ranks need not agree: without an inbox this one attaches to nobody, and nobody to it.
 bool switched_off() {
@@ -41,8 +49,30 @@ void LocalLinks::attach(int peer, const std::string& address) {
   if (!inbox) {
     return;
   }
-  inbox->peer(rank_).fetch_or(Inbox::kAttached | (inbox->owner_is_readable() ? Inbox::kReads : 0U));
+  std::istringstream fields(address.substr(address.find(kArenaMark) + 1));
+  int pid = 0;
+  int fd = -1;
+  uint32_t token = 0;
+  if (fields >> pid >> fd >> token) {
+    links_[peer].arena = ForeignArena::map(pid, fd, token);
+  }
+  inbox->peer(rank_).fetch_or(
+      Inbox::kAttached | (inbox->owner_is_readable() ? Inbox::kReads : 0U) | (links_[peer].arena ? Inbox::kMaps : 0U));
   links_[peer].inbox = std::move(inbox);
+}
+
+std::string LocalLinks::address() const {
+  if (!inbox_) {
+    return {};
+  }
+  const auto* arena = Arena::instance();
+  return inbox_->address() + kArenaMark +
+      (arena != nullptr ? std::to_string(getpid()) + ' ' + std::to_string(arena->fd()) + ' ' + std::to_string(arena->token()) : "");
+}
+
+bool LocalLinks::mapped_by(int peer, const void* data, size_t bytes) const {
+  const auto* arena = Arena::instance();
+  return arena != nullptr && maps_arena(peer) && arena->contains(data, bytes);
 }
 
 bool LocalLinks::read_by(int peer) const {
@@ -151,15 +181,6 @@ std::optional<uint32_t> LocalLinks::take_window() {
 
 void LocalLinks::give_window(uint32_t window) {
   free_windows_.push_back(window);
-}
-
-std::shared_ptr<const shared_memory::ForeignArena> LocalLinks::arena_of(int peer, int pid, const Header& header) {
-  auto& link = links_[peer];
-  if (!link.arena_tried) {
-    link.arena_tried = true;
-    link.arena = shared_memory::ForeignArena::map(pid, static_cast<int>(header.window), header.payload_tag);
-  }
-  return link.arena;
 }
 
 bool LocalLinks::stands(int peer, const Header& header) const {

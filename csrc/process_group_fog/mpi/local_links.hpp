@@ -21,9 +21,7 @@ class LocalLinks {
   LocalLinks(int rank, int size);
 
   // What peers need to attach(); empty where the system cannot do it.
-  std::string address() const {
-    return inbox_ ? inbox_->address() : std::string();
-  }
+  std::string address() const;
 
   // From now on messages to `peer` go through its inbox, if that can be mapped.
   void attach(int peer, const std::string& address);
@@ -32,6 +30,11 @@ class LocalLinks {
   }
   // Whether `peer` can read this process's memory.
   bool read_by(int peer) const;
+  // Whether `peer` finds `data` in this process's arena, which it has mapped.
+  bool mapped_by(int peer, const void* data, size_t bytes) const;
+  bool maps_arena(int peer) const {
+    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kMaps) != 0;
+  }
   // Whether `peer` has mapped this process's inbox.
   bool attached_by(int peer) const {
     return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kAttached) != 0;
@@ -93,8 +96,10 @@ class LocalLinks {
     return links_[peer].inbox->window(index);
   }
 
-  // The arena that `peer`, which is process `pid`, sends from; nullptr if it cannot be mapped.
-  std::shared_ptr<const shared_memory::ForeignArena> arena_of(int peer, int pid, const Header& header);
+  // The arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
+  std::shared_ptr<const shared_memory::ForeignArena> arena_of(int peer) const {
+    return links_[peer].arena;
+  }
 
   // Whether the offer in `peer`'s message still stands: what was read until now is what it offered.
   bool stands(int peer, const Header& header) const;
@@ -106,7 +111,6 @@ class LocalLinks {
     std::unique_ptr<shared_memory::Inbox> inbox; // the peer's
     std::deque<std::vector<char>> queue; // for which its ring has no space
     std::shared_ptr<const shared_memory::ForeignArena> arena;
-    bool arena_tried = false;
   };
   bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);
 

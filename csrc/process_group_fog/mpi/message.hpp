@@ -29,7 +29,7 @@ enum class Delivery : uint8_t {
   kPayload, // in MPI messages with the tag `payload_tag`, straight into its place
   kStream, // in a window that the sender, which is on this host, fills again and again as its readers empty it
   kOffer, // in the memory of the sender, which is on this host: at `address`, to be read while the offer stands
-  kMapped, // as kOffer, in memory that the receiver can map: the arena with file descriptor `window` and token `payload_tag`
+  kMapped, // as kOffer, in the arena of the sender, which the receiver has mapped
 };
 
 // Every message starts with one of these.
@@ -38,9 +38,9 @@ struct Header {
   Delivery delivery = Delivery::kInline;
   uint8_t wants_confirm = 0;
   uint16_t step = 0; // which message of the operation between these two ranks
-  uint32_t payload_tag = 0; // or the arena's token
+  uint32_t payload_tag = 0;
   uint32_t offer = 0; // number of the offer in the sender's inbox
-  uint32_t window = 0; // and of the window of a stream, or the arena's file descriptor
+  uint32_t window = 0; // and of the window of a stream
   uint64_t transfer = 0; // the sender's number for what is offered, streamed, or taken
   uint64_t address = 0;
   uint64_t group = 0;

@@ -10,11 +10,12 @@ namespace {
 
 // Messages handled in one poll: enough to empty a burst, few enough to look at everything else soon.
 constexpr int kMessagesPerPoll = 16;
+constexpr auto kPolledFurther = std::chrono::seconds(1);
 
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler)
-    : runtime_(runtime), handler_(handler), local_(runtime.rank(), runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
+    : runtime_(runtime), handler_(handler), local_(runtime.rank(), runtime.size()), waiting_(runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
 
 std::unique_ptr<Messenger::Buffer> Messenger::take_buffer() {
   if (buffers_.empty()) {
@@ -42,25 +43,28 @@ Messenger::Sent Messenger::send(
     int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Way way) {
   header.delivery = Delivery::kInline;
   const bool local = local_.reaches(destination);
-  if (local && header.bytes <= kLocalInlineBytes) {
-    local_.send(destination, header, data, header.bytes);
-    return {};
-  }
-  const bool mapped = streams_to(destination) && in_arena(data, header.bytes);
-  if (way == Way::kBest && (mapped || (local && local_.read_by(destination)))) {
-    if (const auto offer = local_.offer(next_transfer_)) {
-      header.delivery = mapped ? Delivery::kMapped : Delivery::kOffer;
-      if (mapped) {
-        header.window = static_cast<uint32_t>(shared_memory::Arena::instance()->fd());
-        header.payload_tag = shared_memory::Arena::instance()->token();
+  if (local) {
+    const bool inlined = header.bytes <= kLocalInlineBytes;
+    const auto delivery = inlined || way == Way::kMessages ? std::nullopt : offered_as(destination, header, data);
+    // The order of messages between two ranks stays. News of failures and ends wait for nothing.
+    const bool in_order = header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
+    const bool queue = in_order && !waiting_[destination].empty();
+    if (inlined && !queue) {
+      local_.send(destination, header, data, header.bytes);
+      return {};
+    }
+    if (delivery) {
+      if (queue || !offer(destination, header, data, owner, token, *delivery)) {
+        waiting_[destination].push_back({header, data, {}, owner, token});
+        ++waiting_count_;
       }
-      header.wants_confirm = 0; // that it was taken says as much
-      header.address = reinterpret_cast<uintptr_t>(data);
-      header.transfer = next_transfer_++;
-      header.offer = *offer;
-      offers_.emplace(header.transfer, Offer{owner, token, destination, *offer});
-      local_.send(destination, header, nullptr, 0);
       return {1, true};
+    }
+    if (inlined) {
+      const auto* bytes = static_cast<const char*>(data);
+      waiting_[destination].push_back({header, nullptr, {bytes, bytes + header.bytes}, nullptr, 0});
+      ++waiting_count_;
+      return {};
     }
   }
   const bool separate = header.bytes > kInlineBytes;
@@ -72,6 +76,7 @@ Messenger::Sent Messenger::send(
   }
   if (local) {
     local_.send(destination, header, nullptr, 0);
+    polled_until_ = Clock::now() + kPolledFurther;
     return {send_payload(destination, header, data, owner, token), false};
   }
   auto buffer = take_buffer();
@@ -94,6 +99,66 @@ Messenger::Sent Messenger::send(
     track(request, {std::move(buffer), nullptr, 0, true, 0});
   }
   return {separate ? send_payload(destination, header, data, owner, token) : 0, false};
+}
+
+std::optional<Delivery> Messenger::offered_as(int destination, const Header& header, const void* data) const {
+  if (local_.mapped_by(destination, data, header.bytes)) {
+    return Delivery::kMapped;
+  }
+  return local_.read_by(destination) ? std::make_optional(Delivery::kOffer) : std::nullopt;
+}
+
+bool Messenger::offer(
+    int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Delivery delivery) {
+  const auto offer = local_.offer(next_transfer_);
+  if (!offer) {
+    return false;
+  }
+  header.delivery = delivery;
+  header.wants_confirm = 0; // that it was taken says as much
+  header.address = reinterpret_cast<uintptr_t>(data);
+  header.transfer = next_transfer_++;
+  header.offer = *offer;
+  offers_.emplace(header.transfer, Offer{owner, token, destination, *offer});
+  local_.send(destination, header, nullptr, 0);
+  return true;
+}
+
+bool Messenger::send_waiting() {
+  bool any = false;
+  for (int destination = 0; waiting_count_ > 0 && destination < static_cast<int>(waiting_.size()); ++destination) {
+    auto& queue = waiting_[destination];
+    while (!queue.empty()) {
+      const auto& next = queue.front();
+      if (!next.owner) {
+        local_.send(destination, next.header, next.copy.data(), next.copy.size());
+      } else if (!offer(destination, next.header, next.data, next.owner, next.token, *offered_as(destination, next.header, next.data))) {
+        return any;
+      }
+      queue.pop_front();
+      --waiting_count_;
+      any = true;
+    }
+  }
+  return any;
+}
+
+template <typename Which>
+void Messenger::drop_waiting(Which&& which) {
+  for (int destination = 0; waiting_count_ > 0 && destination < static_cast<int>(waiting_.size()); ++destination) {
+    auto& queue = waiting_[destination];
+    for (auto position = queue.begin(); position != queue.end();) {
+      if (!which(destination, *position)) {
+        ++position;
+        continue;
+      }
+      if (position->owner) {
+        released_.push_back(std::move(position->owner));
+      }
+      position = queue.erase(position);
+      --waiting_count_;
+    }
+  }
 }
 
 // Calls start(offset, count, request) for each MPI message that `header`'s data comes in, and keeps track of it.
@@ -268,6 +333,7 @@ void Messenger::drop_offers(Which&& which) {
 }
 
 void Messenger::withdraw(const TransferOwner& owner) {
+  drop_waiting([&](int, const Waiting& waiting) { return waiting.owner.get() == &owner; });
   drop_offers([&](const Offer& offer) { return offer.owner.get() == &owner; });
   close_streams([&](const Stream& stream) { return stream.owner.lock().get() == &owner; });
   for (auto& readings : reading_) {
@@ -297,12 +363,14 @@ void Messenger::forget(int peer, uint64_t group) {
 
 void Messenger::forget(int peer) {
   local_.forget(peer);
+  drop_waiting([&](int destination, const Waiting&) { return destination == peer; });
   drop_offers([&](const Offer& offer) { return offer.destination == peer; });
   forget(peer, 0);
 }
 
 bool Messenger::poll() {
   bool progressed = local_.flush();
+  progressed = send_waiting() || progressed;
   progressed = local_.poll([this](int source, const Header& header, const char* data) { on_local(source, header, data); }) || progressed;
   if (must_poll()) {
     progressed = poll_messages() || progressed;

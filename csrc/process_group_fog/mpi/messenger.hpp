@@ -8,9 +8,11 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -105,14 +107,9 @@ class Messenger {
   // Receives the data of a message that delivers it as payload. Returns how many on_transfer() calls will follow.
   size_t receive(int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
 
-  // Whether ranks of this host that can map this process's arena find `data` there.
-  static bool in_arena(const void* data, size_t bytes) {
-    const auto* arena = shared_memory::Arena::instance();
-    return arena != nullptr && arena->contains(data, bytes);
-  }
   // Whether `destination` can be sent a stream.
   bool streams_to(int destination) const {
-    return local_.reaches(destination) && local_.attached_by(destination);
+    return local_.reaches(destination) && local_.attached_by(destination) && waiting_[destination].empty();
   }
 
   // Streams `bytes` of `data` to several ranks, all of which streams_to() allows. Null if no window is free, or the data is
@@ -154,18 +151,19 @@ class Messenger {
 
   // Whether something may come that rings no bell, because it comes over MPI.
   bool must_poll() {
-    return !requests_.empty() || !sources_waiting_.empty() || !local_.attached_by_all();
+    return !requests_.empty() || !sources_waiting_.empty() || !local_.attached_by_all() || poll_further();
   }
 
   // Whether messages of this process may still be on their way out of it.
   bool sending() const {
-    return sending_ > 0 || !offers_.empty() || local_.waiting_for_space();
+    return sending_ > 0 || !offers_.empty() || local_.waiting_for_space() || poll_further();
   }
 
   // Owners whose last transfer ended; their memory is to be released outside of the engine's lock.
   std::vector<std::shared_ptr<TransferOwner>> take_released();
 
  private:
+  using Clock = std::chrono::steady_clock;
   static constexpr int kControlTag = 0;
   using Buffer = std::vector<char>;
 
@@ -182,6 +180,14 @@ class Messenger {
     int destination;
     uint32_t index;
   };
+  // A message of this host that no offer was free for, or that came after one.
+  struct Waiting {
+    Header header;
+    const void* data; // of what is to be offered
+    std::vector<char> copy; // of what is not
+    std::shared_ptr<TransferOwner> owner;
+    size_t token;
+  };
   struct Reading {
     size_t filled = 0;
     std::weak_ptr<TransferOwner> owner;
@@ -197,6 +203,19 @@ class Messenger {
       const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start);
   size_t send_payload(
       int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
+  // How data of a message to a rank of this host goes that does not come with its header and is read where it is.
+  std::optional<Delivery> offered_as(int destination, const Header& header, const void* data) const;
+  // False if no offer is free.
+  bool offer(
+      int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Delivery delivery);
+  // Sends what can be sent of what waits.
+  bool send_waiting();
+  template <typename Which>
+  void drop_waiting(Which&& which);
+  // MPI may call a message sent and still hold it: it is looked after a while longer.
+  bool poll_further() const {
+    return polled_until_ != Clock::time_point() && Clock::now() < polled_until_;
+  }
   std::unique_ptr<Buffer> take_buffer();
   void give_buffer(std::unique_ptr<Buffer> buffer);
   void track(MPI_Request request, Transfer transfer);
@@ -218,6 +237,9 @@ class Messenger {
   MessageHandler& handler_;
   LocalLinks local_;
   std::unordered_map<uint64_t, Offer> offers_; // by transfer
+  std::vector<std::deque<Waiting>> waiting_; // by destination
+  size_t waiting_count_ = 0;
+  Clock::time_point polled_until_;
   std::unordered_map<uint64_t, std::shared_ptr<Stream>> streams_; // by transfer: going out
   std::vector<std::unordered_map<uint64_t, Reading>> reading_; // by source, by its transfer: coming in
   uint64_t next_transfer_ = 1;

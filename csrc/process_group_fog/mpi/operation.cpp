@@ -113,14 +113,14 @@ void Operation::send(
   }
   auto& messenger = *group_->messenger;
   auto header = header_for(step, bytes);
-  const bool streams = memory == Memory::kOverwritten || !Messenger::in_arena(data, bytes);
   std::vector<int> world_ranks;
   std::vector<int> readers;
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
     world_ranks.push_back(group_->members[peer].world_rank);
-    if (streams && messenger.streams_to(world_ranks.back())) {
-      readers.push_back(world_ranks.back());
+    const int destination = world_ranks.back();
+    if (messenger.streams_to(destination) && (memory == Memory::kOverwritten || !messenger.local().mapped_by(destination, data, bytes))) {
+      readers.push_back(destination);
     }
   }
   const auto stream = messenger.open_stream(readers, group_->id, data, bytes, shared_from_this());
@@ -142,7 +142,7 @@ void Operation::send(
       unconfirmed_.insert(peer);
     }
     size_t parts = 1;
-    if (stream && messenger.streams_to(world_ranks[i])) {
+    if (stream && std::find(readers.begin(), readers.end(), world_ranks[i]) != readers.end()) {
       messenger.announce(*stream, world_ranks[i], header);
     } else {
       const auto sent = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
@@ -224,7 +224,7 @@ void Operation::take(size_t index, const char* data) {
     receive.operand = {reinterpret_cast<const void*>(header.address), member.pid, 0};
     receive.available = header.bytes;
     if (header.delivery == Delivery::kMapped) {
-      receive.arena = messenger.local().arena_of(member.world_rank, member.pid, header);
+      receive.arena = messenger.local().arena_of(member.world_rank);
       if (const auto* memory = receive.arena ? receive.arena->at(header.address, header.bytes) : nullptr) {
         receive.operand = {memory, 0, 0};
       }

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <random>
 #include <string>
 
@@ -19,6 +20,12 @@ constexpr size_t kLine = 64;
 constexpr size_t kTimesMemory = 4;
 // Pages kept for blocks to come: as many as are in use, but at least these.
 constexpr size_t kLeastKept = size_t(256) << 20;
+// A freed block serves for requests down to this part of its size: where sizes vary, few blocks serve them all.
+constexpr size_t kMostWaste = 2;
+
+// Of a process's 128 TiB of addresses, what others' arenas may take: the rest is its own.
+constexpr size_t kMostForeign = size_t(32) << 40;
+std::atomic<size_t> foreign_bytes{0};
 
 // The arena's first page, for those who map it.
 struct Label {
@@ -82,14 +89,20 @@ void* Arena::allocate(size_t bytes) {
   if (forked_) {
     return nullptr;
   }
-  const size_t size = block_size(bytes);
+  size_t size = block_size(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto& freed = freed_[size];
+  const auto freed = freed_.lower_bound(size);
   size_t offset = 0;
-  if (!freed.empty()) {
-    offset = freed.back().offset;
-    kept_ -= freed.back().has_pages ? size : 0;
-    freed.pop_back();
+  if (freed != freed_.end() && freed->first <= kMostWaste * size) {
+    size = freed->first;
+    auto& blocks = freed->second;
+    kept_ -= blocks.with_pages.empty() ? 0 : size;
+    auto& offsets = blocks.with_pages.empty() ? blocks.bare : blocks.with_pages;
+    offset = offsets.back();
+    offsets.pop_back();
+    if (blocks.with_pages.empty() && blocks.bare.empty()) {
+      freed_.erase(freed);
+    }
   } else {
     offset = size >= kPage ? (end_ + kPage - 1) / kPage * kPage : end_;
     if (size > bytes_ || offset > bytes_ - size) {
@@ -112,14 +125,31 @@ void Arena::free(void* memory) {
   const size_t size = found->second;
   sizes_.erase(found);
   in_use_ -= size;
-  bool keep = size < kPage || kept_ + size <= std::max(kLeastKept, in_use_);
-  if (!keep) {
-    const size_t begin = (offset + kPage - 1) / kPage * kPage; // smaller blocks may share the pages at its ends
-    const size_t end = (offset + size) / kPage * kPage;
-    keep = madvise(memory_ + begin, end - begin, MADV_REMOVE) != 0;
+  const size_t most = std::max(kLeastKept, in_use_);
+  if (size >= kPage && kept_ + size > most && drop_pages(offset, size)) {
+    freed_[size].bare.push_back(offset);
+  } else {
+    freed_[size].with_pages.push_back(offset);
+    kept_ += size;
   }
-  kept_ += keep ? size : 0;
-  freed_[size].push_back({offset, keep});
+  keep_no_more_than(most); // that has become less
+}
+
+void Arena::keep_no_more_than(size_t bytes) {
+  for (auto position = freed_.rbegin(); kept_ > bytes && position != freed_.rend() && position->first >= kPage; ++position) {
+    auto& [size, blocks] = *position;
+    while (kept_ > bytes && !blocks.with_pages.empty() && drop_pages(blocks.with_pages.back(), size)) {
+      blocks.bare.push_back(blocks.with_pages.back());
+      blocks.with_pages.pop_back();
+      kept_ -= size;
+    }
+  }
+}
+
+bool Arena::drop_pages(size_t offset, size_t size) {
+  const size_t begin = (offset + kPage - 1) / kPage * kPage; // smaller blocks may share the pages at its ends
+  const size_t end = (offset + size) / kPage * kPage;
+  return madvise(memory_ + begin, end - begin, MADV_REMOVE) == 0;
 }
 
 bool Arena::contains(const void* data, size_t bytes) const {
@@ -136,9 +166,12 @@ std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token,
   }
   struct stat status = {};
   const size_t bytes = fstat(opened, &status) == 0 ? static_cast<size_t>(status.st_size) : 0;
-  const void* memory = bytes >= kPage ? map_all(opened, bytes, PROT_READ | (write ? PROT_WRITE : 0)) : nullptr;
+  const bool fits = foreign_bytes.fetch_add(bytes) + bytes <= kMostForeign;
+  const int protection = PROT_READ | (write ? PROT_WRITE : 0);
+  const void* memory = fits && bytes >= kPage ? map_all(opened, bytes, protection) : nullptr;
   close(opened);
   if (memory == nullptr) {
+    foreign_bytes -= bytes;
     return nullptr;
   }
   auto arena = std::shared_ptr<ForeignArena>(new ForeignArena(static_cast<const char*>(memory), bytes, access));
@@ -148,6 +181,7 @@ std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token,
 
 ForeignArena::~ForeignArena() {
   munmap(const_cast<char*>(memory_), bytes_);
+  foreign_bytes -= bytes_;
 }
 
 const char* ForeignArena::at(uintptr_t address, size_t bytes) const {

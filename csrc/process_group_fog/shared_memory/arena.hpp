@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -12,7 +13,7 @@ namespace fog::shared_memory {
 
 // One anonymous, sparse file (memfd) of more bytes than the machine has memory; pages take memory once they were used. As
 // the inbox, it leaves nothing behind. Blocks that were freed are kept with their pages and given out again to whoever asks
-// for that size: fresh pages cost more than most operations.
+// for that size or somewhat less: fresh pages cost more than most operations.
 class Arena {
  public:
   // This process's; nullptr where the system has no memfd or no address space. Lives until the process ends.
@@ -35,6 +36,9 @@ class Arena {
  private:
   Arena(int fd, char* memory, size_t bytes, uint32_t token);
   static Arena* create();
+  // Gives the pages of a block back to the system; false if it would not have them.
+  bool drop_pages(size_t offset, size_t size);
+  void keep_no_more_than(size_t bytes);
 
   const int fd_;
   char* const memory_;
@@ -46,11 +50,11 @@ class Arena {
   size_t in_use_ = 0;
   size_t kept_ = 0; // bytes of freed blocks that still have their pages
   std::unordered_map<size_t, size_t> sizes_; // by offset: of blocks in use
-  struct Freed {
-    size_t offset;
-    bool has_pages;
+  struct Freed { // offsets of blocks
+    std::vector<size_t> with_pages;
+    std::vector<size_t> bare;
   };
-  std::unordered_map<size_t, std::vector<Freed>> freed_; // by size
+  std::map<size_t, Freed> freed_; // by size; none has neither
 };
 
 // The arena of another process of this host.

@@ -27,6 +27,7 @@ class Inbox {
   enum Peer : uint32_t {
     kAttached = 1, // it has mapped this inbox: all its messages come here
     kReads = 2, // it can read the owner's memory
+    kMaps = 4, // it has mapped the owner's arena
   };
 
   // An inbox for messages from `ranks` ranks; nullptr where the system has no memfd or no memory.

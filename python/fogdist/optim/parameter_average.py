@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fogdist.buckets import Bucket, BucketCache, flatten, unflatten
-from fogdist.collectives import allreduce_nonblocking_, neighbor_allreduce_nonblocking, wait
+from fogdist.collectives import allreduce_nonblocking_, wait
+from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
 
 
 class CommunicationType(enum.Enum):

@@ -1,0 +1,121 @@
+"""What operations make of the tensors and names they are called with, and where their results go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
+
+WEIGHTED_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
+    """Returns the tensor, detached if anything is differentiated through it.
+
+    Raises:
+        TypeError: Not a dense torch.Tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{argument} must be dense (layout torch.strided), got layout {tensor.layout}")
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself if its memory holds its values in order, else a copy that does."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def writable(tensor: Tensor, argument: str = "tensor") -> Tensor:
+    """Returns the tensor itself.
+
+    Raises:
+        ValueError: Some of its elements are one (`expand`), so results have no place of their own.
+    """
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{argument} must have memory for each element to be written in place, got an expanded one"
+        )
+    return tensor
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """Returns the values of a tensor in new memory, in order."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
+def weighted(tensor: Tensor, argument: str = "tensor") -> Tensor:
+    """Returns the tensor as a weighted sum reads it: detached, its memory in order.
+
+    Raises:
+        TypeError: Not a dense torch.Tensor.
+        ValueError: A dtype that has no weighted sums.
+    """
+    source = plain(dense(tensor, argument))
+    if source.dtype not in WEIGHTED_DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in WEIGHTED_DTYPES)
+        raise ValueError(f"{argument} must have one of the dtypes {allowed}, got {source.dtype}")
+    return source
+
+
+def weighted_list(tensors: Tensors) -> list[Tensor]:
+    """Returns a tensor, or each of a list or tuple, as `weighted` does; raises as that.
+
+    Raises:
+        ValueError: The list is empty.
+    """
+    if isinstance(tensors, Tensor):
+        return [weighted(tensors)]
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"tensor must be a torch.Tensor or a list of them, got {type(tensors).__name__}")
+    if not tensors:
+        raise ValueError("tensor must be a torch.Tensor or a list of at least one, got an empty list")
+    return [weighted(tensor, f"tensor[{place}]") for place, tensor in enumerate(tensors)]
+
+
+def has_dimensions(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself.
+
+    Raises:
+        ValueError: It has no dimension to be concatenated on.
+    """
+    if tensor.dim() == 0:
+        raise ValueError("tensor must have at least one dimension to be concatenated on, got a 0-d tensor")
+    return tensor
+
+
+def key(name: str | None) -> str:
+    """Returns the name of an operation as the backend takes it: "" for none.
+
+    Raises:
+        TypeError: Not a string.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {type(name).__name__}")
+    return name or ""
+
+
+def only_result(work: dist.Work) -> Tensor:
+    """Returns the one output of a completed operation."""
+    result: Tensor = work.get_future().value()[0]
+    return result
+
+
+def deliver(buffer: Tensor, target: Tensor) -> Tensor:
+    """Returns `target`, after putting in-place results there if they could not be computed there."""
+    if buffer.data_ptr() != target.data_ptr():
+        target.detach().copy_(buffer)
+    return target

@@ -1,0 +1,207 @@
+"""Averages between machines: the ranks of each machine enter with their mean and come out alike.
+
+Forms, handles, names, groups and lists are those of `fogdist.neighbor_collectives`; who has whom for a
+neighbor is the machine topology, `fogdist.set_machine_topology`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import overload
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.arguments import Tensors, key
+from fogdist.averaging import Average
+from fogdist.collectives import wait
+from fogdist.context import PreconditionError, current
+from fogdist.exchange import hierarchical_exchange, reject_unknown_arguments
+from fogdist.machines import homogeneous, ranks_of_machines
+from fogdist.verification import verify
+
+_RENAMED = {
+    "neighbor_machine_weights": "src_machine_weights",
+    "send_neighbor_machines": "dst_machine_weights",
+}
+
+
+@overload
+def hierarchical_neighbor_allreduce(
+    tensor: Tensor,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> Tensor: ...
+@overload
+def hierarchical_neighbor_allreduce(
+    tensor: Sequence[Tensor],
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> list[Tensor]: ...
+def hierarchical_neighbor_allreduce(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> Tensor | list[Tensor]:
+    """Returns the weighted average of this machine's mean and its in-neighbor machines' means.
+
+    With ``m_k`` the mean of the tensors of machine k's ranks, every rank of machine k gets
+    ``self_weight_k * m_k + sum_j src_machine_weights_k[j] * dst_machine_weights_j[k] * m_j``. All ranks of
+    the group take part, and those of one machine must give the same weights. The input is not changed. The
+    weights decide:
+
+    - None given: an exchange with all neighbors of the machine topology, with its weights if it was set with
+      `is_weighted`, else the plain mean over this machine and its in-neighbors.
+    - All three: this machine receives exactly from the machines in `src_machine_weights` and sends exactly to
+      those in `dst_machine_weights`, which must be neighbors in the machine topology; both may be empty.
+
+    Args:
+        tensor: As in `neighbor_allreduce`; of the same shape and dtype on all ranks of the group.
+        self_weight: Weight of this machine's own mean.
+        src_machine_weights: {source machine: weight}.
+        dst_machine_weights: {destination machine: weight}, or destination machines that all weigh 1.
+        enable_topo_check: True to check an exchange with weights first: all ranks tell each other their
+            machine's peers, and raise the same ValueError if machines disagree, or ranks of one machine. That
+            is a small exchange more. Along the machine topology, as in `neighbor_allreduce`.
+        name: As in `neighbor_allreduce`.
+        group: The group of ranks; by default that of `init`.
+        **removed: `neighbor_machine_weights` and `send_neighbor_machines` of older scripts, to say what they
+            are called now.
+
+    Raises:
+        PreconditionError: The ranks are not spread homogeneously over the machines, or a machine holds one
+            rank only, where `neighbor_allreduce` is the same.
+        TypeError: `tensor` is not a dense torch.Tensor or a list of them, a weight is not a real number, a
+            machine not an integer, `src_machine_weights` not a dict, or an argument was renamed.
+        ValueError: A dtype that has no weighted sums; an empty list; only some of the three are given;
+            machines that are out of range, given twice, this machine itself, or no neighbors in the machine
+            topology; a weight that is not finite; machines that disagree; before `init`.
+        RuntimeError: No weights are given and no machine topology is set; after `shutdown`;
+            torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    reject_unknown_arguments("hierarchical_neighbor_allreduce", removed, _RENAMED)
+    weights = self_weight, src_machine_weights, dst_machine_weights
+    result: Tensor | list[Tensor] = wait(_start(tensor, False, *weights, enable_topo_check, name, group))
+    return result
+
+
+def hierarchical_neighbor_allreduce_nonblocking(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> int:
+    """Starts `hierarchical_neighbor_allreduce` and returns its handle; a check is done at once."""
+    reject_unknown_arguments("hierarchical_neighbor_allreduce_nonblocking", removed, _RENAMED)
+    weights = self_weight, src_machine_weights, dst_machine_weights
+    return _start(tensor, False, *weights, enable_topo_check, name, group)
+
+
+@overload
+def hierarchical_neighbor_allreduce_(
+    tensor: Tensor,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def hierarchical_neighbor_allreduce_(
+    tensor: Sequence[Tensor],
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]: ...
+def hierarchical_neighbor_allreduce_(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | list[Tensor]:
+    """As `hierarchical_neighbor_allreduce`, in place: writes the average into `tensor` and returns it.
+
+    Raises:
+        ValueError: Also for an expanded tensor, which has no memory for each element.
+    """
+    weights = self_weight, src_machine_weights, dst_machine_weights
+    result: Tensor | list[Tensor] = wait(_start(tensor, True, *weights, enable_topo_check, name, group))
+    return result
+
+
+def hierarchical_neighbor_allreduce_nonblocking_(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Starts `hierarchical_neighbor_allreduce_` and returns its handle; the result is there after `wait`."""
+    weights = self_weight, src_machine_weights, dst_machine_weights
+    return _start(tensor, True, *weights, enable_topo_check, name, group)
+
+
+def _start(
+    tensors: Tensors,
+    in_place: bool,
+    self_weight: float | None,
+    src_machine_weights: Mapping[int, float] | None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+) -> int:
+    context = homogeneous(current(group))
+    machines = ranks_of_machines(context)
+    if len(machines[0]) == 1:
+        raise PreconditionError(
+            "hierarchical_neighbor_allreduce needs more than one rank on each machine, got "
+            f"{len(machines)} machines of 1 rank; neighbor_allreduce is the same there"
+        )
+    average = Average(tensors, in_place)
+    exchange = hierarchical_exchange(context, self_weight, src_machine_weights, dst_machine_weights)
+    unique = key(name)
+    if enable_topo_check and exchange.is_dynamic:
+        verify(context, exchange, average.sources, unique)
+    confirm = True if enable_topo_check and not exchange.is_dynamic else None
+    return average.start(
+        lambda tensors, output: context.backend.hierarchical_neighbor_allreduce(
+            tensors, machines, exchange.plan, output=output, name=unique, confirm=confirm
+        )
+    )

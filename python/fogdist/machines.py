@@ -1,0 +1,159 @@
+"""The machines that the ranks of a group run on, and the topology of machines.
+
+A machine is a host, or what FOG_NODES_PER_MACHINE says: see `fogdist.init`. Most of it needs ranks that are
+spread homogeneously: equally many on each machine, and those consecutive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import networkx as nx
+import torch.distributed as dist
+
+from fogdist.agreement import check_same_everywhere
+from fogdist.context import Context, PreconditionError, current
+from fogdist.static_topology import see_topology
+
+
+def local_rank(*, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the place of this rank among those on its machine, counted from 0; as `fogdist.rank`."""
+    context = current(group)
+    return ranks_of_machines(context)[context.machine_of[context.rank]].index(context.rank)
+
+
+def local_size(*, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the number of ranks on this machine; argument and errors as of `fogdist.rank`."""
+    context = current(group)
+    return context.machine_of.count(context.machine_of[context.rank])
+
+
+def is_homogeneous(*, group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether all machines hold equally many ranks, each consecutive ones; as `fogdist.rank`."""
+    return machines_are_homogeneous(current(group).machine_of)
+
+
+def machine_rank(*, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the number of this machine, counted in order of ranks.
+
+    Args:
+        group: As in `fogdist.rank`.
+
+    Raises:
+        PreconditionError: The ranks are not spread homogeneously over the machines.
+        TypeError: As `fogdist.rank`.
+        ValueError: As `fogdist.rank`.
+        RuntimeError: As `fogdist.rank`.
+    """
+    context = homogeneous(current(group))
+    return context.machine_of[context.rank]
+
+
+def machine_size(*, group: dist.ProcessGroup | None = None) -> int:
+    """Returns the number of machines; argument and errors as of `machine_rank`."""
+    return number_of_machines(homogeneous(current(group)))
+
+
+def set_machine_topology(
+    topology: nx.DiGraph, is_weighted: bool = False, *, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Sets the topology that `hierarchical_neighbor_allreduce` follows. Collective; all ranks compare theirs.
+
+    Args:
+        topology: A graph whose nodes are the machines 0 ... m-1; an edge i -> j means that machine i sends to
+            machine j. It is copied.
+        is_weighted: As in `fogdist.set_topology`, of machines.
+        group: As in `fogdist.rank`. Each group has a machine topology of its own, none at first.
+
+    Returns:
+        True.
+
+    Raises:
+        PreconditionError: The ranks are not spread homogeneously over the machines.
+        TypeError: Not a networkx.DiGraph, or not as many nodes as machines.
+        ValueError: `topology` is None; the nodes are not the machines, a weight is not finite, the ranks were
+            given different graphs (on all ranks alike), or before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
+    """
+    context = homogeneous(current(group))
+    if topology is None:
+        raise ValueError("topology must be a networkx.DiGraph of the machines, got None")
+    seen = see_topology(
+        topology,
+        is_weighted,
+        context.machine_of[context.rank],
+        number_of_machines(context),
+        nodes="machines",
+    )
+    check_same_everywhere(context.backend, "machine topology", seen.items())
+    context.machine_topology = seen
+    return True
+
+
+def load_machine_topology(*, group: dist.ProcessGroup | None = None) -> nx.DiGraph | None:
+    """Returns a copy of the machine topology, or None if none was set; as `fogdist.rank`."""
+    topology = current(group).machine_topology
+    return None if topology is None else topology.graph.copy()
+
+
+def is_machine_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether a machine topology is set and its weights are used; as `fogdist.rank`."""
+    topology = current(group).machine_topology
+    return topology is not None and topology.is_weighted
+
+
+def in_neighbor_machine_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the machines this one receives from, without itself; none if no machine topology is set.
+
+    Argument and errors as of `machine_rank`.
+    """
+    topology = homogeneous(current(group)).machine_topology
+    return [] if topology is None else list(topology.in_neighbors)
+
+
+def out_neighbor_machine_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the machines this one sends to, without itself; none if no machine topology is set.
+
+    Argument and errors as of `machine_rank`.
+    """
+    topology = homogeneous(current(group)).machine_topology
+    return [] if topology is None else list(topology.out_neighbors)
+
+
+def machines_are_homogeneous(machine_of: Sequence[int]) -> bool:
+    """Returns whether equally many, consecutive ranks live on each machine.
+
+    Args:
+        machine_of: The machine of every rank, as any number that is the same for ranks of one machine.
+    """
+    per_machine = len(machine_of) // len(set(machine_of))
+    if per_machine * len(set(machine_of)) != len(machine_of):
+        return False
+    return all(machine == machine_of[place - place % per_machine] for place, machine in enumerate(machine_of))
+
+
+def homogeneous(context: Context) -> Context:
+    """Returns the context itself.
+
+    Raises:
+        PreconditionError: Its ranks are not spread homogeneously over the machines.
+    """
+    if not machines_are_homogeneous(context.machine_of):
+        raise PreconditionError(
+            "ranks must be spread homogeneously over the machines, got the machines "
+            f"{context.machine_of} by rank"
+        )
+    return context
+
+
+def number_of_machines(context: Context) -> int:
+    """Returns how many machines hold ranks of a group."""
+    return max(context.machine_of) + 1
+
+
+def ranks_of_machines(context: Context) -> list[list[int]]:
+    """Returns the ranks of each machine, ascending."""
+    ranks: list[list[int]] = [[] for _ in range(number_of_machines(context))]
+    for rank, machine in enumerate(context.machine_of):
+        ranks[machine].append(rank)
+    return ranks

@@ -1,0 +1,348 @@
+"""Exchanges with neighbors: weighted averages and gathers along a topology, or with peers of a call's own.
+
+Forms, handles, names and groups are those of `fogdist.collectives`. Operations that average take one tensor
+or a list of tensors, of any shapes and dtypes: a list is one exchange, in which each peer gets one message a
+dtype, and the output is a list. The forms whose names end in "_" write the averages into the tensors they
+were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import SupportsIndex, overload
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.arguments import Tensors, dense, has_dimensions, key, only_result, plain
+from fogdist.averaging import Average
+from fogdist.collectives import wait
+from fogdist.context import current, handles
+from fogdist.exchange import gathering_exchange, gossip_exchange, reject_unknown_arguments, weighted_exchange
+from fogdist.verification import verify
+
+_RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
+# Names of the unnamed gossips of a pair. They come again, as the backend remembers each one.
+_GOSSIP_NAMES = 64
+
+
+@overload
+def neighbor_allreduce(
+    tensor: Tensor,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> Tensor: ...
+@overload
+def neighbor_allreduce(
+    tensor: Sequence[Tensor],
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> list[Tensor]: ...
+def neighbor_allreduce(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> Tensor | list[Tensor]:
+    """Returns the weighted average of this rank's tensor and its in-neighbors'. The input is not changed.
+
+    ``out_i = self_weight_i * x_i + sum_j src_weights_i[j] * dst_weights_j[i] * x_j``. The weights decide:
+
+    - None given: an exchange with all neighbors of the topology, with its weights if it was set with
+      `is_weighted`, else the plain mean ``1 / (in-degree + 1)``.
+    - `self_weight` and `src_weights`: the same exchange with these weights; an in-neighbor that `src_weights`
+      leaves out weighs 0.
+    - `dst_weights` too: a dynamic exchange. Whatever the topology is, this rank receives exactly from the
+      ranks in `src_weights` and sends exactly to those in `dst_weights`; both may be empty.
+
+    Args:
+        tensor: float16, bfloat16, float32, float64, complex64 or complex128; of the same shape and dtype on
+            all ranks that exchange. Or a list or tuple of such tensors, which may differ from each other.
+        self_weight: Weight of this rank's own tensor.
+        src_weights: {source rank: weight}.
+        dst_weights: {destination rank: weight}, or destination ranks that all weigh 1.
+        enable_topo_check: True to check a dynamic exchange first: all ranks of the group must take part, tell
+            each other their peers, and raise the same ValueError if two of them disagree. That is a small
+            exchange more. False for the fastest exchange; a disagreement then ends in an error at the
+            group's timeout at the latest. In an exchange along the topology, on whose edges ranks agreed when
+            they set it, True makes a sender wait until the receiver has accepted the tensor.
+        name: Matches the operation among ranks in place of its order. With the check of a dynamic exchange
+            the order counts also among named operations of the same name only.
+        group: The group of ranks; by default that of `init`.
+        **removed: `neighbor_weights` and `send_neighbors` of older scripts, to say what they are called now.
+
+    Raises:
+        TypeError: `tensor` is not a dense torch.Tensor or a list of them, a weight is not a real number, a
+            rank not an integer, `src_weights` not a dict, or an argument was renamed.
+        ValueError: A dtype that has no weighted sums; an empty list; weights that do not come together; ranks
+            that are out of range, given twice, this rank itself, or (without `dst_weights`) no in-neighbors;
+            a weight that is not finite; ranks that disagree; before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
+    result: Tensor | list[Tensor] = wait(
+        _start(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True)
+    )
+    return result
+
+
+def neighbor_allreduce_nonblocking(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+    **removed: object,
+) -> int:
+    """Starts `neighbor_allreduce` and returns its handle; the check of a dynamic exchange is done at once."""
+    reject_unknown_arguments("neighbor_allreduce_nonblocking", removed, _RENAMED)
+    return _start(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+
+
+@overload
+def neighbor_allreduce_(
+    tensor: Tensor,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def neighbor_allreduce_(
+    tensor: Sequence[Tensor],
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]: ...
+def neighbor_allreduce_(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | list[Tensor]:
+    """As `neighbor_allreduce`, in place: writes the average into `tensor` and returns it.
+
+    Raises:
+        ValueError: Also for an expanded tensor, which has no memory for each element.
+    """
+    result: Tensor | list[Tensor] = wait(
+        _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True)
+    )
+    return result
+
+
+def neighbor_allreduce_nonblocking_(
+    tensor: Tensors,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Starts `neighbor_allreduce_` and returns its handle; `tensor` holds the result after `wait`."""
+    return _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+
+
+@overload
+def pair_gossip(
+    tensor: Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor: ...
+@overload
+def pair_gossip(
+    tensor: Sequence[Tensor],
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> list[Tensor]: ...
+def pair_gossip(
+    tensor: Tensors,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor | list[Tensor]:
+    """Returns the weighted average of the tensors of this rank and another one, which does the same.
+
+    Both ranks must call it, each with the other as its target; nobody else takes part. Its order counts only
+    among the gossips of this pair, so other ranks may gossip more often or not at all (Boyd, Ghosh, Prabhakar
+    and Shah, "Randomized gossip algorithms", IEEE Transactions on Information Theory 52, 2006).
+
+    Args:
+        tensor: As in `neighbor_allreduce`; the same shapes and dtypes on both ranks. It is not changed.
+        target_rank: The other rank.
+        self_weight: Weight of this rank's tensor; by default both weigh 1/2.
+        pair_weight: Weight of the other rank's tensor; given exactly if `self_weight` is.
+        name: Matches the operation of the two ranks in place of its order.
+        group: The group of ranks; by default that of `init`.
+
+    Raises:
+        TypeError: `tensor` is not a dense torch.Tensor or a list of them, `target_rank` not an integer, a
+            weight not a real number, or `name` not a string.
+        ValueError: `target_rank` is out of range or this rank itself; only one weight is given, or one that
+            is not finite; a dtype that has no weighted sums; `name` is in flight already; before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    result: Tensor | list[Tensor] = wait(
+        pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name, group=group)
+    )
+    return result
+
+
+def pair_gossip_nonblocking(
+    tensor: Tensors,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Starts `pair_gossip` and returns its handle.
+
+    Of unnamed gossips with one rank 64 may be in flight: a further one first waits for the oldest of them.
+    """
+    context = current(group)
+    average = Average(tensor, in_place=False)
+    peer, plan = gossip_exchange(context, target_rank, self_weight, pair_weight)
+    # A name of the pair's own: in the group's order of calls, ranks that do not gossip would count too.
+    pair = f"pair_gossip {min(context.rank, peer)} {max(context.rank, peer)}"
+    given = key(name)
+    unique = f"{pair}: {given}" if given else f"{pair} #{context.gossips.begun[peer] % _GOSSIP_NAMES}"
+    if not given and unique in context.gossips.handles:
+        handles().complete(context.gossips.handles[unique])
+    handle = average.start(
+        lambda tensors, output: context.backend.neighbor_allreduce(tensors, plan, output=output, name=unique)
+    )
+    if not given:
+        context.gossips.begun[peer] += 1
+        context.gossips.handles[unique] = handle
+    return handle
+
+
+def neighbor_allgather(
+    tensor: Tensor,
+    *,
+    src_ranks: Iterable[SupportsIndex] | None = None,
+    dst_ranks: Iterable[SupportsIndex] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Returns the tensors of the in-neighbors, without this rank's own, concatenated on dimension 0.
+
+    Args:
+        tensor: Of one dimension or more; the first may differ among ranks, the others and the dtype not.
+        src_ranks: Ranks to receive from, in the order of the result. By default the in-neighbors of the
+            topology, ascending.
+        dst_ranks: Ranks to send to; given exactly if `src_ranks` is.
+        enable_topo_check: As in `neighbor_allreduce`.
+        name: As in `neighbor_allreduce`.
+        group: The group of ranks; by default that of `init`.
+
+    Raises:
+        TypeError: `tensor` is not a dense torch.Tensor, a rank not an integer, or `name` not a string.
+        ValueError: `tensor` has no dimension; only one of `src_ranks` and `dst_ranks` is given; ranks that
+            are out of range, given twice or this rank itself; ranks that disagree; before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    result: Tensor = wait(
+        neighbor_allgather_nonblocking(
+            tensor,
+            src_ranks=src_ranks,
+            dst_ranks=dst_ranks,
+            enable_topo_check=enable_topo_check,
+            name=name,
+            group=group,
+        )
+    )
+    return result
+
+
+def neighbor_allgather_nonblocking(
+    tensor: Tensor,
+    *,
+    src_ranks: Iterable[SupportsIndex] | None = None,
+    dst_ranks: Iterable[SupportsIndex] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> int:
+    """Starts `neighbor_allgather` and returns its handle; the check of a dynamic exchange is done at once."""
+    context = current(group)
+    source = has_dimensions(plain(dense(tensor)))
+    exchange = gathering_exchange(context, src_ranks, dst_ranks)
+    unique = key(name)
+    if enable_topo_check and exchange.is_dynamic:
+        verify(context, exchange, [source], unique)
+    confirm = True if enable_topo_check and not exchange.is_dynamic else None
+    work = context.backend.neighbor_allgather(source, exchange.plan, name=unique, confirm=confirm)
+    return handles().add(work, only_result, source)
+
+
+def _start(
+    tensors: Tensors,
+    in_place: bool,
+    self_weight: float | None,
+    src_weights: Mapping[int, float] | None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+    waits: bool = False,
+) -> int:
+    context = current(group)
+    average = Average(tensors, in_place)
+    exchange = weighted_exchange(context, self_weight, src_weights, dst_weights)
+    unique = key(name)
+    if enable_topo_check and exchange.is_dynamic:
+        verify(context, exchange, average.sources, unique)
+    confirm = True if enable_topo_check and not exchange.is_dynamic else None
+    return average.start(
+        lambda tensors, output: context.backend.neighbor_allreduce(
+            tensors, exchange.plan, output=output, name=unique, confirm=confirm, waits=waits
+        )
+    )

@@ -1,0 +1,100 @@
+"""A topology seen from one of its nodes: the neighbors, and the exchange with all of them.
+
+The nodes are the ranks of a group, or its machines.
+"""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import networkx as nx
+
+from fogdist.topology import GetRecvWeights, check_topology
+from fogdist.topology.validation import edge_weight
+
+if TYPE_CHECKING:
+    from fog_pg._C import NeighborPlan
+
+
+@dataclass(frozen=True)
+class StaticTopology:
+    """The topology that exchanges without weights of their own follow, seen from one node.
+
+    Attributes:
+        graph: A private copy of what the user gave.
+        is_weighted: Whether the graph's weights are used; if not, a node takes the plain mean of itself and
+            its in-neighbors.
+        in_neighbors: Predecessors of this node without itself, in the graph's order.
+        out_neighbors: Successors of this node without itself, in the graph's order.
+        plan: The exchange with all of them.
+    """
+
+    graph: nx.DiGraph
+    is_weighted: bool
+    in_neighbors: list[int]
+    out_neighbors: list[int]
+    plan: NeighborPlan
+
+    def items(self) -> list[str]:
+        """Returns what all ranks must have given alike, in an order that does not depend on the graph's."""
+        edges = sorted(
+            (int(i), int(j), data.get("weight", 1.0)) for i, j, data in self.graph.edges(data=True)
+        )
+        return [f"is_weighted={self.is_weighted}", *(f"edge {i} -> {j} {_weighing(w)}" for i, j, w in edges)]
+
+
+def see_topology(
+    graph: nx.DiGraph,
+    is_weighted: bool,
+    node: int,
+    size: int,
+    *,
+    argument: str = "topology",
+    nodes: str = "ranks",
+) -> StaticTopology:
+    """Returns a topology as one of its nodes sees it.
+
+    Args:
+        graph: Its nodes must be 0 ... size-1.
+        is_weighted: Whether its weights are to be used. All of them are checked then, not only this node's,
+            so that all ranks come to the same error.
+        node: The node that looks.
+        size: Number of nodes that there should be.
+        argument: Name of the caller's argument, for messages.
+        nodes: What the nodes are, for messages.
+
+    Raises:
+        TypeError: Not a networkx.DiGraph, not `size` nodes, or a weight is not a real number.
+        TopologyError: The nodes are not 0 ... size-1, or a weight is not finite.
+    """
+    # Not at the top: a program may import fogdist only for its topologies, and this loads the extension.
+    from fog_pg._C import NeighborPlan
+
+    if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
+        raise TypeError(
+            f"{argument} must have as many nodes as {nodes}, {size}, got {graph.number_of_nodes()}"
+        )
+    check_topology(graph, argument)
+    in_neighbors = [source for source in graph.predecessors(node) if source != node]
+    out_neighbors = [destination for destination in graph.successors(node) if destination != node]
+    destinations = [(destination, 1.0) for destination in sorted(out_neighbors)]
+    if is_weighted:
+        for i, j in graph.edges:
+            edge_weight(graph, i, j)
+        self_weight, source_weights = GetRecvWeights(graph, node)
+        plan = NeighborPlan(node, size, self_weight, list(source_weights.items()), destinations)
+    else:
+        sources = [(source, 1.0) for source in sorted(in_neighbors)]
+        plan = NeighborPlan(node, size, 1.0, sources, destinations, mean=True)
+    return StaticTopology(graph.copy(), bool(is_weighted), in_neighbors, out_neighbors, plan)
+
+
+def _weighing(weight: object) -> str:
+    # Without is_weighted a graph may carry anything as a weight.
+    return (
+        f"of weight {float(weight)!r}"
+        if isinstance(weight, numbers.Real)
+        else f"of a {type(weight).__name__}"
+    )

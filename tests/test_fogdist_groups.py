@@ -1,0 +1,356 @@
+"""fogdist on any group: each has its own ranks and topology; handles belong to none."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from fogdist.context import current
+from reference import Checks, make_input, mix
+
+# Ranks of the group differ from those of the world.
+MEMBERS = [1, 2, 3]
+
+
+def mean_matrix(graph: Any) -> np.ndarray:
+    return topologies.mixing_matrix(topologies.uniform_weights(graph))
+
+
+def every_operation() -> None:
+    fogdist.init(topologies.StarGraph)
+    group = dist.new_group(MEMBERS, backend="fog")
+    if dist.get_rank() not in MEMBERS:
+        with pytest.raises(ValueError, match="group must contain this rank"):
+            fogdist.rank(group=group)
+        fogdist.barrier()
+        return
+    rank, size = fogdist.rank(group=group), fogdist.size(group=group)
+    inputs = [make_input(r, torch.float64, 6) for r in range(size)]
+    with Checks() as checks:
+        checks.equal("rank and size", (rank, size), (dist.get_rank(group), 3))
+        checks.equal("hosts", (fogdist.local_rank(group=group), fogdist.local_size(group=group)), (rank, 3))
+        checks.equal(
+            "machines", (fogdist.machine_rank(group=group), fogdist.machine_size(group=group)), (0, 1)
+        )
+        checks.true("homogeneous", fogdist.is_homogeneous(group=group))
+        default = topologies.ExponentialGraph(size)
+        checks.true(
+            "default topology",
+            topologies.IsTopologyEquivalent(fogdist.load_topology(group=group), default),
+        )
+        ring = topologies.RingGraph(size, connect_style=2)
+        checks.equal("set", fogdist.set_topology(ring, is_weighted=True, group=group), True)
+        checks.equal("in", fogdist.in_neighbor_ranks(group=group), [(rank - 1) % size])
+        checks.equal("out", fogdist.out_neighbor_ranks(group=group), [(rank + 1) % size])
+        checks.equal(
+            "weighted", (fogdist.is_topo_weighted(group=group), fogdist.is_topo_weighted()), (True, False)
+        )
+        world = fogdist.load_topology()
+        checks.true("the world's stays", topologies.IsTopologyEquivalent(world, topologies.StarGraph(4)))
+
+        mine = inputs[rank]
+        average = mix(inputs, topologies.mixing_matrix(ring))[rank]
+        checks.close("along the topology", fogdist.neighbor_allreduce(mine, group=group), average)
+        output = fogdist.neighbor_allreduce(
+            mine,
+            self_weight=0.5,
+            src_weights={(rank - 1) % size: 0.5},
+            dst_weights=[(rank + 1) % size],
+            group=group,
+        )
+        checks.close("dynamic", output, average)
+        checks.equal("gathered", fogdist.neighbor_allgather(mine, group=group), inputs[(rank - 1) % size])
+        checks.equal("allgather", fogdist.allgather(mine, group=group), torch.cat(inputs))
+        checks.close("allreduce", fogdist.allreduce(mine, group=group), sum(inputs) / size)
+        checks.close("allreduce_", fogdist.allreduce_(mine.clone(), False, group=group), sum(inputs))
+        checks.equal("broadcast", fogdist.broadcast(mine, 2, group=group), inputs[2])
+        checks.equal("broadcast_", fogdist.broadcast_(mine.clone(), 0, group=group), inputs[0])
+        if rank != 0:
+            pair = fogdist.pair_gossip(mine, 3 - rank, group=group)
+            checks.close("pair_gossip", pair, (inputs[1] + inputs[2]) / 2)
+        sources = fogdist.InferSourceFromDestinationRanks([(rank + 1) % size], group=group)
+        checks.equal("inferred sources", sources, [(rank - 1) % size])
+        destinations = fogdist.InferDestinationFromSourceRanks([(rank - 1) % size], group=group)
+        checks.equal("inferred destinations", destinations, [(rank + 1) % size])
+        fogdist.barrier(group=group)
+    fogdist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_every_operation(worlds):
+    worlds(4).run(every_operation)
+
+
+def handles_of_several_groups() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    first, second = dist.new_group(backend="fog"), dist.new_group(backend="fog")
+    # Each rank waits in an order of its own, and groups are at odds about the order of calls.
+    calls = [(None, 1.0), (first, 2.0), (second, 3.0), (first, 4.0)]
+    handles = [
+        (fogdist.allreduce_nonblocking(torch.full((5,), rank * factor), False, group=group), factor)
+        for group, factor in calls
+    ]
+    assert len({handle for handle, _ in handles}) == len(calls)
+    for handle, factor in handles[rank % 3 :] + handles[: rank % 3]:
+        fogdist.poll(handle)
+        assert fogdist.wait(handle).tolist() == [factor * sum(range(size))] * 5
+    # One name in several groups.
+    named = [
+        fogdist.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)
+    ]
+    assert [fogdist.wait(handle).tolist() for handle in named] == [[1.0, 1.0]] * 3
+    dist.destroy_process_group(first)
+    dist.destroy_process_group(second)
+
+
+def test_handles_of_several_groups(worlds):
+    worlds(3).run(handles_of_several_groups)
+
+
+def groups_come_and_go() -> int:
+    import fogdist.context
+
+    fogdist.init()
+    x = torch.tensor([float(fogdist.rank())])
+    for _ in range(5):
+        group = dist.new_group(backend="fog")
+        fogdist.set_topology(topologies.StarGraph(fogdist.size()), group=group)
+        fogdist.neighbor_allreduce(x, group=group)
+        context = current(group)
+        assert current(group) is context
+        dist.destroy_process_group(group)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"group must be .* destroyed"):
+                fogdist.neighbor_allreduce(x, group=group)
+    # Groups that were destroyed and never named again are forgotten when another one is.
+    dropped = dist.new_group(backend="fog")
+    fogdist.rank(group=dropped)
+    dist.destroy_process_group(dropped)
+    last = dist.new_group(backend="fog")
+    fogdist.rank(group=last)
+    known = len(fogdist.context._session.contexts)
+    fogdist.init()
+    assert list(fogdist.context._session.contexts) == [last]
+    # What is in flight in a group that goes ends with an error, which its handle has.
+    if fogdist.rank() == 0:
+        handle = fogdist.allreduce_nonblocking(x, group=last)
+    dist.destroy_process_group(last)
+    if fogdist.rank() == 0:
+        with pytest.raises(dist.DistBackendError, match="allreduce"):
+            fogdist.wait(handle)
+    fogdist.init()
+    assert not fogdist.context._session.contexts
+    return known
+
+
+def test_groups_come_and_go(worlds):
+    assert worlds(2).run(groups_come_and_go) == [1, 1]
+
+
+def init_forgets_topologies_of_groups() -> None:
+    fogdist.init()
+    size = fogdist.size()
+    group = dist.new_group(backend="fog")
+    fogdist.set_topology(topologies.StarGraph(size), is_weighted=True, group=group)
+    fogdist.init()
+    default = topologies.ExponentialGraph(size)
+    assert topologies.IsTopologyEquivalent(fogdist.load_topology(group=group), default)
+    assert not fogdist.is_topo_weighted(group=group)
+    # Gossips go on across it, wherever in them a rank calls it.
+    rank, x = fogdist.rank(), torch.tensor([float(fogdist.rank())])
+    handles = []
+    for step in range(4):
+        if step == 2 * rank:
+            fogdist.init()
+        if rank < 2:
+            handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, group=g) for g in (group, None)]
+    if rank == 2:
+        fogdist.init()
+    assert [fogdist.wait(handle).item() for handle in handles] == [0.5] * len(handles)
+    # The group of init by its own name is no other group.
+    assert current(dist.group.WORLD) is current()
+    dist.destroy_process_group(group)
+
+
+def test_init_forgets_topologies_of_groups(worlds):
+    worlds(3).run(init_forgets_topologies_of_groups)
+
+
+def strange_groups() -> None:
+    fogdist.init()
+    for group, error, message in [
+        ("world", TypeError, "group.*ProcessGroup.*str"),
+        (0, TypeError, "group.*ProcessGroup.*int"),
+        (dist.GroupMember.NON_GROUP_MEMBER, ValueError, "group must contain this rank"),
+    ]:
+        for call in (fogdist.rank, fogdist.set_topology, fogdist.barrier, fogdist.is_homogeneous):
+            with pytest.raises(error, match=message):
+                call(group=group)
+        with pytest.raises(error, match=message):
+            fogdist.neighbor_allreduce(torch.ones(1), group=group)
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(ValueError, match="group must have the backend fog.*gloo"):
+        fogdist.allreduce(torch.ones(1), group=gloo)
+    dist.destroy_process_group(gloo)
+
+
+def test_strange_groups(worlds):
+    worlds(2).run(strange_groups)
+
+
+def wrapped_group() -> None:
+    fogdist.init()
+    group = dist.new_group(backend="fog")
+    assert fogdist.neighbor_allreduce(torch.ones(2), group=group).tolist() == [1.0, 1.0]
+    assert torch.ops.fog.neighbor_allreduce_along_topology(torch.ones(2), group.group_name).tolist() == [1, 1]
+
+
+def test_the_wrapper_of_debug_mode_is_peeled(new_world):
+    new_world(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).run(wrapped_group)
+
+
+# --- topologies that ranks do not agree on ------------------------------------------------------------------
+
+
+def set_different(kind: str) -> tuple[str, bool]:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    fogdist.set_topology(topologies.StarGraph(size))
+    graph, is_weighted = topologies.RingGraph(size), False
+    if kind == "edges" and rank == 1:
+        graph.remove_edge(1, 2)
+        graph.add_edge(3, 1, weight=0.25)
+    elif kind == "weight" and rank == 2:
+        graph[0][1]["weight"] = 0.25
+    elif kind == "is_weighted":
+        is_weighted = rank == 3
+    elif kind == "all":
+        graph = topologies.FullyConnectedGraph(size)
+        graph.remove_edge(rank, (rank + 1) % size)
+    elif kind == "many":
+        graph = topologies.FullyConnectedGraph(size) if rank == 0 else graph
+    try:
+        fogdist.set_topology(graph, is_weighted)
+    except ValueError as error:
+        kept = topologies.IsTopologyEquivalent(fogdist.load_topology(), topologies.StarGraph(size))
+        x = torch.ones(1)
+        return str(error), kept and fogdist.neighbor_allreduce(x).tolist() == [1.0]
+    return "", False
+
+
+WEIGHT = 1 / 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        (
+            "edges",
+            [
+                "between the ranks [0, 2, 3] and [1]:",
+                f"only on ranks [0, 2, 3]: edge 1 -> 2 of weight {WEIGHT}",
+                "only on ranks [1]: edge 3 -> 1 of weight 0.25",
+            ],
+        ),
+        (
+            "weight",
+            [
+                f"only on ranks [0, 1, 3]: edge 0 -> 1 of weight {WEIGHT}",
+                "only on ranks [2]: edge 0 -> 1 of weight 0.25",
+            ],
+        ),
+        (
+            "is_weighted",
+            ["only on ranks [0, 1, 2]: is_weighted=False", "only on ranks [3]: is_weighted=True"],
+        ),
+        ("all", ["between the ranks [0] and [1] and [2] and [3]:", "only on ranks [3]: edge 0 -> 1"]),
+        ("many", ["only on ranks [0]:", "and 11 more"]),
+    ],
+)
+def test_different_topologies_are_an_error_everywhere(worlds, kind, lines):
+    outcomes = worlds(4).run(set_different, kind)
+    assert len({error for error, _ in outcomes}) == 1
+    for line in ("topology must be the same on all ranks", *lines):
+        assert line in outcomes[0][0]
+    assert all(kept for _, kept in outcomes)
+
+
+def many_versions() -> str:
+    fogdist.init()
+    graph = topologies.RingGraph(fogdist.size())
+    graph[0][0]["weight"] = fogdist.rank()
+    with pytest.raises(ValueError, match="and 2 more versions") as caught:
+        fogdist.set_topology(graph)
+    return str(caught.value)
+
+
+def test_the_error_shows_some_versions(worlds):
+    assert len(set(worlds(6).run(many_versions))) == 1
+
+
+def equal_topologies() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    ring = topologies.RingGraph(size)
+    # The same edges, inserted in another order on every rank; NumPy's numbers; no weight, which is 1.
+    edges = list(ring.edges(data="weight"))
+    np.random.default_rng(rank).shuffle(edges)
+    graph = type(ring)()
+    graph.add_nodes_from(np.random.default_rng(rank).permutation(size))
+    graph.add_weighted_edges_from((int(i), int(j), np.float64(w)) for i, j, w in edges)
+    fogdist.set_topology(graph, is_weighted=True)
+    unweighted = type(ring)([(0, 1), (1, 0)] if rank else [(1, 0), (0, 1)])
+    unweighted.add_nodes_from(range(size))
+    if rank == 1:
+        unweighted[0][1]["weight"] = 1
+    fogdist.set_topology(unweighted)
+
+
+def test_the_order_of_edges_does_not_count(worlds):
+    worlds(3).run(equal_topologies)
+
+
+def init_with_different() -> str:
+    fogdist.init()
+    rank = fogdist.rank()
+    with pytest.raises(
+        ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True"
+    ) as caught:
+        fogdist.init(topologies.RingGraph, is_weighted=rank == 0)
+    # As it was.
+    assert fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0
+    fogdist.shutdown()
+    with pytest.raises(ValueError, match="topology must be the same"):
+        fogdist.init(topologies.RingGraph if rank else topologies.FullyConnectedGraph)
+    assert not fogdist.is_initialized()
+    return str(caught.value)
+
+
+def test_init_with_different_topologies(worlds):
+    assert len(set(worlds(4).run(init_with_different))) == 1
+
+
+def one_rank_stays_away() -> str:
+    fogdist.init()
+    group = dist.new_group(backend="fog", timeout=timedelta(seconds=1))
+    if fogdist.rank() == 1:  # found before anything is sent
+        with pytest.raises(TypeError, match="topology must be a networkx.DiGraph"):
+            fogdist.set_topology("ring", group=group)
+        return ""
+    with pytest.raises(dist.DistBackendError) as caught:
+        fogdist.set_topology(topologies.RingGraph(fogdist.size()), group=group)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named(new_world):
+    first, _, third = new_world(3).run(one_rank_stays_away)
+    for text in (first, third):
+        assert "while all ranks compare their topology" in text
+        assert "rank 1" in text

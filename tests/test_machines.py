@@ -1,0 +1,434 @@
+"""Machines in fogdist: who is on which, their topology, averages within one and between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import fogdist
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from fogdist.context import PreconditionError
+from fogdist.machines import machines_are_homogeneous
+from reference import COMPLEX, FLOATS, Checks, make_input, mix, reduce
+from test_neighbor import nonblocking
+from torch import Tensor
+
+VARIABLE = "FOG_NODES_PER_MACHINE"
+# Ranks, and ranks on each machine.
+LAYOUTS = [(2, 2), (4, 2), (6, 2), (6, 3)]
+
+
+@contextlib.contextmanager
+def machines_of(count: int | None, *arguments: Any) -> Iterator[None]:
+    """Initializes fogdist with `count` ranks on each machine, and leaves it as it is without the variable."""
+    if count is not None:
+        os.environ[VARIABLE] = str(count)
+    try:
+        fogdist.init(*arguments)
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+    fogdist.init()
+
+
+def mean_matrix(graph: Any) -> np.ndarray:
+    return topologies.mixing_matrix(topologies.uniform_weights(graph))
+
+
+def mix_machines(inputs: list[Tensor], local: int, matrix: np.ndarray) -> list[Tensor]:
+    """What every rank gets: means of machines, rounded to the dtype, and the matrix applied to those."""
+    means = [reduce(inputs[first : first + local], "AVG") for first in range(0, len(inputs), local)]
+    return [mixed for mixed in mix(means, matrix) for _ in range(local)]
+
+
+@pytest.mark.parametrize(
+    ("machine_of", "expected"),
+    [
+        ([0], True),
+        ([0, 0, 0], True),
+        ([0, 1, 2], True),
+        ([3, 3, 1, 1], True),
+        ([0, 0, 1], False),
+        ([0, 1, 0, 1], False),
+        ([0, 0, 0, 1], False),
+        ([0, 1, 1, 2, 2, 0], False),
+    ],
+)
+def test_machines_are_homogeneous(machine_of, expected):
+    assert machines_are_homogeneous(machine_of) is expected
+
+
+# --- who is where -------------------------------------------------------------------------------------------
+
+
+def numbers(local: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with machines_of(local), Checks() as checks:
+        checks.equal("local", (fogdist.local_rank(), fogdist.local_size()), (rank % local, local))
+        checks.equal(
+            "machine", (fogdist.machine_rank(), fogdist.machine_size()), (rank // local, size // local)
+        )
+        checks.true("homogeneous", fogdist.is_homogeneous())
+    with Checks() as checks:
+        checks.equal("without", (fogdist.local_rank(), fogdist.local_size()), (rank, size))
+        checks.equal("without", (fogdist.machine_rank(), fogdist.machine_size()), (0, 1))
+
+
+@pytest.mark.parametrize(("size", "local"), [*LAYOUTS, (4, 1), (4, 4)])
+def test_numbers(worlds, size, local):
+    worlds(size).run(numbers, local)
+
+
+def wrong_variable() -> list[str]:
+    errors = []
+    fogdist.init(topologies.StarGraph)
+    for value in ("x", "0", "-2", "3", "8", "2.0"):
+        with (
+            pytest.raises(
+                ValueError, match=f"{VARIABLE} must be a divisor of the number of ranks, 4, got '{value}'"
+            ),
+            machines_of(value),
+        ):
+            pass
+    with (
+        pytest.raises(ValueError, match="same on all ranks") as caught,
+        machines_of(2 if fogdist.rank() else None),
+    ):
+        pass
+    errors.append(str(caught.value))
+    # A failed init changes nothing.
+    star = topologies.StarGraph(4)
+    assert topologies.IsTopologyEquivalent(fogdist.load_topology(), star)
+    assert fogdist.local_size() == 4
+    return errors
+
+
+def test_wrong_variable(worlds):
+    outcomes = worlds(4).run(wrong_variable)
+    assert len({tuple(errors) for errors in outcomes}) == 1
+    assert f"only on ranks [0]: {VARIABLE}=None" in outcomes[0][0]
+    assert f"only on ranks [1, 2, 3]: {VARIABLE}=2" in outcomes[0][0]
+
+
+def groups_on_machines() -> None:
+    rank = dist.get_rank()
+    across = dist.new_group([1, 2, 4, 5], backend="fog")  # two on machine 1 and 2 of 3, one on 0
+    along = dist.new_group([2, 3, 4, 5], backend="fog")
+    with machines_of(2), Checks() as checks:
+        if rank in (2, 3, 4, 5):
+            place = rank - 2
+            checks.equal(
+                "local", (fogdist.local_rank(group=along), fogdist.local_size(group=along)), (place % 2, 2)
+            )
+            # Machines are numbered in the group.
+            checks.equal("machine", fogdist.machine_rank(group=along), place // 2)
+            fogdist.set_machine_topology(topologies.RingGraph(2), group=along)
+            x = torch.tensor([float(rank)])
+            output = fogdist.hierarchical_neighbor_allreduce(x, group=along)
+            checks.equal("mean", output.item(), 3.5)
+        if rank in (1, 2, 4, 5):
+            checks.equal("local size", fogdist.local_size(group=across), {1: 1, 2: 1, 4: 2, 5: 2}[rank])
+            checks.true("not homogeneous", not fogdist.is_homogeneous(group=across))
+            for call in (
+                fogdist.machine_rank,
+                fogdist.machine_size,
+                fogdist.in_neighbor_machine_ranks,
+                fogdist.out_neighbor_machine_ranks,
+                lambda group: fogdist.set_machine_topology(topologies.RingGraph(3), group=group),
+                lambda group: fogdist.hierarchical_neighbor_allreduce(torch.ones(1), group=group),
+            ):
+                for error in (PreconditionError, AssertionError, ValueError):
+                    with pytest.raises(error, match=r"homogeneously.*\[0, 1, 2, 2\]"):
+                        call(group=across)
+            x = torch.tensor([float(rank)])
+            output = fogdist.allreduce(x, is_hierarchical_local=True, group=across)
+            checks.equal("local mean", output.item(), {1: 1.0, 2: 2.0, 4: 4.5, 5: 4.5}[rank])
+        fogdist.barrier()
+    if rank in (1, 2, 4, 5):
+        dist.destroy_process_group(across)
+    if rank in (2, 3, 4, 5):
+        dist.destroy_process_group(along)
+
+
+def test_groups_find_their_ranks_on_the_same_machines(worlds):
+    worlds(6).run(groups_on_machines)
+
+
+# --- the machine topology -----------------------------------------------------------------------------------
+
+
+def machine_topologies() -> str:
+    rank = dist.get_rank()
+    machine = rank // 2
+    with machines_of(2), Checks() as checks:
+        checks.equal("none", fogdist.load_machine_topology(), None)
+        checks.equal("none", fogdist.is_machine_topo_weighted(), False)
+        checks.equal(
+            "none", (fogdist.in_neighbor_machine_ranks(), fogdist.out_neighbor_machine_ranks()), ([], [])
+        )
+        for topology, error, message in [
+            (None, ValueError, "topology must be .*None"),
+            ("ring", TypeError, "topology.*DiGraph"),
+            (topologies.RingGraph(6), TypeError, "as many nodes as machines, 3, got 6"),
+            (nx.relabel_nodes(topologies.RingGraph(3), {0: "a"}), ValueError, "node"),
+        ]:
+            with pytest.raises(error, match=message):
+                fogdist.set_machine_topology(topology)
+        ring = topologies.RingGraph(3, connect_style=2)
+        checks.equal("set", fogdist.set_machine_topology(ring, is_weighted=True), True)
+        checks.true("equal", topologies.IsTopologyEquivalent(fogdist.load_machine_topology(), ring))
+        checks.true("weighted", fogdist.is_machine_topo_weighted())
+        checks.equal("in", fogdist.in_neighbor_machine_ranks(), [(machine - 1) % 3])
+        checks.equal("out", fogdist.out_neighbor_machine_ranks(), [(machine + 1) % 3])
+        fogdist.load_machine_topology().remove_node(0)
+        fogdist.in_neighbor_machine_ranks().clear()
+        checks.equal("private", fogdist.in_neighbor_machine_ranks(), [(machine - 1) % 3])
+        different = topologies.RingGraph(3, connect_style=1) if rank == 4 else ring
+        with pytest.raises(ValueError, match="machine topology must be the same") as caught:
+            fogdist.set_machine_topology(different, is_weighted=True)
+        checks.equal("kept", fogdist.in_neighbor_machine_ranks(), [(machine - 1) % 3])
+        # The topology of ranks is another one.
+        checks.equal("ranks", len(fogdist.load_topology()), 6)
+    assert fogdist.load_machine_topology() is None  # init starts anew
+    return str(caught.value)
+
+
+def test_machine_topologies(worlds):
+    (text,) = set(worlds(6).run(machine_topologies))
+    assert "between the ranks [0, 1, 2, 3, 5] and [4]" in text
+    assert "only on ranks [4]: edge 0 -> 2 of weight 0.5" in text
+
+
+# --- averages between machines ------------------------------------------------------------------------------
+
+
+def exchanges(local: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    count, machine = size // local, rank // local
+    with machines_of(local), Checks() as checks:
+        for name in ("exp", "ring-left", "star"):
+            graph = topologies.by_name(name, count)
+            for is_weighted in (False, True):
+                fogdist.set_machine_topology(graph, is_weighted)
+                matrix = topologies.mixing_matrix(graph) if is_weighted else mean_matrix(graph)
+                for dtype in [*FLOATS, *COMPLEX]:
+                    label = f"{name} weighted={is_weighted} {dtype}"
+                    inputs = [make_input(r, dtype, (5, 3)) for r in range(size)]
+                    expected = mix_machines(inputs, local, matrix)[rank]
+                    mine = inputs[rank].clone()
+                    output = fogdist.hierarchical_neighbor_allreduce(mine)
+                    checks.close(label, output, expected)
+                    checks.equal(f"{label} input", mine, inputs[rank])
+                    alike = fogdist.allgather(output[None]).view(count, local, 5, 3)[machine]
+                    checks.true(
+                        f"{label} alike on a machine", all(torch.equal(each, output) for each in alike)
+                    )
+        fogdist.set_machine_topology(topologies.FullyConnectedGraph(count))
+        for seed in range(6):
+            generator = np.random.default_rng(seed)
+            matrix = generator.uniform(-1, 1, (count, count)) * (generator.random((count, count)) < 0.6)
+            others = [m for m in range(count) if m != machine]
+            arguments: dict[str, Any] = {
+                "self_weight": matrix[machine, machine],
+                "src_machine_weights": {m: matrix[m, machine] / 2 for m in others if matrix[m, machine] != 0},
+                "dst_machine_weights": {m: 2.0 for m in others if matrix[machine, m] != 0},
+                "enable_topo_check": seed % 2 == 0,
+            }
+            if rank % local:  # the order of a dict does not count
+                arguments["src_machine_weights"] = dict(reversed(arguments["src_machine_weights"].items()))
+            dtypes = [torch.float64, torch.float16, torch.float64]
+            lists = [[make_input(r, d, (k + 1, 7), seed) for k, d in enumerate(dtypes)] for r in range(size)]
+            expected = [mix_machines([each[k] for each in lists], local, matrix)[rank] for k in range(3)]
+            outputs = fogdist.hierarchical_neighbor_allreduce(lists[rank], **arguments)
+            for k in range(3):
+                checks.close(f"seed {seed} [{k}]", outputs[k], expected[k])
+            mine = [lists[rank][0].clone(), lists[rank][1].t().contiguous().t(), lists[rank][2].clone()]
+            handle = fogdist.hierarchical_neighbor_allreduce_nonblocking_(mine, **arguments, name="in place")
+            result = fogdist.wait(handle)
+            checks.true(f"seed {seed} in place", all(a is b for a, b in zip(result, mine, strict=True)))
+            checks.equal(f"seed {seed} in place", mine, outputs)
+            x = lists[rank][0].clone()
+            checks.true(f"seed {seed} one", fogdist.hierarchical_neighbor_allreduce_(x, **arguments) is x)
+            checks.equal(f"seed {seed} one", x, outputs[0])
+            handle = fogdist.hierarchical_neighbor_allreduce_nonblocking(lists[rank][0], **arguments)
+            checks.equal(f"seed {seed} nonblocking", fogdist.wait(handle), outputs[0])
+
+
+@pytest.mark.parametrize(("size", "local"), LAYOUTS)
+def test_exchanges(worlds, size, local):
+    worlds(size).run(exchanges, local)
+
+
+ONE = torch.ones(2)
+# On rank 0 of 6, machine 0 of a directed ring of 3: machine 2 sends to it and it sends to machine 1.
+WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"tensor": 1.0}, TypeError, "tensor"),
+    ({"tensor": ONE.int()}, ValueError, "tensor.*int32"),
+    ({"tensor": []}, ValueError, "tensor.*empty"),
+    ({"neighbor_machine_weights": {}}, TypeError, "'neighbor_machine_weights'.*'src_machine_weights'"),
+    ({"send_neighbor_machines": []}, TypeError, "'send_neighbor_machines'.*'dst_machine_weights'"),
+    ({"weights": 1}, TypeError, "unexpected keyword argument 'weights'"),
+    ({"self_weight": 0.5}, ValueError, "must be given together"),
+    ({"src_machine_weights": {2: 0.5}}, ValueError, "must be given together"),
+    ({"dst_machine_weights": [1]}, ValueError, "must be given together"),
+    ({"self_weight": 0.5, "src_machine_weights": {2: 0.5}}, ValueError, "must be given together"),
+    (
+        {"src": {1: 0.5}},
+        ValueError,
+        r"src_machine_weights must name in-neighbors of machine 0.*\[2\], got \[1\]",
+    ),
+    ({"dst": [2]}, ValueError, r"dst_machine_weights must name out-neighbors of machine 0.*\[1\], got \[2\]"),
+    ({"src": {0: 0.5}}, ValueError, "src_machine_weights.*itself"),
+    ({"src": {3: 0.5}}, ValueError, "src_machine_weights"),
+    ({"src": [2]}, TypeError, "src_machine_weights.*dict of machines.*list"),
+    ({"src": {2: float("nan")}}, ValueError, r"src_machine_weights\[2\].*finite"),
+    ({"dst": {1: "1"}}, TypeError, r"dst_machine_weights\[1\].*real"),
+    ({"dst": [1, 1]}, ValueError, "dst_machine_weights.*twice"),
+    ({"dst": 1}, TypeError, "dst_machine_weights"),
+    ({"self_weight": True, "src": {}}, TypeError, "self_weight.*bool"),
+    ({"name": 1}, TypeError, "name"),
+]
+
+
+def wrong_arguments() -> None:
+    with machines_of(2):
+        if fogdist.rank() == 0:
+            with pytest.raises(
+                RuntimeError, match=r"needs weights or a machine topology.*set_machine_topology"
+            ):
+                fogdist.hierarchical_neighbor_allreduce(ONE)
+            with pytest.raises(ValueError, match=r"topology \[\], got \[1\]"):
+                fogdist.hierarchical_neighbor_allreduce(
+                    ONE, self_weight=1.0, src_machine_weights={}, dst_machine_weights=[1]
+                )
+        fogdist.set_machine_topology(topologies.RingGraph(3, connect_style=2))
+        if fogdist.rank() == 0:
+            for given, error, message in WRONG_ARGUMENTS:
+                arguments: dict[str, Any] = {"tensor": ONE, **given}
+                if "src" in arguments or "dst" in arguments:
+                    arguments = {
+                        "self_weight": 0.5,
+                        "src_machine_weights": arguments.pop("src", {}),
+                        "dst_machine_weights": arguments.pop("dst", []),
+                        **arguments,
+                    }
+                for form in ("", "_", "_nonblocking", "_nonblocking_"):
+                    if form.endswith("_") and "_machine_weights'" in message or "unexpected" in message:
+                        continue  # the forms in place have no old names to tell
+                    with pytest.raises(error, match=message):
+                        getattr(fogdist, f"hierarchical_neighbor_allreduce{form}")(**arguments)
+        # Nothing was sent for any of them.
+        assert fogdist.hierarchical_neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
+    for count in (1, None):
+        with machines_of(count):
+            error = PreconditionError if count == 1 else RuntimeError
+            with pytest.raises(error, match="machine"):
+                fogdist.hierarchical_neighbor_allreduce(ONE)
+
+
+def test_wrong_arguments(worlds):
+    worlds(6).run(wrong_arguments)
+
+
+def disagreement(kind: str) -> str:
+    with machines_of(2):
+        rank = fogdist.rank()
+        machine = rank // 2
+        fogdist.set_machine_topology(topologies.FullyConnectedGraph(3))
+        x = torch.ones(4)
+        good: dict[str, Any] = {
+            "self_weight": 0.5,
+            "src_machine_weights": {(machine - 1) % 3: 0.5},
+            "dst_machine_weights": [(machine + 1) % 3],
+        }
+        arguments, function = dict(good), fogdist.hierarchical_neighbor_allreduce
+        if kind == "machine" and machine == 1:
+            arguments["dst_machine_weights"] = [0]
+        elif kind == "mates" and rank == 3:
+            arguments["self_weight"] = 0.25
+        elif kind == "shape" and rank == 3:
+            x = torch.ones(5)
+        elif kind == "list" and rank == 3:
+            x = [torch.ones(4), torch.ones(1)]
+        elif kind == "operation" and machine == 2:
+            function = fogdist.neighbor_allreduce
+            arguments = {"self_weight": 0.5, "src_weights": {}, "dst_weights": []}
+        with pytest.raises(ValueError, match="ranks disagree on an exchange with neighbors") as caught:
+            function(x, **arguments, enable_topo_check=True)
+        assert fogdist.hierarchical_neighbor_allreduce(torch.ones(1), **good).item() == 1.0
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines"),
+    [
+        (
+            "machine",
+            [
+                "machine 1 sends to machine 0 (dst_machine_weights), but machine 0 does not receive from machine 1",
+                "machine 2 receives from machine 1 (src_machine_weights), but machine 1 does not send to machine 2",
+            ],
+        ),
+        (
+            "mates",
+            ["ranks 2 and 3 of machine 1 differ in self_weight, src_machine_weights or dst_machine_weights"],
+        ),
+        ("shape", ["rank 0 sends float32 of shape (4,) to rank 3, which has float32 of shape (5,)"]),
+        ("list", ["rank 0 sends 1 tensors to rank 3, which has 2"]),
+        ("operation", ["rank 0 calls hierarchical_neighbor_allreduce", "rank 4 calls neighbor_allreduce"]),
+    ],
+)
+def test_disagreements_are_the_same_error_everywhere(worlds, kind, lines):
+    (text,) = set(worlds(6).run(disagreement, kind))
+    for line in lines:
+        assert line in text
+
+
+# --- sums within a machine ----------------------------------------------------------------------------------
+
+
+def local_sums(local: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = rank // local * local
+    with machines_of(local), Checks() as checks:
+        for dtype in (torch.int64, *FLOATS, *COMPLEX):
+            for average in (False, True) if dtype != torch.int64 else (False,):
+                inputs = [make_input(r, dtype, (3, 4)) for r in range(size)]
+                expected = reduce(inputs[first : first + local], "AVG" if average else "SUM")
+                for function in ("allreduce", "allreduce_"):
+                    for form in (function, nonblocking(function)):
+                        for view in (lambda t: t, lambda t: t.t()):
+                            label = f"{form} {dtype} average={average}"
+                            memory = inputs[rank].clone()
+                            tensor = view(memory)
+                            output = getattr(fogdist, form)(
+                                tensor, average, True, "a name" if average else None
+                            )
+                            if isinstance(output, int):
+                                output = fogdist.wait(output)
+                            checks.close(label, output, view(expected))
+                            if function.endswith("_"):
+                                checks.true(f"{label} in place", output is tensor)
+                            else:
+                                checks.equal(f"{label} input", memory, inputs[rank])
+        with pytest.raises(PreconditionError, match="average"):
+            fogdist.allreduce(torch.ones(2).int(), is_hierarchical_local=True)
+        # Machines do not wait for each other: only the first one calls this.
+        if rank < local:
+            total = fogdist.allreduce(
+                torch.ones(1), False, is_hierarchical_local=True, name=f"first of {local}"
+            )
+            checks.equal("alone", total.item(), local)
+        checks.equal("together", fogdist.allreduce(torch.ones(1), False).item(), size)
+
+
+@pytest.mark.parametrize(("size", "local"), [(4, 1), *LAYOUTS])
+def test_local_sums(worlds, size, local):
+    worlds(size).run(local_sums, local)
