@@ -513,7 +513,9 @@ def test_public_names() -> None:
 def test_older_names() -> None:
     ring = topology.RingGraph(5)
     assert topology.IsTopologyEquivalent(topology.PowerTwoRingGraph(8), topology.ExponentialTwoGraph(8))
-    assert topology.IsTopologyEquivalent(topology.PowerGraph(30, base=3), topology.ExponentialGraph(30, base=3))
+    assert topology.IsTopologyEquivalent(
+        topology.PowerGraph(30, base=3), topology.ExponentialGraph(30, base=3)
+    )
     assert topology.IsTopologyEquivalent(topology.BiRingGraph(5), ring)
     assert topology.GetWeights(ring, 1) == topology.GetRecvWeights(ring, 1)
     assert next(topology.GetDynamicSendRecvRanks(topology.ExponentialGraph(8), 0)) == ([1], [7])

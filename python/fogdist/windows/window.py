@@ -388,7 +388,9 @@ class Window:
         window.free() if timeout is None else window.free(timeout)
 
     def abandon(self, reason: str) -> None:
-        """Closes the window without waiting for anybody; the neighbors' operations on it go nowhere.
+        """Closes the window without waiting for anybody.
+
+        What neighbors of this host still write to it goes nowhere, and on other hosts is an error there.
 
         Args:
             reason: What happened to it, for messages: "was ...".
@@ -434,7 +436,7 @@ class Window:
     ) -> Operation:
         window = self._open()
         data = dense(tensor)
-        if isinstance(self_weight, Mapping):  # where dst_weights was before BlueFog 0.2.2
+        if isinstance(self_weight, dict):  # where dst_weights was before BlueFog 0.2.2
             raise TypeError(f"self_weight must be a real number, got {self_weight!r}: is it dst_weights?")
         keeps = check_weight(self_weight, "self_weight")
         destinations = self._all_out

@@ -7,14 +7,14 @@ in p, to much better than the tensor's own precision, or a long run gains or los
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Elements that are scaled at a time: in the type with double weights they stay in the cache.
-_CHUNK = 1 << 15
+# Elements that are scaled at a time: what is made of them on the way stays in the cache.
+_CHUNK = 1 << 16
 
 
 class Writing:
@@ -53,32 +53,35 @@ class Writing:
 
 @torch.no_grad()
 def scale_(tensor: Tensor, weight: float) -> None:
-    """Multiplies a tensor by a weight, in place, as windows weight what they send.
+    """Multiplies a tensor by a weight, in place.
 
-    The weight is a double, also for float32 and smaller types, and results are rounded once: integers, by way
-    of doubles, to the nearest, halves to the even one, and to the type's range. Weight 0.0 makes zeros of
-    whatever there was.
+    The weight counts as a double also for float32, and a product is rounded once. Integers go by way of doubles to the nearest integer, halves to the even one, and to the type's range.
+    Weight 0.0 makes zeros of whatever there was.
     """
     target = tensor.detach()
     if weight == 0.0:
         target.zero_()
-    elif target.dtype in (torch.float64, torch.complex128):
+    elif target.dtype in (torch.float32, torch.complex64):
+        factor = torch.tensor([weight], dtype=torch.float64)  # with a dimension: it makes the product a double
+        for chunk in _chunks(target):
+            torch.mul(chunk, factor, out=chunk)
+    elif target.is_floating_point() or target.is_complex():
         target.mul_(weight)
     else:
-        factor = torch.tensor([weight], dtype=torch.float64)
-        scale = _scale_inexact if target.is_floating_point() or target.is_complex() else _scale_integers
-        for chunk in torch.split(target.view(-1), _CHUNK) if target.is_contiguous() else [target]:
-            scale(chunk, factor)
+        for chunk in _chunks(target):
+            _scale_integers(chunk, weight)
 
 
-def _scale_inexact(chunk: Tensor, factor: Tensor) -> None:
-    torch.mul(chunk, factor, out=chunk)  # with a dimension, factor makes it a product of doubles
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    if not tensor.is_contiguous():
+        return [tensor]
+    return [tensor.view(-1)] if tensor.numel() <= _CHUNK else torch.split(tensor.view(-1), _CHUNK)
 
 
-def _scale_integers(chunk: Tensor, factor: Tensor) -> None:
+def _scale_integers(chunk: Tensor, weight: float) -> None:
     limits = torch.iinfo(chunk.dtype)
     # In this order: the largest 64-bit integers are no doubles, and the next double above is out of range.
-    scaled = (chunk.to(torch.float64) * factor.item()).round_()
+    scaled = (chunk.to(torch.float64) * weight).round_()
     above, below = scaled >= float(limits.max), scaled <= float(limits.min)
     rounded = scaled.masked_fill_(above | below, 0.0).to(chunk.dtype)
     chunk.copy_(torch.where(above, limits.max, torch.where(below, limits.min, rounded)))
