@@ -55,7 +55,8 @@ class Writing:
 def scale_(tensor: Tensor, weight: float) -> None:
     """Multiplies a tensor by a weight, in place.
 
-    The weight counts as a double also for float32, and a product is rounded once. Integers go by way of doubles to the nearest integer, halves to the even one, and to the type's range.
+    The weight counts as a double also for float32, and a product is rounded once. Integers go by way of
+    doubles to the nearest integer, halves to the even one, and to the type's range.
     Weight 0.0 makes zeros of whatever there was.
     """
     target = tensor.detach()
