@@ -384,6 +384,13 @@ def window_handles() -> None:
     assert fogdist.win_wait(handle) is True
     assert torch.equal(slot("w", left), full(2 * left))
     fogdist.barrier()
+    given = full(2)
+    handle = fogdist.win_accumulate_nonblocking(given, "w", 0.5, {right: 0.0})
+    if os.environ.get("FOG_LOCAL_LINKS") != "0":
+        assert given.eq(1).all()  # on one host it was complete at once
+    fogdist.win_wait(handle)
+    assert given.eq(1).all()
+    fogdist.barrier()
     with fogdist.win_lock("w"):
         fogdist.barrier()
         mine = full(8)
@@ -450,7 +457,9 @@ def mutexes(folder: str) -> None:
         raise KeyError
     with window.lock():
         assert window.version(left) == 2
-    window.free()
+    fogdist.barrier()
+    with window.mutex(), window.lock():
+        window.free()  # and its mutexes with it
 
 
 def test_mutexes(worlds, tmp_path):
