@@ -458,7 +458,7 @@ def mutexes(folder: str) -> None:
     with window.lock():
         assert window.version(left) == 2
     fogdist.barrier()
-    with window.mutex(), window.lock():
+    with window.lock():
         window.free()  # and its mutexes with it
 
 
@@ -652,8 +652,9 @@ def windows_of_groups() -> None:
         assert fogdist.get_win_version("w", group=group) == {left: 1}
         assert torch.equal(fogdist.win_update("w", 1.0, {left: 1.0}, group=group), full(10 * rank + 5 * left))
         fogdist.barrier(group=group)
-        with fogdist.win_mutex("w", group=group), fogdist.win_lock("w", group=group):
-            pass
+        for mutex in (fogdist.win_mutex("w", group=group), fogdist.win_lock("w", group=group)):
+            with mutex:
+                pass
         assert fogdist.get_current_created_window_names(group=group) == ["w"]
     fogdist.barrier()
     assert torch.equal(slot("w", before()), full(0))  # the world's is another one

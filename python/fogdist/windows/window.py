@@ -335,7 +335,8 @@ class Window:
 
         Each rank owns a mutex for each of its neighbors: of the slot that this neighbor writes to, and of its own
         tensor where this neighbor reads it. They are fair, and a thread may take again what it holds. Those
-        of a rank that is lost are free.
+        of a rank that is lost are free. All that one call takes it takes in an order in which ranks cannot
+        block each other; that does not hold for a call inside another one's block.
 
         Args:
             ranks: By default all out-neighbors, or with `for_self` all in-neighbors.
