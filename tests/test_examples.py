@@ -14,6 +14,7 @@ from scripts import ROOT, Job, launcher_command, run_script
 
 TRAIN_DIGITS = ROOT / "examples" / "train_digits.py"
 AVERAGE_CONSENSUS = ROOT / "examples" / "average_consensus.py"
+PUSH_SUM = ROOT / "examples" / "push_sum.py"
 # Seconds after a rank is lost. Its peers notice at once; the rest is torchrun's shutdown on a busy machine.
 LOST_RANK_TIMEOUT = 30.0
 
@@ -113,3 +114,16 @@ def test_average_consensus(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     errors = [float(error) for error in re.findall(r"^ +\d+ +(\S+)$", output, re.MULTILINE)]
     assert errors[0] == 1.5 and errors[-1] == 0.0
     assert re.findall(r"^rank (\d): (\S+) ", output, re.MULTILINE) == [(str(r), "1.5") for r in range(4)]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--topology", "ring-right", "--slow-rank", "2")], ids=["exp2", "ring"]
+)
+def test_push_sum(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    output = run_script([PUSH_SUM, *arguments], 4, tmp_path / "log.txt")
+    errors = [float(error) for error in re.findall(r"^ +\d+ +(\S+)$", output, re.MULTILINE)]
+    assert errors[0] == 1.5 and errors[-1] < 1e-6
+    ranks = re.findall(r"^rank (\d): (\S+) after (\d+) rounds", output, re.MULTILINE)
+    assert [(rank, estimate) for rank, estimate, _ in ranks] == [(str(r), "1.5") for r in range(4)]
+    assert all(int(rounds) >= 100 for _, _, rounds in ranks)
+    assert "sum of p: 4\n" in output

@@ -35,9 +35,9 @@ def test_every_public_name_exists():
 
 
 def test_every_module_imports_only_what_is_below_it():
-    order = ["topology", "launch", "handles", "agreement", "static_topology", "context", "machines"]
+    order = ["legacy", "topology", "launch", "handles", "agreement", "static_topology", "context", "machines"]
     order += ["exchange", "verification", "arguments", "averaging", "collectives", "neighbor_collectives"]
-    order += ["hierarchical", "ops", "inference", "memory", "buckets", "parameters", "optim", "__init__"]
+    order += ["hierarchical", "windows", "ops", "inference", "memory", "buckets", "parameters", "optim", "__init__"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):
         layer = file.relative_to(folder).parts[0].removesuffix(".py")
@@ -87,6 +87,21 @@ def test_every_module_imports_only_what_is_below_it():
         lambda: fogdist.neighbor_allgather(torch.ones(1)),
         lambda: fogdist.hierarchical_neighbor_allreduce(torch.ones(1)),
         lambda: fogdist.pair_gossip(torch.ones(1), 1),
+        lambda: fogdist.Window(torch.ones(1)),
+        lambda: fogdist.win_create(torch.ones(1), "w"),
+        lambda: fogdist.win_free("w"),
+        lambda: fogdist.win_put(torch.ones(1), "w"),
+        lambda: fogdist.win_accumulate(torch.ones(1), "w"),
+        lambda: fogdist.win_get("w"),
+        lambda: fogdist.win_update("w"),
+        lambda: fogdist.win_update_then_collect("w"),
+        lambda: fogdist.win_mutex("w"),
+        lambda: fogdist.win_lock("w"),
+        lambda: fogdist.win_poll(0),
+        lambda: fogdist.win_wait(0),
+        lambda: fogdist.win_associated_p("w"),
+        lambda: fogdist.get_win_version("w"),
+        fogdist.get_current_created_window_names,
         lambda: fogdist.broadcast_parameters({}, 0),
         lambda: fogdist.allreduce_parameters({}),
         lambda: fogdist.InferSourceFromDestinationRanks([]),

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from fogdist import topology
-from fogdist.topology import legacy
 
 SIZES = range(1, 18)
 
@@ -506,18 +505,20 @@ def test_by_name() -> None:
 
 def test_public_names() -> None:
     assert len(set(topology.__all__)) == len(topology.__all__)
-    for module in (topology, legacy):
-        for name in module.__all__:
-            assert hasattr(module, name)
+    for name in topology.__all__:
+        assert hasattr(topology, name)
 
 
-def test_legacy_names() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_older_names() -> None:
     ring = topology.RingGraph(5)
-    assert topology.IsTopologyEquivalent(legacy.PowerTwoRingGraph(8), topology.ExponentialTwoGraph(8))
-    assert topology.IsTopologyEquivalent(legacy.PowerGraph(30, base=3), topology.ExponentialGraph(30, base=3))
-    assert topology.IsTopologyEquivalent(legacy.BiRingGraph(5), ring)
-    assert legacy.GetWeights(ring, 1) == topology.GetRecvWeights(ring, 1)
-    assert next(legacy.GetDynamicSendRecvRanks(topology.ExponentialGraph(8), 0)) == ([1], [7])
+    assert topology.IsTopologyEquivalent(topology.PowerTwoRingGraph(8), topology.ExponentialTwoGraph(8))
+    assert topology.IsTopologyEquivalent(
+        topology.PowerGraph(30, base=3), topology.ExponentialGraph(30, base=3)
+    )
+    assert topology.IsTopologyEquivalent(topology.BiRingGraph(5), ring)
+    assert topology.GetWeights(ring, 1) == topology.GetRecvWeights(ring, 1)
+    assert next(topology.GetDynamicSendRecvRanks(topology.ExponentialGraph(8), 0)) == ([1], [7])
 
 
 # --- dynamic topologies -------------------------------------------------------------------------------------

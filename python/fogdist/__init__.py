@@ -1,10 +1,14 @@
 """Decentralized training for PyTorch: averaging with neighbors on the process group backend "fog".
 
-Who talks to whom is `fogdist.topology`; the rest of the public names are here.
+Who talks to whom is `fogdist.topology`; the rest of the public names are here. Names of older BlueFog versions
+are in `fogdist.legacy`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from fogdist import legacy
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -88,6 +92,34 @@ from fogdist.topology import (
     StarGraph,
     SymmetricExponentialGraph,
 )
+from fogdist.windows import (
+    Window,
+    get_current_created_window_names,
+    get_win_version,
+    neighbor_win_accumulate,
+    neighbor_win_accumulate_nonblocking,
+    neighbor_win_get,
+    neighbor_win_get_nonblocking,
+    neighbor_win_put,
+    neighbor_win_put_nonblocking,
+    turn_off_win_ops_with_associated_p,
+    turn_on_win_ops_with_associated_p,
+    win_accumulate,
+    win_accumulate_nonblocking,
+    win_associated_p,
+    win_create,
+    win_free,
+    win_get,
+    win_get_nonblocking,
+    win_lock,
+    win_mutex,
+    win_poll,
+    win_put,
+    win_put_nonblocking,
+    win_update,
+    win_update_then_collect,
+    win_wait,
+)
 
 __all__ = [
     "CommunicationType",
@@ -111,6 +143,7 @@ __all__ = [
     "RingGraph",
     "StarGraph",
     "SymmetricExponentialGraph",
+    "Window",
     "allgather",
     "allgather_nonblocking",
     "allreduce",
@@ -126,6 +159,8 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "empty",
+    "get_current_created_window_names",
+    "get_win_version",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_",
     "hierarchical_neighbor_allreduce_nonblocking",
@@ -149,6 +184,12 @@ __all__ = [
     "neighbor_allreduce_",
     "neighbor_allreduce_nonblocking",
     "neighbor_allreduce_nonblocking_",
+    "neighbor_win_accumulate",
+    "neighbor_win_accumulate_nonblocking",
+    "neighbor_win_get",
+    "neighbor_win_get_nonblocking",
+    "neighbor_win_put",
+    "neighbor_win_put_nonblocking",
     "out_neighbor_machine_ranks",
     "out_neighbor_ranks",
     "pair_gossip",
@@ -161,5 +202,27 @@ __all__ = [
     "shutdown",
     "size",
     "synchronize",
+    "turn_off_win_ops_with_associated_p",
+    "turn_on_win_ops_with_associated_p",
     "wait",
+    "win_accumulate",
+    "win_accumulate_nonblocking",
+    "win_associated_p",
+    "win_create",
+    "win_free",
+    "win_get",
+    "win_get_nonblocking",
+    "win_lock",
+    "win_mutex",
+    "win_poll",
+    "win_put",
+    "win_put_nonblocking",
+    "win_update",
+    "win_update_then_collect",
+    "win_wait",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        return legacy.find(name, __name__, globals())

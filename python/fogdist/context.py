@@ -7,11 +7,12 @@ neighbors; only `init` and `shutdown` create or destroy process groups.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import networkx as nx
 import torch
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 # Each so many ranks stand for a machine, so that hierarchical operations can be tried on one host.
 RANKS_PER_MACHINE_VARIABLE = "FOG_NODES_PER_MACHINE"
+
+
+_log = logging.getLogger("fogdist")
 
 
 class PreconditionError(ValueError, AssertionError):
@@ -51,6 +55,12 @@ class Gossips:
     handles: dict[str, int] = field(default_factory=dict)
 
 
+class OpenWindow(Protocol):
+    """What a session knows of a one-sided window: how it ends with the session."""
+
+    def abandon(self, reason: str) -> None: ...
+
+
 @dataclass
 class Context:
     """One group, as this rank sees it.
@@ -64,6 +74,7 @@ class Context:
         topology: Whom exchanges of ranks follow.
         machine_topology: Whom exchanges of machines follow; None until it is set.
         gossips: The unnamed exchanges of this rank with each other rank alone.
+        windows: The open windows by name, the same names on all ranks. While there are any, the topology stays.
     """
 
     group: dist.ProcessGroup
@@ -74,6 +85,7 @@ class Context:
     topology: StaticTopology
     machine_topology: StaticTopology | None = None
     gossips: Gossips = field(default_factory=Gossips)
+    windows: dict[str, OpenWindow] = field(default_factory=dict)
 
 
 @dataclass
@@ -134,7 +146,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
     the same ranks is made beside it. Without one, the default process group is made from the environment of
     torchrun, mpiexec or srun. Calling `init` again keeps the group and the operations in flight; everything
     else is as after the first call: the topology is set anew, there is no machine topology, and other groups
-    are back at their default.
+    are back at their default. Only a group that has windows keeps its topology, as in `set_topology`.
 
     The environment variable FOG_NODES_PER_MACHINE makes each so many consecutive ranks of the default process
     group a machine, whatever hosts they run on.
@@ -163,9 +175,9 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         rank, size = backend.rank(), backend.size()
         ranks_per_machine = _ranks_per_machine(size)
         topology = see_topology(make(size), is_weighted, rank, size)
-        check_same_everywhere(
-            backend, "topology", [f"{RANKS_PER_MACHINE_VARIABLE}={ranks_per_machine}", *topology.items()]
-        )
+        windows = previous.main.windows if previous is not None else {}
+        items = [f"{RANKS_PER_MACHINE_VARIABLE}={ranks_per_machine}", *topology.items(), *_items(windows)]
+        check_same_everywhere(backend, "topology", items)
     except BaseException:
         if previous is None and owns_group:
             dist.destroy_process_group(group)
@@ -176,9 +188,12 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         session.handles = previous.handles
         # Whoever gossips with this rank need not have come to its own call of init yet.
         main.gossips = previous.main.gossips
+        _keep_windows(previous.main, main)
         for known, context in previous.contexts.items():
             if _is_registered(known):
-                _join(session, known).gossips = context.gossips
+                anew = _join(session, known)
+                anew.gossips = context.gossips
+                _keep_windows(context, anew)
     _session = session
     _was_shut_down = False
 
@@ -186,13 +201,16 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 def shutdown() -> None:
     """Forgets topologies, other groups and all handles, and destroys the process group if `init` made it.
 
-    A group that the user made stays. Operations raise RuntimeError from now on, until `init` is called again.
+    Windows that are still open end, without waiting for other ranks; their tensors stay. A group that the user made stays. Operations raise RuntimeError from now on, until `init` is called again.
     Without a context it does nothing.
     """
     global _session, _was_shut_down
     if _session is None:
         return
     session, _session, _was_shut_down = _session, None, True
+    for context in (session.main, *session.contexts.values()):
+        for window in list(context.windows.values()):
+            window.abandon("ended when fogdist was shut down")
     if session.owns_group and _is_registered(session.main.group):
         dist.destroy_process_group(session.main.group)
 
@@ -227,7 +245,8 @@ def set_topology(
     """Sets the topology that exchanges without weights of their own follow. Collective.
 
     Every rank must set the same one: the ranks compare what they were given, in 8 bytes each, and keep the
-    topology they had if it differs.
+    topology they had if it differs. While a group has windows its topology stays, as the windows have memory for
+    these neighbors: free them first.
 
     Args:
         topology: A graph whose nodes are the ranks 0 ... n-1; an edge i -> j means that i sends to j. It is
@@ -237,7 +256,7 @@ def set_topology(
         group: As in `rank`; `topology` is in terms of its ranks. Each group has a topology of its own.
 
     Returns:
-        True.
+        True; False, with a line in the log, if the group has windows and this is another topology than theirs.
 
     Raises:
         TypeError: Not a networkx.DiGraph, or not as many nodes as ranks. This and the next are found before
@@ -250,7 +269,9 @@ def set_topology(
     context = current(group)
     graph = ExponentialGraph(context.size) if topology is None else topology
     seen = see_topology(graph, is_weighted, context.rank, context.size)
-    check_same_everywhere(context.backend, "topology", seen.items())
+    check_same_everywhere(context.backend, "topology", [*seen.items(), *_items(context.windows)])
+    if _is_frozen(context, seen):
+        return False
     context.topology = seen
     return True
 
@@ -304,6 +325,30 @@ def _join(session: _Session, group: dist.ProcessGroup | int) -> Context:
     topology = see_topology(ExponentialGraph(size), False, rank, size)
     context = session.contexts[group] = Context(group, backend, rank, size, machines, topology)
     return context
+
+
+def _items(windows: Iterable[str]) -> list[str]:
+    """Returns the windows' part of what the ranks must agree on when they set a topology."""
+    return [f"window {name!r}" for name in sorted(windows)]
+
+
+def _is_frozen(context: Context, topology: StaticTopology) -> bool:
+    """Returns whether windows keep the group from having this topology; then it also says so in the log."""
+    if not context.windows or topology.items() == context.topology.items():
+        return False
+    _log.error(
+        "rank %d: the topology stays as it is while there are windows: %s; fogdist.win_free() frees them",
+        context.rank,
+        ", ".join(repr(name) for name in sorted(context.windows)),
+    )
+    return True
+
+
+def _keep_windows(previous: Context, context: Context) -> None:
+    """Gives the windows of a group, with the topology they need, to its context of the next `init`."""
+    context.windows = previous.windows
+    if _is_frozen(previous, context.topology):
+        context.topology = previous.topology
 
 
 def _machines(group: dist.ProcessGroup, backend: ProcessGroupFog, ranks_per_machine: int | None) -> list[int]:

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
+
+
+class Operation(Protocol):
+    """What a handle stands for: a torch.distributed.Work, or something that waits as it does."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> Any: ...
+
+
+OperationT = TypeVar("OperationT", bound=Operation)
 
 # One counter for the process: a handle of a group that was shut down never names an operation of the next.
 _numbers = itertools.count()
 
 
 class _InFlight(NamedTuple):
-    work: dist.Work
-    finish: Callable[[dist.Work], Any]
+    work: Operation
+    finish: Callable[[Any], Any]
     reads: tuple[Tensor, ...]
 
 
@@ -28,7 +37,7 @@ class HandleTable:
     def __init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
 
-    def add(self, work: dist.Work, finish: Callable[[dist.Work], Any], *reads: Tensor) -> int:
+    def add(self, work: OperationT, finish: Callable[[OperationT], Any], *reads: Tensor) -> int:
         """Returns a new handle.
 
         Args:
@@ -70,9 +79,17 @@ class HandleTable:
         if handle in self._in_flight:
             self._in_flight[handle].work.wait()
 
-    def _known(self, handle: int) -> int:
+    def knows(self, handle: int) -> bool:
+        """Returns whether an operation has this handle that nobody has waited for yet.
+
+        Raises:
+            TypeError: `handle` is not an integer.
+        """
         if not isinstance(handle, int) or isinstance(handle, bool):
             raise TypeError(f"handle must be an int from a nonblocking call, got {type(handle).__name__}")
-        if handle not in self._in_flight:
+        return handle in self._in_flight
+
+    def _known(self, handle: int) -> int:
+        if not self.knows(handle):
             raise ValueError(f"handle must be of an operation nobody has waited for yet, got {handle}")
         return handle

@@ -5,11 +5,14 @@ row is a sender, a column a receiver. A `Topology` is one such matrix a round, f
 alike. One concept, one module: `graphs` (static), `rounds` (Topology), `sequences`, `base_graph` and
 `equitopo` (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen),
 `neighbor_lists` (peers as lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table
-and picture), `draws` (random numbers that ranks share), `legacy` (older names).
+and picture), `draws` (random numbers that ranks share). Names of older BlueFog versions are in `fogdist.legacy`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from fogdist import legacy
 from fogdist.topology.base_graph import base_graph, hyper_hypercube, simple_base_graph
 from fogdist.topology.comparison import Summary, SummaryRow, summary
 from fogdist.topology.drawing import plot
@@ -111,3 +114,8 @@ __all__ = [
     "transpose_neighbor_ranks",
     "uniform_weights",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        return legacy.find(name, __name__, globals())

@@ -1,0 +1,82 @@
+"""Asynchronous average consensus: push-sum on one-sided windows, each rank at its own speed.
+
+    torchrun --nproc_per_node=4 examples/push_sum.py
+    torchrun --nproc_per_node=4 examples/push_sum.py --topology ring-right --slow-rank 2
+    torchrun --nproc_per_node=4 examples/push_sum.py --dynamic
+
+Rank i starts with the value x = i and the weight p = 1. In each of its rounds a rank keeps a share of both and
+adds the others to its out-neighbors' slots, then collects what has come to its own; nobody waits for anybody.
+The sums of x and of p over all ranks, slots included, stay as they are, so x / p goes to the average of all on
+every directed graph that is strongly connected, however uneven the speeds (Kempe, Dobra and Gehrke,
+"Gossip-based computation of aggregate information", FOCS 2003).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+import fogdist
+from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Asynchronous push-sum with win_accumulate.")
+    parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="exp2", help="who writes to whom")
+    parser.add_argument("--dynamic", action="store_true", help="one peer a round, in turn")
+    parser.add_argument(
+        "--rounds", type=int, default=100, help="of the slowest rank; the others go on meanwhile"
+    )
+    parser.add_argument("--slow-rank", type=int, default=0, help="the rank that takes ten times as long")
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+
+    fogdist.init(lambda size: by_name(args.topology, size))
+    rank, size = fogdist.rank(), fogdist.size()
+    neighbors = fogdist.out_neighbor_ranks()
+    peers = None
+    if args.dynamic and size > 1:
+        peers = GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
+
+    x = torch.tensor([float(rank)], dtype=torch.float64)
+    average = fogdist.allreduce(x)
+    fogdist.turn_on_win_ops_with_associated_p()
+    fogdist.win_create(x, name="x", zero_init=True)
+    rounds, everybody = 0, None
+    errors = [abs(x.item() - average.item())]
+    # Whoever stops early only takes, so all go on until the slowest has done its rounds.
+    while everybody is None or not fogdist.poll(everybody):
+        destinations = neighbors if peers is None else next(peers)[0]
+        share = 1.0 / (len(destinations) + 1)
+        fogdist.win_accumulate(x, "x", self_weight=share, dst_weights={d: share for d in destinations})
+        time.sleep(1e-3 if rank == args.slow_rank else 1e-4)
+        fogdist.win_update_then_collect("x", require_mutex=False)
+        rounds += 1
+        errors.append(abs(x.item() / fogdist.win_associated_p("x") - average.item()))
+        if rounds == args.rounds:
+            everybody = fogdist.allreduce_nonblocking(torch.zeros(1))
+    fogdist.wait(everybody)
+    fogdist.barrier()
+    fogdist.win_update_then_collect("x")  # what came after the last round
+    p = fogdist.win_associated_p("x")
+
+    # One row a rank: its rounds, its share of the weight, its estimate.
+    rows = fogdist.allgather(torch.tensor([[rounds, p, x.item() / p]], dtype=torch.float64))
+    all_errors = fogdist.allgather(torch.tensor([errors[: args.rounds + 1]], dtype=torch.float64))
+    if rank == 0:
+        print(f"{'round':>6}{'largest error':>16}")
+        for round_, error in enumerate(all_errors.max(dim=0).values.tolist()):
+            if round_ < 10 or round_ % 10 == 0 or round_ == args.rounds:
+                print(f"{round_:>6}{error:>16.2e}")
+        for r, (count, weight, estimate) in enumerate(rows.tolist()):
+            print(f"rank {r}: {estimate:.12g} after {count:.0f} rounds, p = {weight:.3f}")
+        print(f"average of all ranks: {average.item()}; sum of p: {rows[:, 1].sum().item():.12g}")
+    fogdist.win_free()
+    fogdist.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,534 @@
+"""A one-sided window: a tensor of each rank, and beside it a slot for each in-neighbor, who writes to it.
+
+Nothing here but `Window()` and `free` needs another rank to do anything: a put is in the neighbor's memory
+whatever the neighbor does, and an update takes what has come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, SupportsIndex
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.arguments import dense, writable
+from fogdist.context import Context, current, handles
+from fogdist.exchange import check_weight
+from fogdist.topology import check_neighbor_ranks
+from fogdist.windows.writing import Writing, scale_
+
+if TYPE_CHECKING:
+    from fog_pg import _C
+    from fogdist.handles import Operation
+
+# Ranks with weights, as callers give them; ranks alone weigh 1.
+Weights = Iterable[SupportsIndex] | Mapping[int, float]
+
+
+class Window:
+    """A tensor that neighbors read, and for each in-neighbor a slot that it writes to. Collective.
+
+    Neighbors are those of the group's topology, which stays as it is while the group has windows. `put` and
+    `accumulate` write into slots of the out-neighbors, `get` takes the in-neighbors' tensors into the slots
+    here, and `update` combines this rank's tensor with its slots. No value is ever seen half written; what
+    `update` takes with `reset` is exactly what it adds. docs/windows.md says what is promised when ranks race.
+
+    The group keeps its windows: one is open until `free`, `fogdist.shutdown` or the end of the group, whoever
+    holds the object. As a context manager it frees itself at the end of the block; if the block raises, it
+    ends without waiting for the others.
+
+    Args:
+        tensor: Contiguous CPU tensor of integers, float16, bfloat16, float32, float64, complex64 or
+            complex128; of one shape and dtype on all ranks. It stays the same tensor (a parameter stays that
+            parameter), but its memory moves to where neighbors reach it, as with `fogdist.share_`.
+        group: The group of ranks; by default that of `init`.
+        name: The same on all ranks, for messages and for the functions that take names; by default "window 0"
+            and so on.
+        zero_init: True to start with zeros in the slots, False with copies of this rank's own tensor.
+        timeout: Of this call; by default the group's.
+
+    Raises:
+        TypeError: `tensor` is not a dense torch.Tensor, `name` not a string, or `group` not a process group.
+        ValueError: `tensor` is not contiguous, not on the CPU or of another dtype; the group has a window of
+            this name; ranks disagree (on all ranks alike); before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None = None,
+        *,
+        name: str | None = None,
+        zero_init: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        context = current(group)
+        dense(tensor)
+        if name is None:
+            name = next(unused for i in itertools.count() if (unused := f"window {i}") not in context.windows)
+        elif not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {type(name).__name__}")
+        elif name in context.windows:
+            raise ValueError(f"name must not be that of an open window of the group, got {name!r}")
+        self._tensor = tensor
+        self._name = name
+        self._rank, self._size = context.rank, context.size
+        self._in = sorted(context.topology.in_neighbors)
+        self._out = sorted(context.topology.out_neighbors)
+        self._all_in, self._all_out = _ones(self._in), _ones(self._out)
+        self._mean = _mean_weights(context)
+        self._window: _C.Window | None = context.backend.create_window(
+            tensor, name, self._in, self._out, zero_init=zero_init, timeout=timeout
+        )
+        self._closed_because = ""
+        # The dict of all contexts that the group will have, see fogdist.init.
+        self._windows = context.windows
+        self._windows[name] = self
+
+    # --- what it is ---
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that it was made of."""
+        return self._tensor
+
+    @property
+    def name(self) -> str:
+        """The name, unique among the group's open windows."""
+        return self._name
+
+    @property
+    def in_neighbors(self) -> list[int]:
+        """Ranks that write to this one, and from whom it gets; ascending."""
+        return list(self._in)
+
+    @property
+    def out_neighbors(self) -> list[int]:
+        """Ranks that this one writes to; ascending."""
+        return list(self._out)
+
+    @property
+    def p(self) -> float:
+        """This rank's weight of push-sum, 1.0 at first. It travels where an operation is called `with_p`."""
+        return self._open().p
+
+    @p.setter
+    def p(self, p: float) -> None:
+        self._open().p = check_weight(p, "p")
+
+    def version(self, rank: int) -> int:
+        """Returns how many puts and gets the slot of an in-neighbor has taken since the last `update`.
+
+        Raises:
+            ValueError: `rank` is not an in-neighbor.
+            RuntimeError: The window is closed.
+        """
+        return self._open().version(rank)
+
+    def __repr__(self) -> str:
+        state = f"closed: it {self._closed_because}" if self._window is None else "open"
+        return f"<fogdist.Window {self._name!r} of {tuple(self._tensor.shape)} {self._tensor.dtype}, {state}>"
+
+    # --- one-sided operations ---
+
+    def put(
+        self,
+        tensor: Tensor,
+        *,
+        self_weight: float = 1.0,
+        dst_weights: Weights | None = None,
+        require_mutex: bool = False,
+        with_p: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Overwrites this rank's slots at its neighbors with weighted tensors; their versions rise by one.
+
+        Args:
+            tensor: Of the window's shape and dtype; it may be the window's own.
+            self_weight: What `tensor` is multiplied by in place, and p if `with_p`, once it is sent: the share
+                that this rank keeps. It is not if the operation fails.
+            dst_weights: {out-neighbor: weight}, or out-neighbors that all weigh 1; by default all of them.
+                Weight 0.0 stands for zeros.
+            require_mutex: True to hold each slot's mutex meanwhile, see `mutex`.
+            with_p: True to send p too, by the same weights. Otherwise the slots keep the p that they have.
+            skip_lost: True to leave out neighbors that are known to be lost. Their shares are lost with them.
+            timeout: For mutexes, and for neighbors on other hosts; by default the group's.
+
+        Raises:
+            TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer.
+            ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
+                twice; a weight that is not finite.
+            RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
+                did not answer. The others have got their parts, and the group goes on.
+        """
+        self._write("put", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout).wait()
+
+    def put_nonblocking(
+        self,
+        tensor: Tensor,
+        *,
+        self_weight: float = 1.0,
+        dst_weights: Weights | None = None,
+        require_mutex: bool = False,
+        with_p: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> int:
+        """Starts `put` and returns its handle.
+
+        `tensor` must not change before `fogdist.wait` of the handle has returned, or `fogdist.poll` has
+        returned True: then it is scaled by `self_weight`.
+        """
+        work = self._write("put", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout)
+        return handles().add(work, _true, tensor)
+
+    def accumulate(
+        self,
+        tensor: Tensor,
+        *,
+        self_weight: float = 1.0,
+        dst_weights: Weights | None = None,
+        require_mutex: bool = False,
+        with_p: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Adds weighted tensors to this rank's slots at its neighbors; versions stay. Otherwise as `put`.
+
+        Every addition is in exactly one of the owner's updates with `reset`.
+        """
+        self._write(
+            "accumulate", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout
+        ).wait()
+
+    def accumulate_nonblocking(
+        self,
+        tensor: Tensor,
+        *,
+        self_weight: float = 1.0,
+        dst_weights: Weights | None = None,
+        require_mutex: bool = False,
+        with_p: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> int:
+        """Starts `accumulate` and returns its handle; as `put_nonblocking`."""
+        work = self._write(
+            "accumulate", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout
+        )
+        return handles().add(work, _true, tensor)
+
+    def get(
+        self,
+        *,
+        src_weights: Weights | None = None,
+        require_mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        """Overwrites slots here with the weighted tensors of in-neighbors; their versions rise by one.
+
+        No half-done `update` is seen, but other arithmetic on the neighbor's tensor is, as it goes on, unless
+        the neighbor holds the mutex meanwhile and this has `require_mutex`.
+
+        Args:
+            src_weights: {in-neighbor: weight}, or in-neighbors that all weigh 1; by default all of them.
+            require_mutex: As in `put`.
+            skip_lost: As in `put`.
+            timeout: As in `put`.
+
+        Raises:
+            TypeError: As `put`.
+            ValueError: As `put`, of in-neighbors.
+            RuntimeError: As `put`.
+        """
+        self._get(src_weights, require_mutex, skip_lost, timeout).wait()
+
+    def get_nonblocking(
+        self,
+        *,
+        src_weights: Weights | None = None,
+        require_mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> int:
+        """Starts `get` and returns its handle."""
+        return handles().add(self._get(src_weights, require_mutex, skip_lost, timeout), _true)
+
+    # --- this rank's own part ---
+
+    def update(
+        self,
+        *,
+        self_weight: float | None = None,
+        neighbor_weights: Mapping[int, float] | None = None,
+        reset: bool = False,
+        clone: bool = False,
+        require_mutex: bool = False,
+        with_p: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Tensor:
+        """Returns ``self_weight * tensor + sum_j neighbor_weights[j] * slot_j``; all versions are 0 again.
+
+        Args:
+            self_weight: Weight of this rank's tensor. By default the plain mean of the tensor and all slots,
+                or the weights of the topology if it was set with `is_weighted`.
+            neighbor_weights: {in-neighbor: weight}; given exactly if `self_weight` is. Slots that it leaves out
+                do not count. Neighbors may be lost: their slots are here.
+            reset: True to take the values out of these slots, which are zeros afterwards, and their p if
+                `with_p`.
+            clone: True to return a new tensor and leave the window's as it is.
+            require_mutex: True to hold the mutexes of these slots meanwhile: it waits for neighbors that hold
+                them over several operations of their own.
+            with_p: True to combine p by the same weights.
+            timeout: For mutexes, and for a neighbor that reads the tensor; by default the group's.
+
+        Returns:
+            The window's tensor, changed in place, or the clone.
+
+        Raises:
+            TypeError: `neighbor_weights` is not a dict, a weight not a real number, a rank not an integer.
+            ValueError: Only one of the weights is given, a rank is not an in-neighbor, a weight is not finite;
+                the tensor has other memory than when the window was made.
+            RuntimeError: The window is closed; torch.distributed.DistBackendError at the timeout.
+        """
+        if self_weight is None and neighbor_weights is None:
+            own, neighbors = self._mean
+        elif self_weight is None or neighbor_weights is None:
+            given, missing = "neighbor_weights", "self_weight"
+            if self_weight is not None:
+                given, missing = missing, given
+            raise ValueError(f"self_weight and neighbor_weights must be given together, got {given} alone")
+        elif not isinstance(neighbor_weights, Mapping):
+            raise TypeError(
+                f"neighbor_weights must be a dict of ranks to weights, got {type(neighbor_weights).__name__}"
+            )
+        else:
+            own = check_weight(self_weight, "self_weight")
+            neighbors = self._peers(neighbor_weights, self._in, "neighbor_weights", "in-neighbors")
+        return self._update(own, neighbors, reset, clone, require_mutex, with_p, timeout)
+
+    def collect(
+        self, *, require_mutex: bool = False, with_p: bool = False, timeout: timedelta | None = None
+    ) -> Tensor:
+        """Adds all slots to the tensor and leaves zeros there: `update` with weights of 1 and `reset`."""
+        return self._update(1.0, self._all_in, True, False, require_mutex, with_p, timeout)
+
+    @contextlib.contextmanager
+    def mutex(
+        self,
+        ranks: Iterable[SupportsIndex] | None = None,
+        *,
+        for_self: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Iterator[None]:
+        """Holds mutexes for a block; operations with `require_mutex` take the same ones.
+
+        Each rank owns a mutex for each of its neighbors: of the slot that this neighbor writes to, and of its own
+        tensor where this neighbor reads it. They are fair, and a thread may take again what it holds. Those
+        of a rank that is lost are free. All that one call takes it takes in an order in which ranks cannot
+        block each other; that does not hold for a call inside another one's block.
+
+        Args:
+            ranks: By default all out-neighbors, or with `for_self` all in-neighbors.
+            for_self: False for the mutexes that `ranks` own with this rank, True for those that this rank
+                owns with `ranks`.
+            timeout: For all of them; by default the group's.
+
+        Raises:
+            TypeError: `ranks` is not an iterable of integers.
+            ValueError: A rank is not a neighbor, or given twice.
+            RuntimeError: The window is closed; torch.distributed.DistBackendError at the timeout, with no
+                mutex held.
+        """
+        if ranks is None:
+            peers = self._in if for_self else self._out
+        else:
+            peers = check_neighbor_ranks(ranks, self._rank, self._size, "ranks")
+        with self._holding(peers, for_self, timeout):
+            yield
+
+    @contextlib.contextmanager
+    def lock(self, *, timeout: timedelta | None = None) -> Iterator[None]:
+        """Holds all mutexes that this rank owns: neighbors' operations with `require_mutex` wait.
+
+        Argument and errors as of `mutex`.
+        """
+        with self._holding(sorted({*self._in, *self._out}), True, timeout):
+            yield
+
+    # --- its end ---
+
+    def free(self, *, timeout: timedelta | None = None) -> None:
+        """Closes the window when all neighbors have come to do so; collective, and nothing if it is closed.
+
+        It waits for this rank's operations in flight, and for neighbors that are not lost. The tensor stays,
+        with what it holds.
+
+        Args:
+            timeout: By default the group's.
+
+        Raises:
+            torch.distributed.DistBackendError: A neighbor did not come in time. The window is closed all the
+                same.
+        """
+        window, self._window = self._window, None
+        if window is None:
+            return
+        self._closed_because = "was freed"
+        self._forget()
+        window.free() if timeout is None else window.free(timeout)
+
+    def abandon(self, reason: str) -> None:
+        """Closes the window without waiting for anybody.
+
+        What neighbors of this host still write to it goes nowhere, and on other hosts is an error there.
+
+        Args:
+            reason: What happened to it, for messages: "was ...".
+        """
+        if self._window is not None:
+            self._window, self._closed_because = None, reason
+            self._forget()
+
+    def __enter__(self) -> Window:
+        self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.free()
+        else:
+            self.abandon(f"was closed by a {type(error).__name__} in its block")
+
+    # --- inside ---
+
+    def _open(self) -> _C.Window:
+        window = self._window
+        if window is None:
+            raise RuntimeError(f"window {self._name!r} {self._closed_because}")
+        return window
+
+    def _forget(self) -> None:
+        if self._windows.get(self._name) is self:
+            del self._windows[self._name]
+
+    def _write(
+        self,
+        kind: str,
+        tensor: Tensor,
+        self_weight: float,
+        dst_weights: Weights | None,
+        require_mutex: bool,
+        with_p: bool,
+        skip_lost: bool,
+        timeout: timedelta | None,
+    ) -> Operation:
+        window = self._open()
+        data = dense(tensor)
+        if isinstance(self_weight, dict):  # where dst_weights was before BlueFog 0.2.2
+            raise TypeError(f"self_weight must be a real number, got {self_weight!r}: is it dst_weights?")
+        keeps = check_weight(self_weight, "self_weight")
+        destinations = self._all_out
+        if dst_weights is not None:
+            destinations = self._peers(dst_weights, self._out, "dst_weights", "out-neighbors")
+        if keeps != 1.0:
+            writable(tensor)
+        write = window.put if kind == "put" else window.accumulate
+        work = write(
+            data, destinations, with_p=with_p, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout
+        )
+        if keeps == 1.0:
+            return work
+        writing = Writing(work, partial(_keep, window, data, keeps, with_p))
+        writing.is_completed()  # on one host it mostly is
+        return writing
+
+    def _get(
+        self, src_weights: Weights | None, require_mutex: bool, skip_lost: bool, timeout: timedelta | None
+    ) -> dist.Work:
+        sources = self._all_in
+        if src_weights is not None:
+            sources = self._peers(src_weights, self._in, "src_weights", "in-neighbors")
+        return self._open().get(sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout)
+
+    def _update(
+        self,
+        own: float,
+        neighbors: Sequence[tuple[int, float]],
+        reset: bool,
+        clone: bool,
+        require_mutex: bool,
+        with_p: bool,
+        timeout: timedelta | None,
+    ) -> Tensor:
+        result = self._open().update(
+            own, neighbors, reset=reset, clone=clone, mutex=require_mutex, with_p=with_p, timeout=timeout
+        )
+        return result if clone else self._tensor
+
+    def _peers(
+        self, weights: Weights, neighbors: Sequence[int], argument: str, what: str
+    ) -> list[tuple[int, float]]:
+        """Returns neighbors with weights, ascending: how sums are rounded does not depend on a dict's order."""
+        if isinstance(weights, dict) and all(
+            type(rank) is int and rank in neighbors and type(weight) is float and math.isfinite(weight)
+            for rank, weight in weights.items()
+        ):  # as nearly always: no time for more in a put of a few microseconds
+            return sorted(weights.items())
+        ranks = check_neighbor_ranks(weights, self._rank, self._size, argument)
+        strangers = [rank for rank in ranks if rank not in neighbors]
+        if strangers:
+            raise ValueError(
+                f"{argument} must name {what} of rank {self._rank} only, {list(neighbors)}, got {strangers}"
+            )
+        if not isinstance(weights, Mapping):
+            return [(rank, 1.0) for rank in sorted(ranks)]
+        return sorted(
+            (rank, check_weight(weight, f"{argument}[{rank}]"))
+            for rank, weight in zip(ranks, weights.values(), strict=True)
+        )
+
+    @contextlib.contextmanager
+    def _holding(self, ranks: Sequence[int], own: bool, timeout: timedelta | None) -> Iterator[None]:
+        window = self._open()
+        window.lock(ranks, own=own, timeout=timeout)
+        try:
+            yield
+        finally:
+            if self._window is window:  # else its mutexes have gone with it
+                window.unlock(ranks, own=own)
+
+
+def _ones(ranks: Iterable[int]) -> list[tuple[int, float]]:
+    return [(rank, 1.0) for rank in ranks]
+
+
+def _mean_weights(context: Context) -> tuple[float, list[tuple[int, float]]]:
+    """Returns what an update without weights of its own uses: this rank's weight and its in-neighbors'."""
+    plan = context.topology.plan
+    if not plan.mean:
+        return plan.self_weight, sorted(plan.sources)
+    share = 1.0 / (len(plan.sources) + 1)
+    return share, [(source, share) for source, _ in sorted(plan.sources)]
+
+
+def _keep(window: _C.Window, tensor: Tensor, weight: float, with_p: bool) -> None:
+    scale_(tensor, weight)
+    if with_p:
+        window.p *= weight
+
+
+def _true(_: object) -> bool:
+    return True
