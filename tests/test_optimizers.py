@@ -6,6 +6,7 @@ at once: trajectories agree to rounding or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -21,6 +22,7 @@ import torch
 from fogdist import CommunicationType
 from fogdist import topology as topologies
 from reference import Checks, mix
+from test_machines import machines_of
 from torch import Tensor, nn
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -87,7 +89,8 @@ class Run:
         every: num_steps_per_communication.
         passes: Forward and backward passes before each step().
         mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator),
-            "random" (new weights and edges each step), "allreduce" or "empty".
+            "random" (new weights and edges each step), "machines" and "random machines" (of two ranks each),
+            "allreduce" or "empty".
     """
 
     kind: str
@@ -114,15 +117,27 @@ def matrices(run: Run, size: int) -> list[np.ndarray]:
                 _, sources = next(generators[r])
                 matrix[[r, *sources], r] = 1 / (len(sources) + 1)
         elif run.mixing == "random":
-            random = np.random.default_rng([step, size])
-            matrix = random.random((size, size)) * (
-                (random.random((size, size)) < 0.5) | np.eye(size, dtype=bool)
-            )
-            matrix /= matrix.sum(axis=0)
+            matrix = random_matrix(size, step)
+        elif run.mixing == "machines":
+            machines = topologies.uniform_weights(topologies.ExponentialGraph(size // 2))
+            matrix = of_ranks(topologies.mixing_matrix(machines))
+        elif run.mixing == "random machines":
+            matrix = of_ranks(random_matrix(size // 2, step))
         elif run.mixing == "allreduce":
             matrix = np.full((size, size), 1 / size)
         result.append(matrix)
     return result
+
+
+def random_matrix(size: int, step: int) -> np.ndarray:
+    random = np.random.default_rng([step, size])
+    matrix = random.random((size, size)) * ((random.random((size, size)) < 0.5) | np.eye(size, dtype=bool))
+    return matrix / matrix.sum(axis=0)
+
+
+def of_ranks(machines: np.ndarray) -> np.ndarray:
+    """The mixing matrix of ranks from that of their machines."""
+    return np.kron(machines, np.full((2, 2), 0.5))
 
 
 def simulate(run: Run, size: int) -> list[Tensor]:
@@ -174,17 +189,37 @@ def set_dynamic(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
     optimizer.dst_weights = [r for r in others if matrix[rank, r] != 0]
 
 
+def set_dynamic_machines(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
+    """The same for its machine, from the matrix of ranks."""
+    machines = 2 * matrix[::2, ::2]
+    machine = rank // 2
+    others = [m for m in range(len(machines)) if m != machine]
+    optimizer.self_weight = machines[machine, machine]
+    optimizer.src_machine_weights = {m: machines[m, machine] for m in others if machines[m, machine] != 0}
+    optimizer.dst_machine_weights = [m for m in others if machines[machine, m] != 0]
+
+
 def distribute(run: Run, model: nn.Module) -> Any:
     base = OPTIMIZERS[run.optimizer](model.parameters())
     if run.kind == "gradient":
         return FACTORIES[run.kind](base, model, num_steps_per_communication=run.every)
+    machines = CommunicationType.hierarchical_neighbor_allreduce
     kinds = {"allreduce": CommunicationType.allreduce, "empty": CommunicationType.empty}
+    kinds |= {"machines": machines, "random machines": machines}
     kind = kinds.get(run.mixing, CommunicationType.neighbor_allreduce)
     return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every)
 
 
 def train(run: Run) -> Tensor:
-    fogdist.init()
+    with machines_of(2) if "machines" in run.mixing else contextlib.nullcontext():
+        return train_here(run)
+
+
+def train_here(run: Run) -> Tensor:
+    if "machines" in run.mixing:
+        fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
+    else:
+        fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.set_topology(*((topologies.StarGraph(size), True) if run.mixing == "weighted" else ()))
     model = make_net(rank)
@@ -193,6 +228,9 @@ def train(run: Run) -> Tensor:
     for step, matrix in enumerate(matrices(run, size)):
         if run.mixing in ("dynamic", "random"):
             set_dynamic(optimizer, matrix, rank)
+            optimizer.enable_topo_check = step % 2 == 0
+        elif run.mixing == "random machines":
+            set_dynamic_machines(optimizer, matrix, rank)
             optimizer.enable_topo_check = step % 2 == 0
         optimizer.zero_grad()
         for _ in range(run.passes):
@@ -223,6 +261,14 @@ RUNS = [
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_trajectories(worlds, size, run):
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("mixing", ["machines", "random machines"])
+@pytest.mark.parametrize("kind", ["awc", "atc"])
+def test_trajectories_between_machines(worlds, kind, mixing):
+    run = Run(kind, "adamw", mixing=mixing)
+    for got, expected in zip(worlds(4).run(train, run), simulate(run, 4)):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -269,19 +315,23 @@ def views_of_one_buffer(kind: str) -> None:
     fogdist.init()
     rank = fogdist.rank()
     model = nn.Linear(4, 3).double()
-    flat = torch.randn(15, dtype=torch.float64)
-    model.weight.data, model.bias.data = flat[:12].view(3, 4), flat[12:]
+    values = snapshot(model)
     optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert torch.equal(snapshot(model), values)
+    views = [model.weight.detach().view(-1), model.bias.detach()]
+    array = model.weight.detach().numpy()
     for number in range(3):
         optimizer.zero_grad()
         loss_of(model, rank, number).backward()
         optimizer.step()
-    assert torch.equal(snapshot(model), flat)
+    assert torch.equal(snapshot(model), torch.cat(views))
+    assert np.array_equal(array, model.weight.detach().numpy())
+    assert not torch.equal(snapshot(model), values)
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-def test_parameters_stay_views_of_their_buffer(worlds, kind):
-    # BlueFog's p.set_(output) cut parameters from the memory they shared. The model is a bare leaf module.
+def test_training_keeps_the_memory_of_parameters(worlds, kind):
+    # BlueFog's p.set_(output) cut parameters from the memory they shared, at every step. The model is a bare leaf module.
     worlds(2).run(views_of_one_buffer, kind)
 
 

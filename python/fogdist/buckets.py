@@ -5,6 +5,8 @@ Every operation here works on elements, so the result is that of one operation a
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +15,8 @@ from torch import Tensor
 
 # Large enough that a message's start-up does not count, small enough that the first messages travel while the
 # next are packed. A larger tensor is a bucket by itself.
-BUCKET_BYTES = 8 * 2**20
+BUCKET_CAP_MB = 8
+BUCKET_BYTES = BUCKET_CAP_MB * 2**20
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,20 @@ def make_buckets(
         open_bytes[kind] = count + (open_bytes[kind] if len(open_places[kind]) > 1 else 0)
     buckets += [Bucket(tuple(places), *kind) for kind, places in open_places.items()]
     return buckets
+
+
+def cap_bytes(bucket_cap_mb: float) -> int:
+    """Returns a user's size of buckets, which is in MiB as in torch's DistributedDataParallel, in bytes.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not above 0, or not finite.
+    """
+    if not isinstance(bucket_cap_mb, numbers.Real) or isinstance(bucket_cap_mb, bool):
+        raise TypeError(f"bucket_cap_mb must be a number, got {type(bucket_cap_mb).__name__}")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
+    return max(1, int(bucket_cap_mb * 2**20))
 
 
 def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:

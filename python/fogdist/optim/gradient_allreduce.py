@@ -74,7 +74,7 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._fog_is_alone:
+        if not (self._fog_is_alone or self._fog_only_makes_state()):
             self._fog_average_if_due()
         result = self._fog_wrapped.step()
         return result if closure is None else loss
