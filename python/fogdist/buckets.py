@@ -81,16 +81,6 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
             tensors[place].copy_(piece.view(tensors[place].shape))
 
 
-class BucketCache:
-    """The buckets of a list of tensors, made anew only when a tensor in it, a size or a dtype has changed."""
-
-    def __init__(self) -> None:
-        self._key: tuple[tuple[int, int, torch.dtype, torch.device], ...] | None = None
-        self._buckets: list[Bucket] = []
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
-        """Returns `make_buckets(tensors)`."""
-        key = tuple((id(tensor), tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors)
-        if key != self._key:
-            self._key, self._buckets = key, make_buckets(tensors)
-        return self._buckets
+def are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether two lists hold the same tensors, each itself, in the same order."""
+    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
+from fogdist.buckets import are_same
 from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
@@ -78,7 +79,7 @@ class ParameterAverage:
             TypeError: As `FlatBuckets`.
             ValueError: As `FlatBuckets`; ranks hold different ones (on all ranks alike).
         """
-        if self._buckets is not None and _are_same(self._buckets.tensors, parameters):
+        if self._buckets is not None and are_same(self._buckets.tensors, parameters):
             self._buckets.rehome()
             return self._buckets
         names = [self._names[parameter] for parameter in parameters]
@@ -147,10 +148,6 @@ class ParameterAverage:
                 "had before replaces them. Change parameters after step().",
                 stacklevel=4,
             )
-
-
-def _are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))
 
 
 def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str, in_place: bool) -> int:
