@@ -163,9 +163,7 @@ def other_layouts(kind: str) -> None:
         other = [model.position, *model.encoder.parameters(), *model.head.parameters()]
         if rank == 1:
             other[0], other[2] = other[2], other[0]
-        with pytest.raises(
-            ValueError, match=r"(?s)model must be the same.*'encoder.bias'.*'position'"
-        ):
+        with pytest.raises(ValueError, match=r"(?s)model must be the same.*'encoder.bias'.*'position'"):
             FACTORIES[kind](torch.optim.SGD(other, lr=0.1), model)
 
         model = make_net(rank)

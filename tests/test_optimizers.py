@@ -13,6 +13,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fogdist
@@ -510,6 +511,8 @@ def wrong_arguments(kind: str) -> None:
             TypeError,
             "num_steps_per_communication.*float",
         ),
+        ((base, model), {"bucket_cap_mb": 0}, ValueError, r"bucket_cap_mb.*0"),
+        ((base, model), {"bucket_cap_mb": "8"}, TypeError, "bucket_cap_mb.*str"),
         ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
@@ -548,6 +551,110 @@ def test_before_init(kind):
     model = make_net(0)
     with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
         FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def other_neighbors(kind: str) -> None:
+    fogdist.init()
+    model = make_net(0)
+    optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.src_machine_weights = {}
+    with pytest.raises(ValueError, match=r"src_machine_weights or dst_machine_weights.*neighbor_allreduce"):
+        optimizer.step()
+    optimizer.src_machine_weights = None
+    optimizer.dst_weights = []
+    optimizer.communication_type = CommunicationType.hierarchical_neighbor_allreduce
+    with pytest.raises(ValueError, match=r"src_weights or dst_weights.*hierarchical_neighbor_allreduce"):
+        optimizer.step()
+    optimizer.communication_type = CommunicationType.neighbor_allreduce
+    with pytest.raises(ValueError, match=r"dst_weights must come with self_weight"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc"])
+def test_weights_of_the_other_kind_of_neighbors(worlds, kind):
+    # In BlueFog weights that were not used were weights that did nothing.
+    worlds(2).run(other_neighbors, kind)
+
+
+# --- names of older scripts ---------------------------------------------------------------------------------
+
+OLD_NAMES = {
+    "DistributedAllreduceOptimizer": "allreduce",
+    "DistributedNeighborAllreduceOptimizer": "static",
+    "DistributedHierarchicalNeighborAllreduceOptimizer": "machines",
+}
+
+
+def train_with_old_name(name: str) -> Tensor:
+    machines = OLD_NAMES[name] == "machines"
+    with machines_of(2) if machines else contextlib.nullcontext():
+        if not machines:
+            fogdist.init()
+        rank = fogdist.rank()
+        model = make_net(rank)
+        base = OPTIMIZERS["sgd"](model.parameters())
+        with pytest.warns(PendingDeprecationWarning, match=f"{name} is .*AdaptWithCombine") as caught:
+            optimizer = getattr(fogdist, name)(base, model, 2)
+        assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+        if machines:
+            fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
+        trajectory = []
+        for step in range(7):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            trajectory.append(snapshot(model))
+    return torch.stack(trajectory)
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_old_names(worlds, name):
+    run = Run("awc", "sgd", every=2, mixing=OLD_NAMES[name])
+    for got, expected in zip(worlds(4).run(train_with_old_name, name), simulate(run, 4)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def bluefog(form: str) -> None:
+    """With windows that are put into before anybody goes on, so that it is an average with the neighbors."""
+    fogdist.init()
+    fogdist.win_free()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = copy.deepcopy(models[rank])
+    base = OPTIMIZERS["sgd"](model.parameters())
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "model": ((base, model), {}),
+        "models": ((base, [model]), {}),
+        "named_parameters": ((base,), {"named_parameters": model.named_parameters()}),
+        "named": ((base, model.named_parameters()), {}),
+        "optimizer": ((base,), {}),
+    }
+    given, options = arguments[form]
+    with pytest.warns(DeprecationWarning, match=r"DistributedWinPutOptimizer"):
+        optimizer = fogdist.DistributedBluefogOptimizer(*given, window_prefix=form, **options)
+    optimizer.force_barrier = True
+    bases = [OPTIMIZERS["sgd"](m.parameters()) for m in models]
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(size)))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        for r, each in enumerate(models):
+            bases[r].zero_grad()
+            loss_of(each, r, step).backward()
+        mix_parameters(models, matrix)
+        for each_base in bases:
+            each_base.step()
+    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+    assert all(name.startswith(form) for name in fogdist.get_current_created_window_names())
+    optimizer.unregister_window()
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="model and named_parameters"):
+        fogdist.DistributedBluefogOptimizer(base, model, named_parameters=[])
+
+
+@pytest.mark.parametrize("form", ["model", "models", "named_parameters", "named", "optimizer"])
+def test_the_first_name_of_the_optimizer_on_windows(worlds, form):
+    worlds(3).run(bluefog, form)
 
 
 # --- passes, steps and warnings -----------------------------------------------------------------------------
