@@ -453,6 +453,22 @@ def mutexes(folder: str) -> None:
     with window.mutex([right]), window.mutex():  # out-neighbors; and a thread may take it again
         window.put(full(2), require_mutex=True)
     fogdist.barrier()
+    assert window.version(left) == 2
+    for i in range(20):
+        with window.mutex(for_self=True):
+            fogdist.barrier()
+            handles = [window.put_nonblocking(full(each), require_mutex=True) for each in (1, 2)]
+            fogdist.barrier()
+        with window.mutex():  # what waits for it does not wait for this block's end
+            window.put(full(3), require_mutex=i % 2 == 0)
+        for handle in handles:
+            fogdist.wait(handle)
+        fogdist.barrier()
+        received = window.update(self_weight=0.0, neighbor_weights={left: 1.0}, clone=True)
+        assert received.eq(3).all()  # the puts came in order
+    window.put(full(2))
+    window.put(full(2))
+    fogdist.barrier()
     with pytest.raises(KeyError), window.mutex():
         raise KeyError
     with window.lock():

@@ -148,6 +148,9 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   void dispatch(Part part, bool skip_lost);
   void send(Part part);
   void run_queue(Neighbor& neighbor);
+  // Runs the first of the queue, or ends it with `error` if it is one of the call that `failed`; `locked`: this thread has the
+  // mutex. False if there is nothing (else) to run.
+  bool run_first(Neighbor& neighbor, bool locked, const Call* failed, std::exception_ptr error);
   void execute(const Part& part);
   // In the slot of `view`, as its writer.
   void write_slot(

@@ -138,6 +138,11 @@ void Window::dispatch(Part part, bool skip_lost) {
           peer.running = true;
           mpi::Engine::instance().run_callbacks([self = shared_from_this(), &peer] { self->run_queue(peer); });
         }
+        lock.unlock();
+        if (peer.mutex_there->held_here()) { // then nobody else can get at what waits for it
+          while (run_first(peer, true, nullptr, nullptr)) {
+          }
+        }
         return;
       }
       lock.unlock();
@@ -163,27 +168,53 @@ void Window::run_queue(Neighbor& peer) {
       peer.running = false;
       return;
     }
-    const auto part = std::move(peer.queue.front());
-    peer.queue.pop_front();
+    const bool mutex = peer.queue.front().mutex;
+    const auto deadline = peer.queue.front().deadline;
+    const auto call = peer.queue.front().call;
     lock.unlock();
     std::exception_ptr error;
-    try {
-      if (part.mutex) {
-        peer.mutex_there->lock(part.deadline);
-      }
+    bool locked = false;
+    if (mutex) {
       try {
-        execute(part);
+        peer.mutex_there->lock(deadline);
+        locked = true;
       } catch (...) {
         error = std::current_exception();
       }
-      if (part.mutex) {
-        peer.mutex_there->unlock();
-      }
+    }
+    run_first(peer, locked, error ? call.get() : nullptr, error);
+    if (locked) {
+      peer.mutex_there->unlock();
+    }
+  }
+}
+
+bool Window::run_first(Neighbor& peer, bool locked, const Call* failed, std::exception_ptr error) {
+  std::unique_lock<std::mutex> turn(peer.turn);
+  std::unique_lock<std::mutex> lock(peer.queue_mutex);
+  if (peer.queue.empty()) {
+    return false;
+  }
+  const auto& first = peer.queue.front();
+  if (error ? first.call.get() != failed : first.mutex && !locked) { // another thread has run the one that was there
+    return false;
+  }
+  const auto part = std::move(peer.queue.front());
+  peer.queue.pop_front();
+  lock.unlock();
+  if (!error) {
+    try {
+      execute(part);
     } catch (...) {
       error = std::current_exception();
     }
-    part.call->finish(error);
   }
+  lock.lock();
+  const bool last = peer.queue.empty();
+  lock.unlock();
+  turn.unlock();
+  part.call->finish(error);
+  return !last;
 }
 
 void Window::send(Part part) {

@@ -25,9 +25,8 @@ struct Window::Neighbor {
   std::mutex queue_mutex;
   std::deque<Part> queue; // operations that wait for a mutex, and those behind them
   bool running = false; // a thread is at the queue
+  std::mutex turn; // held by the thread that runs the first of the queue, so that its order stays
 };
-
-// One call, complete once all its parts are.
 
 // One call, complete once all its parts are.
 class Window::Call {
