@@ -466,6 +466,7 @@ def mutexes(folder: str) -> None:
         fogdist.barrier()
         received = window.update(self_weight=0.0, neighbor_weights={left: 1.0}, clone=True)
         assert received.eq(3).all()  # the puts came in order
+        fogdist.barrier()
     window.put(full(2))
     window.put(full(2))
     fogdist.barrier()
