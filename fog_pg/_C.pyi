@@ -308,6 +308,7 @@ class Window:
         tensor: Tensor,
         destinations: Sequence[tuple[int, float]],
         *,
+        self_weight: float = 1.0,
         with_p: bool = False,
         mutex: bool = False,
         skip_lost: bool = False,
@@ -318,6 +319,8 @@ class Window:
         Args:
             tensor: Of the window's shape and dtype; it may be the window's own. It must not change until the
                 Work is complete, which it is on return but for other hosts and for mutexes that others hold.
+            self_weight: What `tensor`, and p if `with_p`, are multiplied by in place before the Work is complete.
+                They are not if it fails. Integers are rounded as those that are sent.
         """
 
     def accumulate(
@@ -325,6 +328,7 @@ class Window:
         tensor: Tensor,
         destinations: Sequence[tuple[int, float]],
         *,
+        self_weight: float = 1.0,
         with_p: bool = False,
         mutex: bool = False,
         skip_lost: bool = False,

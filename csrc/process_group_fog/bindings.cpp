@@ -250,13 +250,14 @@ PYBIND11_MODULE(_C, module) {
   const auto write = [&](const char* name, auto method) {
     window.def(
         name,
-        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, bool with_p, bool mutex, bool skip_lost,
-                 Timeout timeout) {
-          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout.value_or(self.timeout()))});
+        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
+                 bool skip_lost, Timeout timeout) {
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout.value_or(self.timeout())), self_weight});
         },
         py::arg("tensor"),
         py::arg("destinations"),
         py::kw_only(),
+        py::arg("self_weight") = 1.0,
         py::arg("with_p") = false,
         py::arg("mutex") = false,
         py::arg("skip_lost") = false,

@@ -43,6 +43,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
     bool mutex = false; // each pair's mutex is held meanwhile
     bool skip_lost = false; // ranks that are gone are left out instead of failing the Work
     Milliseconds timeout{0};
+    double self_weight = 1.0; // of put and accumulate: what the origin keeps
   };
   // Gathers all ranks' bytes, one after the other.
   using Gather = std::function<std::string(const std::string& mine)>;
@@ -62,7 +63,8 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   Window& operator=(const Window&) = delete;
 
   // Slot [destination][this rank] becomes weight * tensor, or grows by that; p as well, by weight * p() of now. Complete on return, but for
-  // destinations on other hosts or whose mutex has to be waited for: until then the tensor must not change.
+  // destinations on other hosts or whose mutex has to be waited for: until then the tensor must not change. Before it is complete, and only if
+  // nothing has failed, the tensor and p() are multiplied by `self_weight`: the tensor itself, which need not be contiguous.
   c10::intrusive_ptr<c10d::Work> put(const at::Tensor& tensor, const Peers& destinations, const Options& options);
   c10::intrusive_ptr<c10d::Work> accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options);
   // Slot [this rank][source] becomes weight * the source's tensor.
@@ -162,8 +164,10 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // weight * data; zeros if the weight is 0, whatever the data.
   void scale(void* out, const void* data, double weight) const;
   bool take_signal(const Neighbor& source, Deadline deadline);
+  // Multiplies what was sent, whose values in order are `data`, and p by what this rank keeps.
+  void keep(const char* op, const at::Tensor& tensor, const at::Tensor& data, const Options& options, Deadline deadline);
   // With the mutexes that keep neighbors from reading the tensor while `change` changes it.
-  void change_tensor(Deadline deadline, const std::function<void()>& change);
+  void change_tensor(const char* op, Deadline deadline, const std::function<void()>& change);
 
   Neighbor& neighbor(const char* op, const char* argument, int rank, bool in, bool out) const;
   std::vector<RankMutex*> mutexes(const char* op, std::vector<int> ranks, bool own) const;
@@ -207,7 +211,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   std::string closed_reason_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> abandoned_{false}; // closed without free(), which leaves by itself
-  std::mutex leaving_;
+  mutable std::mutex leaving_;
   std::atomic<bool> left_{false};
   bool registered_ = false;
 };

@@ -27,6 +27,7 @@ bool Window::MappedMutex::try_acquire() {
 }
 
 void Window::MappedMutex::release() {
+  const std::lock_guard<std::mutex> lock(window_.leaving_); // its memory stays meanwhile
   if (!window_.left_) { // else leave() has done it
     shared_.unlock(side_);
   }

@@ -91,11 +91,19 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
         tensor.scalar_type() == tensor_.scalar_type() && tensor.sizes() == tensor_.sizes(), name, ": tensor: got ",
         layout_of(tensor), "; allowed is ",
         layout_of(tensor_), " as window '", name_, "' has it");
+    TORCH_CHECK_VALUE(
+        std::isfinite(options.self_weight), name, ": self_weight: got ", options.self_weight, "; allowed are finite numbers");
+    if (options.self_weight != 1) {
+      check_output(name, "tensor", tensor);
+    }
     data = tensor.is_contiguous() ? tensor : flatten({tensor});
   }
   const auto call = begin(op, out ? std::vector<at::Tensor>{tensor} : std::vector<at::Tensor>());
   const double p = this->p();
   const auto deadline = Clock::now() + options.timeout;
+  if (out && options.self_weight != 1) {
+    call->then([this, name, tensor, data, options, deadline] { keep(name, tensor, data, options, deadline); }); // the call keeps the window
+  }
   for (const auto& [rank, weight] : peers) {
     call->expect();
     auto& peer = neighbor(name, "", rank, !out, out);
@@ -322,7 +330,28 @@ void Window::fetch(Neighbor& source, double weight, Deadline deadline) {
   }
   place.slot.replace(buffer);
 }
-void Window::change_tensor(Deadline deadline, const std::function<void()>& change) {
+
+void Window::keep(const char* op, const at::Tensor& tensor, const at::Tensor& data, const Options& options, Deadline deadline) {
+  const auto shrink = [&] {
+    auto* values = data.mutable_data_ptr();
+    scale(values, values, options.self_weight);
+    if (!data.is_same(tensor)) {
+      copy_tensor(tensor, data.view(tensor.sizes()));
+    }
+    if (options.with_p) {
+      const std::lock_guard<std::mutex> lock(p_mutex_);
+      p_ *= options.self_weight;
+    }
+  };
+  if (tensor.storage().is_alias_of(storage_)) { // neighbors may be reading it
+    const std::lock_guard<std::mutex> owner(owner_);
+    change_tensor(op, deadline, shrink);
+  } else {
+    shrink();
+  }
+}
+
+void Window::change_tensor(const char* op, Deadline deadline, const std::function<void()>& change) {
   struct Held {
     std::vector<PairMutex*> mutexes;
     ~Held() {
@@ -335,7 +364,7 @@ void Window::change_tensor(Deadline deadline, const std::function<void()>& chang
     if (neighbor->out) {
       auto& mutex = memory_->door(neighbor->door).tensor;
       if (!acquire(mutex, PairMutex::Side::kFirst, *neighbor, deadline)) {
-        fail("win_update", c10::str("timed out waiting for rank ", neighbor->rank, ", which reads the tensor"));
+        fail(op, c10::str("timed out waiting for rank ", neighbor->rank, ", which reads the tensor"));
       }
       held.mutexes.push_back(&mutex);
     }
@@ -419,7 +448,7 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   if (clone) {
     combine();
   } else {
-    change_tensor(deadline, combine);
+    change_tensor(op, deadline, combine);
   }
   return result;
 }

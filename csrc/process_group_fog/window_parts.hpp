@@ -35,6 +35,10 @@ class Window::Call {
   void expect() {
     pending_.fetch_add(1);
   }
+  // Called once all parts have succeeded, before the call is complete. To be given before the first part.
+  void then(std::function<void()> what) {
+    then_ = std::move(what);
+  }
   void finish(const std::exception_ptr& error) {
     if (error) {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -43,6 +47,13 @@ class Window::Call {
       }
     }
     if (pending_.fetch_sub(1) == 1) {
+      if (then_ && !error_) {
+        try {
+          then_();
+        } catch (...) {
+          error_ = std::current_exception();
+        }
+      }
       window_->end_call();
       work->complete(error_);
       mpi::Engine::instance().wake_waiters();
@@ -56,6 +67,7 @@ class Window::Call {
   std::atomic<size_t> pending_{1};
   std::mutex mutex_;
   std::exception_ptr error_;
+  std::function<void()> then_;
 };
 
 // The memory of this rank and of its neighbors stays.
