@@ -262,38 +262,43 @@ def on_mpi(mpi: MPI.Intracomm, place: Place, elements: int) -> Side:
     return Side(tensor, ways, slot_of, free)
 
 
-def in_memory(d: int, elements: int) -> dict[str, dict[str, Way]]:
-    """What memory must at least carry: by operation, and by the form of the loop that does it."""
+def in_memory(operation: str, d: int, elements: int, buffers: int = BUFFERS) -> dict[str, Way]:
+    """What memory must at least carry, by the form of the loop that does it.
 
-    def array() -> Array:
-        return np.full(elements, 1, np.float32)
+    Each form has arrays of its own, as each system has: none finds in a cache what another one has left there.
 
-    x, total = array(), array()
-    buffers = [[array() for _ in range(d)] for _ in range(BUFFERS)]
-    every: dict[str, list[dict[str, Way]]] = {
-        "put": [_each([memory_limit.sums([x], to) for to in buffer]) for buffer in buffers],
-        "accumulate": [
-            _each([memory_limit.sums([old, x], to) for old, to in zip(other, buffer, strict=True)])
-            for buffer, other in zip(buffers, reversed(buffers), strict=True)
-        ],
-        "update": [memory_limit.sums([x, *buffers[0]], total)],
-    }
-    every["get"] = every["put"]
-    every["put+update"] = [
-        _each([put, memory_limit.sums([x, *buffer], total)])
-        for put, buffer in zip(every["put"], buffers, strict=True)
-    ]
-    every["one place"] = every["put"][:1]
-    forms = list(every["update"][0])
-    return {
-        name: {form: _by_turns([step[form] for step in steps]) for form in forms}
-        for name, steps in every.items()
-    }
+    Args:
+        operation: One of `TOGETHER`.
+        d: Number of neighbors.
+        elements: Of a tensor.
+        buffers: For each neighbor, that copies go to in turn.
+    """
+
+    def limit(form: str) -> Way:
+        x, total = array(elements), array(elements)
+        slots = [[array(elements) for _ in range(d)] for _ in range(buffers)]
+
+        def loop(inputs: list[Array], output: Array) -> Way:
+            return memory_limit.sums(inputs, output)[form]
+
+        puts = [in_turn([loop([x], to) for to in slot]) for slot in slots]
+        updates = [loop([x, *slot], total) for slot in slots]
+        if operation in ("put", "get"):
+            return _by_turns(puts)
+        if operation == "accumulate":
+            pairs = zip(slots, [slots[-1], *slots[:-1]], strict=True)
+            steps = [[loop([old, x], to) for to, old in zip(slot, last, strict=True)] for slot, last in pairs]
+            return _by_turns([in_turn(step) for step in steps])
+        if operation == "update":
+            return updates[0]
+        return _by_turns([in_turn([put, update]) for put, update in zip(puts, updates, strict=True)])
+
+    return {form: limit(form) for form in memory_limit.sums([array(1)], array(1))}
 
 
-def _each(steps: Sequence[Mapping[str, Way]]) -> dict[str, Way]:
-    """All of these, in each of their forms."""
-    return {form: in_turn([step[form] for step in steps]) for form in steps[0]}
+def array(elements: int) -> Array:
+    """Filled, as what has not been written has no memory of its own yet."""
+    return np.full(elements, 1, np.float32)
 
 
 def _by_turns(ways: Sequence[Way]) -> Way:
@@ -381,17 +386,19 @@ def measure(size: int, systems: Systems, place: Place, arguments: argparse.Names
     sides["mpi"] = on_mpi(mpi, place, elements)
     for system, side in sides.items():
         check(system, side, mpi, place)
-    limits = in_memory(d, elements)
     rows: list[Row] = []
     for name in arguments.operations:
         operation = ALONE.get(name, name)
         ways = {system: side.way(operation) for system, side in sides.items()}
-        compared = {"memory": operation} | ({"one_place": "one place"} if operation in ("put", "get") else {})
-        for limit, key in compared.items():
-            ways |= {f"{limit} {form}": way for form, way in limits[key].items()}
+        limits = {"memory": in_memory(operation, d, elements)}
+        if operation in ("put", "get"):
+            limits["one_place"] = in_memory(operation, d, elements, buffers=1)
+        for limit, forms in limits.items():
+            ways |= {f"{limit} {form}": way for form, way in forms.items()}
         times, iterations = (turns_of_rank_0 if name in ALONE else turns)(ways, mpi, arguments)
-        for limit, key in compared.items():
-            times[limit] = min((times[f"{limit} {form}"] for form in limits[key]), key=lambda t: t.median)
+        for limit, forms in limits.items():
+            times[limit] = min((times[f"{limit} {form}"] for form in forms), key=lambda t: t.median)
+        del ways, limits  # their arrays
         moved = tensors_moved(operation, d) * bytes_ * (1 if name in ALONE else n)
         rows.append(Row(name, n, "float32", elements, bytes_, moved, iterations, times))
         if systems.rank == 0:
