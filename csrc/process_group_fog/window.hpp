@@ -161,8 +161,8 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   void fetch(Neighbor& neighbor, double weight, Deadline deadline);
   // Takes a mutex that the neighbor holds, or seizes it if its process has ended; false at the deadline.
   bool acquire(shared_memory::PairMutex& mutex, shared_memory::PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const;
-  // weight * data; zeros if the weight is 0, whatever the data.
-  void scale(void* out, const void* data, double weight) const;
+  // weight * data; zeros if the weight is 0, whatever the data. `others_read`: see linear_combination().
+  void scale(void* out, const void* data, double weight, bool others_read = false) const;
   bool take_signal(const Neighbor& source, Deadline deadline);
   // Multiplies what was sent, whose values in order are `data`, and p by what this rank keeps.
   void keep(const char* op, const at::Tensor& tensor, const at::Tensor& data, const Options& options, Deadline deadline);

@@ -119,7 +119,7 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
 std::shared_ptr<Window::Call> Window::begin(WindowOp op, const std::vector<at::Tensor>& inputs) {
   auto work = c10::make_intrusive<WorkFog>(
       mpi::Engine::instance(), group_->rank, c10d::OpType::UNKNOWN, title_of(op), inputs, std::vector<at::Tensor>());
-  work->set_describe([text = describe(name_of(op))] { return text; });
+  work->set_describe([self = shared_from_this(), op] { return self->describe(name_of(op)); }); // until it is complete
   begin_call(name_of(op), For::kThisRank);
   return std::make_shared<Call>(shared_from_this(), std::move(work));
 }
@@ -276,8 +276,9 @@ void Window::execute(const Part& part) {
 void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
   auto& place = view.slot(slot);
   if (op == WindowOp::kPut) {
+    const bool read = place.slot.may_have_been_read();
     const unsigned buffer = place.slot.writers_buffer();
-    scale(view.buffer(place, buffer), data, weight);
+    scale(view.buffer(place, buffer), data, weight, read);
     place.slot.put(buffer, p);
     return;
   }
@@ -288,7 +289,7 @@ void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double
     auto* out = view.buffer(place, buffer);
     const void* sum = base.empty ? nullptr : view.buffer(place, base.buffer);
     if (base.empty) {
-      scale(out, data, weight);
+      scale(out, data, weight, true); // the owner has taken what was there
     } else if (weight == 0) {
       scale(out, sum, 1.0);
     } else {
@@ -376,13 +377,13 @@ void Window::change_tensor(const char* op, Deadline deadline, const std::functio
   changes.fetch_add(1, std::memory_order_release);
 }
 
-void Window::scale(void* out, const void* data, double weight) const {
+void Window::scale(void* out, const void* data, double weight, bool others_read) const {
   const auto dtype = tensor_.scalar_type();
   const auto numel = static_cast<size_t>(tensor_.numel());
   if (weight == 0) {
     linear_combination(dtype, out, {}, {}, numel);
   } else {
-    linear_combination(dtype, out, data, weight, numel);
+    linear_combination(dtype, out, data, weight, numel, others_read);
   }
 }
 
