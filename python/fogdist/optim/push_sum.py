@@ -14,7 +14,6 @@ from fogdist.exchange import check_weight
 from fogdist.optim.window_optimizer import WindowOptimizer, make
 from fogdist.optim.wrapper import Models
 from fogdist.windows import Window
-from fogdist.windows.writing import scale_
 
 # What a rank keeps of p at least when ranks are not in step; the mean over all ranks is 1. A rank that is much
 # faster than its neighbors would give away its mass again and again before anything comes, and as gradients are
@@ -169,4 +168,4 @@ class PushSumOptimizer(WindowOptimizer):
 
 def _scale(window: Window, factor: float) -> None:
     if factor != 1.0:
-        scale_(window.tensor, factor)
+        window.put(window.tensor, self_weight=factor, dst_weights={})
