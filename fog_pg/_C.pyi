@@ -405,6 +405,9 @@ class Window:
     def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
         """Gives them back; ValueError, and nothing given back, if this thread does not have them all."""
 
+    def hold(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> WindowHold:
+        """Takes mutexes as `lock` does, until the end of what it returns."""
+
     def free(self, timeout: timedelta | None = None) -> None:
         """Waits for this rank's operations in flight and until all neighbors have called it; ranks that are gone do not
         count. Afterwards the window does nothing more. The tensor stays."""
@@ -417,6 +420,10 @@ class Window:
     def in_neighbors(self) -> list[int]: ...
     @property
     def out_neighbors(self) -> list[int]: ...
+
+class WindowHold:
+    def release(self) -> None:
+        """Gives the mutexes back; once more does nothing."""
 
 def load_mpi(path: str) -> None:
     """Opens the MPI library without starting MPI. Once one is open, another call does nothing.

@@ -246,6 +246,7 @@ PYBIND11_MODULE(_C, module) {
 
   using Ranks = std::vector<int>;
   const auto release_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Window::Hold>(module, "WindowHold").def("release", &Window::Hold::release, release_gil);
   auto window = py::class_<Window, std::shared_ptr<Window>>(module, "Window");
   const auto write = [&](const char* name, auto method) {
     window.def(
@@ -336,6 +337,16 @@ PYBIND11_MODULE(_C, module) {
           "lock",
           [](Window& self, Ranks ranks, bool own, Timeout timeout) {
             self.lock(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
+          },
+          py::arg("ranks"),
+          py::kw_only(),
+          py::arg("own") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "hold",
+          [](Window& self, Ranks ranks, bool own, Timeout timeout) {
+            return self.hold(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
           },
           py::arg("ranks"),
           py::kw_only(),

@@ -51,10 +51,10 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // Collective. Throws ValueError on every rank if they disagree.
   static std::shared_ptr<Window> create(
       const std::shared_ptr<mpi::Group>& group,
-      at::Tensor tensor,
+      const at::Tensor& tensor,
       const std::string& name,
-      std::vector<int> in_neighbors,
-      std::vector<int> out_neighbors,
+      const std::vector<int>& in_neighbors,
+      const std::vector<int>& out_neighbors,
       bool zero_init,
       Milliseconds timeout,
       const Gather& gather);
@@ -93,6 +93,9 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // calls block each other. A thread that has one may take it again. DistBackendError at the time-out, with none taken.
   void lock(std::vector<int> ranks, bool own, Milliseconds timeout);
   void unlock(std::vector<int> ranks, bool own);
+  // The same until the end of what it returns.
+  class Hold;
+  std::unique_ptr<Hold> hold(std::vector<int> ranks, bool own, Milliseconds timeout);
 
   // Waits for what is in flight and for the neighbors to call it too; then nobody uses this rank's memory.
   void free(Milliseconds timeout);
@@ -118,7 +121,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   size_t bytes() const override {
     return bytes_;
   }
-  void apply(int source, mpi::WindowOp op, double weight, std::optional<double> p, const void* data) override;
+  void apply(int source, mpi::WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) override;
   void read(void* out) override;
   void write(int source, size_t offset, const void* data, size_t bytes) override;
   void on_group_closed() override;
@@ -144,6 +147,15 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
       std::vector<int> out_neighbors,
       Milliseconds timeout);
 
+  // What needs no other rank.
+  static std::shared_ptr<Window> prepare(
+      const std::shared_ptr<mpi::Group>& group,
+      at::Tensor tensor,
+      const std::string& name,
+      std::vector<int> in_neighbors,
+      std::vector<int> out_neighbors,
+      bool zero_init,
+      Milliseconds timeout);
   void connect(const std::vector<WindowDescription>& descriptions, const Gather& gather);
   c10::intrusive_ptr<c10d::Work> start(mpi::WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options);
   std::shared_ptr<Call> begin(mpi::WindowOp op, const std::vector<at::Tensor>& inputs);
@@ -164,10 +176,12 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // weight * data; zeros if the weight is 0, whatever the data. `others_read`: see linear_combination().
   void scale(void* out, const void* data, double weight, bool others_read = false) const;
   bool take_signal(const Neighbor& source, Deadline deadline);
-  // Multiplies what was sent, whose values in order are `data`, and p by what this rank keeps.
-  void keep(const char* op, const at::Tensor& tensor, const at::Tensor& data, const Options& options, Deadline deadline);
+  // Multiplies what was sent, whose values in order are `data`, and p, which was `p` then, by what this rank keeps.
+  void keep(const char* op, const at::Tensor& tensor, const at::Tensor& data, double p, const Options& options, Deadline deadline);
   // With the mutexes that keep neighbors from reading the tensor while `change` changes it.
-  void change_tensor(const char* op, Deadline deadline, const std::function<void()>& change);
+  void change_tensor(Deadline deadline, const std::function<void()>& change);
+  // For autograd.
+  static void count_change(const at::Tensor& tensor);
 
   Neighbor& neighbor(const char* op, const char* argument, int rank, bool in, bool out) const;
   std::vector<RankMutex*> mutexes(const char* op, std::vector<int> ranks, bool own) const;
@@ -176,6 +190,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   void check_abandoned(const char* op) const;
   void check_tensor_in_place(const char* op) const;
   std::string describe(const char* op) const;
+  std::exception_ptr failure(const char* op, const std::string& reason) const;
   [[noreturn]] void fail(const char* op, const std::string& reason) const;
   std::string why_gone(const Neighbor& neighbor) const;
 
@@ -196,6 +211,10 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   const std::vector<int> in_neighbors_;
   const std::vector<int> out_neighbors_;
   const Milliseconds timeout_;
+  // As it was made: the program may give the tensor other memory, or another dtype.
+  const c10::ScalarType dtype_;
+  const int64_t numel_;
+  const std::string layout_;
   const size_t bytes_;
   std::unique_ptr<shared_memory::WindowMemory> memory_;
   uint64_t number_ = 0;
@@ -214,6 +233,27 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   mutable std::mutex leaving_;
   std::atomic<bool> left_{false};
   bool registered_ = false;
+};
+
+class Window::Hold {
+ public:
+  Hold(std::shared_ptr<Window> window, std::vector<int> ranks, bool own) : window_(std::move(window)), ranks_(std::move(ranks)), own_(own) {}
+  ~Hold() {
+    release();
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+  // In the thread that made it.
+  void release() {
+    if (const auto window = std::exchange(window_, nullptr)) {
+      window->unlock(ranks_, own_);
+    }
+  }
+
+ private:
+  std::shared_ptr<Window> window_;
+  const std::vector<int> ranks_;
+  const bool own_;
 };
 
 } // namespace fog

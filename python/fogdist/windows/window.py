@@ -500,13 +500,12 @@ class Window:
 
     @contextlib.contextmanager
     def _holding(self, ranks: Sequence[int], own: bool, timeout: timedelta | None) -> Iterator[None]:
-        window = self._open()
-        window.lock(ranks, own=own, timeout=timeout)
+        # An object whose end is that of the hold: Ctrl-C may come before the `try`.
+        hold = self._open().hold(ranks, own=own, timeout=timeout)
         try:
             yield
         finally:
-            if self._window is window:  # else its mutexes have gone with it
-                window.unlock(ranks, own=own)
+            hold.release()
 
 
 def _ones(ranks: Iterable[int]) -> list[tuple[int, float]]:
