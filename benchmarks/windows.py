@@ -91,13 +91,13 @@ GOALS = [
         for operation in ("put", "get")
         for alone in (" alone", "")
         for ranks in (2, 4)
-        for size in (1 << 20, 16 << 20, 64 << 20)
+        for size in (1 << 20, 4 << 20, 16 << 20, 64 << 20)
     ),
     *(
         Goal(f"update{alone}", ranks, size, "fog", "memory", 1.5)
         for alone in (" alone", "")
         for ranks in (2, 4)
-        for size in (1 << 20, 16 << 20, 64 << 20)
+        for size in (1 << 20, 4 << 20, 16 << 20, 64 << 20)
     ),
 ]
 
