@@ -639,6 +639,7 @@ def bad_attributes() -> None:
         ("put", {"dst_weights": [rank]}, ValueError, "dst_weights"),
         ("put", {"src_weights": {peer: 1.0}}, ValueError, "set together"),
         ("put", {"self_weight": 0.5}, TypeError, "src_weights must be a dict"),
+        ("put", {"self_weight": 0.5, "src_weights": {rank: 0.5}}, ValueError, "neighbor_weights"),
         ("get", {"self_weight": 0.5, "src_weights": [peer]}, TypeError, "src_weights must be a dict"),
         ("get", {"src_weights": [rank]}, ValueError, "src_weights"),
         ("push-sum", {"self_weight": 1.0}, ValueError, "add up to 1.*1.5"),
