@@ -112,7 +112,7 @@ def neighbor_win_put(
         ValueError: No window has this name; another shape or dtype than the window's; ranks that are not
             out-neighbors; a weight that is not finite; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a neighbor was lost or did not
-            answer. The others have got their parts, and the group goes on.
+            answer; the group goes on. If it was known to be lost, nothing was sent to anybody.
     """
     _window(name, group).put(
         tensor,

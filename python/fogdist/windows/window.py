@@ -165,7 +165,7 @@ class Window:
             ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
                 twice; a weight that is not finite.
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
-                did not answer. The others have got their parts, and the group goes on.
+                did not answer; the group goes on. If it was known to be lost, nothing was sent to anybody.
         """
         self._write("put", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout).wait()
 
