@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import itertools
+import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from fogdist.buckets import BucketCache, flatten, make_buckets, unflatten
+from fogdist.buckets import cap_bytes, flatten, make_buckets, unflatten
 from fogdist.context import PreconditionError
 from harness import init_process_group
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
@@ -484,12 +485,19 @@ def test_flatten_and_unflatten_keep_the_order_of_elements():
     assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, expected))
 
 
-def test_bucket_cache_notices_changes():
-    cache, tensors = BucketCache(), [torch.zeros(3), torch.zeros(3)]
-    first = cache.of(tensors)
-    assert cache.of(list(tensors)) is first
-    tensors[1].data = tensors[1].data.double()
-    assert [bucket.dtype for bucket in cache.of(tensors)] == [torch.float32, torch.float64]
+@pytest.mark.parametrize(
+    ("cap", "size"), [(8, 8 << 20), (25.0, 25 << 20), (1e-3, 1048), (1e-9, 1), (np.float32(2), 2 << 20)]
+)
+def test_the_size_of_buckets_is_in_mebibytes(cap, size):
+    assert cap_bytes(cap) == size
+
+
+@pytest.mark.parametrize("cap", [0, -1, math.inf, math.nan])
+def test_wrong_sizes_of_buckets(cap):
+    with pytest.raises(ValueError, match="bucket_cap_mb.*above 0"):
+        cap_bytes(cap)
+    with pytest.raises(TypeError, match=r"bucket_cap_mb.*str"):
+        cap_bytes("8")
 
 
 # --- parameters ---------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ at once: trajectories agree to rounding or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import fogdist
@@ -21,6 +23,7 @@ import torch
 from fogdist import CommunicationType
 from fogdist import topology as topologies
 from reference import Checks, mix
+from test_machines import machines_of
 from torch import Tensor, nn
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -87,7 +90,8 @@ class Run:
         every: num_steps_per_communication.
         passes: Forward and backward passes before each step().
         mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator),
-            "random" (new weights and edges each step), "allreduce" or "empty".
+            "random" (new weights and edges each step), "machines" and "random machines" (of two ranks each),
+            "allreduce" or "empty".
     """
 
     kind: str
@@ -114,15 +118,27 @@ def matrices(run: Run, size: int) -> list[np.ndarray]:
                 _, sources = next(generators[r])
                 matrix[[r, *sources], r] = 1 / (len(sources) + 1)
         elif run.mixing == "random":
-            random = np.random.default_rng([step, size])
-            matrix = random.random((size, size)) * (
-                (random.random((size, size)) < 0.5) | np.eye(size, dtype=bool)
-            )
-            matrix /= matrix.sum(axis=0)
+            matrix = random_matrix(size, step)
+        elif run.mixing == "machines":
+            machines = topologies.uniform_weights(topologies.ExponentialGraph(size // 2))
+            matrix = of_ranks(topologies.mixing_matrix(machines))
+        elif run.mixing == "random machines":
+            matrix = of_ranks(random_matrix(size // 2, step))
         elif run.mixing == "allreduce":
             matrix = np.full((size, size), 1 / size)
         result.append(matrix)
     return result
+
+
+def random_matrix(size: int, step: int) -> np.ndarray:
+    random = np.random.default_rng([step, size])
+    matrix = random.random((size, size)) * ((random.random((size, size)) < 0.5) | np.eye(size, dtype=bool))
+    return matrix / matrix.sum(axis=0)
+
+
+def of_ranks(machines: np.ndarray) -> np.ndarray:
+    """The mixing matrix of ranks from that of their machines."""
+    return np.kron(machines, np.full((2, 2), 0.5))
 
 
 def simulate(run: Run, size: int) -> list[Tensor]:
@@ -174,17 +190,37 @@ def set_dynamic(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
     optimizer.dst_weights = [r for r in others if matrix[rank, r] != 0]
 
 
+def set_dynamic_machines(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
+    """The same for its machine, from the matrix of ranks."""
+    machines = 2 * matrix[::2, ::2]
+    machine = rank // 2
+    others = [m for m in range(len(machines)) if m != machine]
+    optimizer.self_weight = machines[machine, machine]
+    optimizer.src_machine_weights = {m: machines[m, machine] for m in others if machines[m, machine] != 0}
+    optimizer.dst_machine_weights = [m for m in others if machines[machine, m] != 0]
+
+
 def distribute(run: Run, model: nn.Module) -> Any:
     base = OPTIMIZERS[run.optimizer](model.parameters())
     if run.kind == "gradient":
         return FACTORIES[run.kind](base, model, num_steps_per_communication=run.every)
+    machines = CommunicationType.hierarchical_neighbor_allreduce
     kinds = {"allreduce": CommunicationType.allreduce, "empty": CommunicationType.empty}
+    kinds |= {"machines": machines, "random machines": machines}
     kind = kinds.get(run.mixing, CommunicationType.neighbor_allreduce)
     return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every)
 
 
 def train(run: Run) -> Tensor:
-    fogdist.init()
+    with machines_of(2) if "machines" in run.mixing else contextlib.nullcontext():
+        return train_here(run)
+
+
+def train_here(run: Run) -> Tensor:
+    if "machines" in run.mixing:
+        fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
+    else:
+        fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.set_topology(*((topologies.StarGraph(size), True) if run.mixing == "weighted" else ()))
     model = make_net(rank)
@@ -193,6 +229,9 @@ def train(run: Run) -> Tensor:
     for step, matrix in enumerate(matrices(run, size)):
         if run.mixing in ("dynamic", "random"):
             set_dynamic(optimizer, matrix, rank)
+            optimizer.enable_topo_check = step % 2 == 0
+        elif run.mixing == "random machines":
+            set_dynamic_machines(optimizer, matrix, rank)
             optimizer.enable_topo_check = step % 2 == 0
         optimizer.zero_grad()
         for _ in range(run.passes):
@@ -223,6 +262,14 @@ RUNS = [
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_trajectories(worlds, size, run):
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("mixing", ["machines", "random machines"])
+@pytest.mark.parametrize("kind", ["awc", "atc"])
+def test_trajectories_between_machines(worlds, kind, mixing):
+    run = Run(kind, "adamw", mixing=mixing)
+    for got, expected in zip(worlds(4).run(train, run), simulate(run, 4)):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -269,19 +316,23 @@ def views_of_one_buffer(kind: str) -> None:
     fogdist.init()
     rank = fogdist.rank()
     model = nn.Linear(4, 3).double()
-    flat = torch.randn(15, dtype=torch.float64)
-    model.weight.data, model.bias.data = flat[:12].view(3, 4), flat[12:]
+    values = snapshot(model)
     optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert torch.equal(snapshot(model), values)
+    views = [model.weight.detach().view(-1), model.bias.detach()]
+    array = model.weight.detach().numpy()
     for number in range(3):
         optimizer.zero_grad()
         loss_of(model, rank, number).backward()
         optimizer.step()
-    assert torch.equal(snapshot(model), flat)
+    assert torch.equal(snapshot(model), torch.cat(views))
+    assert np.array_equal(array, model.weight.detach().numpy())
+    assert not torch.equal(snapshot(model), values)
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-def test_parameters_stay_views_of_their_buffer(worlds, kind):
-    # BlueFog's p.set_(output) cut parameters from the memory they shared. The model is a bare leaf module.
+def test_training_keeps_the_memory_of_parameters(worlds, kind):
+    # BlueFog's p.set_(output) cut parameters from the memory they shared, at every step. The model is a bare leaf module.
     worlds(2).run(views_of_one_buffer, kind)
 
 
@@ -460,6 +511,8 @@ def wrong_arguments(kind: str) -> None:
             TypeError,
             "num_steps_per_communication.*float",
         ),
+        ((base, model), {"bucket_cap_mb": 0}, ValueError, r"bucket_cap_mb.*0"),
+        ((base, model), {"bucket_cap_mb": "8"}, TypeError, "bucket_cap_mb.*str"),
         ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
@@ -498,6 +551,110 @@ def test_before_init(kind):
     model = make_net(0)
     with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
         FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def other_neighbors(kind: str) -> None:
+    fogdist.init()
+    model = make_net(0)
+    optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.src_machine_weights = {}
+    with pytest.raises(ValueError, match=r"src_machine_weights or dst_machine_weights.*neighbor_allreduce"):
+        optimizer.step()
+    optimizer.src_machine_weights = None
+    optimizer.dst_weights = []
+    optimizer.communication_type = CommunicationType.hierarchical_neighbor_allreduce
+    with pytest.raises(ValueError, match=r"src_weights or dst_weights.*hierarchical_neighbor_allreduce"):
+        optimizer.step()
+    optimizer.communication_type = CommunicationType.neighbor_allreduce
+    with pytest.raises(ValueError, match=r"dst_weights must come with self_weight"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc"])
+def test_weights_of_the_other_kind_of_neighbors(worlds, kind):
+    # In BlueFog weights that were not used were weights that did nothing.
+    worlds(2).run(other_neighbors, kind)
+
+
+# --- names of older scripts ---------------------------------------------------------------------------------
+
+OLD_NAMES = {
+    "DistributedAllreduceOptimizer": "allreduce",
+    "DistributedNeighborAllreduceOptimizer": "static",
+    "DistributedHierarchicalNeighborAllreduceOptimizer": "machines",
+}
+
+
+def train_with_old_name(name: str) -> Tensor:
+    machines = OLD_NAMES[name] == "machines"
+    with machines_of(2) if machines else contextlib.nullcontext():
+        if not machines:
+            fogdist.init()
+        rank = fogdist.rank()
+        model = make_net(rank)
+        base = OPTIMIZERS["sgd"](model.parameters())
+        with pytest.warns(PendingDeprecationWarning, match=f"{name} is .*AdaptWithCombine") as caught:
+            optimizer = getattr(fogdist, name)(base, model, 2)
+        assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
+        if machines:
+            fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
+        trajectory = []
+        for step in range(7):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            trajectory.append(snapshot(model))
+    return torch.stack(trajectory)
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_old_names(worlds, name):
+    run = Run("awc", "sgd", every=2, mixing=OLD_NAMES[name])
+    for got, expected in zip(worlds(4).run(train_with_old_name, name), simulate(run, 4)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def bluefog(form: str) -> None:
+    """With windows that are put into before anybody goes on, so that it is an average with the neighbors."""
+    fogdist.init()
+    fogdist.win_free()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = copy.deepcopy(models[rank])
+    base = OPTIMIZERS["sgd"](model.parameters())
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "model": ((base, model), {}),
+        "models": ((base, [model]), {}),
+        "named_parameters": ((base,), {"named_parameters": model.named_parameters()}),
+        "named": ((base, model.named_parameters()), {}),
+        "optimizer": ((base,), {}),
+    }
+    given, options = arguments[form]
+    with pytest.warns(DeprecationWarning, match=r"DistributedWinPutOptimizer"):
+        optimizer = fogdist.DistributedBluefogOptimizer(*given, window_prefix=form, **options)
+    optimizer.force_barrier = True
+    bases = [OPTIMIZERS["sgd"](m.parameters()) for m in models]
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(size)))
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        for r, each in enumerate(models):
+            bases[r].zero_grad()
+            loss_of(each, r, step).backward()
+        mix_parameters(models, matrix)
+        for each_base in bases:
+            each_base.step()
+    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+    assert all(name.startswith(form) for name in fogdist.get_current_created_window_names())
+    optimizer.unregister_window()
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match="model and named_parameters"):
+        fogdist.DistributedBluefogOptimizer(base, model, named_parameters=[])
+
+
+@pytest.mark.parametrize("form", ["model", "models", "named_parameters", "named", "optimizer"])
+def test_the_first_name_of_the_optimizer_on_windows(worlds, form):
+    worlds(3).run(bluefog, form)
 
 
 # --- passes, steps and warnings -----------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Every operation here works on elements, so the result is that of one operation a
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +15,8 @@ from torch import Tensor
 
 # Large enough that a message's start-up does not count, small enough that the first messages travel while the
 # next are packed. A larger tensor is a bucket by itself.
-BUCKET_BYTES = 8 * 2**20
+BUCKET_CAP_MB = 8
+BUCKET_BYTES = BUCKET_CAP_MB * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,20 @@ def make_buckets(
     return buckets
 
 
+def cap_bytes(bucket_cap_mb: float) -> int:
+    """Returns a user's size of buckets, which is in MiB as in torch's DistributedDataParallel, in bytes.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Not above 0, or not finite.
+    """
+    if not isinstance(bucket_cap_mb, numbers.Real) or isinstance(bucket_cap_mb, bool):
+        raise TypeError(f"bucket_cap_mb must be a number, got {type(bucket_cap_mb).__name__}")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb must be above 0 and finite, got {bucket_cap_mb}")
+    return max(1, int(bucket_cap_mb * 2**20))
+
+
 def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """Returns a new one-dimensional tensor with the elements of a bucket's tensors."""
     return torch.cat([tensors[place].detach().reshape(-1) for place in bucket.places])
@@ -64,16 +81,6 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
             tensors[place].copy_(piece.view(tensors[place].shape))
 
 
-class BucketCache:
-    """The buckets of a list of tensors, made anew only when a tensor in it, a size or a dtype has changed."""
-
-    def __init__(self) -> None:
-        self._key: tuple[tuple[int, int, torch.dtype, torch.device], ...] | None = None
-        self._buckets: list[Bucket] = []
-
-    def of(self, tensors: Sequence[Tensor]) -> list[Bucket]:
-        """Returns `make_buckets(tensors)`."""
-        key = tuple((id(tensor), tensor.numel(), tensor.dtype, tensor.device) for tensor in tensors)
-        if key != self._key:
-            self._key, self._buckets = key, make_buckets(tensors)
-        return self._buckets
+def are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether two lists hold the same tensors, each itself, in the same order."""
+    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.optim.combining import CombiningOptimizer
 from fogdist.optim.parameter_average import CommunicationType, ParameterAverage
@@ -20,13 +21,19 @@ def DistributedAdaptThenCombineOptimizer(
     model: Models,
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
     num_steps_per_communication: int = 1,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> AdaptThenCombineOptimizer:
     """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
     `step` makes the optimizer's own step, with whatever was done to the gradients before (accumulation,
-    clipping, unscaling), and then averages the parameters. (Chen and Sayed, "Diffusion adaptation strategies
+    clipping, unscaling), and then averages the parameters, in place. (Chen and Sayed, "Diffusion adaptation strategies
     for distributed optimization and learning over networks", IEEE Transactions on Signal Processing 60,
-    2012.) A gradient scaler must skip steps on all ranks alike.
+    2012.) Where a gradient scaler finds an overflow, the rank leaves out its own step but not the average.
+
+    The parameters move into flat buffers, of which they are views from then on: the same tensors with their
+    values, strides and state, but no longer in memory that they shared with others, such as a NumPy array. A
+    parameter may get other values in any way; its dtype, device and shape stay. Once made, and whenever
+    parameters are added, frozen or unfrozen, which all ranks must do alike, ranks compare what they hold.
 
     Args:
         optimizer: Any torch optimizer; it keeps its state.
@@ -36,19 +43,25 @@ def DistributedAdaptThenCombineOptimizer(
         num_steps_per_communication: J: the average is in the step that completes J backward passes since the
             last one. With J = 3 both three passes and one step, and three passes with a step after each, make
             one average. A step counts as one pass at least.
+        bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is one message. A larger
+            parameter has one for itself.
 
     Returns:
         An instance of the optimizer's class with `step` as above and the attributes `self_weight`,
-        `src_weights`, `dst_weights`, `enable_topo_check`, `communication_type`.
+        `src_weights`, `dst_weights`, `src_machine_weights`, `dst_machine_weights`, `enable_topo_check`,
+        `communication_type`.
 
     Raises:
-        TypeError: An argument has a wrong type.
+        TypeError: An argument has a wrong type; a parameter is not an ordinary dense tensor.
         ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
-            parameters have the same name; `num_steps_per_communication` is below 1; before `init`.
+            parameters have the same name or overlap in memory; `num_steps_per_communication` is below 1, or
+            `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """
     context = current()
-    distributed = wrap(AdaptThenCombineOptimizer, optimizer, model, num_steps_per_communication)
+    distributed = wrap(
+        AdaptThenCombineOptimizer, optimizer, model, num_steps_per_communication, bucket_cap_mb
+    )
     distributed.communication_type = communication_type
     distributed._fog_start(is_alone=context.size == 1)
     return distributed
@@ -56,6 +69,9 @@ def DistributedAdaptThenCombineOptimizer(
 
 class AdaptThenCombineOptimizer(CombiningOptimizer):
     """See `DistributedAdaptThenCombineOptimizer`, which makes it."""
+
+    # Asks a gradient scaler to call step() whether gradients overflowed or not; see _fog_local_step.
+    _step_supports_amp_scaling: ClassVar[bool] = True
 
     _fog_average: ParameterAverage
     _fog_counter: PassCounter
@@ -71,18 +87,19 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         Returns:
             What the optimizer's own step returns.
         """
-        if self._fog_is_alone:
-            return self._fog_wrapped.step() if closure is None else self._fog_wrapped.step(closure)
+        arguments = () if closure is None else (closure,)
+        if self._fog_is_alone or self._fog_only_makes_state():
+            return self._fog_local_step(*arguments)
         if closure is None:
             passes = self._fog_counter.count_step()
-            result = self._fog_wrapped.step()
+            result = self._fog_local_step()
         else:
             with self._fog_counter.paused():
-                result = self._fog_wrapped.step(closure)
+                result = self._fog_local_step(closure)
             passes = self._fog_counter.count_step()
         parameters = self._fog_parameters()
         if passes >= self._fog_steps:
-            self._fog_average.start(parameters, self.communication_type, self._fog_weights())
+            self._fog_average.start(parameters, self.communication_type, self._fog_weights(), in_place=True)
             self._fog_average.finish()
             self._fog_counter.reset()
         self._fog_counter.watch(parameters)
@@ -91,9 +108,12 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
     def _fog_start(self, is_alone: bool) -> None:
         self._fog_is_alone = is_alone
         self._fog_has_warned = False
-        self._fog_average = ParameterAverage(f"fogdist.atc.{self._fog_number}")
+        self._fog_average = ParameterAverage(
+            f"fogdist.atc.{self._fog_number}", self._fog_names, self._fog_bucket_bytes
+        )
         self._fog_counter = PassCounter(self._fog_after_gradient)
         if not is_alone:
+            self._fog_average.hold(self._fog_parameters())
             self._fog_counter.watch(self._fog_parameters())
 
     def _fog_after_gradient(self, parameter: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.optim.gradient_average import GradientAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
@@ -18,7 +19,10 @@ from fogdist.optim.wrapper import DistributedOptimizer, Models, reject_lbfgs, wr
 
 
 def DistributedGradientAllreduceOptimizer(
-    optimizer: Optimizer, model: Models, num_steps_per_communication: int = 1
+    optimizer: Optimizer,
+    model: Models,
+    num_steps_per_communication: int = 1,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> GradientAllreduceOptimizer:
     """Returns an optimizer that makes its step with the gradients averaged over all ranks.
 
@@ -34,6 +38,7 @@ def DistributedGradientAllreduceOptimizer(
         num_steps_per_communication: J: the number of backward passes that accumulate gradients before a step;
             their sum is averaged. A step after fewer passes is local: it takes this rank's own gradients,
             after which the ranks' parameters differ. That is warned about once.
+        bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
 
     Returns:
         An instance of the optimizer's class with `step` as above, `synchronize` and `skip_synchronize`.
@@ -41,11 +46,14 @@ def DistributedGradientAllreduceOptimizer(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name; `num_steps_per_communication` is below 1; before `init`.
+            model; two parameters have the same name; `num_steps_per_communication` is below 1, or
+            `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """
     context = current()
-    distributed = wrap(GradientAllreduceOptimizer, optimizer, model, num_steps_per_communication)
+    distributed = wrap(
+        GradientAllreduceOptimizer, optimizer, model, num_steps_per_communication, bucket_cap_mb
+    )
     reject_lbfgs(optimizer)
     distributed._fog_start(is_alone=context.size == 1)
     return distributed
@@ -74,7 +82,7 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._fog_is_alone:
+        if not (self._fog_is_alone or self._fog_only_makes_state()):
             self._fog_average_if_due()
         result = self._fog_wrapped.step()
         return result if closure is None else loss
@@ -118,9 +126,12 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         self._fog_is_synchronized = False
         self._fog_has_warned_passes = False
         self._fog_has_warned_local = False
-        self._fog_average = GradientAverage(f"fogdist.gradient.{self._fog_number}")
+        self._fog_average = GradientAverage(
+            f"fogdist.gradient.{self._fog_number}", self._fog_names, self._fog_bucket_bytes
+        )
         self._fog_counter = PassCounter(self._fog_after_gradient)
         if not is_alone:
+            self._fog_average.hold(self._fog_parameters())
             self._fog_counter.watch(self._fog_parameters())
 
     def _fog_average_if_due(self) -> None:

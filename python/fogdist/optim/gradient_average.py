@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fogdist.buckets import Bucket, BucketCache
+from fogdist.agreement import check_same_everywhere
+from fogdist.buckets import Bucket, are_same, make_buckets
 from fogdist.collectives import allreduce_nonblocking_, wait
+from fogdist.context import current
+from fogdist.memory import empty
 
 
 @dataclass(frozen=True)
@@ -18,13 +21,10 @@ class _InFlight:
     """One bucket on its way.
 
     Attributes:
-        flat: The gradients side by side, and after them one element a parameter: 1 where this rank has a
-            gradient, else 0. Its average tells whether any rank has one.
-        handle: Of the allreduce of `flat`.
+        handle: Of the allreduce of the bucket's buffer.
         sent: The gradients that were packed, with their versions; None where there was none.
     """
 
-    flat: Tensor
     handle: int
     sent: list[tuple[Tensor, int] | None]
 
@@ -37,16 +37,23 @@ class GradientAverage:
 
     Args:
         name: What all ranks call it.
+        names: Of the parameters, for messages.
+        bucket_bytes: A bucket takes no further gradient that would make it larger.
 
     Attributes:
         has_begun: Whether `begin` was called without `finish` or `discard`.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, names: Mapping[Tensor, str], bucket_bytes: int) -> None:
         self._name = name
-        self._cache = BucketCache()
-        self._parameters: list[Tensor] = []
+        self._names = names
+        self._bucket_bytes = bucket_bytes
+        self._parameters: list[Tensor] | None = None
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._buckets: list[Bucket] = []
+        # Of each bucket the gradients side by side, and after them one element a parameter: 1 where this rank has
+        # a gradient, else 0. Its average tells whether any rank has one.
+        self._flats: list[Tensor] = []
         self._bucket_of: dict[Tensor, int] = {}
         self._waiting_for: list[set[Tensor]] = []
         self._in_flight: dict[int, _InFlight] = {}
@@ -54,16 +61,38 @@ class GradientAverage:
         self.has_begun = False
         self._has_warned = False
 
-    def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Starts an average of the gradients of `parameters`."""
-        self.has_begun = True
+    def hold(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Makes buckets for the gradients of `parameters`, which it returns in the order of the buckets.
+
+        Collective when they are others than the last time.
+
+        Raises:
+            ValueError: Ranks hold different ones (on all ranks alike).
+        """
         # Backward passes complete the last parameters first.
-        self._parameters = list(reversed(parameters))
-        self._buckets = self._cache.of(self._parameters)
-        self._bucket_of = {
-            self._parameters[i]: n for n, bucket in enumerate(self._buckets) for i in bucket.places
-        }
-        self._waiting_for = [{self._parameters[i] for i in bucket.places} for bucket in self._buckets]
+        last_first = list(reversed(parameters))
+        kinds = [(parameter.shape, parameter.dtype, parameter.device) for parameter in last_first]
+        if self._parameters is not None and are_same(self._parameters, last_first) and kinds == self._kinds:
+            return self._parameters
+        check_same_everywhere(
+            current().backend,
+            "model",
+            [
+                f"{place}: {self._names[parameter]!r}, {parameter.dtype} of shape {tuple(parameter.shape)}"
+                for place, parameter in enumerate(parameters)
+            ],
+        )
+        self._parameters, self._kinds = last_first, kinds
+        self._buckets = make_buckets(last_first, self._bucket_bytes)
+        self._flats = [_buffer(bucket, last_first) for bucket in self._buckets]
+        self._bucket_of = {last_first[i]: n for n, bucket in enumerate(self._buckets) for i in bucket.places}
+        return last_first
+
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Starts an average of the gradients of `parameters`; raises as `hold`."""
+        held = self.hold(parameters)
+        self.has_begun = True
+        self._waiting_for = [{held[i] for i in bucket.places} for bucket in self._buckets]
 
     def add(self, parameter: Tensor) -> None:
         """Takes note that the gradient of `parameter` is complete; sends its bucket if it is the last one."""
@@ -86,7 +115,7 @@ class GradientAverage:
             wait(self._in_flight.pop(number).handle)
         for number, average in self._complete():
             wait(average.handle)
-            self._write(self._buckets[number], average)
+            self._write(number, average)
 
     def discard(self) -> None:
         """Sends what was not sent, as other ranks may have done already, waits, and forgets the average."""
@@ -104,15 +133,13 @@ class GradientAverage:
         return sorted(in_flight.items())
 
     def _send(self, number: int) -> None:
-        bucket = self._buckets[number]
-        parameters = [self._parameters[place] for place in bucket.places]
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = torch.zeros(sum(sizes) + len(sizes), dtype=bucket.dtype, device=bucket.device)
-        *pieces, presence = torch.split(flat, [*sizes, len(sizes)])
+        parameters, pieces, presence = self._split(number)
         sent: list[tuple[Tensor, int] | None] = []
         for i, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
             gradient = parameter.grad
             if gradient is None:
+                piece.zero_()
+                presence[i] = 0
                 sent.append(None)
                 continue
             if gradient.layout is not torch.strided:
@@ -123,12 +150,11 @@ class GradientAverage:
             piece.view(parameter.shape).copy_(gradient.detach())
             presence[i] = 1
             sent.append((gradient, gradient._version))
-        handle = allreduce_nonblocking_(flat, average=True, name=f"{self._name}.{number}")
-        self._in_flight[number] = _InFlight(flat, handle, sent)
+        handle = allreduce_nonblocking_(self._flats[number], average=True, name=f"{self._name}.{number}")
+        self._in_flight[number] = _InFlight(handle, sent)
 
-    def _write(self, bucket: Bucket, average: _InFlight) -> None:
-        parameters = [self._parameters[place] for place in bucket.places]
-        *pieces, presence = torch.split(average.flat, [*(p.numel() for p in parameters), len(parameters)])
+    def _write(self, number: int, average: _InFlight) -> None:
+        parameters, pieces, presence = self._split(number)
         for parameter, piece, anywhere, sent in zip(
             parameters, pieces, presence.abs().tolist(), average.sent, strict=True
         ):
@@ -145,6 +171,15 @@ class GradientAverage:
                 with torch.no_grad():
                     gradient.copy_(piece.view(parameter.shape))
 
+    def _split(self, number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """A bucket's parameters, the places of their gradients in its buffer, and the elements after them."""
+        assert self._parameters is not None
+        parameters = [self._parameters[place] for place in self._buckets[number].places]
+        *pieces, presence = torch.split(
+            self._flats[number], [*(p.numel() for p in parameters), len(parameters)]
+        )
+        return parameters, pieces, presence
+
     def _warn_changed(self) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -153,3 +188,10 @@ class GradientAverage:
                 "average replaces them. Call synchronize() before you change them.",
                 stacklevel=5,
             )
+
+
+def _buffer(bucket: Bucket, parameters: Sequence[Tensor]) -> Tensor:
+    length = sum(parameters[place].numel() for place in bucket.places) + len(bucket.places)
+    if bucket.device.type == "cpu":
+        return empty(length, dtype=bucket.dtype)
+    return torch.empty(length, dtype=bucket.dtype, device=bucket.device)

@@ -1,13 +1,14 @@
-"""Exchanges that begin at the end of a forward pass and end in `step`: the backward pass hides them."""
+"""Exchanges that begin with or after a forward pass and end in `step`: the passes hide them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +21,11 @@ class OverlappingOptimizer(DistributedOptimizer):
 
     A subclass says what begins and what ends, for the parameters of one model each.
     """
+
+    # Whether an exchange begins with the forward pass; else it begins after it.
+    _begins_with_forward: ClassVar[bool] = False
+    # Asks a gradient scaler to call step() whether gradients overflowed or not; see _fog_local_step.
+    _step_supports_amp_scaling: ClassVar[bool] = True
 
     _fog_passes: list[int]
     _fog_saw_forward: bool
@@ -40,13 +46,13 @@ class OverlappingOptimizer(DistributedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._fog_is_alone:
-            result = self._fog_wrapped.step()
+        if self._fog_is_alone or self._fog_only_makes_state():
+            result = self._fog_local_step()
         else:
             self._fog_catch_up()
             self._fog_end_all()
             with self._fog_stepping():
-                result = self._fog_wrapped.step()
+                result = self._fog_local_step()
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -99,7 +105,7 @@ class OverlappingOptimizer(DistributedOptimizer):
             for hook in self._fog_hooks:
                 weakref.finalize(self, hook.remove).atexit = False
 
-    def _fog_after_forward(self, place: int) -> None:
+    def _fog_count_forward(self, place: int) -> None:
         self._fog_saw_forward = True
         self._fog_passes[place] += 1
         if self._fog_passes[place] > self._fog_steps and not self._fog_has_warned:
@@ -133,9 +139,20 @@ def _hook(model: Module, place: int, optimizer: OverlappingOptimizer) -> Removab
     # The model outlives its optimizer: its hook must not keep the optimizer alive.
     reference = weakref.ref(optimizer)
 
-    def after_forward(module: Module, args: Any, output: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model calls it as it is
+    def count(module: Module, *_: Any) -> None:
         alive = reference()
         if alive is not None and module.training and torch.is_grad_enabled():
-            alive._fog_after_forward(place)
+            alive._fog_count_forward(place)
 
-    return model.register_forward_hook(after_forward)
+    if optimizer._begins_with_forward and not _changes_parameters(model):
+        return model.register_forward_pre_hook(count)
+    return model.register_forward_hook(count)
+
+
+def _changes_parameters(model: Module) -> bool:
+    """Whether a forward pass changes parameters: embeddings with a largest norm rescale what they look up."""
+    return any(
+        isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        for module in model.modules()
+    )

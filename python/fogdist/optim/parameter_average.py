@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from fogdist.buckets import Bucket, BucketCache, flatten, unflatten
-from fogdist.collectives import allreduce_nonblocking_, wait
-from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
+from fogdist.agreement import check_same_everywhere
+from fogdist.buckets import are_same
+from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
+from fogdist.context import current
+from fogdist.flat_buckets import FlatBuckets
+from fogdist.hierarchical import (
+    hierarchical_neighbor_allreduce_nonblocking,
+    hierarchical_neighbor_allreduce_nonblocking_,
+)
+from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking, neighbor_allreduce_nonblocking_
 
 
 class CommunicationType(enum.Enum):
@@ -18,6 +26,9 @@ class CommunicationType(enum.Enum):
 
     neighbor_allreduce = "neighbor.allreduce"
     """The neighbors: those of the topology, or those of the optimizer's dynamic attributes."""
+    hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
+    """All ranks of this machine and of the neighbor machines: those of the machine topology, or those of the
+    optimizer's dynamic attributes for machines."""
     allreduce = "allreduce"
     """All ranks."""
     empty = "empty"
@@ -26,54 +37,139 @@ class CommunicationType(enum.Enum):
 
 @dataclass(frozen=True)
 class NeighborWeights:
-    """The dynamic attributes of an optimizer, as arguments of `neighbor_allreduce`."""
+    """The dynamic attributes of an optimizer, as arguments of the two neighbor operations."""
 
     self_weight: float | None
     src_weights: Mapping[int, float] | None
     dst_weights: Iterable[int] | Mapping[int, float] | None
+    src_machine_weights: Mapping[int, float] | None
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None
     enable_topo_check: bool
 
 
 class ParameterAverage:
-    """Averages of one list of parameters, one after the other.
+    """Averages of parameters that live side by side in flat buffers, one average after the other.
 
     Args:
         name: What all ranks call it; no other average in flight may have the same.
+        names: Of the parameters, for messages.
+        bucket_bytes: What a flat buffer takes, or one parameter that is larger.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, names: Mapping[Tensor, str], bucket_bytes: int) -> None:
         self._name = name
-        self._cache = BucketCache()
-        self._parameters: list[Tensor] = []
-        self._in_flight: list[tuple[Bucket, int]] | None = None
+        self._names = names
+        self._bucket_bytes = bucket_bytes
+        self._buckets: FlatBuckets | None = None
+        self._in_flight: list[tuple[Tensor, int]] | None = None
+        self._versions: list[int] = []
+        self._has_warned = False
 
     @property
     def is_started(self) -> bool:
         """Whether `start` was called without `finish`."""
         return self._in_flight is not None
 
-    def start(self, parameters: Sequence[Tensor], kind: CommunicationType, weights: NeighborWeights) -> None:
-        """Sends the values that the parameters have now; they may change while the average is in flight."""
-        self._parameters = list(parameters)
+    def hold(self, parameters: Sequence[Tensor]) -> FlatBuckets:
+        """Moves parameters into flat buffers, and back where their `data` was replaced; returns the buffers.
+
+        Collective when they are others than the last time.
+
+        Raises:
+            TypeError: As `FlatBuckets`.
+            ValueError: As `FlatBuckets`; ranks hold different ones (on all ranks alike).
+        """
+        if self._buckets is not None and are_same(self._buckets.tensors, parameters):
+            self._buckets.rehome()
+            return self._buckets
+        names = [self._names[parameter] for parameter in parameters]
+        buckets = FlatBuckets(parameters, self._bucket_bytes, names=names)
+        check_same_everywhere(current().backend, "model", buckets.layout())
+        self._buckets = buckets
+        return buckets
+
+    def start(
+        self,
+        parameters: Sequence[Tensor],
+        kind: CommunicationType,
+        weights: NeighborWeights,
+        *,
+        in_place: bool = False,
+    ) -> None:
+        """Sends the values that the parameters have now, from where they are.
+
+        They must not change until `finish`.
+
+        Args:
+            parameters: What is averaged.
+            kind: With whom.
+            weights: For neighbors.
+            in_place: Whether the average may be written over the parameters as it comes, so that they must
+                not be read either until `finish`. Else they keep their values until then.
+
+        Raises:
+            TypeError: As the operation.
+            ValueError: As the operation and `hold`.
+        """
         in_flight = []
         if kind is not CommunicationType.empty:
-            for number, bucket in enumerate(self._cache.of(self._parameters)):
-                flat = flatten(bucket, self._parameters)
-                in_flight.append((bucket, _post(flat, kind, weights, f"{self._name}.{number}")))
+            for number, flat in enumerate(self.hold(parameters).flats):
+                name = f"{self._name}.{number}"
+                in_flight.append((flat, _post(flat, kind, weights, name, in_place)))
+        self._versions = [] if in_place else [parameter._version for parameter in parameters]
         self._in_flight = in_flight
 
     def finish(self) -> None:
-        """Waits for the average and writes it into the parameters. Without a `start` it does nothing."""
-        in_flight, self._in_flight = self._in_flight or [], None
-        for bucket, handle in in_flight:
-            unflatten(bucket, wait(handle), self._parameters)
-        self._parameters = []
+        """Waits for the average, after which the parameters have it. Without a `start` it does nothing."""
+        in_flight, self._in_flight = self._in_flight, None
+        if not in_flight or self._buckets is None:
+            return
+        if self._versions:
+            self._check_unchanged(self._buckets)
+        for flat, handle in in_flight:
+            average = wait(handle)
+            if average is not flat:
+                flat.copy_(average)
+
+    def _check_unchanged(self, buckets: FlatBuckets) -> None:
+        """Warns once if a parameter changed while its old value was averaged, which takes that value's place."""
+        was_replaced = buckets.rehome()
+        now = [parameter._version for parameter in buckets.tensors]
+        if (was_replaced or now != self._versions) and not self._has_warned:
+            self._has_warned = True
+            changed = [
+                self._names[parameter]
+                for parameter, new, old in zip(buckets.tensors, now, self._versions, strict=True)
+                if new != old
+            ]
+            which = repr(changed[0]) if changed else "a parameter"
+            warnings.warn(
+                f"{which} was changed between the forward pass and step(); the average of the values that it "
+                "had before replaces them. Change parameters after step().",
+                stacklevel=4,
+            )
 
 
-def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str) -> int:
+def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str, in_place: bool) -> int:
     if kind is CommunicationType.allreduce:
-        return allreduce_nonblocking_(flat, average=True, name=name)
-    return neighbor_allreduce_nonblocking(
+        start = allreduce_nonblocking_ if in_place else allreduce_nonblocking
+        return start(flat, average=True, name=name)
+    if kind is CommunicationType.hierarchical_neighbor_allreduce:
+        between = (
+            hierarchical_neighbor_allreduce_nonblocking_
+            if in_place
+            else hierarchical_neighbor_allreduce_nonblocking
+        )
+        return between(
+            flat,
+            self_weight=weights.self_weight,
+            src_machine_weights=weights.src_machine_weights,
+            dst_machine_weights=weights.dst_machine_weights,
+            enable_topo_check=weights.enable_topo_check,
+            name=name,
+        )
+    among = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
+    return among(
         flat,
         self_weight=weights.self_weight,
         src_weights=weights.src_weights,

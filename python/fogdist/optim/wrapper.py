@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from fogdist.buckets import BUCKET_CAP_MB, cap_bytes
+
 Models = Module | Sequence[Module]
 
 _RENAMED = {
@@ -41,10 +43,14 @@ class DistributedOptimizer(Optimizer):
     _public: ClassVar[frozenset[str]] = frozenset()
     # Written by learning-rate schedulers, which put a counter around `step` of the optimizer they are given.
     _scheduler_marks: ClassVar[frozenset[str]] = frozenset({"step", "_opt_called"})
+    # Written by gradient scalers; an optimizer that does not know them must not see them.
+    _scaler_marks: ClassVar[frozenset[str]] = frozenset({"grad_scale", "found_inf"})
 
     _fog_wrapped: Optimizer
     _fog_models: tuple[Module, ...]
     _fog_owner: dict[Tensor, int]
+    _fog_names: dict[Tensor, str]
+    _fog_bucket_bytes: int
     _fog_number: int
     _fog_steps: int
 
@@ -76,20 +82,56 @@ class DistributedOptimizer(Optimizer):
         self._fog_wrapped.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group whose parameters belong to the model.
+        """Adds a parameter group whose parameters belong to the model, as it is now.
 
         Raises:
             ValueError: A parameter is not in the model.
         """
         self._fog_wrapped.add_param_group(param_group)
         try:
+            self._fog_owner.update(owners(self._fog_models))
+            self._fog_names.update(names(self._fog_models))
             check_ownership(self._fog_wrapped, self._fog_owner)
         except ValueError:
             self._fog_wrapped.param_groups.pop()
             raise
 
     def _is_own(self, name: str) -> bool:
+        if name in self._scaler_marks:
+            return not getattr(self._fog_wrapped, "_step_supports_amp_scaling", False)
         return name.startswith("_fog") or name in self._public or name in self._scheduler_marks
+
+    def _fog_local_step(self, *arguments: Any) -> Any:
+        """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
+
+        A scaler leaves its scale and whether gradients overflowed in attributes where an optimizer says
+        ``_step_supports_amp_scaling``. So a rank whose gradients did not survive skips its own update only, and
+        its neighbors, whose gradients did, still hear from it.
+
+        Args:
+            *arguments: A closure, or nothing.
+        """
+        scale, overflow = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
+        if scale is not None:
+            for group in self._fog_wrapped.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(1.0 / float(scale))
+        if overflow is not None and float(overflow) != 0:
+            return None
+        return self._fog_wrapped.step(*arguments)
+
+    def _fog_only_makes_state(self) -> bool:
+        """Whether a step now would move nothing and only make state.
+
+        ``torch.distributed.checkpoint`` makes such a step on an optimizer without state before it loads one:
+        with learning rates and gradients of zero. It is no step of the training, so nothing is exchanged.
+        """
+        groups = self._fog_wrapped.param_groups
+        if self._fog_wrapped.state or any(group.get("lr", 1) != 0 for group in groups):
+            return False
+        gradients = [parameter.grad for parameter in self._fog_parameters()]
+        return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
 
     def _fog_parameters(self, model: int | None = None) -> list[Tensor]:
         """The optimizer's parameters that are not frozen now, of all models or of one of them."""
@@ -101,7 +143,13 @@ class DistributedOptimizer(Optimizer):
         ]
 
 
-def wrap(view: type[_View], optimizer: Optimizer, model: Models, num_steps_per_communication: int) -> _View:
+def wrap(
+    view: type[_View],
+    optimizer: Optimizer,
+    model: Models,
+    num_steps_per_communication: int,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+) -> _View:
     """Returns a distributed optimizer of class `view` around `optimizer`.
 
     Args:
@@ -109,11 +157,12 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models, num_steps_per_c
         optimizer: The user's optimizer.
         model: The model, or models, that hold its parameters.
         num_steps_per_communication: At least 1.
+        bucket_cap_mb: Above 0, in MiB.
 
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
-            parameters have the same name; `num_steps_per_communication` is below 1.
+            parameters have the same name; `num_steps_per_communication` is below 1, `bucket_cap_mb` not above 0.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -129,6 +178,7 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models, num_steps_per_c
         raise TypeError(f"num_steps_per_communication must be an int, got {type(steps).__name__}")
     if steps < 1:
         raise ValueError(f"num_steps_per_communication must be at least 1, got {steps}")
+    bucket_bytes = cap_bytes(bucket_cap_mb)
     owner = owners(models)
     check_ownership(optimizer, owner)
     kind = type(optimizer)
@@ -139,6 +189,8 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models, num_steps_per_c
     distributed._fog_wrapped = optimizer
     distributed._fog_models = tuple(models)
     distributed._fog_owner = owner
+    distributed._fog_names = names(models)
+    distributed._fog_bucket_bytes = bucket_bytes
     distributed._fog_number = next(_numbers)
     distributed._fog_steps = steps
     return distributed
@@ -160,15 +212,24 @@ def owners(models: Iterable[Module]) -> dict[Tensor, int]:
         ValueError: Two different parameters have the same name.
     """
     owner: dict[Tensor, int] = {}
-    names: dict[str, Tensor] = {}
+    parameter_of: dict[str, Tensor] = {}
     for place, model in enumerate(models):
         for name, parameter in model.named_parameters():
-            if names.setdefault(name, parameter) is not parameter:
+            if parameter_of.setdefault(name, parameter) is not parameter:
                 raise ValueError(
                     f"model must have one name for each parameter, got {name!r} in several models"
                 )
             owner.setdefault(parameter, place)
     return owner
+
+
+def names(models: Iterable[Module]) -> dict[Tensor, str]:
+    """Returns the name of each parameter; the first one for shared parameters."""
+    name_of: dict[Tensor, str] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            name_of.setdefault(parameter, name)
+    return name_of
 
 
 def check_ownership(optimizer: Optimizer, owner: dict[Tensor, int]) -> None:

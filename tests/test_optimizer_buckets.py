@@ -1,0 +1,353 @@
+"""Where the parameters of distributed optimizers live, when they are sent, and what may happen to them meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+from fogdist import topology as topologies
+from harness import BACKEND
+from reference import Checks, mix
+from test_optimizers import FACTORIES, batch, loss_of, make_net, snapshot
+from torch import Tensor, nn
+
+from fog_pg import _C
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
+
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+COMBINING = ["awc", "atc"]
+Change = Callable[[nn.Module, int], None]
+
+
+def distribute(kind: str, model: nn.Module, **options: Any) -> Any:
+    return FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, **options)
+
+
+def simulate(
+    kind: str, models: list[nn.Module], steps: int, change: Change | None = None, loss: Any = loss_of
+) -> list[Tensor]:
+    """Trains all models in this process; `change` is made to each before each step's forward pass."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(len(models))))
+
+    def combine() -> None:
+        with torch.no_grad():
+            for same in zip(*(m.parameters() for m in models)):
+                if same[0].requires_grad:
+                    for parameter, value in zip(same, mix([p.detach().clone() for p in same], matrix)):
+                        parameter.copy_(value)
+
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            if change is not None:
+                change(model, step)
+            optimizers[rank].zero_grad()
+            loss(model, rank, step).backward()
+        if kind == "awc":
+            combine()
+        for optimizer in optimizers:
+            optimizer.step()
+        if kind == "atc":
+            combine()
+    return [snapshot(model) for model in models]
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def small_buckets(kind: str) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = make_net(rank)
+    optimizer = distribute(kind, model, bucket_cap_mb=1e-4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if kind != "gradient":
+        assert all(_C.is_shared(p) for p in trained)
+        assert not any(_C.is_shared(p) for p in model.frozen.parameters())
+        assert len({p.untyped_storage().data_ptr() for p in trained}) > 4
+    places = [p.data_ptr() for p in model.parameters()]
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert places == [p.data_ptr() for p in model.parameters()]
+    if kind != "gradient":
+        expected = simulate(kind, [make_net(r) for r in range(size)], 4)[rank]
+        torch.testing.assert_close(snapshot(model), expected, **EXACT)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_small_buckets(worlds, kind):
+    worlds(3).run(small_buckets, kind)
+
+
+def set_data(model: nn.Module, step: int) -> None:
+    if step in (1, 3):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+    if step == 2:
+        model.encoder.weight.data = model.encoder.weight.data.t().contiguous().t()
+
+
+def set_by_vector(model: nn.Module, step: int) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()) * 0.5
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def load_state(model: nn.Module, step: int) -> None:
+    state = {name: value * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=False)
+
+
+CHANGES: dict[str, Change] = {"data": set_data, "vector": set_by_vector, "state dict": load_state}
+
+
+def replaced_memory(kind: str, change: str) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = make_net(rank)
+    optimizer = distribute(kind, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(5):
+            CHANGES[change](model, step)
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+    expected = simulate(kind, [make_net(r) for r in range(size)], 5, CHANGES[change])[rank]
+    torch.testing.assert_close(snapshot(model), expected, **EXACT)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", COMBINING)
+def test_parameters_that_get_other_values_or_memory(worlds, kind, change):
+    worlds(3).run(replaced_memory, kind, change)
+
+
+def converted(kind: str) -> None:
+    fogdist.init()
+    model = make_net(fogdist.rank())
+    optimizer = distribute(kind, model)
+    model.float()
+    x, y = (t.float() for t in batch(0, 0))
+    with pytest.raises(ValueError, match=r"'position' must stay torch.float64.*Convert a model before"):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", COMBINING)
+def test_a_model_that_is_converted_later(worlds, kind):
+    worlds(2).run(converted, kind)
+
+
+# --- the same on all ranks ----------------------------------------------------------------------------------
+
+
+def other_layouts(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    with Checks() as checks:
+        wider = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (rank == 1)))
+        with pytest.raises(ValueError, match=r"model must be the same on all ranks") as caught:
+            distribute(kind, wider)
+        checks.true("named", "'1.weight'" in str(caught.value) and "'0.weight'" not in str(caught.value))
+
+        # Equally long, so that averages would go through.
+        model = make_net(rank)
+        other = [model.position, *model.encoder.parameters(), *model.head.parameters()]
+        if rank == 1:
+            other[0], other[2] = other[2], other[0]
+        with pytest.raises(ValueError, match=r"(?s)model must be the same.*'encoder.bias'.*'position'"):
+            FACTORIES[kind](torch.optim.SGD(other, lr=0.1), model)
+
+        model = make_net(rank)
+        optimizer = distribute(kind, model)
+        optimizer.step()
+        before = snapshot(model)
+        (model.frozen.bias if rank == 0 else model.position).requires_grad_(rank == 0)
+        with pytest.raises(ValueError, match=r"(?s)model must be the same.*position"):
+            optimizer.step()
+        checks.true("not averaged", torch.equal(snapshot(model), before))
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_ranks_with_other_parameters(worlds, kind):
+    worlds(2).run(other_layouts, kind)
+
+
+def overlapping_parameters(kind: str) -> None:
+    fogdist.init()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match="'0.weight' and '1.weight' must not overlap.*Tied parameters"):
+        distribute(kind, model)
+
+
+@pytest.mark.parametrize("kind", COMBINING)
+def test_parameters_that_overlap(worlds, kind):
+    worlds(2).run(overlapping_parameters, kind)
+
+
+def grown(kind: str) -> None:
+    """A head that the model did not have when its optimizer was distributed."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+
+    models = [make_net(r) for r in range(size)]
+    model = copy.deepcopy(models[rank])
+    optimizer = distribute(kind, model)
+    bases = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
+    for r, (each, base) in enumerate([*zip(models, bases), (model, optimizer)]):
+        each.extra = nn.Parameter(
+            torch.full((3,), float(r if each is not model else rank), dtype=torch.float64)
+        )
+        base.add_param_group({"params": [each.extra], "lr": 0.3})
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(size)))
+
+    def loss(model: nn.Module, r: int, step: int) -> Tensor:
+        return loss_of(model, r, step) + (model.extra * (r + 1)).square().sum()
+
+    def combine() -> None:
+        with torch.no_grad():
+            for same in zip(*(m.parameters() for m in models)):
+                if same[0].requires_grad:
+                    for parameter, value in zip(same, mix([p.detach().clone() for p in same], matrix)):
+                        parameter.copy_(value)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+        for r, each in enumerate(models):
+            bases[r].zero_grad()
+            loss(each, r, step).backward()
+        if kind == "gradient":
+            for same in zip(*(m.parameters() for m in models)):
+                if same[0].grad is not None:
+                    mean = torch.stack([p.grad for p in same]).mean(0)
+                    for p in same:
+                        p.grad = mean.clone()
+        if kind == "awc":
+            combine()
+        for base in bases:
+            base.step()
+        if kind == "atc":
+            combine()
+    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), **EXACT)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_parameters_that_the_model_gets_later(worlds, kind):
+    worlds(3).run(grown, kind)
+
+
+# --- when it is sent ----------------------------------------------------------------------------------------
+
+
+class Watching(nn.Module):
+    """Calls a function in its forward pass and in its backward pass."""
+
+    def __init__(self, limit: float | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.words = nn.Embedding(5, 3, max_norm=limit).double()
+        self.watch: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watch()
+        return self.layer(x) + self.words(torch.arange(5))
+
+
+def average_with_forward() -> None:
+    """Rank 0 gets the average of parameters within its forward pass, in which the others still are."""
+    fogdist.init()
+    rank = fogdist.rank()
+    torch.manual_seed(rank)
+    model = Watching()
+    optimizer = distribute("awc", model)
+    seen: list[bool] = []
+
+    def watch() -> None:
+        fogdist.barrier()
+        before = snapshot(model)
+        if rank == 0:
+            (average,) = optimizer._fog_averages
+            (flight,) = average._in_flight
+            while not fogdist.poll(flight[1]):
+                pass
+            seen.append(True)
+        fogdist.barrier()
+        assert torch.equal(snapshot(model), before)  # it is not written before step()
+
+    model.watch = watch
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    assert seen == [True] * 3 * (rank == 0)
+    model.watch = lambda: None
+
+
+def test_awc_averages_during_the_forward_pass(worlds):
+    worlds(3).run(average_with_forward)
+
+
+def embeddings_with_a_limit(kind: str) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = []
+    for r in range(size):
+        torch.manual_seed(r)
+        models.append(Watching(0.8))
+    model = copy.deepcopy(models[rank])
+    optimizer = distribute(kind, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+    torch.testing.assert_close(snapshot(model), simulate(kind, models, 4)[rank], **EXACT)
+
+
+@pytest.mark.parametrize("kind", COMBINING)
+def test_a_forward_pass_that_changes_parameters(worlds, kind):
+    worlds(3).run(embeddings_with_a_limit, kind)
+
+
+def changed_in_flight(how: str) -> list[str]:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = distribute("awc", model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            if step > 0:
+                fogdist.barrier()
+                if how == "in place":
+                    with torch.no_grad():
+                        model.head.weight.mul_(2)
+                else:
+                    model.head.weight.data = model.head.weight.data * 2
+            optimizer.step()
+            assert _C.is_shared(model.head.weight)
+    expected = simulate("awc", [make_net(r) for r in range(fogdist.size())], 3)[rank]
+    if how != "in place":  # there the neighbors may have seen either value
+        torch.testing.assert_close(snapshot(model), expected, **EXACT)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(("how", "which"), [("in place", "'head.weight'"), ("data", "a parameter")])
+def test_parameters_changed_while_they_are_averaged_warn_once(worlds, how, which):
+    for messages in worlds(2).run(changed_in_flight, how):
+        assert len(messages) == 1
+        assert messages[0].startswith(f"{which} was changed between the forward pass and step()")
