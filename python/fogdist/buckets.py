@@ -25,7 +25,9 @@ class Bucket:
     device: torch.device
 
 
-def make_buckets(tensors: Sequence[Tensor], max_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def make_buckets(
+    tensors: Sequence[Tensor], max_bytes: int = BUCKET_BYTES, alignment: int = 1
+) -> list[Bucket]:
     """Returns the buckets of `tensors`: each tensor in exactly one, those of a bucket in the order given.
 
     The same shapes and dtypes in the same order give the same buckets on every rank.
@@ -33,12 +35,14 @@ def make_buckets(tensors: Sequence[Tensor], max_bytes: int = BUCKET_BYTES) -> li
     Args:
         tensors: Any tensors.
         max_bytes: A bucket takes no further tensor that would make it larger.
+        alignment: Bytes of which each tensor takes a multiple.
     """
     buckets: list[Bucket] = []
     open_places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     for place, tensor in enumerate(tensors):
-        kind, count = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        kind = (tensor.dtype, tensor.device)
+        count = -(-tensor.numel() * tensor.element_size() // alignment) * alignment
         if open_places.get(kind) and open_bytes[kind] + count > max_bytes:
             buckets.append(Bucket(tuple(open_places.pop(kind)), *kind))
         open_places.setdefault(kind, []).append(place)

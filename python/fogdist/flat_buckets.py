@@ -1,0 +1,257 @@
+"""Tensors that live side by side in flat buffers: an exchange of a buffer copies nothing in or out of it.
+
+`fogdist.buckets` packs tensors for one message and unpacks them again; here they stay packed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fogdist.buckets import BUCKET_BYTES, make_buckets
+from fogdist.memory import empty
+
+# A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor is in its flat: its first element there, and how the elements lie."""
+
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class FlatBuckets:
+    """Moves tensors into flat buffers, of which they are views from then on.
+
+    They stay the same tensors, with shape, strides, gradient and optimizer state; whatever changes them in place
+    changes the buffer, and the other way round. CPU buffers are in memory that the host's other ranks can read
+    (`fogdist.empty`), so exchanges of them copy nothing. Autograd does not see what is written to a buffer: do
+    that between backward and the next forward pass.
+
+    ``copy.deepcopy`` of a model gives parameters of their own. ``torch.save`` writes whole storages: each buffer
+    once for a state dict that has all its tensors, and a whole buffer for one tensor of it; save a clone of
+    that.
+
+    Args:
+        tensors: Dense tensors of any dtypes and devices. One that is given several times counts once. Strides
+            are kept where they are dense (channels_last, transposed); others become contiguous ones.
+        max_bytes: A bucket takes no further tensor that would make it larger.
+        names: Of the tensors, for messages; by default their places in the list.
+
+    Raises:
+        TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, such as DTensor, or
+            no tensor.
+        ValueError: It is on the device meta or without a shape yet, is expanded, or overlaps in memory with
+            another one; `max_bytes` is below 1; as many names as tensors are needed.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], max_bytes: int = BUCKET_BYTES, *, names: Sequence[str] | None = None
+    ) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+        if names is not None and len(names) != len(tensors):
+            raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
+        labels = [f"tensors[{i}]" if names is None else repr(names[i]) for i in range(len(tensors))]
+        self._labels: dict[Tensor, str] = {}
+        for tensor, label in zip(tensors, labels, strict=True):
+            _check(tensor, label)
+            self._labels.setdefault(tensor, label)
+        _check_apart(self._labels)
+        self._flats: list[Tensor] = []
+        self._tensors: list[list[Tensor]] = []
+        self._places: list[list[_Place]] = []
+        self._views: list[list[Tensor]] = []
+        distinct = list(self._labels)
+        for bucket in make_buckets(distinct, max_bytes, ALIGNMENT):
+            members = [distinct[place] for place in bucket.places]
+            self._places.append(_places(members))
+            self._tensors.append(members)
+            last = self._places[-1][-1]
+            length = _aligned(last.offset + last.shape.numel(), bucket.dtype)
+            self._flats.append(_zeros(length, bucket.dtype, bucket.device))
+            self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
+        self._bucket_of = {tensor: i for i, members in enumerate(self._tensors) for tensor in members}
+        self._move(distinct)
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """The buffers: one-dimensional, with zeros between the tensors."""
+        return list(self._flats)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, each once, in the order in which they were given."""
+        return list(self._labels)
+
+    def tensors_of(self, bucket: int) -> list[Tensor]:
+        """Returns the tensors of a bucket, by its place in `flats`."""
+        return list(self._tensors[bucket])
+
+    def bucket_of(self, tensor: Tensor) -> int:
+        """Returns the place in `flats` of the buffer that a tensor is in.
+
+        Raises:
+            ValueError: It is in none.
+        """
+        if tensor not in self._bucket_of:
+            raise ValueError(
+                f"tensor must be one of the buckets', got another of shape {tuple(tensor.shape)}"
+            )
+        return self._bucket_of[tensor]
+
+    def views(self, flat_like: Tensor, bucket: int) -> list[Tensor]:
+        """Returns views of another buffer as the bucket's tensors are views of theirs.
+
+        Args:
+            flat_like: One-dimensional, contiguous, as long as the bucket's buffer; of any dtype and device.
+            bucket: Place in `flats`.
+
+        Raises:
+            ValueError: `flat_like` has another shape, or is not contiguous.
+        """
+        length = self._flats[bucket].numel()
+        if flat_like.shape != (length,) or not flat_like.is_contiguous():
+            raise ValueError(
+                f"flat_like must be contiguous of shape ({length},), got shape {tuple(flat_like.shape)} and "
+                f"strides {flat_like.stride()}"
+            )
+        begin = flat_like.storage_offset()
+        return [
+            flat_like.as_strided(place.shape, place.stride, begin + place.offset)
+            for place in self._places[bucket]
+        ]
+
+    def layout(self) -> list[str]:
+        """Returns a line for each tensor; where these are the same on two ranks, so is what buffers mean."""
+        return [
+            f"{self._labels[tensor]}: bucket {i} at {place.offset}, {tensor.dtype} of shape "
+            f"{tuple(place.shape)} and strides {place.stride}"
+            for i, members in enumerate(self._tensors)
+            for tensor, place in zip(members, self._places[i], strict=True)
+        ]
+
+    def rehome(self) -> bool:
+        """Takes tensors back whose `data` was replaced, with their new values; they get their strides again.
+
+        Loading a state dict does not need it, as that copies in place; ``tensor.data = ...`` does, and what is
+        made of it: ``vector_to_parameters``, ``module.to(memory_format=...)``. It costs a microsecond or so a tensor
+        where nothing was replaced.
+
+        Returns:
+            Whether any was.
+
+        Raises:
+            ValueError: A tensor has another dtype, device or shape now; nothing is done then.
+        """
+        astray = []
+        for members, views in zip(self._tensors, self._views, strict=True):
+            for tensor, view in zip(members, views, strict=True):
+                if (
+                    tensor.data_ptr() == view.data_ptr()
+                    and tensor.dtype == view.dtype
+                    and tensor.shape == view.shape
+                    and tensor.stride() == view.stride()
+                ):
+                    continue
+                now, was = (_kind(tensor), _kind(view))
+                if now != was:
+                    raise ValueError(
+                        f"{self._labels[tensor]} must stay {was}, as when it was put into its bucket; got {now}. "
+                        "Convert a model before it is distributed"
+                    )
+                _check(tensor, self._labels[tensor])
+                astray.append(tensor)
+        self._move(astray)
+        return bool(astray)
+
+    def _move(self, tensors: Sequence[Tensor]) -> None:
+        """Copies tensors to their places and makes them views of these."""
+        moved = set(tensors)
+        with torch.no_grad():
+            for members, views in zip(self._tensors, self._views, strict=True):
+                pairs = [(t, v) for t, v in zip(members, views, strict=True) if t in moved]
+                # All values before any tensor: some may be views of each other's places.
+                values = [t.detach().clone() if _is_within(t, views) else t.detach() for t, _ in pairs]
+                for (_, view), value in zip(pairs, values, strict=True):
+                    view.copy_(value)
+                for tensor, view in pairs:
+                    tensor.data = view
+
+
+def _check(tensor: Tensor, label: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{label} must be a torch.Tensor, got {type(tensor).__name__}")
+    if is_lazy(tensor):
+        raise ValueError(f"{label} must have a shape, got a {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{label} must be dense (layout torch.strided), got layout {tensor.layout}")
+    if is_traceable_wrapper_subclass(tensor) or tensor.is_quantized:
+        raise TypeError(f"{label} must be an ordinary tensor, got {type(tensor).__name__} of {tensor.dtype}")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{label} must have memory, got one on the device meta")
+    if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
+
+
+def _check_apart(labels: dict[Tensor, str]) -> None:
+    """Raises ValueError if two tensors have memory in common: apart they would no longer change together."""
+    spans = sorted(
+        (
+            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), label)
+            for tensor, label in labels.items()
+            if tensor.numel() > 0
+        ),
+        key=lambda span: span[:3],
+    )
+    for first, second in itertools.pairwise(spans):
+        if first[0] == second[0] and second[1] < first[2]:
+            raise ValueError(
+                f"{first[3]} and {second[3]} must not overlap in memory. Tied parameters have to be one "
+                "torch.nn.Parameter"
+            )
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _places(tensors: Sequence[Tensor]) -> list[_Place]:
+    places, offset = [], 0
+    for tensor in tensors:
+        # What clone() would give: the tensor's own strides if they are dense.
+        stride = torch.empty_like(tensor, device="meta").stride()
+        places.append(_Place(offset, tensor.shape, tuple(stride)))
+        offset = _aligned(offset + tensor.numel(), tensor.dtype)
+    return places
+
+
+def _aligned(elements: int, dtype: torch.dtype) -> int:
+    step = ALIGNMENT // dtype.itemsize
+    return -(-elements // step) * step
+
+
+def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return empty(length, dtype=dtype).zero_()
+    return torch.zeros(length, dtype=dtype, device=device)
+
+
+def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:
+    return tensor.untyped_storage().data_ptr() == views[0].untyped_storage().data_ptr()
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
