@@ -81,7 +81,7 @@ class AsynchronousGossip(Algorithm):
             self._fog_refresh()
             if not self._fog_is_alone:
                 self._fog_windows = _Windows(
-                    self._fog_name, context.rank, context.size, list(self._fog_shares), self._fog_flats.read()
+                    self._fog_name, context.rank, context.size, list(self._fog_shares), self._fog_flats.values
                 )
 
     def finish(self) -> None:
@@ -96,9 +96,7 @@ class AsynchronousGossip(Algorithm):
             return
         barrier()
         with torch.no_grad():
-            values = self._fog_flats.read()
-            self._fog_windows.collect(values)
-            self._fog_flats.write(values)
+            self._fog_windows.collect(self._fog_flats.values)
         windows, self._fog_windows = self._fog_windows, None
         windows.free()
 
@@ -122,7 +120,7 @@ class AsynchronousGossip(Algorithm):
         windows = self._fog_windows
         if windows is None:
             return result
-        values = self._fog_flats.read()
+        values = self._fog_flats.values
         windows.collect(values)
         # By the number of steps, and not by how many draws there were: those depend on the others' speed.
         ready = windows.ready() if is_due else []
@@ -131,7 +129,6 @@ class AsynchronousGossip(Algorithm):
             windows.move(values, peer, self._fog_shares[peer])
             self._fog_rounds += 1
         windows.publish(values)
-        self._fog_flats.write(values)
         return result
 
     def _fog_refresh(self) -> None:

@@ -89,12 +89,14 @@ class DecentralizedSGD(Algorithm):
             return
         with torch.no_grad():
             self._fog_refresh()
-            values = self._fog_flats.read()
-            finish = self._fog_mixing.start(values, self._fog_rounds, self._fog_weights(), self._fog_name)
-            if self._fog_order == "awc":
-                self._fog_in_flight = (self._fog_flats, finish)
-            else:
-                self._fog_flats.write(finish())
+            if self._fog_order == "cta":
+                self._fog_average(self._fog_flats.values, in_place=True)
+                return
+            # Not in place: the model computes with these values meanwhile.
+            finish = self._fog_mixing.start(
+                self._fog_flats.values, self._fog_rounds, self._fog_weights(), self._fog_name
+            )
+            self._fog_in_flight = (self._fog_flats, finish)
 
     def _fog_arrive(self) -> None:
         if self._fog_in_flight is not None:

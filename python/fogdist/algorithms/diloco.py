@@ -74,13 +74,13 @@ class DiLoCo(Algorithm):
         self._fog_begin(optimizer, mixing, local_steps, **options)
 
     def _fog_initial(self, name: str) -> list[Tensor]:
-        return self._fog_flats.read()
+        return self._fog_flats.copies()
 
     def _fog_targets(self) -> list[Tensor]:
         """Where outer_lr of the way that the local steps went leads: a + outer_lr D."""
         return [
             anchor.lerp(x, self._fog_outer_lr)
-            for anchor, x in zip(self._fog_state["anchor"], self._fog_flats.read(), strict=True)
+            for anchor, x in zip(self._fog_state["anchor"], self._fog_flats.values, strict=True)
         ]
 
     def _fog_combine(self) -> None:
@@ -186,11 +186,11 @@ class NoLoCo(DiLoCo):
         )
 
     def _fog_initial(self, name: str) -> list[Tensor]:
-        return self._fog_flats.read() if name == "anchor" else self._fog_flats.zeros()
+        return self._fog_flats.copies() if name == "anchor" else self._fog_flats.zeros()
 
     def _fog_combine(self) -> None:
         anchors, momenta = self._fog_state["anchor"], self._fog_state["outer_momentum"]
-        changes = [x.sub_(anchor) for x, anchor in zip(self._fog_flats.read(), anchors, strict=True)]
+        changes = [x.sub(anchor) for x, anchor in zip(self._fog_flats.values, anchors, strict=True)]
         mixed = self._fog_average([*changes, *anchors])
         mean_changes, mean_anchors = mixed[: len(changes)], mixed[len(changes) :]
         for anchor, momentum, change, mean in zip(anchors, momenta, mean_changes, mean_anchors, strict=True):

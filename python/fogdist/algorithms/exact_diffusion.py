@@ -32,7 +32,7 @@ class ExactDiffusion(Algorithm):
     _fog_is_lazy: ClassVar[bool] = True
 
     def _fog_combine(self) -> None:
-        adapted = self._fog_flats.read()
+        adapted = self._fog_flats.values
         corrections = self._fog_state["correction"]
         rates = self._fog_rates()
         corrected = [
@@ -42,11 +42,11 @@ class ExactDiffusion(Algorithm):
         combined = self._fog_average(corrected)
         if self._fog_is_lazy:
             combined = [x.add_(phi).mul_(0.5) for x, phi in zip(combined, corrected, strict=True)]
-        self._fog_flats.write(combined)
         self._fog_state["correction"] = [
-            x.sub_(psi).div_(rate) if rate != 0.0 else correction
+            x.sub(psi).div_(rate) if rate != 0.0 else correction
             for x, psi, correction, rate in zip(combined, adapted, corrections, rates, strict=True)
         ]
+        self._fog_flats.write(combined)
 
 
 class D2(ExactDiffusion):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere, gather_numbers
 from fogdist.algorithms.flats import Flats
-from fogdist.algorithms.mixing import Mixing, as_mixing
+from fogdist.algorithms.mixing import Mixing, Nobody, as_mixing
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.optim.parameter_average import NeighborWeights
@@ -125,7 +125,8 @@ class Algorithm(DistributedOptimizer):
         self._fog_step_count = 0
         self._fog_rounds = 0
         self._fog_numbers_now = dict(self._fog_numbers)
-        self._fog_flats = Flats([])
+        self._fog_flats = Flats(self._fog_trained())
+        self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
         described = {"mixing": self._fog_mixing, "local_steps": local_steps, **options}
@@ -145,7 +146,7 @@ class Algorithm(DistributedOptimizer):
 
     def _fog_combine(self) -> None:
         """What follows every `local_steps` local steps."""
-        self._fog_flats.write(self._fog_average(self._fog_flats.read()))
+        self._fog_average(self._fog_flats.values, in_place=True)
 
     def _fog_initial(self, name: str) -> list[Tensor]:
         """The first values of a buffer, before the first step with these parameters."""
@@ -156,12 +157,14 @@ class Algorithm(DistributedOptimizer):
         self._fog_step_count += 1
         return self._fog_step_count % self._fog_local_steps == 0
 
-    def _fog_average(self, tensors: Sequence[Tensor], mixing: Mixing | None = None) -> list[Tensor]:
+    def _fog_average(
+        self, tensors: Sequence[Tensor], mixing: Mixing | None = None, *, in_place: bool = False
+    ) -> list[Tensor]:
         """Returns this round's weighted averages, by the algorithm's own mixing or another one."""
-        if self._fog_is_alone:
-            return [tensor.clone() for tensor in tensors]
         chosen = self._fog_mixing if mixing is None else mixing
-        return chosen.start(tensors, self._fog_rounds, self._fog_weights(), self._fog_name)()
+        if self._fog_is_alone:
+            chosen = Nobody()
+        return chosen.start(tensors, self._fog_rounds, self._fog_weights(), self._fog_name, in_place)()
 
     def _fog_weights(self) -> NeighborWeights:
         return NeighborWeights(self.self_weight, self.src_weights, self.dst_weights, self.enable_topo_check)
@@ -196,19 +199,28 @@ class Algorithm(DistributedOptimizer):
                 parameter.grad = gradient
 
     def _fog_refresh(self) -> None:
-        """Takes up parameters that were added or unfrozen, and forgets those that were frozen."""
+        """Takes up parameters that were added, unfrozen or replaced, and forgets those that were frozen.
+
+        The algorithm's state begins here too, at the first step: not before the user has loaded or broadcast
+        what ranks start from.
+        """
         groups = self._fog_trained()
-        if self._fog_flats.hold(groups):
-            return
+        is_known = self._fog_flats.hold(groups)
+        if is_known:
+            self._fog_flats.rehome()
+            if self._fog_has_state:
+                return
         # What was loaded, or what was remembered of the parameters that are still here.
         known = self._fog_loaded or self._fog_pieces()
-        self._fog_flats = Flats(groups)
+        if not is_known:
+            self._fog_flats = Flats(groups)
         for name in self._fog_buffers:
             self._fog_state[name] = self._fog_initial(name)
             for parameter, piece in self._fog_flats.views(self._fog_state[name]):
                 if parameter in known.get(name, {}):
                     piece.copy_(known[name][parameter])
         self._fog_loaded = {}
+        self._fog_has_state = True
 
     def _fog_trained(self) -> list[list[Tensor]]:
         """The parameters of each group that are not frozen now."""
@@ -274,7 +286,7 @@ class Algorithm(DistributedOptimizer):
         self._fog_wrapped.load_state_dict(
             {**state_dict, "state": state, "param_groups": [_without_prefix(group) for group in saved_groups]}
         )
-        self._fog_flats = Flats([])
+        self._fog_has_state = False
         self._fog_state = {name: [] for name in self._fog_buffers}
         self._fog_loaded = {
             name: {

@@ -43,4 +43,4 @@ class GossipPGA(Algorithm):
 
     def _fog_combine(self) -> None:
         is_global = (self._fog_rounds + 1) % self._fog_period == 0
-        self._fog_flats.write(self._fog_average(self._fog_flats.read(), AllRanks() if is_global else None))
+        self._fog_average(self._fog_flats.values, AllRanks() if is_global else None, in_place=True)

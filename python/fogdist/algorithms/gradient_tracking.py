@@ -77,7 +77,5 @@ class GradientTracking(Algorithm):
         return result
 
     def _fog_exchange(self, tracked: list[Tensor]) -> None:
-        values = self._fog_flats.read()
-        mixed = self._fog_average([*values, *tracked])
-        self._fog_flats.write(mixed[: len(values)])
-        self._fog_state["tracker"] = mixed[len(values) :]
+        """Averages the parameters and the trackers in place, in one exchange."""
+        self._fog_average([*self._fog_flats.values, *tracked], in_place=True)

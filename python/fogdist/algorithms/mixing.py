@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from fogdist.collectives import allreduce_nonblocking, wait
+from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
 from fogdist.context import current
-from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
+from fogdist.neighbor_collectives import (
+    neighbor_allreduce_nonblocking,
+    neighbor_allreduce_nonblocking_,
+)
 from fogdist.optim.parameter_average import NeighborWeights
 from fogdist.topology import Peers, Topology
 
@@ -21,7 +24,9 @@ class Mixing(abc.ABC):
     """One exchange a round. All ranks must give an algorithm the same mixing."""
 
     @abc.abstractmethod
-    def start(self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str) -> Finish:
+    def start(
+        self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
+    ) -> Finish:
         """Starts the weighted averages of round t.
 
         Args:
@@ -29,17 +34,21 @@ class Mixing(abc.ABC):
             t: Round, from 0.
             weights: The optimizer's dynamic attributes.
             name: What all ranks call the exchange.
+            in_place: Whether the averages go into the tensors themselves.
 
         Returns:
-            A function that waits for the averages and returns them: new tensors, which may be changed.
+            A function that waits for the averages and returns them; without `in_place` new tensors, which may
+            be changed.
         """
 
-    def start_push(self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str) -> Finish:
+    def start_push(
+        self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
+    ) -> Finish:
         """Starts the sums of push-sum in round t: each rank gives shares away that add up to what it has.
 
         Arguments and result are those of `start`. By default averages are such sums.
         """
-        return self.start(tensors, t, weights, name)
+        return self.start(tensors, t, weights, name, in_place)
 
 
 class Neighbors(Mixing):
@@ -63,15 +72,19 @@ class Neighbors(Mixing):
     def __repr__(self) -> str:
         return f"Neighbors({'' if self._topology is None else self._topology.name})"
 
-    def start(self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str) -> Finish:
+    def start(
+        self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
+    ) -> Finish:
         """See `Mixing.start`."""
         if self._topology is None:
-            return _exchange(tensors, weights, name)
+            return _exchange(tensors, weights, name, in_place)
         peers = self._round(self._topology, t)
         chosen = NeighborWeights(peers["self_weight"], peers["src_weights"], peers["dst_weights"], False)
-        return _exchange(tensors, chosen, name)
+        return _exchange(tensors, chosen, name, in_place)
 
-    def start_push(self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str) -> Finish:
+    def start_push(
+        self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
+    ) -> Finish:
         """See `Mixing.start_push`: a rank and its out-neighbors get equal shares of what it has.
 
         A topology says whom a rank sends to; its weights, which are those of receivers, do not count here.
@@ -79,11 +92,11 @@ class Neighbors(Mixing):
         """
         if self._topology is not None:
             peers = self._round(self._topology, t)
-            return _exchange(tensors, _shares(peers["src_weights"], peers["dst_weights"]), name)
+            return _exchange(tensors, _shares(peers["src_weights"], peers["dst_weights"]), name, in_place)
         if weights.self_weight is None and weights.src_weights is None and weights.dst_weights is None:
             static = current().topology
-            return _exchange(tensors, _shares(static.in_neighbors, static.out_neighbors), name)
-        return _exchange(tensors, weights, name)
+            return _exchange(tensors, _shares(static.in_neighbors, static.out_neighbors), name, in_place)
+        return _exchange(tensors, weights, name, in_place)
 
     def _round(self, topology: Topology, t: int) -> Peers:
         context = current()
@@ -105,11 +118,13 @@ class AllRanks(Mixing):
     def __repr__(self) -> str:
         return "AllRanks()"
 
-    def start(self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str) -> Finish:
+    def start(
+        self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
+    ) -> Finish:
         """See `Mixing.start`."""
+        begin = allreduce_nonblocking_ if in_place else allreduce_nonblocking
         handles = [
-            allreduce_nonblocking(tensor, average=True, name=f"{name}.all.{place}")
-            for place, tensor in enumerate(tensors)
+            begin(tensor, average=True, name=f"{name}.all.{place}") for place, tensor in enumerate(tensors)
         ]
         return lambda: [wait(handle) for handle in handles]
 
@@ -120,9 +135,11 @@ class Nobody(Mixing):
     def __repr__(self) -> str:
         return "Nobody()"
 
-    def start(self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str) -> Finish:
+    def start(
+        self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
+    ) -> Finish:
         """See `Mixing.start`."""
-        return lambda: [tensor.clone() for tensor in tensors]
+        return lambda: list(tensors) if in_place else [tensor.clone() for tensor in tensors]
 
 
 def as_mixing(mixing: Mixing | Topology | None, size: int) -> Mixing:
@@ -144,10 +161,11 @@ def as_mixing(mixing: Mixing | Topology | None, size: int) -> Mixing:
     return mixing
 
 
-def _exchange(tensors: Sequence[Tensor], weights: NeighborWeights, name: str) -> Finish:
+def _exchange(tensors: Sequence[Tensor], weights: NeighborWeights, name: str, in_place: bool) -> Finish:
     if not tensors:
         return list
-    handle = neighbor_allreduce_nonblocking(
+    begin = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
+    handle = begin(
         list(tensors),
         self_weight=weights.self_weight,
         src_weights=weights.src_weights,

@@ -42,20 +42,27 @@ class PushSumSGD(Algorithm):
     def _fog_adapt(self) -> Any:
         p = self.p
         if p != 1.0:
-            self._fog_flats.write([z.mul_(p) for z in self._fog_flats.read()])
+            self._fog_scale(p)
         result = self._fog_wrapped.step()
         if p != 1.0 and (self._fog_step_count + 1) % self._fog_local_steps != 0:
-            self._fog_flats.write([x.div_(p) for x in self._fog_flats.read()])
+            self._fog_scale(1 / p)
         return result
+
+    def _fog_scale(self, factor: float) -> None:
+        for x in self._fog_flats.values:
+            x.mul_(factor)
 
     def _fog_combine(self) -> None:
         if self._fog_is_alone:
             return
-        values = self._fog_flats.read()
         # In double, whatever the parameters are: p is a product of all rounds.
         weight = torch.tensor([self.p], dtype=torch.float64)
-        *sums, p = self._fog_mixing.start_push(
-            [*values, weight], self._fog_rounds, self._fog_weights(), self._fog_name
+        self._fog_mixing.start_push(
+            [*self._fog_flats.values, weight],
+            self._fog_rounds,
+            self._fog_weights(),
+            self._fog_name,
+            in_place=True,
         )()
-        self._fog_numbers_now["p"] = float(p)
-        self._fog_flats.write([x.div_(float(p)) for x in sums])
+        self._fog_numbers_now["p"] = float(weight)
+        self._fog_scale(1 / float(weight))

@@ -65,7 +65,7 @@ class QuasiGlobalMomentum(Algorithm):
 
     def _fog_advance(self) -> Any:
         momenta, rates = self._fog_state["momentum"], self._fog_rates()
-        before = self._fog_flats.read()
+        before = self._fog_flats.copies()
         directions = [
             gradient.add_(momentum, alpha=self._fog_momentum)
             for gradient, momentum in zip(self._fog_flats.gradients(), momenta, strict=True)
@@ -74,7 +74,7 @@ class QuasiGlobalMomentum(Algorithm):
         if self._fog_count():
             self._fog_combine()
             self._fog_rounds += 1
-        for momentum, start, end, rate in zip(momenta, before, self._fog_flats.read(), rates, strict=True):
+        for momentum, start, end, rate in zip(momenta, before, self._fog_flats.values, rates, strict=True):
             if rate != 0.0:
                 momentum.mul_(self._fog_smoothing).add_(
                     start.sub_(end), alpha=(1 - self._fog_smoothing) / rate

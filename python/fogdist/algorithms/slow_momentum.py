@@ -68,7 +68,7 @@ class SlowMo(Algorithm):
         )
 
     def _fog_initial(self, name: str) -> list[Tensor]:
-        return self._fog_flats.read() if name == "anchor" else super()._fog_initial(name)
+        return self._fog_flats.copies() if name == "anchor" else super()._fog_initial(name)
 
     def _fog_advance(self) -> Any:
         result = super()._fog_advance()
@@ -77,7 +77,7 @@ class SlowMo(Algorithm):
         return result
 
     def _fog_slow_step(self) -> None:
-        means = self._fog_average(self._fog_flats.read(), AllRanks())
+        means = self._fog_average(self._fog_flats.values, AllRanks())
         anchors, momenta = self._fog_state["anchor"], self._fog_state["slow_momentum"]
         for anchor, mean, momentum, rate in zip(anchors, means, momenta, self._fog_rates(), strict=True):
             if rate == 0.0:
