@@ -23,6 +23,7 @@ import torch
 from fogdist import algorithms
 from fogdist import topology as topologies
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as checkpoints
 
 SHAPES = [(2, 3), (4,)]
 DIMENSION = 10
@@ -528,6 +529,14 @@ def test_trajectories(worlds, size, case):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11 * max(1.0, float(np.abs(expected).max())))
 
 
+def test_one_rank_alone(worlds):
+    """The recursions hold for W = 1: what is left is the optimizer and, where there is one, the outer one."""
+    for case in STATEFUL:
+        alone = case if case.graph in ("all", "nobody") else dataclasses.replace(case, graph="exp")
+        got = worlds(1).run(train, alone)[0]
+        np.testing.assert_allclose(got, reference(alone, 1)[:, 0], rtol=0, atol=1e-12, err_msg=str(alone))
+
+
 # --- state --------------------------------------------------------------------------------------------------
 
 # One case of each algorithm and form that keeps something of its own.
@@ -604,6 +613,25 @@ def state_of_another_algorithm() -> None:
 
 def test_the_state_of_another_algorithm_is_refused(worlds):
     worlds(4).run(state_of_another_algorithm)
+
+
+def through_checkpoint_functions(case: Case) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model, optimizer, scheduler = make(case, rank)
+    advance(case, model, optimizer, scheduler, range(4))
+    state = copy.deepcopy(checkpoints.get_state_dict(model, optimizer))
+    expected = advance(case, model, optimizer, scheduler, range(4, STEPS))
+    restored = make(case, rank, begin=100)
+    checkpoints.set_state_dict(*restored[:2], model_state_dict=state[0], optim_state_dict=state[1])
+    got = advance(case, *restored, range(4, STEPS))
+    np.testing.assert_array_equal(np.stack(got), np.stack(expected))
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["GradientTracking", "PushSumSGD"])
+def test_state_passes_through_torch_distributed_checkpoint(worlds, name, base):
+    worlds(2).run(through_checkpoint_functions, Case(name, "exp", base))
 
 
 # --- parameters ---------------------------------------------------------------------------------------------
