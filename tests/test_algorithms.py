@@ -128,6 +128,8 @@ def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
         return topologies.RingGraph(size), False
     if graph == "lopsided":
         return lopsided(size), False
+    if graph == "full":
+        return topologies.FullyConnectedGraph(size), False
     return topologies.ExponentialGraph(size), False
 
 
@@ -403,7 +405,7 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
 def reference(case: Case, size: int) -> np.ndarray:
     """X after each step, of shape (steps, ranks, dimension)."""
     simulate = REFERENCES[case.name]
-    if case.name == "DiLoCo" and case.graph != "all":
+    if case.name == "DiLoCo" and case.graph not in ("all", "full"):
         simulate = gossip_diloco
     return np.stack(list(itertools.islice(simulate(Simulation(case, size)), STEPS)))
 
@@ -513,6 +515,7 @@ CASES = [
     *(Case("SlowMo", g, "momentum", SLOW) for g in ("star", "one-peer", "attributes")),
     Case("DiLoCo", "all", "adamw", OUTER, every=3, together=True),
     Case("DiLoCo", "all", "momentum", OUTER, every=1, together=True, decays=True),
+    Case("DiLoCo", "full", "adamw", OUTER, every=3, together=True),  # the complete graph is DiLoCo
     *(Case("DiLoCo", g, "sgd", OUTER, every=3) for g in ("star", "base", "attributes")),
     *(Case("GASLoC", g, b, OUTER, every=3) for g in ("ring", "pairs") for b in ("momentum", "adamw")),
     Case("GASLoC", "attributes", "sgd", OUTER),
@@ -995,6 +998,29 @@ def hooks_end_with_the_optimizer() -> None:
 
 def test_a_dropped_algorithm_leaves_the_model(worlds):
     worlds(2).run(hooks_end_with_the_optimizer)
+
+
+def when_exchanges_begin() -> None:
+    fogdist.init()
+    for order in ("awc", "cta"):
+        model = Quadratic(fogdist.rank(), 0)
+        optimizer = algorithms.DecentralizedSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, order=order, mixing=algorithms.AllRanks()
+        )
+        with torch.no_grad():
+            model.bias.fill_(fogdist.rank())
+            model(0)  # does not count
+        assert model.bias[0] == fogdist.rank()
+        model(0).backward()
+        model(1).backward()  # accumulates, with no second exchange
+        assert (optimizer._fog_in_flight is not None) == (order == "awc")
+        assert model.bias[0] == (fogdist.rank() if order == "awc" else 0.5)
+        optimizer.step()
+        assert optimizer._fog_in_flight is None
+
+
+def test_exchanges_begin_with_the_forward_pass(worlds):
+    worlds(2).run(when_exchanges_begin)
 
 
 def push_sum_weight() -> float:
