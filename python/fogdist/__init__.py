@@ -74,6 +74,9 @@ from fogdist.optim import (
     DistributedAdaptThenCombineOptimizer,
     DistributedAdaptWithCombineOptimizer,
     DistributedGradientAllreduceOptimizer,
+    DistributedPullGetOptimizer,
+    DistributedPushSumOptimizer,
+    DistributedWinPutOptimizer,
 )
 from fogdist.parameters import allreduce_parameters, broadcast_optimizer_state, broadcast_parameters
 from fogdist.topology import (
@@ -127,6 +130,9 @@ __all__ = [
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedGradientAllreduceOptimizer",
+    "DistributedPullGetOptimizer",
+    "DistributedPushSumOptimizer",
+    "DistributedWinPutOptimizer",
     "ExponentialGraph",
     "ExponentialTwoGraph",
     "FullyConnectedGraph",

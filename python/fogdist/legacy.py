@@ -68,6 +68,7 @@ RENAMED: dict[str, tuple[str, Adapter | None]] = {
     "allgather_async": ("allgather_nonblocking", None),
     "neighbor_allgather_async": ("neighbor_allgather_nonblocking", _neighbor_allgather),
     "neighbor_allreduce_async": ("neighbor_allreduce_nonblocking", _neighbor_allreduce),
+    "DistributedBluefogOptimizer": ("DistributedWinPutOptimizer", None),
     "PowerTwoRingGraph": ("ExponentialTwoGraph", None),
     "PowerGraph": ("ExponentialGraph", None),
     "BiRingGraph": ("RingGraph", None),

@@ -1,0 +1,141 @@
+"""Exchanges that begin at the end of a forward pass and end in `step`: the backward pass hides them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from fogdist.optim.pass_counter import warn_too_many_passes
+from fogdist.optim.wrapper import DistributedOptimizer
+
+
+class OverlappingOptimizer(DistributedOptimizer):
+    """Base of the optimizers that exchange parameters while the gradient is computed.
+
+    A subclass says what begins and what ends, for the parameters of one model each.
+    """
+
+    _fog_passes: list[int]
+    _fog_saw_forward: bool
+    _fog_has_warned: bool
+    _fog_is_alone: bool
+    _fog_hooks: list[RemovableHandle]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends the exchange, if one is due, and makes the optimizer's step from what it gave.
+
+        Args:
+            closure: Evaluated once, before the exchange is awaited.
+
+        Returns:
+            What the closure returned, else what the optimizer's own step returns.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._fog_is_alone:
+            result = self._fog_wrapped.step()
+        else:
+            self._fog_catch_up()
+            self._fog_end_all()
+            with self._fog_stepping():
+                result = self._fog_wrapped.step()
+        return result if closure is None else loss
+
+    def synchronize(self) -> None:
+        """Ends an exchange in flight, parameters included; `step` does so by itself."""
+        if any(self._fog_is_begun(place) for place in range(len(self._fog_passes))):
+            self._fog_end_all()
+            with self._fog_stepping():
+                pass
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Around a `step` after `synchronize`, as scripts for Horovod and BlueFog have it.
+
+        `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was
+        called.
+
+        Raises:
+            RuntimeError: An exchange is in flight.
+        """
+        if any(self._fog_is_begun(place) for place in range(len(self._fog_passes))):
+            raise RuntimeError(
+                "skip_synchronize() needs a call of synchronize() before it: an exchange is in flight"
+            )
+        yield
+
+    def _fog_begin(self, place: int) -> None:
+        """Begins the exchange of the parameters of the model at `place`."""
+        raise NotImplementedError
+
+    def _fog_end(self, place: int) -> None:
+        """Waits for it and writes what it gave into the parameters."""
+        raise NotImplementedError
+
+    def _fog_is_begun(self, place: int) -> bool:
+        """Whether it has begun and not ended."""
+        raise NotImplementedError
+
+    def _fog_stepping(self) -> AbstractContextManager[None]:
+        """What the optimizer's own step is made in."""
+        return nullcontext()
+
+    def _fog_start(self, is_alone: bool) -> None:
+        self._fog_is_alone = is_alone
+        self._fog_passes = [0] * (0 if is_alone else len(self._fog_models))
+        self._fog_saw_forward = False
+        self._fog_has_warned = False
+        self._fog_hooks = []
+        if not is_alone:
+            self._fog_hooks = [_hook(model, place, self) for place, model in enumerate(self._fog_models)]
+            for hook in self._fog_hooks:
+                weakref.finalize(self, hook.remove).atexit = False
+
+    def _fog_after_forward(self, place: int) -> None:
+        self._fog_saw_forward = True
+        self._fog_passes[place] += 1
+        if self._fog_passes[place] > self._fog_steps and not self._fog_has_warned:
+            self._fog_has_warned = True
+            warn_too_many_passes("forward", self._fog_steps)
+        self._fog_begin_if_due(place)
+
+    def _fog_catch_up(self) -> None:
+        """A step that no forward pass led to counts as a pass of every model.
+
+        So a rank without data for one step still answers the others.
+        """
+        if not self._fog_saw_forward:
+            for place in range(len(self._fog_models)):
+                self._fog_passes[place] += 1
+                self._fog_begin_if_due(place)
+        self._fog_saw_forward = False
+
+    def _fog_begin_if_due(self, place: int) -> None:
+        if self._fog_passes[place] >= self._fog_steps and not self._fog_is_begun(place):
+            self._fog_begin(place)
+
+    def _fog_end_all(self) -> None:
+        for place in range(len(self._fog_passes)):
+            if self._fog_is_begun(place):
+                self._fog_passes[place] = 0
+                self._fog_end(place)
+
+
+def _hook(model: Module, place: int, optimizer: OverlappingOptimizer) -> RemovableHandle:
+    # The model outlives its optimizer: its hook must not keep the optimizer alive.
+    reference = weakref.ref(optimizer)
+
+    def after_forward(module: Module, args: Any, output: Any) -> None:
+        alive = reference()
+        if alive is not None and module.training and torch.is_grad_enabled():
+            alive._fog_after_forward(place)
+
+    return model.register_forward_hook(after_forward)

@@ -1,0 +1,784 @@
+"""Optimizers on one-sided windows: exact when ranks go in step, right at uneven speeds, and their ends."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import os
+import signal
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import fogdist
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from fogdist.optim.bucket_windows import BucketWindows
+from reference import Checks
+from test_optimizers import OPTIMIZERS, Run, loss_of, make_net, matrices, simulate, snapshot
+from torch import Tensor, nn
+
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "put": fogdist.DistributedWinPutOptimizer,
+    "get": fogdist.DistributedPullGetOptimizer,
+    "push-sum": fogdist.DistributedPushSumOptimizer,
+}
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def start(graph: nx.DiGraph | None = None, is_weighted: bool = False) -> tuple[int, int]:
+    """Begins a test in a world that others have used: without their windows, which keep the topology."""
+    fogdist.init()
+    fogdist.win_free()
+    assert fogdist.set_topology(graph, is_weighted)
+    return fogdist.rank(), fogdist.size()
+
+
+def distribute(
+    kind: str,
+    model: nn.Module,
+    make: Callable[[Any], torch.optim.Optimizer],
+    in_step: bool = True,
+    **options: Any,
+) -> Any:
+    optimizer = FACTORIES[kind](make(model.parameters()), model, **options)
+    optimizer.force_barrier = in_step
+    return optimizer
+
+
+# --- in step ------------------------------------------------------------------------------------------------
+
+
+def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> None:
+    """One iteration's weights as attributes: only the peers of this iteration."""
+    others = [r for r in range(len(matrix)) if r != rank]
+    if kind == "push-sum":
+        optimizer.self_weight = float(matrix[rank, rank])
+        optimizer.dst_weights = {r: float(matrix[rank, r]) for r in others if matrix[rank, r] != 0}
+        return
+    optimizer.self_weight = float(matrix[rank, rank])
+    optimizer.src_weights = {r: float(matrix[r, rank]) for r in others if matrix[r, rank] != 0}
+    if kind == "put":
+        optimizer.dst_weights = [r for r in others if matrix[rank, r] != 0]
+
+
+def train(kind: str, run: Run) -> Tensor:
+    star = run.mixing == "weighted"
+    rank, size = start(topologies.StarGraph(fogdist_size()) if star else None, star)
+    model = make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS[run.optimizer], num_steps_per_communication=run.every)
+    trajectory, number = [], 0
+    for matrix in matrices(run, size):
+        if run.mixing == "dynamic":
+            set_weights(kind, optimizer, matrix, rank)
+        optimizer.zero_grad()
+        for _ in range(run.passes):
+            loss_of(model, rank, number).backward()
+            number += 1
+        optimizer.step()
+        trajectory.append(snapshot(model))
+    optimizer.unregister_window()
+    return torch.stack(trajectory)
+
+
+def fogdist_size() -> int:
+    fogdist.init()
+    return fogdist.size()
+
+
+RUNS = [
+    *(Run("awc", optimizer) for optimizer in OPTIMIZERS),
+    Run("awc", "adam", every=3, passes=3),  # accumulate, then one step
+    Run("awc", "sgd", every=3),  # local steps
+    Run("awc", "sgd", mixing="weighted"),
+    Run("awc", "adam", mixing="dynamic"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("kind", ["put", "get"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_in_step_they_average_as_adapt_with_combine(worlds, size, kind, run):
+    for got, expected in zip(worlds(size).run(train, kind, run), simulate(run, size)):
+        torch.testing.assert_close(got, expected, **EXACT)
+
+
+@pytest.mark.parametrize("run", [Run("awc", "sgd"), Run("awc", "adam", mixing="dynamic")], ids=str)
+def test_push_sum_on_balanced_graphs_averages_as_adapt_with_combine(worlds, run):
+    for got, expected in zip(worlds(3).run(train, "push-sum", run), simulate(run, 3)):
+        torch.testing.assert_close(got, expected, **EXACT)
+
+
+def several_ways() -> None:
+    """Every kind in one world, whose ranks only send messages, as ranks on different hosts."""
+    rank, size = fogdist_size() and fogdist.rank(), fogdist.size()
+    run = Run("awc", "adam", every=2, passes=1, steps=6)
+    for kind in FACTORIES:
+        expected = simulate(run, size)[rank]
+        torch.testing.assert_close(train(kind, run), expected, msg=lambda text, kind=kind: f"{kind}: {text}")
+        problem = Quadratics(size, is_consistent=True)
+        _, before, after = solve_at_uneven_speeds(kind, problem, 1, steps=60)
+        assert after < 0.5 * before, (kind, before, after)
+
+
+def test_between_hosts(new_world):
+    new_world(3, environment={"FOG_LOCAL_LINKS": "0"}).run(several_ways)
+
+
+# --- push-sum -----------------------------------------------------------------------------------------------
+
+
+def unbalanced(size: int) -> nx.DiGraph:
+    """A directed ring and edges from rank 0 to all: no doubly stochastic weights on it but with extra work."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(size))
+    graph.add_edges_from((r, (r + 1) % size) for r in range(size))
+    graph.add_edges_from((0, r) for r in range(1, size))
+    return graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Quadratics:
+    """Rank i has f_i(z) = |A_i z - b_i|^2 / 2 with parameters that are cut in two pieces."""
+
+    size: int
+    dimension: int = 6
+    rows: int = 4
+    is_consistent: bool = False
+
+    def data(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        random = np.random.default_rng([rank, self.dimension])
+        a = random.standard_normal((self.rows, self.dimension))
+        b = a @ self.solution() if self.is_consistent else random.standard_normal(self.rows)
+        return a, b
+
+    def begin(self, rank: int) -> np.ndarray:
+        return np.random.default_rng([rank, 7]).standard_normal(self.dimension)
+
+    def solution(self) -> np.ndarray:
+        return np.random.default_rng(3).standard_normal(self.dimension)
+
+
+class Pieces(nn.Module):
+    """z in two pieces, one of them held by the module itself."""
+
+    def __init__(self, problem: Quadratics, rank: int) -> None:
+        super().__init__()
+        z = torch.from_numpy(problem.begin(rank))
+        self.head = nn.Parameter(z[:2].clone())
+        self.rest = nn.Module()
+        self.rest.tail = nn.Parameter(z[2:].clone().view(2, -1))
+        a, b = problem.data(rank)
+        self.register_buffer("a", torch.from_numpy(a))
+        self.register_buffer("b", torch.from_numpy(b))
+
+    def z(self) -> Tensor:
+        return torch.cat([self.head, self.rest.tail.flatten()])
+
+    def forward(self) -> Tensor:
+        return (self.a @ self.z() - self.b).square().sum() / 2
+
+
+def push_sum_trajectory(problem: Quadratics, every: int, steps: int) -> tuple[np.ndarray, list[list[float]]]:
+    rank, _ = start(unbalanced(problem.size))
+    model = Pieces(problem, rank)
+    optimizer = distribute(
+        "push-sum",
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5, weight_decay=0.1),
+        num_steps_per_communication=every,
+    )
+    trajectory, weights = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        trajectory.append(model.z().detach().numpy().copy())
+        weights.append(optimizer.push_sum_weights())
+    optimizer.unregister_window()
+    return np.stack(trajectory), weights
+
+
+def push_sum_reference(problem: Quadratics, every: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """x+ = mix(x) - step(grad f(x / p)), p+ = mix(p); all ranks, a row each."""
+    size = problem.size
+    share = nx.to_numpy_array(unbalanced(size)) + np.eye(size)
+    share /= share.sum(axis=1, keepdims=True)  # of the sender's mass: rows add up to 1
+    x, p, momentum = np.stack([problem.begin(r) for r in range(size)]), np.ones(size), 0.0
+    trajectory, weights = [], []
+    for step in range(steps):
+        z = x / p[:, None]
+        gradients = np.stack(
+            [a.T @ (a @ z[r] - b) for r, (a, b) in enumerate(map(problem.data, range(size)))]
+        )
+        if (step + 1) % every == 0:
+            x, p = share.T @ x, share.T @ p
+        gradients += 0.1 * x  # weight decay is of what the optimizer steps on
+        momentum = gradients if step == 0 else 0.5 * momentum + gradients
+        x = x - 0.05 * momentum
+        trajectory.append(x / p[:, None])
+        weights.append(p)
+    return np.stack(trajectory), np.stack(weights)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_push_sum_follows_its_recursion_on_a_directed_graph(worlds, size, every):
+    problem, steps = Quadratics(size), 25
+    expected, weights = push_sum_reference(problem, every, steps)
+    assert size == 2 or abs(weights[-1] - 1).max() > 0.2  # p is far from 1 here, or the test says little
+    for rank, (got, p) in enumerate(worlds(size).run(push_sum_trajectory, problem, every, steps)):
+        np.testing.assert_allclose(got, expected[:, rank], rtol=1e-9, atol=1e-10)
+        np.testing.assert_allclose([each[0] for each in p], weights[:, rank], rtol=1e-12)
+
+
+def average_at_uneven_speeds(slow: int) -> None:
+    """Push-sum without gradients: each rank at its own pace, then all in step until they agree."""
+    rank, size = start(unbalanced(fogdist_size()))
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).double())
+    average = [fogdist.allreduce(p.detach()) for p in model.parameters()]
+    optimizer = distribute("push-sum", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
+
+    def forward_and_step() -> None:
+        model[1](model[0](torch.ones(2, 5)).double()).sum().backward()
+        optimizer.step()
+
+    smallest = 1.0
+    for _ in range(8 if rank == slow else 80):
+        time.sleep(0.004 if rank == slow else 0.0001)
+        forward_and_step()
+        smallest = min(smallest, *optimizer.push_sum_weights())
+    fogdist.barrier()
+    optimizer.force_barrier = True
+    for _ in range(25):
+        forward_and_step()
+    with Checks() as checks:
+        for i, (parameter, expected) in enumerate(zip(model.parameters(), average)):
+            # Each rank rounds 80 times and more what it keeps.
+            tolerance = 2e-5 if parameter.dtype == torch.float32 else 1e-9
+            checks.true(f"parameter {i}", (parameter - expected).abs().max().item() < tolerance)
+        weights = torch.tensor(optimizer.push_sum_weights(), dtype=torch.float64)
+        sums = fogdist.allreduce(weights, average=False)
+        checks.close("weights", sums, torch.full((2,), float(size), dtype=torch.float64))
+        # A p that falls further makes the gradient's step on x / p many times the learning rate.
+        checks.true(f"smallest p {smallest}", smallest > 0.25)
+    optimizer.unregister_window()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_push_sum_averages_exactly_at_uneven_speeds(worlds, size):
+    worlds(size).run(average_at_uneven_speeds, size - 1)
+
+
+# --- at uneven speeds ---------------------------------------------------------------------------------------
+
+
+def solve_at_uneven_speeds(
+    kind: str, problem: Quadratics, slow: int, steps: int = 150
+) -> tuple[int, float, float]:
+    """Steps, distance to the common solution at the start and at the end."""
+    rank, _ = start(unbalanced(problem.size))
+    model = Pieces(problem, rank)
+    solution = torch.from_numpy(problem.solution())
+    before = (model.z() - solution).norm().item()
+    optimizer = distribute(kind, model, lambda p: torch.optim.SGD(p, lr=0.03), in_step=False)
+    done, everybody = 0, None
+    while everybody is None or not fogdist.poll(everybody):
+        time.sleep(0.008 if rank == slow else 0.001)
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+        done += 1
+        if done == steps:  # the slowest one's; the others go on meanwhile
+            everybody = fogdist.allreduce_nonblocking(torch.zeros(1))
+    fogdist.wait(everybody)
+    fogdist.barrier()
+    optimizer.unregister_window()
+    return done, before, (model.z() - solution).norm().item()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_convergence_with_one_slow_rank(worlds, kind):
+    # No rank can find the solution from its own data: it has 4 equations in 6 unknowns.
+    problem = Quadratics(4, is_consistent=True)
+    results = worlds(4).run(solve_at_uneven_speeds, kind, problem, 1)
+    steps = [result[0] for result in results]
+    assert min(steps) == steps[1] and max(steps) > 1.2 * steps[1], steps
+    for _, before, after in results:
+        assert after < 2e-2 * before, results
+
+
+# --- the first exchanges ------------------------------------------------------------------------------------
+
+
+def first_puts() -> None:
+    rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))  # from the left, to the right
+    left = (rank - 1) % size
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = distribute("put", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
+    # After the windows were made, as scripts do: slots hold copies of what was there before.
+    nn.init.constant_(model.weight, 10.0 + rank)
+
+    def forward() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+
+    with Checks() as checks:
+        fogdist.barrier()
+        if rank != 0:  # nothing comes to rank 1
+            forward()
+        fogdist.barrier()
+        if rank == 1:
+            optimizer.step()
+            checks.close("nobody has written", model.weight.detach().clone(), torch.full((1, 2), 11.0))
+        elif rank != 0:
+            optimizer.step()
+            expected = (10.0 + rank + 10.0 + left) / 2
+            checks.close("the left one has", model.weight.detach().clone(), torch.full((1, 2), expected))
+        fogdist.barrier()
+    optimizer.unregister_window()
+
+
+def test_first_iteration_before_any_put_has_arrived(worlds):
+    worlds(3).run(first_puts)
+
+
+def push_sum_before_anything_came() -> None:
+    rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = distribute("push-sum", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
+    nn.init.constant_(model.weight, 10.0 + rank)
+    with Checks() as checks:
+        fogdist.barrier()
+        if rank == 1:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            checks.close("x / p of what was kept", model.weight.detach().clone(), torch.full((1, 2), 11.0))
+            checks.equal("p", optimizer.push_sum_weights(), [0.5])
+        fogdist.barrier()
+        if rank == 2 % size:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            kept = [0.5, 0.5]
+            expected = (kept[0] * (10.0 + rank) + kept[1] * 11.0) / sum(kept)
+            checks.close("with half of rank 1's", model.weight.detach().clone(), torch.full((1, 2), expected))
+        fogdist.barrier()
+    optimizer.unregister_window()
+
+
+def test_push_sum_before_anything_came(worlds):
+    worlds(3).run(push_sum_before_anything_came)
+
+
+def isolated(kind: str) -> None:
+    graph = nx.DiGraph([(0, 1), (1, 0)])
+    graph.add_node(2)  # talks to nobody
+    rank, _ = start(graph)
+    model, plain = make_net(rank), make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS["adam"], in_step=False)
+    base = OPTIMIZERS["adam"](plain.parameters())
+    for number in range(3):
+        for each, net in ((optimizer, model), (base, plain)):
+            each.zero_grad()
+            loss_of(net, rank, number).backward()
+            fogdist.barrier()  # so that the other two see each other
+            each.step()
+    assert (rank == 2) == torch.allclose(snapshot(model), snapshot(plain), rtol=1e-12)
+    optimizer.unregister_window()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_rank_without_neighbors_trains_alone(worlds, kind):
+    worlds(3).run(isolated, kind)
+
+
+class Halves(torch.optim.Optimizer):
+    """Adds 1 to its parameters, one after the other, slowly."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(1.0)
+            time.sleep(0.003)
+
+
+def whole_parameters() -> int:
+    rank, _ = start()
+    model = nn.Module()
+    model.pieces = nn.ParameterList(nn.Parameter(torch.zeros(50)) for _ in range(3))
+    model.forward = lambda: sum(piece.sum() for piece in model.pieces)
+    # Rank 0 counts; rank 1 takes what it gets for its own.
+    base = Halves(model.parameters()) if rank == 0 else torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fogdist.DistributedPullGetOptimizer(base, model)
+    optimizer.self_weight, optimizer.src_weights = (1.0, {}) if rank == 0 else (0.0, {0: 1.0})
+    seen, done = set(), fogdist.allreduce_nonblocking(torch.zeros(1)) if rank == 1 else None
+    for _ in range(60):
+        model().backward()
+        optimizer.step()
+        values = torch.cat([piece.detach() for piece in model.pieces]).unique().tolist()
+        assert len(values) == 1, f"half changed: {values}"
+        seen.update(values)
+        time.sleep(0.0005)
+    fogdist.wait(done if done is not None else fogdist.allreduce_nonblocking(torch.zeros(1)))
+    optimizer.unregister_window()
+    return len(seen)
+
+
+def test_gets_see_no_step_half_done(worlds):
+    counted, seen = worlds(2).run(whole_parameters)
+    assert counted == 60 and seen > 3
+
+
+# --- the user's optimizer and model -------------------------------------------------------------------------
+
+
+def is_the_users_optimizer(kind: str) -> None:
+    rank, size = start()
+    with Checks() as checks, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = make_net(rank)
+        base = torch.optim.Adam(model.parameters(), lr=0.02)
+        loss_of(model, rank, 0).backward()
+        base.step()
+        pointers = [p.data_ptr() for p in model.parameters()]
+        parameters = list(model.parameters())
+        optimizer = FACTORIES[kind](base, model, window_prefix="mine")
+        checks.true("same parameters", all(a is b for a, b in zip(parameters, model.parameters())))
+        checks.true("isinstance", isinstance(optimizer, torch.optim.Adam))
+        checks.true("shared", optimizer.state is base.state and optimizer.param_groups is base.param_groups)
+        names = fogdist.get_current_created_window_names()
+        checks.equal("windows", names, ["mine.0"] if size > 1 else [])
+        moved = [p.data_ptr() != before for p, before in zip(model.parameters(), pointers)]
+        checks.equal("moved", moved, [p.requires_grad and size > 1 for p in model.parameters()])
+        checks.equal("tied", model.decoder.weight.data_ptr(), model.encoder.weight.data_ptr())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        frozen = model.frozen.weight.detach().clone()
+        losses = []
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, 1)
+            loss.backward()
+            losses.append(loss.item())
+            return loss
+
+        for _ in range(3):
+            checks.equal("closure's loss", optimizer.step(closure).item(), losses[-1])
+            scheduler.step()
+        checks.equal("evaluated", len(losses), 3)
+        checks.equal("learning rate", base.param_groups[0]["lr"], 0.02 / 8)
+        checks.equal("steps counted", int(next(iter(base.state.values()))["step"]), 4)
+        checks.equal("frozen", model.frozen.weight.detach().clone(), frozen)
+
+        # Checkpoints go both ways between plain and distributed.
+        state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        plain = make_net(9)
+        plain.load_state_dict(state["model"])
+        other = torch.optim.Adam(plain.parameters(), lr=1.0)
+        other.load_state_dict(state["optimizer"])
+        checks.equal("to plain", snapshot(plain), snapshot(model))
+        optimizer.step(closure)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        checks.equal("restored", snapshot(model), snapshot(plain))
+        twin = copy.deepcopy(model)
+        optimizer.step(closure)
+        checks.equal("a copy is independent", snapshot(twin), snapshot(plain))
+        with pytest.raises(AttributeError, match="send_neighbors.*'dst_weights' now"):
+            optimizer.send_neighbors = []
+        optimizer.unregister_window()
+        checks.equal("no windows", fogdist.get_current_created_window_names(), [])
+        optimizer.unregister_window()
+        again = FACTORIES[kind](base, model, window_prefix="mine")
+        again.step(closure)  # the forward pass no longer reaches the first one
+        again.unregister_window()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_it_is_the_users_optimizer(worlds, size, kind):
+    worlds(size).run(is_the_users_optimizer, kind)
+
+
+def replaced_data(kind: str) -> Tensor:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
+    for number in range(4):
+        if number == 2:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        optimizer.step()
+    optimizer.unregister_window()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_replaced_parameter_data(worlds, kind):
+    run = Run("awc", "sgd", steps=4)
+    for got, expected in zip(worlds(2).run(replaced_data, kind), simulate(run, 2)):
+        torch.testing.assert_close(got, expected[-1], **EXACT)
+
+
+def several_models_and_groups(kind: str) -> None:
+    rank, _ = start()
+    torch.manual_seed(rank)
+    models = [nn.Sequential(nn.Linear(4, 4)).double(), nn.Linear(4, 3).double()]  # names of their own
+    base = torch.optim.SGD(models[0].parameters(), lr=0.0)
+    optimizer = FACTORIES[kind](base, models)
+    optimizer.force_barrier = True
+
+    def forward_and_step() -> None:
+        models[1](models[0](torch.ones(2, 4, dtype=torch.float64))).sum().backward()
+        optimizer.step()
+
+    with Checks() as checks:
+        for held in (models[:1], models):
+            if held is models:
+                optimizer.add_param_group({"params": models[1].parameters(), "lr": 0.0})
+            expected = [fogdist.neighbor_allreduce(p.detach()) for m in held for p in m.parameters()]
+            others = snapshot(models[1])
+            forward_and_step()
+            got = [p.detach().clone() for m in held for p in m.parameters()]
+            for i, (a, b) in enumerate(zip(got, expected)):
+                checks.close(f"{len(held)} models, parameter {i}", a, b)
+            if held is not models:
+                checks.equal("not in the optimizer", snapshot(models[1]), others)
+        with pytest.raises(ValueError, match="model"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        checks.equal("groups", len(optimizer.param_groups), 2)
+    optimizer.unregister_window()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_several_models_and_added_groups(worlds, kind):
+    worlds(3).run(several_models_and_groups, kind)
+
+
+def synchronize(kind: str) -> None:
+    rank, _ = start()
+    model, other = make_net(rank), make_net(rank)
+    pair = [distribute(kind, net, OPTIMIZERS["adam"]) for net in (model, other)]
+    with Checks() as checks:
+        for number in range(3):
+            for optimizer, net in zip(pair, (model, other)):
+                optimizer.zero_grad()
+                loss_of(net, rank, number).backward()
+            with pytest.raises(RuntimeError, match="synchronize"), pair[0].skip_synchronize():
+                pass
+            before = snapshot(model)
+            pair[0].synchronize()
+            checks.true("averaged", not torch.equal(snapshot(model), before))
+            with pair[0].skip_synchronize():
+                pair[0].step()
+            pair[1].step()
+            checks.close("by itself or not", snapshot(model), snapshot(other))
+    for optimizer in pair:
+        optimizer.unregister_window()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_synchronize(worlds, kind):
+    worlds(2).run(synchronize, kind)
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+
+def bad_arguments(kind: str) -> None:
+    rank, _ = start()
+    make = FACTORIES[kind]
+    model = make_net(0)
+    base = OPTIMIZERS["sgd"](model.parameters())
+    net = nn.Linear(2, 2)
+    with Checks() as checks:
+        for arguments, options, error, message in [
+            ((model, model), {}, TypeError, "optimizer.*Net"),
+            ((base, base), {}, TypeError, "model.*SGD"),
+            ((base, model), {"num_steps_per_communication": 0}, ValueError, "num_steps_per_communication.*0"),
+            ((base, model), {"window_prefix": 3}, TypeError, "window_prefix must be a string, got int"),
+            ((torch.optim.LBFGS(net.parameters()), net), {}, ValueError, "LBFGS"),
+            ((OPTIMIZERS["sgd"](nn.Linear(2, 2).parameters()), model), {}, ValueError, "lacks"),
+        ]:
+            with pytest.raises(error, match=message):
+                make(*arguments, **options)
+        checks.equal("windows", fogdist.get_current_created_window_names(), [])
+        with pytest.raises(ValueError, match=r"(?s)model.*only on ranks \[0\].*'weight'.*\(3, 2\)"):
+            other = nn.Linear(2, 3 + rank)
+            make(OPTIMIZERS["sgd"](other.parameters()), other)
+        optimizer = make(base, model, window_prefix="same")
+        with pytest.raises(ValueError, match="same.0"):
+            make(OPTIMIZERS["sgd"](net.parameters()), net, window_prefix="same")
+        optimizer.force_barrier = False
+        optimizer.unregister_window()
+        with pytest.raises(RuntimeError, match=r"'same.0' was freed"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_bad_arguments(worlds, kind):
+    worlds(2).run(bad_arguments, kind)
+
+
+def bad_attributes() -> None:
+    rank, _ = start()
+    peer = 1 - rank
+    for kind, attributes, error, message in [
+        ("put", {"dst_weights": [rank]}, ValueError, "dst_weights"),
+        ("put", {"src_weights": {peer: 1.0}}, ValueError, "set together"),
+        ("put", {"self_weight": 0.5}, TypeError, "src_weights must be a dict"),
+        ("put", {"self_weight": 0.5, "src_weights": {rank: 0.5}}, ValueError, "neighbor_weights"),
+        ("get", {"self_weight": 0.5, "src_weights": [peer]}, TypeError, "src_weights must be a dict"),
+        ("get", {"src_weights": [rank]}, ValueError, "src_weights"),
+        ("push-sum", {"self_weight": 1.0}, ValueError, "add up to 1.*1.5"),
+        ("push-sum", {"self_weight": 0.0, "dst_weights": {peer: 1.0}}, ValueError, "above 0"),
+        ("push-sum", {"self_weight": 1.5, "dst_weights": {peer: -0.5}}, ValueError, "above 0"),
+        ("push-sum", {"dst_weights": [peer]}, TypeError, "dst_weights must be a dict"),
+    ]:
+        model = make_net(rank)
+        optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
+        for name, value in attributes.items():
+            setattr(optimizer, name, value)
+        before = snapshot(model)
+        with pytest.raises(error, match=message):
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+        assert torch.equal(snapshot(model), before)
+        optimizer.unregister_window()
+    for kind, name in [("put", "communication_type"), ("get", "dst_weights"), ("push-sum", "skip_lost")]:
+        optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
+        if name != "communication_type":  # the user's own attributes go to the user's optimizer
+            with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+                setattr(optimizer, name, {})
+        optimizer.unregister_window()
+
+
+def test_bad_attributes(worlds):
+    worlds(2).run(bad_attributes)
+
+
+def unfrozen() -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = distribute("put", model, OPTIMIZERS["sgd"])
+    model.frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"shape \(4, 4\) was frozen when the optimizer was made"):
+        loss_of(model, rank, 0).backward()
+    optimizer.unregister_window()
+
+
+def test_parameters_that_are_unfrozen_are_an_error(worlds):
+    worlds(2).run(unfrozen)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_before_init(kind):
+    model = make_net(0)
+    with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
+        FACTORIES[kind](OPTIMIZERS["sgd"](model.parameters()), model)
+
+
+def other_devices() -> None:
+    start()
+    with pytest.raises(ValueError, match="'w' must be on the CPU, got device meta"):
+        BucketWindows([torch.empty(2, device="meta")], ["w"], "w", 0, zero_init=True)
+
+
+def test_other_devices(worlds):
+    worlds(2).run(other_devices)
+
+
+# --- ends ---------------------------------------------------------------------------------------------------
+
+
+def dropped(kind: str) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    assert not model._forward_hooks
+    if rank == 0:  # alone: nothing of it communicates, least of all its end
+        for number in range(2):
+            loss_of(model, rank, number).backward()
+    fogdist.barrier()
+    assert len(fogdist.get_current_created_window_names()) == 1
+    fogdist.win_free()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_dropped_optimizer_leaves_the_model(worlds, kind):
+    worlds(2).run(dropped, kind)
+
+
+def lose_a_neighbor(kind: str) -> None:
+    rank, _ = start(topologies.FullyConnectedGraph(fogdist_size()))
+    model = make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
+
+    def forward_and_step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+
+    forward_and_step()
+    fogdist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
+        while time.monotonic() < deadline:  # it is not yet known to be lost
+            forward_and_step()
+            time.sleep(0.01)
+    if kind == "push-sum":
+        optimizer.self_weight, optimizer.dst_weights = 0.5, {2 - rank: 0.5}
+    else:
+        optimizer.skip_lost = True
+    for _ in range(5):
+        forward_and_step()
+    assert torch.isfinite(snapshot(model)).all()
+    if kind == "push-sum":  # what went to rank 1 is lost, of x and p alike
+        assert all(0.0 < p < 3.0 for p in optimizer.push_sum_weights())
+    optimizer.unregister_window()
+
+
+def test_a_lost_neighbor(new_world):
+    for kind in FACTORIES:
+        outcomes = new_world(3).run_raw(lose_a_neighbor, kind)
+        states = [outcome.state for outcome in outcomes]
+        assert states == ["returned", "died", "returned"], (kind, outcomes[0], outcomes[2])
+
+
+def shut_down_in_flight(kind: str) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    loss_of(model, rank, 1).backward()  # something is in flight
+    fogdist.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        optimizer.step()
+    optimizer.unregister_window()
+    assert torch.isfinite(snapshot(model)).all()
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_shutdown_with_an_exchange_in_flight(worlds, kind):
+    worlds(2).run(shut_down_in_flight, kind)
