@@ -38,6 +38,7 @@ from fogdist.context import (
     shutdown,
     size,
 )
+from fogdist.ddp import DecentralizedDataParallel
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -123,6 +124,7 @@ from fogdist.windows import (
 
 __all__ = [
     "CommunicationType",
+    "DecentralizedDataParallel",
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedGradientAllreduceOptimizer",
