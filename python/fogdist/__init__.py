@@ -38,7 +38,7 @@ from fogdist.context import (
     shutdown,
     size,
 )
-from fogdist.ddp import DecentralizedDataParallel
+from fogdist.ddp import DecentralizedDataParallel, Gossip, GossipState, gossip_hook
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -137,6 +137,8 @@ __all__ = [
     "GetInnerOuterRingDynamicSendRecvRanks",
     "GetRecvWeights",
     "GetSendWeights",
+    "Gossip",
+    "GossipState",
     "InferDestinationFromSourceRanks",
     "InferSourceFromDestinationRanks",
     "IsRegularGraph",
@@ -163,6 +165,7 @@ __all__ = [
     "empty",
     "get_current_created_window_names",
     "get_win_version",
+    "gossip_hook",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_",
     "hierarchical_neighbor_allreduce_nonblocking",

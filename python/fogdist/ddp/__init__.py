@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from fogdist.ddp.comm_hook import Gossip, GossipState, gossip_hook
 from fogdist.ddp.data_parallel import DecentralizedDataParallel
 
-__all__ = ["DecentralizedDataParallel"]
+__all__ = ["DecentralizedDataParallel", "Gossip", "GossipState", "gossip_hook"]
