@@ -105,7 +105,8 @@ class AsynchronousMixing:
         return False
 
     def begin(self) -> None:
-        """Nothing: what neighbors have put is there when the step comes."""
+        """Tells neighbors on other hosts as soon as may be what has arrived there."""
+        self._sign_if_put()
 
     @torch.no_grad()
     def mix(self) -> None:
@@ -139,7 +140,9 @@ class AsynchronousMixing:
             puts, self._puts = self._puts, []
             for put in puts:
                 put.wait()
-            self._sign_puts()
+            for rank in self._put_to:
+                self._last_put[rank] = self._iteration
+            self._sign()
 
     def pause(self) -> None:
         """Tells the neighbors to go on without this rank until its next step."""
@@ -149,6 +152,7 @@ class AsynchronousMixing:
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
+        self._sign_if_put()
         return {rank: self._staleness(rank) for rank in self._in}
 
     def follow(self, rounds: Rounds) -> None:
@@ -204,13 +208,11 @@ class AsynchronousMixing:
             window.put(flat, alive, skip_lost=self._skip_lost, timeout=self._timeout)
             for window, flat in zip(self._windows, self._flats, strict=True)
         ]
-        if all(put.is_completed() for put in self._puts):  # as on one host
-            self.discard()
+        self._sign_if_put()  # on one host everything is there already
 
-    def _sign_puts(self) -> None:
-        for rank in self._put_to:
-            self._last_put[rank] = self._iteration
-        self._sign()
+    def _sign_if_put(self) -> None:
+        if all(put.is_completed() for put in self._puts):
+            self.discard()
 
     def _sign(self) -> None:
         """Tells all neighbors how far this rank is, and learns who of them is lost."""
