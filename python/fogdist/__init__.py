@@ -39,6 +39,7 @@ from fogdist.context import (
     shutdown,
     size,
 )
+from fogdist.ddp import DecentralizedDataParallel, Gossip, GossipState, gossip_hook
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -131,6 +132,7 @@ from fogdist.windows import (
 
 __all__ = [
     "CommunicationType",
+    "DecentralizedDataParallel",
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedAllreduceOptimizer",
@@ -150,6 +152,8 @@ __all__ = [
     "GetInnerOuterRingDynamicSendRecvRanks",
     "GetRecvWeights",
     "GetSendWeights",
+    "Gossip",
+    "GossipState",
     "InferDestinationFromSourceRanks",
     "InferSourceFromDestinationRanks",
     "IsRegularGraph",
@@ -178,6 +182,7 @@ __all__ = [
     "empty",
     "get_current_created_window_names",
     "get_win_version",
+    "gossip_hook",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_",
     "hierarchical_neighbor_allreduce_nonblocking",
