@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor clean FORCE
+.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -40,6 +40,7 @@ help:
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
+	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
@@ -85,6 +86,10 @@ benchmark-neighbor: build
 	@echo "== benchmark of exchanges with neighbors"
 	@$(IN_VENV) python benchmarks/neighbor.py --json neighbor.json --plot neighbor.png $(ARGS)
 
+benchmark-windows: build
+	@echo "== benchmark of one-sided windows"
+	@$(IN_VENV) python benchmarks/windows.py --json windows.json --plot windows.png $(ARGS)
+
 # Exits with an error if something could not be installed, after the tests of what could.
 test-mpi: build
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
@@ -94,7 +99,7 @@ test-mpi: build
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

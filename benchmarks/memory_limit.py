@@ -8,6 +8,7 @@ and numpy in blocks that stay in a core's cache.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -61,7 +62,21 @@ def _in_blocks(inputs: Sequence[NDArray[np.float32]], output: NDArray[np.float32
 def _compiled(
     compiler: str, inputs: Sequence[NDArray[np.float32]], output: NDArray[np.float32]
 ) -> Callable[[], object]:
-    names = [f"x{place}" for place in range(len(inputs))]
+    function = _sum_function(compiler, len(inputs))
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (output, *inputs)]
+    length = ctypes.c_size_t(len(output))
+    keep = (list(inputs), output)  # the addresses above do not
+
+    def form() -> object:
+        assert keep
+        return function(length, *addresses)
+
+    return form
+
+
+@functools.cache
+def _sum_function(compiler: str, inputs: int) -> Callable[..., object]:
+    names = [f"x{place}" for place in range(inputs)]
     parameters = ", ".join(f"const float* restrict {name}" for name in names)
     terms = " + ".join(f"{name}[i]" for name in names)
     source = (
@@ -74,13 +89,4 @@ def _compiled(
         file, library = Path(directory) / "sum.c", Path(directory) / "sum.so"
         file.write_text(source)
         subprocess.run([*compiler.split(), *_OPTIONS, str(file), "-o", str(library)], check=True)
-        function = ctypes.CDLL(str(library)).sum  # stays loaded without its file
-    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (output, *inputs)]
-    length = ctypes.c_size_t(len(output))
-    keep = (list(inputs), output)  # the addresses above do not
-
-    def form() -> object:
-        assert keep
-        return function(length, *addresses)
-
-    return form
+        return ctypes.CDLL(str(library)).sum  # stays loaded without its file

@@ -58,9 +58,10 @@ import networkx as nx
 import numpy as np
 import program
 import side_by_side
+from goals import Goal, print_goals
 from interleaved import take_turns
 from numpy.typing import NDArray
-from report import Row, Table, size_text, write_json
+from report import Row, Table, write_json
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -99,41 +100,6 @@ TABLE = Table(
 )
 # Relative; the inputs are positive and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A bound on a ratio of medians.
-
-    Attributes:
-        exchange: Of the row, as `ranks` and `size`.
-        ranks: Number of ranks.
-        size: In bytes.
-        numerator: System.
-        denominator: System.
-        limit: The ratio should not be larger,
-        enough: or the numerator's median, in milliseconds, not larger than this.
-    """
-
-    exchange: str
-    ranks: int
-    size: int
-    numerator: str
-    denominator: str
-    limit: float
-    enough: float = 0.0
-
-    def line(self, row: Row) -> str | None:
-        """What became of it, for people; None if the row lacks a system."""
-        ratio = row.ratio(self.numerator, self.denominator)
-        if ratio is None:
-            return None
-        median = row.times[self.numerator].median
-        met = ratio <= self.limit or median <= self.enough
-        what = f"{SYSTEMS[self.numerator]} / {SYSTEMS[self.denominator]}"
-        aim = f"at most {self.limit:.2f}" + (f" or {self.enough} ms" if self.enough else "")
-        where = f"{self.exchange}, {self.ranks} ranks, {size_text(self.size)}"
-        return f"{where:28}{what:20}{ratio:6.2f} ({median:.4f} ms)   {aim}: {'met' if met else 'missed'}"
 
 
 # On a machine of two cores.
@@ -550,15 +516,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
     rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
-    by_place = {(row.operation, row.ranks, row.bytes): row for row in rows}
-    lines = [
-        goal.line(by_place[place])
-        for goal in GOALS
-        if (place := (goal.exchange, goal.ranks, goal.size)) in by_place
-    ]
-    if any(lines):
-        print("\nGoals, for a machine of two cores")
-        print("\n".join(line for line in lines if line))
+    print_goals(GOALS, rows, SYSTEMS)
 
 
 if __name__ == "__main__":

@@ -308,6 +308,7 @@ class Window:
         tensor: Tensor,
         destinations: Sequence[tuple[int, float]],
         *,
+        self_weight: float = 1.0,
         with_p: bool = False,
         mutex: bool = False,
         skip_lost: bool = False,
@@ -318,6 +319,8 @@ class Window:
         Args:
             tensor: Of the window's shape and dtype; it may be the window's own. It must not change until the
                 Work is complete, which it is on return but for other hosts and for mutexes that others hold.
+            self_weight: What `tensor`, and p if `with_p`, are multiplied by in place before the Work is complete.
+                They are not if it fails. Integers are rounded as those that are sent.
         """
 
     def accumulate(
@@ -325,6 +328,7 @@ class Window:
         tensor: Tensor,
         destinations: Sequence[tuple[int, float]],
         *,
+        self_weight: float = 1.0,
         with_p: bool = False,
         mutex: bool = False,
         skip_lost: bool = False,
@@ -401,6 +405,9 @@ class Window:
     def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
         """Gives them back; ValueError, and nothing given back, if this thread does not have them all."""
 
+    def hold(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> WindowHold:
+        """Takes mutexes as `lock` does, until the end of what it returns."""
+
     def free(self, timeout: timedelta | None = None) -> None:
         """Waits for this rank's operations in flight and until all neighbors have called it; ranks that are gone do not
         count. Afterwards the window does nothing more. The tensor stays."""
@@ -413,6 +420,10 @@ class Window:
     def in_neighbors(self) -> list[int]: ...
     @property
     def out_neighbors(self) -> list[int]: ...
+
+class WindowHold:
+    def release(self) -> None:
+        """Gives the mutexes back; once more does nothing."""
 
 def load_mpi(path: str) -> None:
     """Opens the MPI library without starting MPI. Once one is open, another call does nothing.

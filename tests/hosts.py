@@ -7,10 +7,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from scripts import ROOT, Job, started
 
 CLONE_NEWNET = 0x40000000
 # What keeps an MPI from using memory that namespaces share, as hosts do not.
@@ -82,3 +86,54 @@ def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
     finally:
         for name in made:
             ip("netns", "delete", name)
+
+
+def run_on_hosts(
+    folder: Path,
+    placement: Sequence[int],
+    module: str,
+    calls: Sequence[tuple[str, Sequence[Any]]],
+    *,
+    rate: str | None = None,
+    timeout: float = 60.0,
+    killed: Sequence[int] = (),
+) -> list[list[Any]]:
+    """Runs functions of a test module, one after the other, on ranks of several emulated hosts.
+
+    Args:
+        folder: Takes what the ranks print.
+        placement: The host of each rank.
+        module: The test module's name.
+        calls: Names of functions, with arguments that JSON can carry.
+        rate: As for `emulated_hosts`.
+        timeout: Of the group, in seconds.
+        killed: Ranks that end by SIGKILL.
+
+    Returns:
+        For each rank what its functions returned, as JSON carries it.
+
+    Raises:
+        AssertionError: A rank did not end in time, or not as it should; or processes are left.
+    """
+    world = {"WORLD_SIZE": str(len(placement)), "MASTER_ADDR": address(0), "MASTER_PORT": "29514"}
+    words = [ROOT / "tests" / "on_host.py", module, str(timeout), json.dumps(calls)]
+    with emulated_hosts(max(placement) + 1, rate) as names:
+        jobs = [
+            Job(
+                words,
+                1,
+                folder / f"rank{rank}.txt",
+                ["ip", "netns", "exec", names[host], sys.executable],
+                ACROSS["UCX"] | world | {"RANK": str(rank)},
+            )
+            for rank, host in enumerate(placement)
+        ]
+        with started(jobs):
+            statuses = [job.wait(120.0) for job in jobs]
+    output = "\n".join(f"== rank {rank}\n{job.output}" for rank, job in enumerate(jobs))
+    assert statuses == [-9 if rank in killed else 0 for rank in range(len(jobs))], f"{statuses}\n{output}"
+    mark = '{"returned": '
+    return [
+        [json.loads(line)["returned"] for line in job.output.splitlines() if line.startswith(mark)]
+        for job in jobs
+    ]

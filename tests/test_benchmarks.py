@@ -71,3 +71,20 @@ def test_neighbor(tmp_path: Path) -> None:
         ]
         assert row["times"]["memory"]["median"] == min(forms)
     assert "one-peer, 4 ranks, 4 KiB" in printed[printed.index("Goals") :]
+
+
+def test_windows(tmp_path: Path) -> None:
+    options = ["--ranks", "3", "--sizes", "4K", "2M", "--iterations", "3"]
+    rows, printed = run_benchmark("windows.py", tmp_path, *options)
+    # Tensors that a rank with two neighbors must at least read or write.
+    tensors = {"put": 4, "get": 4, "accumulate": 6, "update": 4, "put+update": 8}
+    operations = [*tensors, *(f"{name} alone" for name in tensors)]
+    places = {(row["operation"], row["bytes"]): row for row in rows}
+    assert list(places) == [(name, size) for size in (4 << 10, 2 << 20) for name in operations], printed
+    for (name, size), row in places.items():
+        operation = name.removesuffix(" alone")
+        assert row["bytes_moved"] == (3 if operation == name else 1) * tensors[operation] * size, row
+        systems = {"fog", "mpi", "memory", "memory numpy"}
+        systems |= {"fog_pg"} if size == 4 << 10 else set()
+        systems |= {"one_place", "one_place numpy"} if operation in ("put", "get") else set()
+        assert systems <= set(row["times"]) <= systems | {"memory C", "one_place C"}, row

@@ -15,6 +15,7 @@ from scripts import ROOT, Job, launcher_command, run_script
 TRAIN_DIGITS = ROOT / "examples" / "train_digits.py"
 AVERAGE_CONSENSUS = ROOT / "examples" / "average_consensus.py"
 PUSH_SUM = ROOT / "examples" / "push_sum.py"
+PUSH_DIGING = ROOT / "examples" / "push_diging.py"
 # Seconds after a rank is lost. Its peers notice at once; the rest is torchrun's shutdown on a busy machine.
 LOST_RANK_TIMEOUT = 30.0
 
@@ -127,3 +128,25 @@ def test_push_sum(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     assert [(rank, estimate) for rank, estimate, _ in ranks] == [(str(r), "1.5") for r in range(4)]
     assert all(int(rounds) >= 100 for _, _, rounds in ranks)
     assert "sum of p: 4\n" in output
+
+
+@pytest.mark.parametrize(
+    "ranks, arguments",
+    [(4, ()), (3, ("--task", "linear_regression", "--topology", "exp2"))],
+    ids=["unbalanced", "exp2"],
+)
+def test_push_diging_finds_the_optimum(tmp_path: Path, ranks: int, arguments: tuple[str, ...]) -> None:
+    picture = tmp_path / "errors.png"
+    script = [PUSH_DIGING, *arguments, "--max-iter", "300", "--save-plot-file", picture]
+    output = run_script(script, ranks, tmp_path / "log.txt")
+    errors = [float(error) for error in re.findall(r"^ +\d+ +(\S+)$", output, re.MULTILINE)]
+    assert errors[0] > 0.3 and errors[-1] < 1e-8, output
+    rows = re.findall(r"^rank (\d): distance (\S+), v = (\S+)$", output, re.MULTILINE)
+    assert [int(rank) for rank, _, _ in rows] == list(range(ranks))
+    assert all(float(error) < 1e-8 for _, error, _ in rows)
+    weights = [float(weight) for _, _, weight in rows]
+    if "--topology" in arguments:
+        assert weights == [1.0] * ranks
+    else:  # a plain average would be a weighted one here
+        assert max(weights) > 1.5 * min(weights)
+    check_picture(picture)

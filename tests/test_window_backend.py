@@ -37,6 +37,7 @@ RACE_SECONDS = 0.5
 # Types in which a float16's or bfloat16's small multiple is exact, and rounded once.
 WIDE = {dtype: torch.float64 for dtype in FLOATS} | {dtype: torch.complex128 for dtype in COMPLEX}
 SOON = timedelta(seconds=10)
+SHORT = timedelta(milliseconds=100)
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +255,61 @@ def with_p() -> None:
 
 def test_p_goes_with_the_value(world_of, way):
     world_of(3, way).run(with_p)
+
+
+def kept_share() -> None:
+    """`self_weight` is what is left of the tensor that was given, and of p, when the Work is complete."""
+    mine = full(8, 20_000)
+    window = create(mine, zero_init=True)
+    everyone = [(other, 1.0) for other in others()]
+    with Checks() as checks:
+        work = window.accumulate(mine, everyone, self_weight=0.5, with_p=True)
+        while not work.is_completed():
+            time.sleep(0.0001)
+        checks.equal("by the time it is complete", mine, full(4, 20_000))
+        checks.true("and p", window.p == 0.5)
+        work.wait()
+        work.wait()
+        checks.equal("once", mine, full(4, 20_000))
+        checks.true("p once", window.p == 0.5)
+        dist.barrier()
+        for other in others():
+            checks.equal("it was sent before", slot(window, other), full(8, 20_000))
+        table = torch.arange(40_000, dtype=torch.float64).view(20_000, 2)
+        column = table[:, 1]
+        expected = table * torch.tensor([1.0, 0.25])
+        dist.barrier()
+        window.put(column, everyone, self_weight=0.25).wait()
+        checks.equal("of a column", table, expected)
+        checks.true("p is not sent", window.p == 0.5)
+        dist.barrier()
+        for other in others():
+            checks.equal("a column", slot(window, other), expected[:, 1] * 4)
+        dist.barrier()
+        window.lock(others(), own=True)
+        dist.barrier()
+        given = full(8, 20_000)
+        with pytest.raises(dist.DistBackendError, match="timed out"):
+            window.put(given, everyone, self_weight=0.5, mutex=True, with_p=True, timeout=SHORT).wait()
+        work = window.put(given, everyone, self_weight=0.5, mutex=True, with_p=True)
+        time.sleep(0.05)
+        checks.equal("not of what fails, nor before", given, full(8, 20_000))
+        checks.true("p neither", window.p == 0.5)
+        dist.barrier()
+        window.unlock(others(), own=True)
+        work.wait()
+        checks.equal("then", given, full(4, 20_000))
+        checks.true("and p then", window.p == 0.25)
+        with pytest.raises(ValueError, match="self_weight: got nan"):
+            window.put(given, everyone, self_weight=float("nan"))
+        with pytest.raises(ValueError, match="tensor: got a tensor whose elements share memory"):
+            window.put(full(1, 1).expand(20_000), everyone, self_weight=0.5)
+        dist.barrier()
+        window.free()
+
+
+def test_what_the_sender_keeps(world_of, way):
+    world_of(2, way).run(kept_share)
 
 
 def directed() -> None:
@@ -498,11 +554,17 @@ def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, i
     looks, seen = 0, set()
     dist.barrier()
     end = time.monotonic() + RACE_SECONDS
-    while time.monotonic() < end:
-        if rank == 0:
+    latest = end + 20  # on a machine that is busy with other things
+    over = dist.barrier(async_op=True) if rank == 0 else None  # which rank 1 joins once it has seen enough
+    while True:
+        if over is not None:
+            if over.is_completed():
+                break
             for value in values:
                 if kind == "put":
                     window.put(value, [(1, 1.0)], mutex=mutex).wait()
+                elif kind == "get and scaling":
+                    window.put(tensor, [], self_weight=3.0).wait()
                 elif kind != "get":
                     window.accumulate(value, [(1, 1.0)], mutex=mutex).wait()
                 else:
@@ -513,7 +575,11 @@ def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, i
                     else:
                         window.update(3.0, [])
         else:
-            if kind == "get":
+            now = time.monotonic()
+            if now > latest or (now > end and looks > 3 and len(seen) > 2):
+                dist.barrier()
+                break
+            if kind in ("get", "get and scaling"):
                 window.get([(0, 1.0)], mutex=mutex).wait()
             elif kind == "get and accumulate":  # into the same slot
                 for weight in (looks % 50, looks % 50 + 50):
@@ -524,13 +590,12 @@ def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, i
             assert low == high, f"torn after {looks} looks: {low} and {high}"
             seen.add(low)
             looks += 1
-    dist.barrier()
     window.free()
     return looks, len(seen)
 
 
 @pytest.mark.parametrize("mutex", [False, True], ids=["free", "mutex"])
-@pytest.mark.parametrize("kind", ["put", "accumulate", "get", "get and accumulate"])
+@pytest.mark.parametrize("kind", ["put", "accumulate", "get", "get and accumulate", "get and scaling"])
 @pytest.mark.parametrize("nbytes", [1, 4 * KIB, 100_000, MIB, 16 * MIB])
 def test_nothing_is_torn(world_of, way, nbytes, kind, mutex):
     dtype = torch.uint8 if nbytes < 8 else torch.int64

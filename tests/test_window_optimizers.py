@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import os
+import signal
 import time
 import warnings
 import weakref
@@ -16,6 +18,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.optim.bucket_windows import BucketWindows
 from reference import Checks
@@ -111,6 +114,22 @@ def test_in_step_they_average_as_adapt_with_combine(worlds, size, kind, run):
 def test_push_sum_on_balanced_graphs_averages_as_adapt_with_combine(worlds, run):
     for got, expected in zip(worlds(3).run(train, "push-sum", run), simulate(run, 3)):
         torch.testing.assert_close(got, expected, **EXACT)
+
+
+def several_ways() -> None:
+    """Every kind in one world, whose ranks only send messages, as ranks on different hosts."""
+    rank, size = fogdist_size() and fogdist.rank(), fogdist.size()
+    run = Run("awc", "adam", every=2, passes=1, steps=6)
+    for kind in FACTORIES:
+        expected = simulate(run, size)[rank]
+        torch.testing.assert_close(train(kind, run), expected, msg=lambda text, kind=kind: f"{kind}: {text}")
+        problem = Quadratics(size, is_consistent=True)
+        _, before, after = solve_at_uneven_speeds(kind, problem, 1, steps=60)
+        assert after < 0.5 * before, (kind, before, after)
+
+
+def test_between_hosts(new_world):
+    new_world(3, environment={"FOG_LOCAL_LINKS": "0"}).run(several_ways)
 
 
 # --- push-sum -----------------------------------------------------------------------------------------------
@@ -239,18 +258,18 @@ def average_at_uneven_speeds(slow: int) -> None:
         smallest = min(smallest, *optimizer.push_sum_weights())
     fogdist.barrier()
     optimizer.force_barrier = True
-    for _ in range(60):
+    for _ in range(25):
         forward_and_step()
     with Checks() as checks:
         for i, (parameter, expected) in enumerate(zip(model.parameters(), average)):
             # Each rank rounds 80 times and more what it keeps.
-            tolerance = 2e-5 if parameter.dtype == torch.float32 else 1e-12
+            tolerance = 2e-5 if parameter.dtype == torch.float32 else 1e-9
             checks.true(f"parameter {i}", (parameter - expected).abs().max().item() < tolerance)
         weights = torch.tensor(optimizer.push_sum_weights(), dtype=torch.float64)
         sums = fogdist.allreduce(weights, average=False)
         checks.close("weights", sums, torch.full((2,), float(size), dtype=torch.float64))
-        # A p below this would make the gradient's step on x / p many times the learning rate.
-        checks.true(f"smallest p {smallest}", smallest >= fogdist.optim.push_sum.LEAST_P - 1e-9)
+        # A p that falls further makes the gradient's step on x / p many times the learning rate.
+        checks.true(f"smallest p {smallest}", smallest > 0.25)
     optimizer.unregister_window()
 
 
@@ -262,26 +281,28 @@ def test_push_sum_averages_exactly_at_uneven_speeds(worlds, size):
 # --- at uneven speeds ---------------------------------------------------------------------------------------
 
 
-def solve_at_uneven_speeds(kind: str, problem: Quadratics, slow: int) -> tuple[int, float, float]:
+def solve_at_uneven_speeds(
+    kind: str, problem: Quadratics, slow: int, steps: int = 150
+) -> tuple[int, float, float]:
     """Steps, distance to the common solution at the start and at the end."""
     rank, _ = start(unbalanced(problem.size))
     model = Pieces(problem, rank)
     solution = torch.from_numpy(problem.solution())
     before = (model.z() - solution).norm().item()
     optimizer = distribute(kind, model, lambda p: torch.optim.SGD(p, lr=0.03), in_step=False)
-    steps, everybody = 0, None
+    done, everybody = 0, None
     while everybody is None or not fogdist.poll(everybody):
-        time.sleep(0.004 if rank == slow else 0.001)
+        time.sleep(0.008 if rank == slow else 0.001)
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
-        steps += 1
-        if steps == 250:  # the slowest one's; the others go on meanwhile
+        done += 1
+        if done == steps:  # the slowest one's; the others go on meanwhile
             everybody = fogdist.allreduce_nonblocking(torch.zeros(1))
     fogdist.wait(everybody)
     fogdist.barrier()
     optimizer.unregister_window()
-    return steps, before, (model.z() - solution).norm().item()
+    return done, before, (model.z() - solution).norm().item()
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
@@ -290,9 +311,9 @@ def test_convergence_with_one_slow_rank(worlds, kind):
     problem = Quadratics(4, is_consistent=True)
     results = worlds(4).run(solve_at_uneven_speeds, kind, problem, 1)
     steps = [result[0] for result in results]
-    assert min(steps) == steps[1] and max(steps) > 1.5 * steps[1], steps
+    assert min(steps) == steps[1] and max(steps) > 1.2 * steps[1], steps
     for _, before, after in results:
-        assert after < 2e-3 * before, results
+        assert after < 2e-2 * before, results
 
 
 # --- the first exchanges ------------------------------------------------------------------------------------
@@ -378,6 +399,46 @@ def test_a_rank_without_neighbors_trains_alone(worlds, kind):
     worlds(3).run(isolated, kind)
 
 
+class Halves(torch.optim.Optimizer):
+    """Adds 1 to its parameters, one after the other, slowly."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.add_(1.0)
+            time.sleep(0.003)
+
+
+def whole_parameters() -> int:
+    rank, _ = start()
+    model = nn.Module()
+    model.pieces = nn.ParameterList(nn.Parameter(torch.zeros(50)) for _ in range(3))
+    model.forward = lambda: sum(piece.sum() for piece in model.pieces)
+    # Rank 0 counts; rank 1 takes what it gets for its own.
+    base = Halves(model.parameters()) if rank == 0 else torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = fogdist.DistributedPullGetOptimizer(base, model)
+    optimizer.self_weight, optimizer.src_weights = (1.0, {}) if rank == 0 else (0.0, {0: 1.0})
+    seen, done = set(), fogdist.allreduce_nonblocking(torch.zeros(1)) if rank == 1 else None
+    for _ in range(60):
+        model().backward()
+        optimizer.step()
+        values = torch.cat([piece.detach() for piece in model.pieces]).unique().tolist()
+        assert len(values) == 1, f"half changed: {values}"
+        seen.update(values)
+        time.sleep(0.0005)
+    fogdist.wait(done if done is not None else fogdist.allreduce_nonblocking(torch.zeros(1)))
+    optimizer.unregister_window()
+    return len(seen)
+
+
+def test_gets_see_no_step_half_done(worlds):
+    counted, seen = worlds(2).run(whole_parameters)
+    assert counted == 60 and seen > 3
+
+
 # --- the user's optimizer and model -------------------------------------------------------------------------
 
 
@@ -438,6 +499,9 @@ def is_the_users_optimizer(kind: str) -> None:
         optimizer.unregister_window()
         checks.equal("no windows", fogdist.get_current_created_window_names(), [])
         optimizer.unregister_window()
+        again = FACTORIES[kind](base, model, window_prefix="mine")
+        again.step(closure)  # the forward pass no longer reaches the first one
+        again.unregister_window()
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
@@ -575,6 +639,7 @@ def bad_attributes() -> None:
         ("put", {"dst_weights": [rank]}, ValueError, "dst_weights"),
         ("put", {"src_weights": {peer: 1.0}}, ValueError, "set together"),
         ("put", {"self_weight": 0.5}, TypeError, "src_weights must be a dict"),
+        ("put", {"self_weight": 0.5, "src_weights": {rank: 0.5}}, ValueError, "neighbor_weights"),
         ("get", {"self_weight": 0.5, "src_weights": [peer]}, TypeError, "src_weights must be a dict"),
         ("get", {"src_weights": [rank]}, ValueError, "src_weights"),
         ("push-sum", {"self_weight": 1.0}, ValueError, "add up to 1.*1.5"),
@@ -592,7 +657,7 @@ def bad_attributes() -> None:
             optimizer.step()
         assert torch.equal(snapshot(model), before)
         optimizer.unregister_window()
-    for kind, name in [("put", "communication_type"), ("get", "dst_weights"), ("push-sum", "src_weights")]:
+    for kind, name in [("put", "communication_type"), ("get", "dst_weights"), ("push-sum", "skip_lost")]:
         optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
         if name != "communication_type":  # the user's own attributes go to the user's optimizer
             with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
@@ -604,10 +669,10 @@ def test_bad_attributes(worlds):
     worlds(2).run(bad_attributes)
 
 
-def unfrozen(kind: str) -> None:
+def unfrozen() -> None:
     rank, _ = start()
     model = make_net(rank)
-    optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
+    optimizer = distribute("put", model, OPTIMIZERS["sgd"])
     model.frozen.requires_grad_(True)
     with pytest.raises(ValueError, match=r"shape \(4, 4\) was frozen when the optimizer was made"):
         loss_of(model, rank, 0).backward()
@@ -615,7 +680,7 @@ def unfrozen(kind: str) -> None:
 
 
 def test_parameters_that_are_unfrozen_are_an_error(worlds):
-    worlds(2).run(unfrozen, "put")
+    worlds(2).run(unfrozen)
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
@@ -660,6 +725,44 @@ def dropped(kind: str) -> None:
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_a_dropped_optimizer_leaves_the_model(worlds, kind):
     worlds(2).run(dropped, kind)
+
+
+def lose_a_neighbor(kind: str) -> None:
+    rank, _ = start(topologies.FullyConnectedGraph(fogdist_size()))
+    model = make_net(rank)
+    optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
+
+    def forward_and_step() -> None:
+        optimizer.zero_grad()
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+
+    forward_and_step()
+    fogdist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
+        while time.monotonic() < deadline:  # it is not yet known to be lost
+            forward_and_step()
+            time.sleep(0.01)
+    if kind == "push-sum":
+        optimizer.self_weight, optimizer.dst_weights = 0.5, {2 - rank: 0.5}
+    else:
+        optimizer.skip_lost = True
+    for _ in range(5):
+        forward_and_step()
+    assert torch.isfinite(snapshot(model)).all()
+    if kind == "push-sum":  # what went to rank 1 is lost, of x and p alike
+        assert all(0.0 < p < 3.0 for p in optimizer.push_sum_weights())
+    optimizer.unregister_window()
+
+
+def test_a_lost_neighbor(new_world):
+    for kind in FACTORIES:
+        outcomes = new_world(3).run_raw(lose_a_neighbor, kind)
+        states = [outcome.state for outcome in outcomes]
+        assert states == ["returned", "died", "returned"], (kind, outcomes[0], outcomes[2])
 
 
 def shut_down_in_flight(kind: str) -> None:

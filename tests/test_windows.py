@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from fogdist import legacy
 from fogdist import topology as topologies
-from fogdist.windows.writing import scale_
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, wide
 from torch import Tensor
 
@@ -201,38 +200,39 @@ def test_the_share_that_the_sender_keeps(worlds):
     worlds(RANKS).run(kept_share)
 
 
-@pytest.mark.parametrize("dtype", FLOATS + COMPLEX, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (40_001,)], ids=str)
-def test_scaling(dtype, shape):
-    x = make_input(0, dtype, shape)
-    exact = wide(x) / 3
-    scale_(x, 1 / 3)
-    assert torch.allclose(wide(x), exact, rtol=torch.finfo(dtype).eps, atol=0)
+def scaled(x: Tensor, weight: float) -> Tensor:
+    """What a put leaves of a copy of `x`."""
+    with fogdist.Window(x.clone()) as window:
+        window.put(window.tensor, self_weight=weight)
+        return window.tensor
 
 
-def test_scaling_takes_weights_as_doubles():
-    """The float32 next to 1/3 is 1e-8 off; over many products that is mass gained, not rounding."""
-    x = make_input(0, torch.float32, 1_000_000).abs()
-    exact = x.double().sum().item() / 3
-    scale_(x, 1 / 3)
-    assert x.double().sum().item() == pytest.approx(exact, rel=1e-9)
+def scaling() -> None:
+    fogdist.init()
+    with Checks() as checks:
+        for dtype in FLOATS + COMPLEX:
+            for shape in [(), (0,), (3, 5), (40_001,)]:
+                x = make_input(0, dtype, shape)
+                close = torch.allclose(
+                    wide(scaled(x, 1 / 3)), wide(x) / 3, rtol=torch.finfo(dtype).eps, atol=0
+                )
+                checks.true(f"{dtype} {shape}", close)
+        # Weights are doubles: the float32 next to 1/3 is 1e-8 off; over many products that is mass gained.
+        x = make_input(0, torch.float32, 1_000_000).abs()
+        exact = x.double().sum().item() / 3
+        checks.true("a double", math.isclose(scaled(x, 1 / 3).double().sum().item(), exact, rel_tol=1e-9))
+        for dtype in INTEGERS:
+            limits = torch.iinfo(dtype)
+            x = torch.tensor([0, 1, 3, 5, limits.max, limits.min], dtype=dtype)
+            checks.equal(f"{dtype}: halves to even", scaled(x, 0.5).tolist()[:4], [0, 0, 2, 2])
+            checks.equal(f"{dtype}: range", scaled(x, 1e30).tolist()[1:5], [limits.max] * 4)
+            checks.equal(f"{dtype}: least", scaled(x, 1e30).tolist()[5], limits.min)
+        nothing = torch.tensor([math.nan, math.inf, 1.0])
+        checks.equal("zeros of whatever there was", scaled(nothing, 0.0).tolist(), [0.0, 0.0, 0.0])
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_scaling_rounds_integers(dtype):
-    limits = torch.iinfo(dtype)
-    x = torch.tensor([0, 1, 3, 5, limits.max, limits.min], dtype=dtype)
-    half, large = x.clone(), x.clone()
-    scale_(half, 0.5)
-    assert half.tolist()[:4] == [0, 0, 2, 2]  # halves go to the even one
-    scale_(large, 1e30)
-    assert large.tolist()[1:] == [limits.max] * 4 + [limits.min]
-
-
-def test_scaling_by_zero_makes_zeros():
-    x = torch.tensor([math.nan, math.inf, 1.0])
-    scale_(x, 0.0)
-    assert x.tolist() == [0.0, 0.0, 0.0]
+def test_scaling(worlds):
+    worlds(1).run(scaling)
 
 
 def integer_windows() -> None:
@@ -452,6 +452,23 @@ def mutexes(folder: str) -> None:
     fogdist.wait(handle)
     with window.mutex([right]), window.mutex():  # out-neighbors; and a thread may take it again
         window.put(full(2), require_mutex=True)
+    fogdist.barrier()
+    assert window.version(left) == 2
+    for i in range(20):
+        with window.mutex(for_self=True):
+            fogdist.barrier()
+            handles = [window.put_nonblocking(full(each), require_mutex=True) for each in (1, 2)]
+            fogdist.barrier()
+        with window.mutex():  # what waits for it does not wait for this block's end
+            window.put(full(3), require_mutex=i % 2 == 0)
+        for handle in handles:
+            fogdist.wait(handle)
+        fogdist.barrier()
+        received = window.update(self_weight=0.0, neighbor_weights={left: 1.0}, clone=True)
+        assert received.eq(3).all()  # the puts came in order
+        fogdist.barrier()
+    window.put(full(2))
+    window.put(full(2))
     fogdist.barrier()
     with pytest.raises(KeyError), window.mutex():
         raise KeyError

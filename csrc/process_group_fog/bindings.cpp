@@ -246,17 +246,19 @@ PYBIND11_MODULE(_C, module) {
 
   using Ranks = std::vector<int>;
   const auto release_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Window::Hold>(module, "WindowHold").def("release", &Window::Hold::release, release_gil);
   auto window = py::class_<Window, std::shared_ptr<Window>>(module, "Window");
   const auto write = [&](const char* name, auto method) {
     window.def(
         name,
-        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, bool with_p, bool mutex, bool skip_lost,
-                 Timeout timeout) {
-          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout.value_or(self.timeout()))});
+        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
+                 bool skip_lost, Timeout timeout) {
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout.value_or(self.timeout())), self_weight});
         },
         py::arg("tensor"),
         py::arg("destinations"),
         py::kw_only(),
+        py::arg("self_weight") = 1.0,
         py::arg("with_p") = false,
         py::arg("mutex") = false,
         py::arg("skip_lost") = false,
@@ -335,6 +337,16 @@ PYBIND11_MODULE(_C, module) {
           "lock",
           [](Window& self, Ranks ranks, bool own, Timeout timeout) {
             self.lock(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
+          },
+          py::arg("ranks"),
+          py::kw_only(),
+          py::arg("own") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "hold",
+          [](Window& self, Ranks ranks, bool own, Timeout timeout) {
+            return self.hold(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
           },
           py::arg("ranks"),
           py::kw_only(),

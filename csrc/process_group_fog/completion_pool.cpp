@@ -3,6 +3,15 @@
 #include <c10/util/thread_name.h>
 
 namespace fog {
+namespace {
+
+thread_local bool is_pool_thread = false;
+
+} // namespace
+
+bool CompletionPool::is_current_thread() {
+  return is_pool_thread;
+}
 
 void CompletionPool::run(std::function<void()> task) {
   {
@@ -21,6 +30,7 @@ void CompletionPool::run(std::function<void()> task) {
 
 void CompletionPool::work() {
   c10::setThreadName("fog_completion");
+  is_pool_thread = true;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     ++idle_;

@@ -16,6 +16,8 @@ namespace fog {
 class CompletionPool {
  public:
   void run(std::function<void()> task);
+  // Whether this thread is one of a pool's.
+  static bool is_current_thread();
   // Runs what is queued and ends the threads; later tasks run in the caller.
   void stop();
 

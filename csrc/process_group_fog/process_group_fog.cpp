@@ -95,6 +95,7 @@ std::shared_ptr<Window> ProcessGroupFog::create_window(
     bool zero_init,
     std::optional<std::chrono::milliseconds> timeout) {
   CallOptions options;
+  options.name = "win_create";
   options.timeout = timeout;
   options.waits = true;
   const auto gather = [&](const std::string& mine) {

@@ -3,6 +3,13 @@
 #include <algorithm>
 
 namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kLook = std::chrono::milliseconds(50);
+
+} // namespace
 
 bool RankMutex::held_here() {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -18,9 +25,19 @@ void RankMutex::lock(Deadline deadline) {
     }
     const auto place = next_++;
     waiting_.push_back(place);
-    if (!changed_.wait_until(lock, deadline, [&] { return waiting_.front() == place; })) {
-      waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
-      time_out();
+    const auto turn = [&] { return waiting_.front() == place; };
+    while (!changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook), turn)) {
+      const bool late = Clock::now() >= deadline;
+      lock.unlock();
+      try {
+        late ? time_out() : check();
+      } catch (...) {
+        lock.lock();
+        waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
+        changed_.notify_all(); // it may have been its turn by now
+        throw;
+      }
+      lock.lock();
     }
   }
   try {

@@ -30,6 +30,8 @@ class RankMutex {
   virtual bool acquire(Deadline deadline) = 0;
   virtual bool try_acquire() = 0;
   virtual void release() = 0;
+  // Called every now and then while a thread waits for others of this process; may throw.
+  virtual void check() = 0;
   [[noreturn]] virtual void time_out() = 0;
 
  private:

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include "linear_combination.hpp"
+#include "mpi/failure.hpp"
 #include "names.hpp"
 #include "shared_memory/futex.hpp"
 #include "shared_tensors.hpp"
@@ -82,17 +83,58 @@ Window::Window(
       in_neighbors_(std::move(in_neighbors)),
       out_neighbors_(std::move(out_neighbors)),
       timeout_(timeout),
+      dtype_(tensor_.scalar_type()),
+      numel_(tensor_.numel()),
+      layout_(layout_of(tensor_)),
       bytes_(tensor_.nbytes()) {}
 
 std::shared_ptr<Window> Window::create(
+    const std::shared_ptr<mpi::Group>& group,
+    const at::Tensor& tensor,
+    const std::string& name,
+    const std::vector<int>& in_neighbors,
+    const std::vector<int>& out_neighbors,
+    bool zero_init,
+    Milliseconds timeout,
+    const Gather& gather) {
+  auto& engine = mpi::Engine::instance();
+  std::shared_ptr<Window> window;
+  std::exception_ptr error;
+  WindowDescription mine;
+  mine.number = engine.next_window(group);
+  mine.name = name;
+  mine.in = in_neighbors;
+  mine.out = out_neighbors;
+  try {
+    window = prepare(group, tensor, name, in_neighbors, out_neighbors, zero_init, timeout);
+    mine.layout = window->layout_;
+    mine.address = window->memory_->address();
+  } catch (const std::exception& reason) { // the others, who wait for this rank, are to hear of it
+    error = std::current_exception();
+    mine.error = mpi::message_of(reason);
+  }
+  const auto descriptions = decode_descriptions(gather(encode(mine)), group->size());
+  if (error) {
+    std::rethrow_exception(error);
+  }
+  check_agreement(descriptions);
+  for (const auto& rank : descriptions) { // one that could not make a window counts fewer of them
+    window->number_ = std::max(window->number_, rank.number);
+  }
+  engine.open_window(group, window->number_, window);
+  window->registered_ = true;
+  window->connect(descriptions, gather);
+  return window;
+}
+
+std::shared_ptr<Window> Window::prepare(
     const std::shared_ptr<mpi::Group>& group,
     at::Tensor tensor,
     const std::string& name,
     std::vector<int> in_neighbors,
     std::vector<int> out_neighbors,
     bool zero_init,
-    Milliseconds timeout,
-    const Gather& gather) {
+    Milliseconds timeout) {
   constexpr const char* op = "win_create";
   check_output(op, "tensor", tensor);
   check_linear_combination(op, tensor.scalar_type());
@@ -131,18 +173,6 @@ std::shared_ptr<Window> Window::create(
         std::make_unique<MappedMutex>(*window, *neighbor, window->memory_->door(door).mutex, PairMutex::Side::kFirst);
     window->neighbors_.push_back(std::move(neighbor));
   }
-  window->number_ = mpi::Engine::instance().open_window(group, window);
-  window->registered_ = true;
-  WindowDescription mine;
-  mine.name = name;
-  mine.layout = layout_of(window->tensor_);
-  mine.in = window->in_neighbors_;
-  mine.out = window->out_neighbors_;
-  mine.number = window->number_;
-  mine.address = window->memory_->address();
-  const auto descriptions = decode_descriptions(gather(encode(mine)), group->size());
-  check_agreement(descriptions);
-  window->connect(descriptions, gather);
   return window;
 }
 
@@ -180,6 +210,10 @@ Window::~Window() {
 }
 
 void Window::bury() {
+  if (mpi::Engine::instance().forked()) { // all of it is the parent's
+    static_cast<void>(memory_.release());
+    return;
+  }
   if (std::exchange(registered_, false)) {
     mpi::Engine::instance().close_window(group_, number_); // from now on the engine knows nothing of it
   }
@@ -207,7 +241,7 @@ void Window::close(const std::string& reason) {
 
 void Window::leave() {
   const std::lock_guard<std::mutex> lock(leaving_); // nobody goes on before it is done
-  if (left_.exchange(true)) {
+  if (left_.exchange(true) || mpi::Engine::instance().forked()) {
     return;
   }
   for (const auto& neighbor : neighbors_) {
@@ -240,6 +274,7 @@ void Window::on_group_closed() {
 }
 
 void Window::begin_call(const char* op, For whom) {
+  mpi::Engine::instance().check_not_forked();
   const std::lock_guard<std::mutex> lock(state_);
   if (whom == For::kThisRank ? closed_.load() : abandoned_ || !memory_) {
     fail(op, "the window " + closed_reason_);
@@ -261,6 +296,8 @@ void Window::end_call() {
 
 void Window::free(Milliseconds timeout) {
   constexpr const char* op = "win_free";
+  auto& engine = mpi::Engine::instance();
+  engine.check_not_forked();
   const auto deadline = Clock::now() + timeout;
   {
     std::unique_lock<std::mutex> lock(state_);
@@ -269,8 +306,13 @@ void Window::free(Milliseconds timeout) {
     }
     closed_reason_ = "was freed";
     closed_ = true;
-    if (!idle_.wait_until(lock, deadline, [this] { return calls_ == 0; })) {
-      fail(op, c10::str("timed out: its timeout of ", timeout.count(), " ms is over; operations of this rank in flight: ", calls_));
+    while (!idle_.wait_until(lock, std::min(deadline, Clock::now() + kLook), [this] { return calls_ == 0; })) {
+      if (Clock::now() >= deadline) {
+        fail(op, c10::str("timed out: its timeout of ", timeout.count(), " ms is over; operations of this rank in flight: ", calls_));
+      }
+      lock.unlock();
+      engine.check_interrupt();
+      lock.lock();
     }
   }
   leave();
@@ -290,6 +332,7 @@ void Window::free(Milliseconds timeout) {
     if (left.count() <= 0) {
       fail(op, c10::str("timed out: its timeout of ", timeout.count(), " ms is over; not there: ", list_ranks(missing)));
     }
+    engine.check_interrupt();
     shared_memory::futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kLook, left));
   }
   bury();
@@ -334,8 +377,10 @@ void Window::check_abandoned(const char* op) const {
 
 void Window::check_tensor_in_place(const char* op) const {
   TORCH_CHECK_VALUE(
-      tensor_.has_storage() && tensor_.const_data_ptr() == memory_->tensor() && tensor_.nbytes() == bytes_, op, ": the tensor of window '",
-      name_, "' has other memory than when the window was made (was its .data assigned, or its size changed?)");
+      tensor_.has_storage() && tensor_.scalar_type() == dtype_ && tensor_.nbytes() == bytes_ && tensor_.is_contiguous() &&
+          tensor_.const_data_ptr() == memory_->tensor(),
+      op, ": the tensor of window '",
+      name_, "' has other memory than when the window was made (was its .data assigned, or its dtype or size changed?)");
 }
 
 std::string Window::describe(const char* op) const {
@@ -347,8 +392,12 @@ std::string Window::why_gone(const Neighbor& neighbor) const {
   return group_->describe_member(neighbor.rank) + ' ' + neighbor.how;
 }
 
+std::exception_ptr Window::failure(const char* op, const std::string& reason) const {
+  return mpi::backend_error("fog: " + describe(op) + ": " + reason);
+}
+
 void Window::fail(const char* op, const std::string& reason) const {
-  C10_THROW_ERROR(DistBackendError, "fog: " + describe(op) + ": " + reason);
+  std::rethrow_exception(failure(op, reason));
 }
 
 PairMutex& Window::mutex(int source) {

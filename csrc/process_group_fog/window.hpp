@@ -43,6 +43,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
     bool mutex = false; // each pair's mutex is held meanwhile
     bool skip_lost = false; // ranks that are gone are left out instead of failing the Work
     Milliseconds timeout{0};
+    double self_weight = 1.0; // of put and accumulate: what the origin keeps
   };
   // Gathers all ranks' bytes, one after the other.
   using Gather = std::function<std::string(const std::string& mine)>;
@@ -50,10 +51,10 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // Collective. Throws ValueError on every rank if they disagree.
   static std::shared_ptr<Window> create(
       const std::shared_ptr<mpi::Group>& group,
-      at::Tensor tensor,
+      const at::Tensor& tensor,
       const std::string& name,
-      std::vector<int> in_neighbors,
-      std::vector<int> out_neighbors,
+      const std::vector<int>& in_neighbors,
+      const std::vector<int>& out_neighbors,
       bool zero_init,
       Milliseconds timeout,
       const Gather& gather);
@@ -62,7 +63,8 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   Window& operator=(const Window&) = delete;
 
   // Slot [destination][this rank] becomes weight * tensor, or grows by that; p as well, by weight * p() of now. Complete on return, but for
-  // destinations on other hosts or whose mutex has to be waited for: until then the tensor must not change.
+  // destinations on other hosts or whose mutex has to be waited for: until then the tensor must not change. Before it is complete, and only if
+  // nothing has failed, the tensor and p() are multiplied by `self_weight`: the tensor itself, which need not be contiguous.
   c10::intrusive_ptr<c10d::Work> put(const at::Tensor& tensor, const Peers& destinations, const Options& options);
   c10::intrusive_ptr<c10d::Work> accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options);
   // Slot [this rank][source] becomes weight * the source's tensor.
@@ -91,6 +93,9 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   // calls block each other. A thread that has one may take it again. DistBackendError at the time-out, with none taken.
   void lock(std::vector<int> ranks, bool own, Milliseconds timeout);
   void unlock(std::vector<int> ranks, bool own);
+  // The same until the end of what it returns.
+  class Hold;
+  std::unique_ptr<Hold> hold(std::vector<int> ranks, bool own, Milliseconds timeout);
 
   // Waits for what is in flight and for the neighbors to call it too; then nobody uses this rank's memory.
   void free(Milliseconds timeout);
@@ -116,7 +121,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   size_t bytes() const override {
     return bytes_;
   }
-  void apply(int source, mpi::WindowOp op, double weight, std::optional<double> p, const void* data) override;
+  void apply(int source, mpi::WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) override;
   void read(void* out) override;
   void write(int source, size_t offset, const void* data, size_t bytes) override;
   void on_group_closed() override;
@@ -142,12 +147,24 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
       std::vector<int> out_neighbors,
       Milliseconds timeout);
 
+  // What needs no other rank.
+  static std::shared_ptr<Window> prepare(
+      const std::shared_ptr<mpi::Group>& group,
+      at::Tensor tensor,
+      const std::string& name,
+      std::vector<int> in_neighbors,
+      std::vector<int> out_neighbors,
+      bool zero_init,
+      Milliseconds timeout);
   void connect(const std::vector<WindowDescription>& descriptions, const Gather& gather);
   c10::intrusive_ptr<c10d::Work> start(mpi::WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options);
   std::shared_ptr<Call> begin(mpi::WindowOp op, const std::vector<at::Tensor>& inputs);
   void dispatch(Part part, bool skip_lost);
   void send(Part part);
   void run_queue(Neighbor& neighbor);
+  // Runs the first of the queue, or ends it with `error` if it is one of the call that `failed`; `locked`: this thread has the
+  // mutex. False if there is nothing (else) to run.
+  bool run_first(Neighbor& neighbor, bool locked, const Call* failed, std::exception_ptr error);
   void execute(const Part& part);
   // In the slot of `view`, as its writer.
   void write_slot(
@@ -156,11 +173,15 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   void fetch(Neighbor& neighbor, double weight, Deadline deadline);
   // Takes a mutex that the neighbor holds, or seizes it if its process has ended; false at the deadline.
   bool acquire(shared_memory::PairMutex& mutex, shared_memory::PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const;
-  // weight * data; zeros if the weight is 0, whatever the data.
-  void scale(void* out, const void* data, double weight) const;
+  // weight * data; zeros if the weight is 0, whatever the data. `others_read`: see linear_combination().
+  void scale(void* out, const void* data, double weight, bool others_read = false) const;
   bool take_signal(const Neighbor& source, Deadline deadline);
+  // Multiplies what was sent, whose values in order are `data`, and p, which was `p` then, by what this rank keeps.
+  void keep(const char* op, const at::Tensor& tensor, const at::Tensor& data, double p, const Options& options, Deadline deadline);
   // With the mutexes that keep neighbors from reading the tensor while `change` changes it.
   void change_tensor(Deadline deadline, const std::function<void()>& change);
+  // For autograd.
+  static void count_change(const at::Tensor& tensor);
 
   Neighbor& neighbor(const char* op, const char* argument, int rank, bool in, bool out) const;
   std::vector<RankMutex*> mutexes(const char* op, std::vector<int> ranks, bool own) const;
@@ -169,6 +190,7 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   void check_abandoned(const char* op) const;
   void check_tensor_in_place(const char* op) const;
   std::string describe(const char* op) const;
+  std::exception_ptr failure(const char* op, const std::string& reason) const;
   [[noreturn]] void fail(const char* op, const std::string& reason) const;
   std::string why_gone(const Neighbor& neighbor) const;
 
@@ -189,6 +211,10 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   const std::vector<int> in_neighbors_;
   const std::vector<int> out_neighbors_;
   const Milliseconds timeout_;
+  // As it was made: the program may give the tensor other memory, or another dtype.
+  const c10::ScalarType dtype_;
+  const int64_t numel_;
+  const std::string layout_;
   const size_t bytes_;
   std::unique_ptr<shared_memory::WindowMemory> memory_;
   uint64_t number_ = 0;
@@ -204,9 +230,30 @@ class Window final : public mpi::WindowEndpoint, public std::enable_shared_from_
   std::string closed_reason_;
   std::atomic<bool> closed_{false};
   std::atomic<bool> abandoned_{false}; // closed without free(), which leaves by itself
-  std::mutex leaving_;
+  mutable std::mutex leaving_;
   std::atomic<bool> left_{false};
   bool registered_ = false;
+};
+
+class Window::Hold {
+ public:
+  Hold(std::shared_ptr<Window> window, std::vector<int> ranks, bool own) : window_(std::move(window)), ranks_(std::move(ranks)), own_(own) {}
+  ~Hold() {
+    release();
+  }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+  // In the thread that made it.
+  void release() {
+    if (const auto window = std::exchange(window_, nullptr)) {
+      window->unlock(ranks_, own_);
+    }
+  }
+
+ private:
+  std::shared_ptr<Window> window_;
+  const std::vector<int> ranks_;
+  const bool own_;
 };
 
 } // namespace fog

@@ -33,6 +33,7 @@ std::string encode(const WindowDescription& rank) {
   put(rank.name);
   put(rank.layout);
   put(rank.address);
+  put(rank.error);
   put_list(rank.in);
   put_list(rank.out);
   text << rank.number << ' ';
@@ -64,6 +65,7 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
     next.name = take();
     next.layout = take();
     next.address = take();
+    next.error = take();
     next.in = take_list();
     next.out = take_list();
     text >> next.number;
@@ -75,6 +77,9 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
 }
 
 void check_agreement(const std::vector<WindowDescription>& ranks) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    TORCH_CHECK_VALUE(ranks[rank].error.empty(), "win_create: rank ", rank, " reports: ", ranks[rank].error);
+  }
   const auto& first = ranks.front();
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
     const auto& other = ranks[rank];
@@ -84,7 +89,6 @@ void check_agreement(const std::vector<WindowDescription>& ranks) {
     };
     differ("name", "'" + first.name + "'", "'" + other.name + "'");
     differ("tensor", first.layout, other.layout);
-    differ("number", std::to_string(first.number), std::to_string(other.number));
   }
   for (size_t writer = 0; writer < ranks.size(); ++writer) {
     for (size_t owner = 0; owner < ranks.size(); ++owner) {

@@ -18,7 +18,8 @@ struct WindowDescription {
   std::string address; // of its memory, for ranks of its host
   std::vector<int> in;
   std::vector<int> out;
-  uint64_t number = 0; // of the window in the group
+  uint64_t number = 0; // the first that no window of the group has had on this rank
+  std::string error; // why this rank cannot make the window; empty if it can
 };
 
 std::string encode(const WindowDescription& description);

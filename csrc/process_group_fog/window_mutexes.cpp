@@ -27,9 +27,14 @@ bool Window::MappedMutex::try_acquire() {
 }
 
 void Window::MappedMutex::release() {
-  if (!window_.left_) { // else leave() has done it
+  const std::lock_guard<std::mutex> lock(window_.leaving_); // its memory stays meanwhile
+  if (!window_.left_ && !mpi::Engine::instance().forked()) { // else leave() has done it, or the parent will
     shared_.unlock(side_);
   }
+}
+
+void Window::MappedMutex::check() {
+  mpi::Engine::instance().check_interrupt();
 }
 
 void Window::MappedMutex::time_out() {
@@ -59,7 +64,8 @@ bool Window::RemoteMutex::acquire(Deadline deadline) {
   engine.request(request, std::chrono::ceil<Milliseconds>(deadline - Clock::now()));
   try {
     engine.drive_until(answer->done, Deadline::max());
-  } catch (...) { // interrupted
+  } catch (...) { // interrupted: whether it has it by now or will have it, it gives it back
+    engine.forget(request);
     engine.tell(window_.group_, window_.number_, owner_.rank, WindowOp::kUnlock);
     throw;
   }
@@ -83,15 +89,19 @@ void Window::RemoteMutex::release() {
   }
 }
 
+void Window::RemoteMutex::check() {
+  mpi::Engine::instance().check_interrupt();
+}
+
 void Window::RemoteMutex::time_out() {
   window_.fail("win_mutex", c10::str("timed out waiting for the mutex of owner ", owner_.rank, " and rank ", window_.group_->rank));
 }
 
 bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const {
-  if (mutex.lock_or_queue(side)) {
-    return true;
-  }
-  while (!mutex.wait(side, std::min<std::chrono::nanoseconds>(kLook, deadline - Clock::now()))) {
+  while (!mutex.lock_or_queue(side)) { // again, as the other side may have seized it
+    if (mutex.wait(side, std::min<std::chrono::nanoseconds>(kLook, deadline - Clock::now()))) {
+      return true;
+    }
     if (neighbor.ended) {
       mutex.seize(side);
       return true;
@@ -102,6 +112,14 @@ bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& nei
       }
       check_abandoned("win_mutex");
       return false;
+    }
+    try {
+      mpi::Engine::instance().check_interrupt();
+    } catch (...) {
+      if (!mutex.give_up(side)) {
+        mutex.unlock(side);
+      }
+      throw;
     }
   }
   return true;
@@ -133,6 +151,11 @@ void Window::lock(std::vector<int> ranks, bool own, Milliseconds timeout) {
     }
     throw;
   }
+}
+
+std::unique_ptr<Window::Hold> Window::hold(std::vector<int> ranks, bool own, Milliseconds timeout) {
+  lock(ranks, own, timeout);
+  return std::make_unique<Hold>(shared_from_this(), std::move(ranks), own);
 }
 
 void Window::unlock(std::vector<int> ranks, bool own) {

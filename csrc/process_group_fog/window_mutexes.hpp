@@ -16,6 +16,7 @@ class Window::MappedMutex final : public RankMutex {
   bool acquire(Deadline deadline) override;
   bool try_acquire() override;
   void release() override;
+  void check() override;
   void time_out() override;
 
  private:
@@ -34,6 +35,7 @@ class Window::RemoteMutex final : public RankMutex {
   bool acquire(Deadline deadline) override;
   bool try_acquire() override;
   void release() override;
+  void check() override;
   void time_out() override;
 
  private:

@@ -26,6 +26,8 @@ using shared_memory::WindowView;
 
 // How long a wait lasts before it looks whether whom it waits for has gone.
 constexpr auto kLook = std::chrono::milliseconds(10);
+// How long an owner that wants to change its tensor waits for one that reads it.
+constexpr auto kGrace = std::chrono::milliseconds(100);
 // Copies of a neighbor's tensor that its update() may spoil before it is asked to wait.
 constexpr int kTries = 2;
 
@@ -87,15 +89,33 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
   at::Tensor data;
   if (out) {
     check_tensor(name, "tensor", tensor);
+    if (tensor.is_same(tensor_)) {
+      check_tensor_in_place(name);
+    } else {
+      TORCH_CHECK_VALUE(
+          tensor.scalar_type() == dtype_ && tensor.numel() == numel_ && layout_of(tensor) == layout_, name, ": tensor: got ",
+          layout_of(tensor), "; allowed is ", layout_, " as window '", name_, "' has it");
+    }
     TORCH_CHECK_VALUE(
-        tensor.scalar_type() == tensor_.scalar_type() && tensor.sizes() == tensor_.sizes(), name, ": tensor: got ",
-        layout_of(tensor), "; allowed is ",
-        layout_of(tensor_), " as window '", name_, "' has it");
+        std::isfinite(options.self_weight), name, ": self_weight: got ", options.self_weight, "; allowed are finite numbers");
+    if (options.self_weight != 1) {
+      check_output(name, "tensor", tensor);
+    }
     data = tensor.is_contiguous() ? tensor : flatten({tensor});
   }
   const auto call = begin(op, out ? std::vector<at::Tensor>{tensor} : std::vector<at::Tensor>());
+  for (const auto& peer : peers) { // before anything is sent: all get their shares, or nobody
+    const auto& other = neighbor(name, "", peer.first, !out, out);
+    if (other.gone && !options.skip_lost) {
+      call->finish(failure(name, why_gone(other)));
+      return call->work;
+    }
+  }
   const double p = this->p();
   const auto deadline = Clock::now() + options.timeout;
+  if (out && options.self_weight != 1) {
+    call->then([this, name, tensor, data, p, options, deadline] { keep(name, tensor, data, p, options, deadline); }); // the call keeps the window
+  }
   for (const auto& [rank, weight] : peers) {
     call->expect();
     auto& peer = neighbor(name, "", rank, !out, out);
@@ -111,7 +131,7 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
 std::shared_ptr<Window::Call> Window::begin(WindowOp op, const std::vector<at::Tensor>& inputs) {
   auto work = c10::make_intrusive<WorkFog>(
       mpi::Engine::instance(), group_->rank, c10d::OpType::UNKNOWN, title_of(op), inputs, std::vector<at::Tensor>());
-  work->set_describe([text = describe(name_of(op))] { return text; });
+  work->set_describe([self = shared_from_this(), op] { return self->describe(name_of(op)); }); // until it is complete
   begin_call(name_of(op), For::kThisRank);
   return std::make_shared<Call>(shared_from_this(), std::move(work));
 }
@@ -138,6 +158,11 @@ void Window::dispatch(Part part, bool skip_lost) {
           peer.running = true;
           mpi::Engine::instance().run_callbacks([self = shared_from_this(), &peer] { self->run_queue(peer); });
         }
+        lock.unlock();
+        if (peer.mutex_there->held_here()) { // then nobody else can get at what waits for it
+          while (run_first(peer, true, nullptr, nullptr)) {
+          }
+        }
         return;
       }
       lock.unlock();
@@ -163,27 +188,53 @@ void Window::run_queue(Neighbor& peer) {
       peer.running = false;
       return;
     }
-    const auto part = std::move(peer.queue.front());
-    peer.queue.pop_front();
+    const bool mutex = peer.queue.front().mutex;
+    const auto deadline = peer.queue.front().deadline;
+    const auto call = peer.queue.front().call;
     lock.unlock();
     std::exception_ptr error;
-    try {
-      if (part.mutex) {
-        peer.mutex_there->lock(part.deadline);
-      }
+    bool locked = false;
+    if (mutex) {
       try {
-        execute(part);
+        peer.mutex_there->lock(deadline);
+        locked = true;
       } catch (...) {
         error = std::current_exception();
       }
-      if (part.mutex) {
-        peer.mutex_there->unlock();
-      }
+    }
+    run_first(peer, locked, error ? call.get() : nullptr, error);
+    if (locked) {
+      peer.mutex_there->unlock();
+    }
+  }
+}
+
+bool Window::run_first(Neighbor& peer, bool locked, const Call* failed, std::exception_ptr error) {
+  std::unique_lock<std::mutex> turn(peer.turn);
+  std::unique_lock<std::mutex> lock(peer.queue_mutex);
+  if (peer.queue.empty()) {
+    return false;
+  }
+  const auto& first = peer.queue.front();
+  if (error ? first.call.get() != failed : first.mutex && !locked) { // another thread has run the one that was there
+    return false;
+  }
+  const auto part = std::move(peer.queue.front());
+  peer.queue.pop_front();
+  lock.unlock();
+  if (!error) {
+    try {
+      execute(part);
     } catch (...) {
       error = std::current_exception();
     }
-    part.call->finish(error);
   }
+  lock.lock();
+  const bool last = peer.queue.empty();
+  lock.unlock();
+  turn.unlock();
+  part.call->finish(error);
+  return !last;
 }
 
 void Window::send(Part part) {
@@ -237,8 +288,9 @@ void Window::execute(const Part& part) {
 void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
   auto& place = view.slot(slot);
   if (op == WindowOp::kPut) {
+    const bool read = place.slot.may_have_been_read();
     const unsigned buffer = place.slot.writers_buffer();
-    scale(view.buffer(place, buffer), data, weight);
+    scale(view.buffer(place, buffer), data, weight, read);
     place.slot.put(buffer, p);
     return;
   }
@@ -249,11 +301,11 @@ void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double
     auto* out = view.buffer(place, buffer);
     const void* sum = base.empty ? nullptr : view.buffer(place, base.buffer);
     if (base.empty) {
-      scale(out, data, weight);
+      scale(out, data, weight, true); // the owner has taken what was there
     } else if (weight == 0) {
       scale(out, sum, 1.0);
     } else {
-      linear_combination(tensor_.scalar_type(), out, {sum, data}, {1.0, weight}, static_cast<size_t>(tensor_.numel()));
+      linear_combination(dtype_, out, {sum, data}, {1.0, weight}, static_cast<size_t>(numel_));
     }
     if (place.slot.add(buffer, base.p + p.value_or(0.0), base)) {
       return;
@@ -281,16 +333,43 @@ void Window::fetch(Neighbor& source, double weight, Deadline deadline) {
     std::atomic_thread_fence(std::memory_order_acquire);
     whole = changes.load(std::memory_order_relaxed) == before;
   }
-  if (!whole) {
-    auto& mutex = source.view->door(source.door_there).tensor;
-    if (!acquire(mutex, PairMutex::Side::kSecond, source, deadline)) {
+  auto& mutex = source.view->door(source.door_there).tensor;
+  while (!whole) {
+    if (Clock::now() >= deadline || !acquire(mutex, PairMutex::Side::kSecond, source, deadline)) {
       fail("win_get", c10::str("timed out waiting for rank ", source.rank, " to end its update"));
     }
+    const auto before = changes.load(std::memory_order_acquire);
     copy();
+    std::atomic_thread_fence(std::memory_order_acquire);
+    // The owner does not wait for ever: see change_tensor(). One that died within an update leaves what there is.
+    whole = source.ended || (before % 2 == 0 && changes.load(std::memory_order_relaxed) == before);
     mutex.unlock(PairMutex::Side::kSecond);
   }
   place.slot.replace(buffer);
 }
+
+void Window::keep(
+    const char* op, const at::Tensor& tensor, const at::Tensor& data, double p, const Options& options, Deadline deadline) {
+  const auto shrink = [&] {
+    auto* values = data.mutable_data_ptr();
+    scale(values, values, options.self_weight);
+    if (!data.is_same(tensor)) {
+      copy_tensor(tensor, data.view(tensor.sizes()));
+    }
+    count_change(tensor);
+    if (options.with_p) { // of what was sent: more may have been collected since
+      const std::lock_guard<std::mutex> lock(p_mutex_);
+      p_ = p_ == p ? options.self_weight * p : p_ - (1.0 - options.self_weight) * p;
+    }
+  };
+  if (tensor.storage().is_alias_of(storage_)) { // neighbors may be reading it
+    const std::lock_guard<std::mutex> owner(owner_);
+    change_tensor(deadline, shrink);
+  } else {
+    shrink();
+  }
+}
+
 void Window::change_tensor(Deadline deadline, const std::function<void()>& change) {
   struct Held {
     std::vector<PairMutex*> mutexes;
@@ -303,8 +382,8 @@ void Window::change_tensor(Deadline deadline, const std::function<void()>& chang
   for (const auto& neighbor : neighbors_) {
     if (neighbor->out) {
       auto& mutex = memory_->door(neighbor->door).tensor;
-      if (!acquire(mutex, PairMutex::Side::kFirst, *neighbor, deadline)) {
-        fail("win_update", c10::str("timed out waiting for rank ", neighbor->rank, ", which reads the tensor"));
+      if (!acquire(mutex, PairMutex::Side::kFirst, *neighbor, std::min(deadline, Clock::now() + kGrace))) {
+        mutex.seize(PairMutex::Side::kFirst); // a reader that was stopped: it sees afterwards that it has to read again
       }
       held.mutexes.push_back(&mutex);
     }
@@ -316,13 +395,18 @@ void Window::change_tensor(Deadline deadline, const std::function<void()>& chang
   changes.fetch_add(1, std::memory_order_release);
 }
 
-void Window::scale(void* out, const void* data, double weight) const {
-  const auto dtype = tensor_.scalar_type();
-  const auto numel = static_cast<size_t>(tensor_.numel());
+void Window::scale(void* out, const void* data, double weight, bool others_read) const {
+  const auto numel = static_cast<size_t>(numel_);
   if (weight == 0) {
-    linear_combination(dtype, out, {}, {}, numel);
+    linear_combination(dtype_, out, {}, {}, numel);
   } else {
-    linear_combination(dtype, out, data, weight, numel);
+    linear_combination(dtype_, out, data, weight, numel, others_read);
+  }
+}
+
+void Window::count_change(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) {
+    tensor.unsafeGetTensorImpl()->bump_version(); // autograd has to know if it saved the tensor for a backward pass
   }
 }
 
@@ -373,7 +457,10 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
         weights.push_back(weight);
       }
     }
-    linear_combination(tensor_.scalar_type(), result.mutable_data_ptr(), inputs, weights, static_cast<size_t>(tensor_.numel()));
+    linear_combination(dtype_, result.mutable_data_ptr(), inputs, weights, static_cast<size_t>(numel_));
+    if (!clone) {
+      count_change(tensor_);
+    }
     for (auto* slot : pinned) {
       slot->unpin();
     }
@@ -381,8 +468,11 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
       const std::lock_guard<std::mutex> lock(p_mutex_);
       p_ = self_weight * p_ + p;
     }
-    for (size_t i = 0; i < in_neighbors_.size(); ++i) {
-      memory_->slot(i).slot.reset_version();
+    for (size_t i = 0; i < in_neighbors_.size(); ++i) { // those pinned count from then on: more may have come since
+      auto& slot = memory_->slot(i).slot;
+      if (std::find(pinned.begin(), pinned.end(), &slot) == pinned.end()) {
+        slot.reset_version();
+      }
     }
   };
   if (clone) {
@@ -413,12 +503,12 @@ WorkPtr Window::write(const at::Tensor& tensor, int destination, int64_t offset,
   check_tensor(op, "tensor", tensor);
   auto& peer = neighbor(op, "destination", destination, false, true);
   TORCH_CHECK_VALUE(
-      tensor.scalar_type() == tensor_.scalar_type() && offset >= 0 && tensor.numel() <= tensor_.numel() - offset, op, ": tensor: got ",
-      layout_of(tensor), " for element ", offset, "; window '", name_, "' is ", layout_of(tensor_));
+      tensor.scalar_type() == dtype_ && offset >= 0 && tensor.numel() <= numel_ - offset, op, ": tensor: got ", layout_of(tensor),
+      " for element ", offset, "; window '", name_, "' is ", layout_);
   const auto call = begin(WindowOp::kWrite, {tensor});
   call->expect();
   dispatch(
-      {WindowOp::kWrite, &peer, 1.0, std::nullopt, static_cast<size_t>(offset) * tensor_.element_size(), false,
+      {WindowOp::kWrite, &peer, 1.0, std::nullopt, static_cast<size_t>(offset) * c10::elementSize(dtype_), false,
        tensor.is_contiguous() ? tensor : flatten({tensor}), options.timeout, Clock::now() + options.timeout, call},
       false);
   call->finish(nullptr);
@@ -487,9 +577,10 @@ at::Tensor Window::map_remote(int rank) {
       peer.view->tensor(), tensor_.sizes(), [self = shared_from_this()](void*) {}, tensor_.options().requires_grad(false));
 }
 
-void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data) {
+void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) {
   const char* name = name_of(op);
   const Use use(*this, name, For::kNeighbor);
+  TORCH_CHECK_VALUE(bytes == bytes_, name, ": got ", bytes, " bytes; window '", name_, "' has ", bytes_);
   auto& peer = neighbor(name, "source", source, true, false);
   const std::lock_guard<std::mutex> writing(peer.writing);
   write_slot(*memory_, peer.slot, op, weight, p, data);
@@ -497,6 +588,7 @@ void Window::apply(int source, WindowOp op, double weight, std::optional<double>
 
 void Window::write(int source, size_t offset, const void* data, size_t bytes) {
   const Use use(*this, "put", For::kNeighbor);
+  TORCH_CHECK_VALUE(offset <= bytes_ && bytes <= bytes_ - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '", name_, "' has ", bytes_);
   std::memcpy(memory_->tensor() + offset, data, bytes);
 }
 

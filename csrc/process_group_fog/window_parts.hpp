@@ -25,9 +25,8 @@ struct Window::Neighbor {
   std::mutex queue_mutex;
   std::deque<Part> queue; // operations that wait for a mutex, and those behind them
   bool running = false; // a thread is at the queue
+  std::mutex turn; // held by the thread that runs the first of the queue, so that its order stays
 };
-
-// One call, complete once all its parts are.
 
 // One call, complete once all its parts are.
 class Window::Call {
@@ -35,6 +34,10 @@ class Window::Call {
   Call(std::shared_ptr<Window> window, c10::intrusive_ptr<WorkFog> its_work) : work(std::move(its_work)), window_(std::move(window)) {}
   void expect() {
     pending_.fetch_add(1);
+  }
+  // Called once all parts have succeeded, before the call is complete. To be given before the first part.
+  void then(std::function<void()> what) {
+    then_ = std::move(what);
   }
   void finish(const std::exception_ptr& error) {
     if (error) {
@@ -44,6 +47,13 @@ class Window::Call {
       }
     }
     if (pending_.fetch_sub(1) == 1) {
+      if (then_ && !error_) {
+        try {
+          then_();
+        } catch (...) {
+          error_ = std::current_exception();
+        }
+      }
       window_->end_call();
       work->complete(error_);
       mpi::Engine::instance().wake_waiters();
@@ -57,6 +67,7 @@ class Window::Call {
   std::atomic<size_t> pending_{1};
   std::mutex mutex_;
   std::exception_ptr error_;
+  std::function<void()> then_;
 };
 
 // The memory of this rank and of its neighbors stays.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fogdist import legacy
+from fogdist import algorithms, legacy
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -26,6 +26,7 @@ from fogdist.collectives import (
     synchronize,
     wait,
 )
+from fogdist.consensus import consensus_distance
 from fogdist.context import (
     in_neighbor_ranks,
     init,
@@ -38,6 +39,7 @@ from fogdist.context import (
     shutdown,
     size,
 )
+from fogdist.ddp import DecentralizedDataParallel, Gossip, GossipState, gossip_hook
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -130,6 +132,7 @@ from fogdist.windows import (
 
 __all__ = [
     "CommunicationType",
+    "DecentralizedDataParallel",
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedAllreduceOptimizer",
@@ -149,6 +152,8 @@ __all__ = [
     "GetInnerOuterRingDynamicSendRecvRanks",
     "GetRecvWeights",
     "GetSendWeights",
+    "Gossip",
+    "GossipState",
     "InferDestinationFromSourceRanks",
     "InferSourceFromDestinationRanks",
     "IsRegularGraph",
@@ -158,6 +163,7 @@ __all__ = [
     "StarGraph",
     "SymmetricExponentialGraph",
     "Window",
+    "algorithms",
     "allgather",
     "allgather_nonblocking",
     "allreduce",
@@ -172,9 +178,11 @@ __all__ = [
     "broadcast_nonblocking_",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "consensus_distance",
     "empty",
     "get_current_created_window_names",
     "get_win_version",
+    "gossip_hook",
     "hierarchical_neighbor_allreduce",
     "hierarchical_neighbor_allreduce_",
     "hierarchical_neighbor_allreduce_nonblocking",

@@ -7,27 +7,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor
-
-
-class Operation(Protocol):
-    """What a handle stands for: a torch.distributed.Work, or something that waits as it does."""
-
-    def is_completed(self) -> bool: ...
-    def wait(self) -> Any: ...
-
-
-OperationT = TypeVar("OperationT", bound=Operation)
 
 # One counter for the process: a handle of a group that was shut down never names an operation of the next.
 _numbers = itertools.count()
 
 
 class _InFlight(NamedTuple):
-    work: Operation
-    finish: Callable[[Any], Any]
+    work: dist.Work
+    finish: Callable[[dist.Work], Any]
     reads: tuple[Tensor, ...]
 
 
@@ -37,7 +28,7 @@ class HandleTable:
     def __init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
 
-    def add(self, work: OperationT, finish: Callable[[OperationT], Any], *reads: Tensor) -> int:
+    def add(self, work: dist.Work, finish: Callable[[dist.Work], Any], *reads: Tensor) -> int:
         """Returns a new handle.
 
         Args:

@@ -525,13 +525,24 @@ bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
   return messenger_ && messenger_->local().reaches(group->members[peer].world_rank);
 }
 
-uint64_t Engine::open_window(const std::shared_ptr<Group>& group, const std::shared_ptr<WindowEndpoint>& endpoint) {
+uint64_t Engine::next_window(const std::shared_ptr<Group>& group) {
   check_not_forked();
-  Lock lock(mutex_);
+  const Lock lock(mutex_);
   if (group->closed || stopping_) {
     C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' was destroyed");
   }
-  return windows_.open(group, endpoint);
+  return group->next_window;
+}
+
+void Engine::open_window(const std::shared_ptr<Group>& group, uint64_t number, const std::shared_ptr<WindowEndpoint>& endpoint) {
+  next_window(group); // it throws if the group has gone
+  const Lock lock(mutex_);
+  windows_.open(group, number, endpoint);
+}
+
+void Engine::forget(const std::shared_ptr<WindowRequest>& request) {
+  const Lock lock(mutex_);
+  windows_.forget(*request);
 }
 
 void Engine::listen_for(const std::shared_ptr<Group>& group, uint64_t window) {

@@ -53,6 +53,11 @@ class Engine : public Driver, private MessageHandler {
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
   void drive_once() override;
+  // Whether this process is a fork of the one that the engine is of: then it must not touch what others share.
+  bool forked() const {
+    return forked_;
+  }
+  void check_not_forked() const;
   void run_callbacks(std::function<void()> callbacks) override;
 
   // Fails everything in flight in the group and all later operations, here and on every rank.
@@ -64,15 +69,19 @@ class Engine : public Driver, private MessageHandler {
   std::string describe(const std::shared_ptr<Operation>& operation);
 
   // --- windows ---
-  // Makes a window known, and returns its number, the same on all ranks. Throws as submit() does.
   // Whether the peer shares memory with this process.
   bool shares_memory(const std::shared_ptr<Group>& group, int peer);
-  uint64_t open_window(const std::shared_ptr<Group>& group, const std::shared_ptr<WindowEndpoint>& endpoint);
+  // The first number that no window of the group has had here. Throws as submit() does.
+  uint64_t next_window(const std::shared_ptr<Group>& group);
+  // Makes a window known by a number that is the same on all ranks. Throws as submit() does.
+  void open_window(const std::shared_ptr<Group>& group, uint64_t number, const std::shared_ptr<WindowEndpoint>& endpoint);
   // Messages may come for it: the background listens from now on, also when nothing is in flight.
   void listen_for(const std::shared_ptr<Group>& group, uint64_t window);
   void close_window(const std::shared_ptr<Group>& group, uint64_t window);
   // Asks another rank; `request->done` follows, unless this throws.
   void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
+  // Nobody waits for it any more: `done` will not be called, if it was not.
+  void forget(const std::shared_ptr<WindowRequest>& request);
   void tell(const std::shared_ptr<Group>& group, uint64_t window, int peer, WindowOp op);
   // For threads that complete a Work without the engine.
   void wake_waiters();
@@ -80,6 +89,12 @@ class Engine : public Driver, private MessageHandler {
   // Called every now and then by a thread that waits; may throw (Ctrl-C).
   void set_interrupt_check(std::function<void()> check) {
     interrupt_check_ = std::move(check);
+  }
+  // For waits of the program's threads that are not the engine's.
+  void check_interrupt() {
+    if (interrupt_check_ && !CompletionPool::is_current_thread()) {
+      interrupt_check_();
+    }
   }
 
   // Says goodbye to the other ranks and ends MPI; waits for theirs, but not long. For interpreter exit.
@@ -101,7 +116,6 @@ class Engine : public Driver, private MessageHandler {
   };
 
   Engine();
-  void check_not_forked() const;
   void on_message(int source, const Header& header, const char* data) override;
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // A disagreement fails the group.

@@ -20,7 +20,7 @@ class WindowEndpoint {
   virtual size_t bytes() const = 0; // of the tensor
   // --- without the engine's lock ---
   // kPut or kAccumulate of weight * data, and of p if it comes along, in the slot of `source`.
-  virtual void apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data) = 0;
+  virtual void apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) = 0;
   // kWrite: into the tensor, from byte `offset` on.
   virtual void write(int source, size_t offset, const void* data, size_t bytes) = 0;
   // Copies the tensor.

@@ -104,13 +104,12 @@ void WindowRequest::on_transfer_error(size_t token, const std::string& reason) {
   }
 }
 
-uint64_t WindowService::open(const std::shared_ptr<Group>& group, const std::shared_ptr<WindowEndpoint>& endpoint) {
-  const uint64_t window = group->next_window++;
+void WindowService::open(const std::shared_ptr<Group>& group, uint64_t window, const std::shared_ptr<WindowEndpoint>& endpoint) {
+  group->next_window = std::max(group->next_window, window + 1);
   windows_[{group->id, window}].endpoint = endpoint;
   for (const auto& [peer, how] : group->gone) {
     endpoint->on_gone(peer, how);
   }
-  return window;
 }
 
 void WindowService::listen(const Group& group, uint64_t window) {
@@ -187,6 +186,10 @@ void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::
   } catch (const std::exception& error) {
     end(request, backend_error("fog: " + request->what + ": " + message_of(error)));
   }
+}
+
+void WindowService::forget(const WindowRequest& request) {
+  requests_.erase(request.id_);
 }
 
 void WindowService::tell(const Group& group, uint64_t window, int peer, WindowOp op) {
@@ -455,7 +458,8 @@ void WindowService::run(Task& task) noexcept {
       task.endpoint->write(std::get<2>(task.origin), header.address, serving.data.get(), header.bytes);
     } else {
       const auto p = (header.offer & kHasP) != 0 ? std::make_optional(number_of(header.address)) : std::nullopt;
-      task.endpoint->apply(std::get<2>(task.origin), static_cast<WindowOp>(header.step), header.scale, p, serving.data.get());
+      task.endpoint->apply(
+          std::get<2>(task.origin), static_cast<WindowOp>(header.step), header.scale, p, serving.data.get(), header.bytes);
     }
   } catch (const std::exception& error) {
     serving.error = message_of(error);

@@ -74,8 +74,8 @@ class WindowService {
     messenger_ = messenger;
   }
 
-  // A new window of the group, which has the same number on all ranks.
-  uint64_t open(const std::shared_ptr<Group>& group, const std::shared_ptr<WindowEndpoint>& endpoint);
+  // A new window of the group.
+  void open(const std::shared_ptr<Group>& group, uint64_t window, const std::shared_ptr<WindowEndpoint>& endpoint);
   // Whether messages may come for it, from now on.
   void listen(const Group& group, uint64_t window);
   void close(const Group& group, uint64_t window);
@@ -84,6 +84,8 @@ class WindowService {
 
   // Throws DistBackendError if the peer is gone. `request->done` will be called in every other case.
   void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
+  // `request->done` will not be called any more.
+  void forget(const WindowRequest& request);
   // Tells the peer of a request that expects no reply.
   void tell(const Group& group, uint64_t window, int peer, WindowOp op);
 

@@ -16,12 +16,14 @@ bool PairMutex::try_lock(Side side) {
 
 bool PairMutex::lock_or_queue(Side side) {
   uint32_t state = state_.load(std::memory_order_relaxed);
-  while (true) {
+  while ((state & kHolder) != static_cast<uint32_t>(side)) {
     const uint32_t next = (state & kHolder) == 0 ? state | static_cast<uint32_t>(side) : state | waits(side);
     if (state_.compare_exchange_weak(state, next, std::memory_order_acquire)) {
       return (state & kHolder) == 0;
     }
   }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  return true;
 }
 
 bool PairMutex::wait(Side side, std::chrono::nanoseconds limit) {
@@ -45,7 +47,7 @@ bool PairMutex::give_up(Side side) {
 
 void PairMutex::unlock(Side side) {
   uint32_t state = state_.load(std::memory_order_relaxed);
-  while (true) {
+  while ((state & kHolder) == static_cast<uint32_t>(side)) {
     const bool hand_over = (state & waits(other(side))) != 0;
     const uint32_t next = hand_over ? (state & ~(kHolder | waits(other(side)))) | static_cast<uint32_t>(other(side)) : state & ~kHolder;
     if (state_.compare_exchange_weak(state, next, std::memory_order_release)) {

@@ -15,7 +15,7 @@ class PairMutex {
   enum class Side : uint32_t { kFirst = 1, kSecond = 2 };
 
   // Takes it if it is free. Otherwise this side waits from now on: the mutex is its own once held_by() says so, and
-  // wait() sleeps until then. True if it is this side's now.
+  // wait() sleeps until then. True if it is this side's now, also by handing over.
   bool lock_or_queue(Side side);
   // Takes it if it is free; does not wait.
   bool try_lock(Side side);
@@ -23,8 +23,9 @@ class PairMutex {
   bool wait(Side side, std::chrono::nanoseconds limit);
   // Ends this side's waiting. False if the mutex was handed over meanwhile: it is this side's then.
   bool give_up(Side side);
+  // Nothing if it is not this side's any more.
   void unlock(Side side);
-  // Takes it from the other side, whose process has ended.
+  // Takes it from the other side, whose process has ended or must not be waited for. Whoever waits has to queue again.
   void seize(Side side);
 
   bool held_by(Side side) const {

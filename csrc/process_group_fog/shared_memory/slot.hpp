@@ -37,6 +37,10 @@ class Slot {
   // --- for the writer, one thread at a time ---
   // A buffer to write to.
   unsigned writers_buffer() const;
+  // Whether the owner has probably read what is in that buffer: not if it has not looked since the last two puts.
+  bool may_have_been_read() const {
+    return load().version < 2;
+  }
   // Replaces the value, and p unless there is none. Counts as a new version.
   void put(unsigned buffer, std::optional<double> p);
   // The value to add to.

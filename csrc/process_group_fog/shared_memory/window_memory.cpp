@@ -89,8 +89,7 @@ std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, s
     slot->writers.store(reinterpret_cast<uintptr_t>(buffers));
   }
   for (size_t i = 0; i < doors; ++i) {
-    auto* door = new (&memory->door(i)) Door();
-    door->used.store(1);
+    new (&memory->door(i)) Door();
   }
   return memory;
 }

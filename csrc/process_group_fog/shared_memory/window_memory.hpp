@@ -22,7 +22,7 @@ struct alignas(64) Door {
   PairMutex tensor;
   // Of this neighbor, that the owner has not waited for yet: a futex.
   std::atomic<uint32_t> signals;
-  // Until this neighbor has ended its use of the owner's memory.
+  // From when this neighbor knows the owner's memory until it has ended its use of it.
   std::atomic<uint32_t> used;
 };
 

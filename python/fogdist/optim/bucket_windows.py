@@ -76,11 +76,11 @@ class SlotsHeardOf:
         if len(heard) < len(window.in_neighbors):
             # An update sets versions to 0, so what was seen once is kept.
             heard.update(rank for rank in window.in_neighbors if window.version(rank) > 0)
-        missing = [weight for rank, weight in weights.items() if rank not in heard]
-        if not missing:
+        unwritten = set(window.in_neighbors) - heard
+        if unwritten.isdisjoint(weights):
             return self_weight, weights
-        known = {rank: weight for rank, weight in weights.items() if rank in heard}
-        return self_weight + sum(missing), known
+        known = {rank: weight for rank, weight in weights.items() if rank not in unwritten}
+        return self_weight + sum(weights[rank] for rank in unwritten if rank in weights), known
 
 
 def mean_weights() -> tuple[float, dict[int, float]]:

@@ -45,7 +45,8 @@ class PullGetOptimizer(MixingOptimizer):
             BlueFog; whoever is left out counts with what was got before. With `self_weight` it is {in-neighbor:
             weight} of the average, and nobody else counts.
         self_weight: Weight of this rank's parameters in the next average; None for the topology's.
-        force_barrier, skip_lost: As in `WindowOptimizer`.
+        force_barrier: As in `WindowOptimizer`.
+        skip_lost: As in `MixingOptimizer`.
     """
 
     _public: ClassVar[frozenset[str]] = frozenset(

@@ -14,12 +14,12 @@ from fogdist.exchange import check_weight
 from fogdist.optim.window_optimizer import WindowOptimizer, make
 from fogdist.optim.wrapper import Models
 from fogdist.windows import Window
-from fogdist.windows.writing import scale_
 
-# What a rank keeps of p at least when ranks are not in step; the mean over all ranks is 1. A rank that is much
-# faster than its neighbors would give away its mass again and again before anything comes, and as gradients are
-# added to x, x / p would move by the step times 1 / p.
-LEAST_P = 0.5
+# What a rank keeps of p at least when ranks are not in step, as a part of its mean over about the last _MEMORY
+# exchanges. A rank that is much faster than its neighbors would give away its mass again and again before anything
+# comes, and as gradients are added to x, x / p would move by the step times 1 / p.
+LEAST_PART = 0.5
+_MEMORY = 100
 # By how much shares may differ from adding up to 1: weights are often made in float32.
 _TOLERANCE = 1e-6
 
@@ -41,15 +41,18 @@ def DistributedPushSumOptimizer(
 
     By default ranks exchange in step, as the papers have it. With ``force_barrier = False`` each goes at its own
     pace: the sums of x and p over all ranks stay as they are, so z goes to the average however uneven the speeds,
-    but a faster rank's gradients count more often. A rank then gives away no more than leaves it a p of 0.5.
+    but a faster rank's gradients count more often. A rank then gives away no more than leaves it half of the p
+    that it had on average.
+
+    If a neighbor is lost, what was on its way there is lost, of x and p alike, and `step` raises; set the weights
+    so that nothing goes there any more.
 
     The other arguments, errors and all else are as of `DistributedWinPutOptimizer`. Between steps the windows hold
     z, and their own p is 1; see `push_sum_weights`.
 
     Returns:
         An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`,
-        `unregister_window`, `push_sum_weights` and the attributes `self_weight`, `dst_weights`, `force_barrier`,
-        `skip_lost`.
+        `unregister_window`, `push_sum_weights` and the attributes `self_weight`, `dst_weights`, `force_barrier`.
     """
     made = make(PushSumOptimizer, optimizer, model, num_steps_per_communication, window_prefix)
     return cast("PushSumOptimizer", made)
@@ -63,12 +66,9 @@ class PushSumOptimizer(WindowOptimizer):
         dst_weights: {out-neighbor: share}, by default the same for each. Set both before an iteration for a
             dynamic topology; they add up to 1.
         force_barrier: As in `WindowOptimizer`, but True by default.
-        skip_lost: As in `WindowOptimizer`; shares of lost ranks are lost.
     """
 
-    _public: ClassVar[frozenset[str]] = frozenset(
-        {"self_weight", "dst_weights", "force_barrier", "skip_lost"}
-    )
+    _public: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights", "force_barrier"})
     _kind: ClassVar[str] = "push_sum"
     _zero_init: ClassVar[bool] = True
 
@@ -76,6 +76,7 @@ class PushSumOptimizer(WindowOptimizer):
     self_weight: float
     dst_weights: Mapping[int, float]
     _fog_p: dict[Window, float]
+    _fog_mean_p: dict[Window, float]
     _fog_biased: set[Window]
 
     def push_sum_weights(self) -> list[float]:
@@ -88,14 +89,19 @@ class PushSumOptimizer(WindowOptimizer):
         self.self_weight = share
         self.dst_weights = dict.fromkeys(neighbors, share)
         self._fog_p = {}
+        self._fog_mean_p = {}
         self._fog_biased = set()
         super()._fog_start(is_alone)
 
     def _fog_adopt(self, window: Window) -> None:
-        self._fog_p[window] = 1.0
+        self._fog_p[window] = self._fog_mean_p[window] = 1.0
 
-    def _fog_shares(self, p: float) -> tuple[float, dict[int, float]]:
+    def _fog_shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
         """What is kept and what is given away of a bucket with weight `p`, as fractions of it.
+
+        Args:
+            p: Of the bucket.
+            mean_p: What it was on average.
 
         Raises:
             TypeError: `dst_weights` is no dict, or a weight not a real number.
@@ -116,8 +122,8 @@ class PushSumOptimizer(WindowOptimizer):
             raise ValueError(
                 f"self_weight and dst_weights must add up to 1, got {kept} and {dict(given)}, in all {total}"
             )
-        if not self.force_barrier and kept < 1.0 and kept * p < LEAST_P:
-            before, kept = kept, min(1.0, LEAST_P / p)
+        if not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
+            before, kept = kept, min(1.0, LEAST_PART * mean_p / p)
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
         return kept, {rank: weight for rank, weight in given.items() if weight > 0.0}
 
@@ -125,12 +131,11 @@ class PushSumOptimizer(WindowOptimizer):
         # The window holds z with a p of 1, so x = p z is sent by weights of p times the shares. What autograd
         # saved for the backward pass, the parameters among it, stays as it is.
         p = self._fog_p[window]
-        kept, given = self._fog_shares(p)
+        kept, given = self._fog_shares(p, self._fog_mean_p[window])
         handle = window.accumulate_nonblocking(
             window.tensor,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
-            skip_lost=bool(self.skip_lost),
         )
         self._fog_p[window] = kept * p
         return handle
@@ -143,6 +148,7 @@ class PushSumOptimizer(WindowOptimizer):
             with_p=True,
         )
         self._fog_p[window], window.p = window.p, 1.0
+        self._fog_mean_p[window] += (self._fog_p[window] - self._fog_mean_p[window]) / _MEMORY
         self._fog_biased.add(window)
 
     def _fog_stepping(self) -> AbstractContextManager[None]:
@@ -169,4 +175,4 @@ class PushSumOptimizer(WindowOptimizer):
 
 def _scale(window: Window, factor: float) -> None:
     if factor != 1.0:
-        scale_(window.tensor, factor)
+        window.put(window.tensor, self_weight=factor, dst_weights={})

@@ -66,7 +66,8 @@ class WinPutOptimizer(MixingOptimizer):
             of them. Whoever is left out keeps what it has.
         self_weight, src_weights: Weights of the next average, both or none of them: of this rank's parameters
             and {in-neighbor: weight} of what they sent. None for the topology's.
-        force_barrier, skip_lost: As in `WindowOptimizer`.
+        force_barrier: As in `WindowOptimizer`.
+        skip_lost: As in `MixingOptimizer`.
     """
 
     _public: ClassVar[frozenset[str]] = frozenset(

@@ -17,7 +17,7 @@ from fogdist.optim.wrapper import Models, reject_lbfgs, wrap
 from fogdist.windows import Window
 
 # Which of them an optimizer has; the others raise, as they would change nothing.
-_WEIGHTS = frozenset({"self_weight", "src_weights", "dst_weights"})
+_ATTRIBUTES = frozenset({"self_weight", "src_weights", "dst_weights", "skip_lost"})
 
 
 class WindowOptimizer(OverlappingOptimizer):
@@ -29,15 +29,13 @@ class WindowOptimizer(OverlappingOptimizer):
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
             of all. It must then be the same on all ranks.
-        skip_lost: True to leave out neighbors that are known to be lost. Otherwise they make `step` raise.
     """
 
-    _public: ClassVar[frozenset[str]] = frozenset({"force_barrier", "skip_lost"})
+    _public: ClassVar[frozenset[str]] = frozenset({"force_barrier"})
     _kind: ClassVar[str]
     _zero_init: ClassVar[bool] = False
 
     force_barrier: bool = False
-    skip_lost: bool = False
     _fog_prefix: str
     _fog_buckets: list[list[BucketWindows]]
     _fog_handles: list[list[int]]
@@ -45,8 +43,8 @@ class WindowOptimizer(OverlappingOptimizer):
     _fog_known: set[torch.Tensor]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _WEIGHTS and name not in self._public:
-            allowed = ", ".join(sorted(_WEIGHTS & self._public))
+        if name in _ATTRIBUTES and name not in self._public:
+            allowed = ", ".join(sorted(_ATTRIBUTES & self._public))
             raise AttributeError(f"{self._kind} optimizers have no attribute {name!r}, but {allowed}")
         super().__setattr__(name, value)
 
@@ -171,8 +169,14 @@ class WindowOptimizer(OverlappingOptimizer):
 
 
 class MixingOptimizer(WindowOptimizer):
-    """Base of those that average their parameters with what is in the slots."""
+    """Base of those that average their parameters with what is in the slots.
 
+    Attributes:
+        skip_lost: True to leave out neighbors that are known to be lost, whose last parameters still count unless
+            the weights of the average say otherwise. By default they make `step` raise.
+    """
+
+    skip_lost: bool = False
     self_weight: float | None = None
     src_weights: Iterable[int] | Mapping[int, float] | None = None
     _fog_mean: tuple[float, dict[int, float]]

@@ -1,7 +1,7 @@
 """One-sided windows: memory of each rank that its neighbors write to and read while it does something else.
 
-`window` has the object, `named` the functions of BlueFog over it; `writing` is what a put or an accumulate
-does to the tensor that it was given. What is promised when ranks race is in docs/windows.md.
+`window` has the object, `named` the functions of BlueFog over it. What is promised when ranks race is in
+docs/windows.md.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def neighbor_win_put(
     Args:
         tensor: Of the window's shape and dtype; mostly the window's own.
         name: Of the window.
-        self_weight: What `tensor` is multiplied by in place once it is sent; by default 1.0.
+        self_weight: What `tensor` is multiplied by in place once all have got theirs; by default 1.0.
         dst_weights: {out-neighbor: weight}; by default 1.0 for each.
         require_mutex: True to hold the mutex of each slot meanwhile.
         skip_lost: True to leave out neighbors that are known to be lost, whose shares are lost with them.
@@ -112,7 +112,7 @@ def neighbor_win_put(
         ValueError: No window has this name; another shape or dtype than the window's; ranks that are not
             out-neighbors; a weight that is not finite; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a neighbor was lost or did not
-            answer. The others have got their parts, and the group goes on.
+            answer; the group goes on. If it was known to be lost, nothing was sent to anybody.
     """
     _window(name, group).put(
         tensor,
@@ -138,7 +138,7 @@ def neighbor_win_put_nonblocking(
     """Starts `neighbor_win_put` and returns its handle.
 
     `tensor` must not change before `win_wait` of the handle has returned, or `win_poll` has returned True:
-    then it is scaled by `self_weight`.
+    by then it is scaled by `self_weight`.
     """
     return _window(name, group).put_nonblocking(
         tensor,

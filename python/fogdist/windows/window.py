@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, SupportsIndex
 
@@ -22,11 +21,9 @@ from fogdist.arguments import dense, writable
 from fogdist.context import Context, current, handles
 from fogdist.exchange import check_weight
 from fogdist.topology import check_neighbor_ranks
-from fogdist.windows.writing import Writing, scale_
 
 if TYPE_CHECKING:
     from fog_pg import _C
-    from fogdist.handles import Operation
 
 # Ranks with weights, as callers give them; ranks alone weigh 1.
 Weights = Iterable[SupportsIndex] | Mapping[int, float]
@@ -154,8 +151,8 @@ class Window:
 
         Args:
             tensor: Of the window's shape and dtype; it may be the window's own.
-            self_weight: What `tensor` is multiplied by in place, and p if `with_p`, once it is sent: the share
-                that this rank keeps. It is not if the operation fails.
+            self_weight: What `tensor` is multiplied by in place, and p if `with_p`, once all neighbors have got
+                theirs: the share that this rank keeps. It is not if the operation fails.
             dst_weights: {out-neighbor: weight}, or out-neighbors that all weigh 1; by default all of them.
                 Weight 0.0 stands for zeros.
             require_mutex: True to hold each slot's mutex meanwhile, see `mutex`.
@@ -168,7 +165,7 @@ class Window:
             ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
                 twice; a weight that is not finite.
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
-                did not answer. The others have got their parts, and the group goes on.
+                did not answer; the group goes on. If it was known to be lost, nothing was sent to anybody.
         """
         self._write("put", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout).wait()
 
@@ -186,7 +183,7 @@ class Window:
         """Starts `put` and returns its handle.
 
         `tensor` must not change before `fogdist.wait` of the handle has returned, or `fogdist.poll` has
-        returned True: then it is scaled by `self_weight`.
+        returned True: by then it is scaled by `self_weight`.
         """
         work = self._write("put", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout)
         return handles().add(work, _true, tensor)
@@ -434,7 +431,7 @@ class Window:
         with_p: bool,
         skip_lost: bool,
         timeout: timedelta | None,
-    ) -> Operation:
+    ) -> dist.Work:
         window = self._open()
         data = dense(tensor)
         if isinstance(self_weight, dict):  # where dst_weights was before BlueFog 0.2.2
@@ -446,14 +443,15 @@ class Window:
         if keeps != 1.0:
             writable(tensor)
         write = window.put if kind == "put" else window.accumulate
-        work = write(
-            data, destinations, with_p=with_p, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout
+        return write(
+            data,
+            destinations,
+            self_weight=keeps,
+            with_p=with_p,
+            mutex=require_mutex,
+            skip_lost=skip_lost,
+            timeout=timeout,
         )
-        if keeps == 1.0:
-            return work
-        writing = Writing(work, partial(_keep, window, data, keeps, with_p))
-        writing.is_completed()  # on one host it mostly is
-        return writing
 
     def _get(
         self, src_weights: Weights | None, require_mutex: bool, skip_lost: bool, timeout: timedelta | None
@@ -502,13 +500,12 @@ class Window:
 
     @contextlib.contextmanager
     def _holding(self, ranks: Sequence[int], own: bool, timeout: timedelta | None) -> Iterator[None]:
-        window = self._open()
-        window.lock(ranks, own=own, timeout=timeout)
+        # An object whose end is that of the hold: Ctrl-C may come before the `try`.
+        hold = self._open().hold(ranks, own=own, timeout=timeout)
         try:
             yield
         finally:
-            if self._window is window:  # else its mutexes have gone with it
-                window.unlock(ranks, own=own)
+            hold.release()
 
 
 def _ones(ranks: Iterable[int]) -> list[tuple[int, float]]:
@@ -522,12 +519,6 @@ def _mean_weights(context: Context) -> tuple[float, list[tuple[int, float]]]:
         return plan.self_weight, sorted(plan.sources)
     share = 1.0 / (len(plan.sources) + 1)
     return share, [(source, share) for source, _ in sorted(plan.sources)]
-
-
-def _keep(window: _C.Window, tensor: Tensor, weight: float, with_p: bool) -> None:
-    scale_(tensor, weight)
-    if with_p:
-        window.p *= weight
 
 
 def _true(_: object) -> bool:

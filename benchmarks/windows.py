@@ -1,0 +1,462 @@
+"""Times fog's one-sided windows beside raw MPI's and the limit of memory, in one run.
+
+    python benchmarks/windows.py                                # 2 and 4 ranks, some five minutes
+    python benchmarks/windows.py --ranks 2 --operations put "put alone" --sizes 4K 1M --plot windows.png
+
+Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
+turns, operation by operation and size by size (see interleaved.py). Neighbors are those of the static
+exponential-2 graph: d = 1 of 2 ranks, d = 2 of 4. The operations:
+
+    put            each rank's tensor, in its slot at its d out-neighbors
+    get            the tensors of its d in-neighbors, in its slots for them
+    accumulate     as put, added to what the slot has
+    update         the mean of a rank's tensor and its d slots, in place
+    put+update     one after the other, as a step of decentralized training does; ranks do not wait for each other
+
+All ranks do that at once, so they share what the memory gives. In "put alone" and so on rank 0 does it and the
+others sleep: nobody else is needed for it. Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+
+    fog        fogdist.Window, with default arguments
+    fog_pg     the backend's own methods, with lists of neighbors made before: what is left without the library's
+               Python; up to 1 MiB
+    MPI        raw MPI: mpi4py's Put, Get, Accumulate in a window of MPI_Win_allocate (shared memory, too), under
+               one MPI_Win_lock_all, each with a flush; sums of numpy. Nothing keeps its sums from reading what a
+               put is still writing, as fog does
+    memory     the least that memory must carry: d copies; for accumulate d sums of two arrays; for update a sum
+               of d + 1; of arrays of the rank's own, always the same ones (see memory_limit.py)
+    one place  the same, of put and get: each copy goes to the same array each time
+
+A slot's value is replaced as a whole, so fog writes each put or get to another buffer than the one before,
+mostly to two in turn. "memory" does so too; its target is as cold. "one place" copies to an array that was
+written just before, which is faster where that is still in a cache. MPI has one buffer a slot.
+
+Every system's first results are checked. Where all take part a barrier stands before each measurement;
+--back-to-back 100 shows what an operation takes in a loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import memory_limit
+import numpy as np
+import program
+import side_by_side
+from goals import Goal, print_goals
+from interleaved import Times, take_turns
+from numpy.typing import NDArray
+from report import Row, Table, write_json
+
+if TYPE_CHECKING:
+    import fogdist
+    from mpi4py import MPI
+    from side_by_side import Systems
+
+    from fog_pg._C import ProcessGroupFog
+    from fog_pg._C import Window as BackendWindow
+
+SINGLE = ["put", "get", "accumulate", "update"]
+TOGETHER = [*SINGLE, "put+update"]
+ALONE = {f"{name} alone": name for name in TOGETHER}
+OPERATIONS = [*TOGETHER, *ALONE]
+SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+# Beyond this Python takes no part of the time that counts.
+LARGEST_OF_BACKEND = 1 << 20
+SYSTEMS = {
+    "fog": "fog",
+    "fog_pg": "fog_pg",
+    "mpi": "MPI",
+    "memory": "memory",
+    "one_place": "one place",
+}
+TABLE = Table(SYSTEMS, [("fog", "memory"), ("mpi", "memory"), ("fog", "mpi")])
+# Buffers that each put to a slot, or get into it, goes to in turn.
+BUFFERS = 2
+# Seconds between the looks of a rank that sleeps.
+NAP = 0.02
+# Relative; the inputs are positive and their sums are rounded a few times in float32.
+TOLERANCE = 2e-6
+
+GOALS = [
+    *(Goal("put alone", 2, 4 << 10, system, "memory", 0.0, enough=0.010) for system in ("fog", "fog_pg")),
+    *(
+        Goal(f"{operation}{alone}", ranks, size, "fog", "memory", 1.2)
+        for operation in ("put", "get")
+        for alone in (" alone", "")
+        for ranks in (2, 4)
+        for size in (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+    ),
+    *(
+        Goal(f"update{alone}", ranks, size, "fog", "memory", 1.5)
+        for alone in (" alone", "")
+        for ranks in (2, 4)
+        for size in (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+    ),
+]
+
+Array = NDArray[np.float32]
+Way = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank in the graph.
+
+    Attributes:
+        rank: This rank.
+        sources: Its in-neighbors, ascending.
+        destinations: Its out-neighbors, ascending.
+        slots: For each of these the number of this rank's slot there.
+    """
+
+    rank: int
+    sources: list[int]
+    destinations: list[int]
+    slots: list[int]
+
+    @property
+    def weight(self) -> float:
+        """Of each term of an update."""
+        return 1 / (len(self.sources) + 1)
+
+
+def place_of(rank: int, size: int) -> Place:
+    """Sets the topology; returns what it is for this rank."""
+    import fogdist
+    from fogdist import topology
+
+    graph = topology.ExponentialTwoGraph(size)
+    fogdist.set_topology(graph)
+
+    def others(ranks: Sequence[int], but: int) -> list[int]:
+        return sorted(other for other in ranks if other != but)
+
+    destinations = others(list(graph.successors(rank)), rank)
+    slots = [others(list(graph.predecessors(there)), there).index(rank) for there in destinations]
+    return Place(rank, others(list(graph.predecessors(rank)), rank), destinations, slots)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A system's window in this rank.
+
+    Attributes:
+        tensor: This rank's.
+        ways: The operations of `SINGLE`, by name.
+        slot: The value of a source's slot.
+        free: Ends the window; collective.
+    """
+
+    tensor: Array
+    ways: Mapping[str, Way]
+    slot: Callable[[int], Array]
+    free: Way
+
+    def way(self, operation: str) -> Way:
+        """What does an operation of `TOGETHER`."""
+        return in_turn([self.ways[part] for part in operation.split("+")])
+
+
+def in_turn(ways: Sequence[Way]) -> Way:
+    """One way that goes all of these."""
+    if len(ways) == 1:
+        return ways[0]
+
+    def each() -> None:
+        for way in ways:
+            way()
+
+    return each
+
+
+def on_fogdist(window: fogdist.Window) -> Side:
+    """fog as users call it."""
+    tensor = window.tensor
+    return Side(
+        tensor.numpy(),
+        {
+            "put": lambda: window.put(tensor),
+            "get": lambda: window.get(),
+            "accumulate": lambda: window.accumulate(tensor),
+            "update": lambda: window.update(),
+        },
+        lambda source: window.update(self_weight=0.0, neighbor_weights={source: 1.0}, clone=True).numpy(),
+        window.free,
+    )
+
+
+def on_backend(window: BackendWindow, weight: float) -> Side:
+    """The backend's methods."""
+    tensor = window.tensor
+    to, of = ([(peer, 1.0) for peer in peers] for peers in (window.out_neighbors, window.in_neighbors))
+    mean = [(peer, weight) for peer in window.in_neighbors]
+    return Side(
+        tensor.numpy(),
+        {
+            "put": lambda: window.put(tensor, to).wait(),
+            "get": lambda: window.get(of).wait(),
+            "accumulate": lambda: window.accumulate(tensor, to).wait(),
+            "update": lambda: window.update(weight, mean),
+        },
+        lambda source: window.update(0.0, [(source, 1.0)], clone=True).numpy(),
+        window.free,
+    )
+
+
+def on_mpi(mpi: MPI.Intracomm, place: Place, elements: int) -> Side:
+    """Raw MPI: a window of the tensor and, behind it, the slots."""
+    from mpi4py import MPI
+
+    d, itemsize = len(place.sources), np.dtype(np.float32).itemsize
+    window = MPI.Win.Allocate((1 + d) * elements * itemsize, itemsize, comm=mpi)
+    memory = np.frombuffer(window.tomemory(), np.float32)  # type: ignore[call-overload]  # a buffer it is
+    memory[:] = 0  # what has not been written has no memory of its own yet
+    tensor, *slots = np.split(memory, 1 + d)
+    targets = [
+        (there, ((1 + slot) * elements, elements, MPI.FLOAT))
+        for there, slot in zip(place.destinations, place.slots, strict=True)
+    ]
+    window.Lock_all()
+
+    def put() -> None:
+        for there, part in targets:
+            window.Put(tensor, there, part)
+        for there, _ in targets:
+            window.Flush(there)
+
+    def accumulate() -> None:
+        for there, part in targets:
+            window.Accumulate(tensor, there, part, MPI.SUM)
+        for there, _ in targets:
+            window.Flush(there)
+
+    def get() -> None:
+        for source, slot in zip(place.sources, slots, strict=True):
+            window.Get(slot, source, (0, elements, MPI.FLOAT))
+        for source in place.sources:
+            window.Flush(source)
+
+    def update() -> None:
+        window.Sync()
+        for slot in slots:
+            np.add(tensor, slot, out=tensor)
+        np.multiply(tensor, place.weight, out=tensor)
+        window.Sync()
+
+    def slot_of(source: int) -> Array:
+        window.Sync()
+        return slots[place.sources.index(source)]
+
+    def free() -> None:
+        window.Unlock_all()
+        window.Free()
+
+    ways = {"put": put, "get": get, "accumulate": accumulate, "update": update}
+    return Side(tensor, ways, slot_of, free)
+
+
+def in_memory(operation: str, d: int, elements: int, buffers: int = BUFFERS) -> dict[str, Way]:
+    """What memory must at least carry, by the form of the loop that does it.
+
+    Each form has arrays of its own, as each system has: none finds in a cache what another one has left there.
+
+    Args:
+        operation: One of `TOGETHER`.
+        d: Number of neighbors.
+        elements: Of a tensor.
+        buffers: For each neighbor, that copies go to in turn.
+    """
+
+    def limit(form: str) -> Way:
+        x, total = array(elements), array(elements)
+        slots = [[array(elements) for _ in range(d)] for _ in range(buffers)]
+
+        def loop(inputs: list[Array], output: Array) -> Way:
+            return memory_limit.sums(inputs, output)[form]
+
+        puts = [in_turn([loop([x], to) for to in slot]) for slot in slots]
+        updates = [loop([x, *slot], total) for slot in slots]
+        if operation in ("put", "get"):
+            return _by_turns(puts)
+        if operation == "accumulate":
+            pairs = zip(slots, [slots[-1], *slots[:-1]], strict=True)
+            steps = [[loop([old, x], to) for to, old in zip(slot, last, strict=True)] for slot, last in pairs]
+            return _by_turns([in_turn(step) for step in steps])
+        if operation == "update":
+            return updates[0]
+        return _by_turns([in_turn([put, update]) for put, update in zip(puts, updates, strict=True)])
+
+    return {form: limit(form) for form in memory_limit.sums([array(1)], array(1))}
+
+
+def array(elements: int) -> Array:
+    """Filled, as what has not been written has no memory of its own yet."""
+    return np.full(elements, 1, np.float32)
+
+
+def _by_turns(ways: Sequence[Way]) -> Way:
+    """With each call the next of these."""
+    if len(ways) == 1:
+        return ways[0]
+    turns = itertools.cycle(ways)
+    return lambda: next(turns)()
+
+
+def tensors_moved(operation: str, d: int) -> int:
+    """How many tensors a rank must at least read or write."""
+    parts = {"put": 2 * d, "get": 2 * d, "accumulate": 3 * d, "update": d + 2}
+    return sum(parts[part] for part in operation.split("+"))
+
+
+def check(system: str, side: Side, mpi: MPI.Intracomm, place: Place) -> None:
+    """Does each operation once and compares what it did; leaves means of the ranks' tensors behind."""
+    # Rank r's tensor is base + r, exactly: 10 random bits, the same on all ranks, and r.
+    elements = len(side.tensor)
+    base = np.random.default_rng(elements).integers(0, 1 << 10, elements).astype(np.float32) / (1 << 10) + 1
+    side.tensor[:] = base + place.rank
+
+    def do(operation: str, factor: float) -> None:
+        mpi.Barrier()
+        side.ways[operation]()
+        mpi.Barrier()
+        for source in place.sources:
+            if not np.array_equal(side.slot(source), factor * (base + source)):
+                raise RuntimeError(
+                    f"{operation} of {elements} elements: {system} has a wrong slot of rank {source} on rank {place.rank}"
+                )
+
+    do("put", 1)
+    do("accumulate", 2)
+    do("get", 1)
+    mpi.Barrier()  # nobody's tensor changes while others get it
+    side.ways["update"]()
+    mean = base + np.mean([place.rank, *place.sources])
+    if not np.allclose(side.tensor, mean, rtol=TOLERANCE, atol=0):
+        raise RuntimeError(f"update of {elements} elements: wrong result of {system} on rank {place.rank}")
+    mpi.Barrier()
+
+
+def turns(
+    ways: Mapping[str, Way], mpi: MPI.Intracomm, arguments: argparse.Namespace
+) -> tuple[dict[str, Times], int]:
+    """Times them on all ranks of `mpi` at once."""
+    return take_turns(
+        ways,
+        mpi,
+        seconds=arguments.seconds,
+        iterations=arguments.iterations,
+        back_to_back=arguments.back_to_back,
+    )
+
+
+def turns_of_rank_0(
+    ways: Mapping[str, Way], mpi: MPI.Intracomm, arguments: argparse.Namespace
+) -> tuple[dict[str, Times], int]:
+    """Times them on rank 0 while the others sleep."""
+    from mpi4py import MPI
+
+    measured = turns(ways, MPI.COMM_SELF, arguments) if mpi.rank == 0 else None
+    done = mpi.Ibarrier()
+    while not done.Test():
+        time.sleep(NAP)
+    result: tuple[dict[str, Times], int] = mpi.bcast(measured)
+    return result
+
+
+def measure(size: int, systems: Systems, place: Place, arguments: argparse.Namespace) -> list[Row]:
+    """Checks and times all operations at one size."""
+    import fogdist
+    import torch
+
+    n, d, mpi = systems.size, len(place.sources), systems.mpi
+    elements = max(1, size // torch.float32.itemsize)
+    bytes_ = elements * torch.float32.itemsize
+    sides = {"fog": on_fogdist(fogdist.Window(torch.zeros(elements)))}
+    if bytes_ <= LARGEST_OF_BACKEND:
+        fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
+        window = fog.create_window(torch.zeros(elements), "of the backend", place.sources, place.destinations)
+        sides["fog_pg"] = on_backend(window, place.weight)
+    sides["mpi"] = on_mpi(mpi, place, elements)
+    for system, side in sides.items():
+        check(system, side, mpi, place)
+    rows: list[Row] = []
+    for name in arguments.operations:
+        operation = ALONE.get(name, name)
+        ways = {system: side.way(operation) for system, side in sides.items()}
+        limits = {"memory": in_memory(operation, d, elements)}
+        if operation in ("put", "get"):
+            limits["one_place"] = in_memory(operation, d, elements, buffers=1)
+        for limit, forms in limits.items():
+            ways |= {f"{limit} {form}": way for form, way in forms.items()}
+        times, iterations = (turns_of_rank_0 if name in ALONE else turns)(ways, mpi, arguments)
+        for limit, forms in limits.items():
+            times[limit] = min((times[f"{limit} {form}"] for form in forms), key=lambda t: t.median)
+        del ways, limits  # their arrays
+        moved = tensors_moved(operation, d) * bytes_ * (1 if name in ALONE else n)
+        rows.append(Row(name, n, "float32", elements, bytes_, moved, iterations, times))
+        if systems.rank == 0:
+            print(TABLE.line(rows[-1]), flush=True)
+        for side in sides.values():
+            side.tensor.fill(1.0)  # sums do not grow beyond what float32 has
+            mpi.Barrier()
+            side.ways["put"]()
+    for side in sides.values():
+        mpi.Barrier()
+        side.free()
+    return rows
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    import fogdist
+
+    systems = side_by_side.join()
+    fogdist.init()
+    place = place_of(systems.rank, systems.size)
+    if systems.rank == 0:
+        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
+        print(TABLE.heading(), flush=True)
+    rows = [row for size in arguments.sizes for row in measure(size, systems, place, arguments)]
+    if systems.rank == 0:
+        write_json(arguments.rows, program.facts(), rows)
+    fogdist.shutdown()
+    side_by_side.leave()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_options(parser, ranks=[2, 4], seconds=1.5)
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        choices=OPERATIONS,
+        default=OPERATIONS,
+        metavar="NAME",
+        help=", ".join(OPERATIONS),
+    )
+    parser.set_defaults(sizes=SIZES)
+    arguments = program.parse_options(parser)
+    for ranks in arguments.ranks:
+        if ranks < 2:
+            parser.error(f"--ranks: {ranks}; a window takes 2 or more")
+    return arguments
+
+
+def main() -> None:
+    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
+    print_goals(GOALS, rows, SYSTEMS)
+
+
+if __name__ == "__main__":
+    main()

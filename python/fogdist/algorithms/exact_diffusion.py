@@ -1,0 +1,62 @@
+"""Exact diffusion and D2: diffusion without the bias that differing data give it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fogdist.algorithms.frame import Algorithm
+
+
+class ExactDiffusion(Algorithm):
+    """Exact diffusion: corrects each rank's step by what averaging had to undo in the step before.
+
+    With psi = x + d(x) the result of the local step at learning rate g, and psi- that of the step before::
+
+        phi = psi + x - psi-
+        x+  = V phi,    V = (I + W) / 2
+
+    (Yuan, Ying, Zhao and Sayed, "Exact Diffusion for Distributed Optimization and Learning", parts I and II,
+    IEEE Transactions on Signal Processing 67, 2019, arXiv 1702.05122, also known as NIDS.) Its fixed point is
+    the optimum of the sum, also where ranks' data differ; diffusion (`DecentralizedSGD`) stays at a distance
+    that grows with the learning rate and 1 / gap.
+
+    What is kept is the correction in units of the gradient, ``c = (x - psi-) / g``, which tends to the rank's
+    own gradient at the optimum: so a learning rate that a scheduler changes keeps the fixed point. With
+    constant g that is the recursion above. While g is 0, c stays. Other optimizers than SGD serve too: d is
+    their step. With local steps psi is their result, and what they drift apart on the way is not corrected.
+
+    W should be symmetric and doubly stochastic. The arguments are those of `Algorithm`.
+    """
+
+    _fog_buffers: ClassVar[tuple[str, ...]] = ("correction",)
+    _fog_is_lazy: ClassVar[bool] = True
+
+    def _fog_combine(self) -> None:
+        adapted = self._fog_flats.values
+        corrections = self._fog_state["correction"]
+        rates = self._fog_rates()
+        corrected = [
+            psi.add(correction, alpha=rate)
+            for psi, correction, rate in zip(adapted, corrections, rates, strict=True)
+        ]
+        combined = self._fog_average(corrected)
+        if self._fog_is_lazy:
+            combined = [x.add_(phi).mul_(0.5) for x, phi in zip(combined, corrected, strict=True)]
+        self._fog_state["correction"] = [
+            x.sub(psi).div_(rate) if rate != 0.0 else correction
+            for x, psi, correction, rate in zip(combined, adapted, corrections, rates, strict=True)
+        ]
+        self._fog_flats.write(combined)
+
+
+class D2(ExactDiffusion):
+    """D2: exact diffusion with V = W.
+
+    With SGD that is ``x+ = W (2 x - x- - g grad f(x) + g grad f(x-))``, and at first ``W (x - g grad f(x))``.
+    (Tang, Lian, Yan, Zhang and Liu, "D2: Decentralized Training over Decentralized Data", ICML 2018, arXiv
+    1803.07068.) Faster than `ExactDiffusion`, but it needs the smallest eigenvalue of W to be above -1/3 (a
+    ring of 4 with weights 1/3 is at the border), and a sequence of graphs, one peer a round, makes it diverge
+    more easily. All else is as in `ExactDiffusion`.
+    """
+
+    _fog_is_lazy: ClassVar[bool] = False

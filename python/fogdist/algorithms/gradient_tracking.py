@@ -1,0 +1,81 @@
+"""Gradient tracking: each rank estimates the mean of all ranks' gradients and steps along the estimate."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fogdist.algorithms.frame import Algorithm
+from fogdist.algorithms.mixing import Mixing
+from fogdist.optim.wrapper import Models
+from fogdist.topology import Topology
+
+
+class GradientTracking(Algorithm):
+    """Gradient tracking: ``y+ = W y + grad f(x+) - grad f(x)``, begun at ``y = grad f(x)``, and a step along
+    y.
+
+    - "atc": ``x+ = W (x - g y)``: DSGT (Pu and Nedic, "Distributed stochastic gradient tracking methods",
+      Mathematical Programming 187, 2021, arXiv 1805.11454), before as NEXT (Di Lorenzo and Scutari, 2016).
+    - "awc": ``x+ = W x - g y``: DIGing (Nedic, Olshevsky and Shi, SIAM Journal on Optimization 27, 2017,
+      arXiv 1607.03218), which is for time-varying graphs.
+
+    The mean of all y is the mean of all gradients at any time, so the fixed point is the optimum of the sum,
+    with any doubly stochastic W, one after the other too. x and y travel in one exchange, twice the bytes of
+    `DecentralizedSGD`. The learning rate is the optimizer's in each step; other optimizers than SGD make
+    their own step along y (with momentum SGD, the momentum is of y). In local steps W is I.
+
+    During the optimizer's step the parameters' gradients are y; afterwards they are what they were.
+
+    Args:
+        optimizer: As in `Algorithm`.
+        model: As in `Algorithm`.
+        order: "atc" or "awc".
+        mixing: As in `Algorithm`.
+        local_steps: As in `Algorithm`.
+
+    Raises:
+        ValueError: `order` is neither; and as `Algorithm`. In `step`: a gradient is sparse.
+    """
+
+    # `tracker` is W y after a round, and y after a local step.
+    _fog_buffers: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        *,
+        order: Literal["atc", "awc"] = "atc",
+        mixing: Mixing | Topology | None = None,
+        local_steps: int = 1,
+    ) -> None:
+        if order not in ("atc", "awc"):
+            raise ValueError(f"order must be 'atc' or 'awc', got {order!r}")
+        self._fog_order = order
+        self._fog_begin(optimizer, mixing, local_steps, order=order)
+
+    def _fog_advance(self) -> Any:
+        gradients = self._fog_flats.gradients()
+        tracked = [
+            tracker.add(gradient).sub_(before)
+            for tracker, gradient, before in zip(
+                self._fog_state["tracker"], gradients, self._fog_state["gradient"], strict=True
+            )
+        ]
+        self._fog_state = {"tracker": tracked, "gradient": gradients}
+        is_due = self._fog_count()
+        directions = [y.clone() for y in tracked]
+        if is_due and self._fog_order == "awc":
+            self._fog_exchange(tracked)
+        result = self._fog_step_along(directions)
+        if is_due and self._fog_order == "atc":
+            self._fog_exchange(tracked)
+        self._fog_rounds += is_due
+        return result
+
+    def _fog_exchange(self, tracked: list[Tensor]) -> None:
+        """Averages the parameters and the trackers in place, in one exchange."""
+        self._fog_average([*self._fog_flats.values, *tracked], in_place=True)

@@ -1,0 +1,280 @@
+"""Mixing at each rank's own pace: neighbors' last values lie in one-sided windows, nobody is waited for.
+
+Beside the windows of the model there is one of a few numbers, the signs: which iteration's values a rank has put
+to this neighbor, and how far it is. A sign is put when the values that it speaks of have arrived, so values are
+never older than their sign says. Signs go both ways along each edge, so that a rank learns too when one that it
+only receives from is lost.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.context import Context
+from fogdist.ddp.rounds import Rounds
+from fogdist.topology import Topology
+
+if TYPE_CHECKING:
+    from fog_pg._C import Window
+
+# While a rank waits for a neighbor: the sleeps between two looks, doubled from the first to the last, and how
+# often it makes sure that the neighbor is alive. All in seconds.
+_FIRST_SLEEP = 50e-6
+_LAST_SLEEP = 2e-3
+_ALIVE_EVERY = 0.1
+
+
+class _State(enum.IntEnum):
+    SILENT = 0  # no sign yet: slots start as zeros
+    ACTIVE = 1
+    PAUSED = 2
+
+
+class _Sign(NamedTuple):
+    """What a rank tells a neighbor.
+
+    Attributes:
+        put: The iteration after which the last values were put to this neighbor; -1 for none.
+        done: How many iterations it has done.
+        state: A _State.
+    """
+
+    put: int
+    done: int
+    state: int
+
+
+class AsynchronousMixing:
+    """Windows of the flat buffers of a model, and when this rank reads and writes them.
+
+    In its iteration t a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of round t, makes the
+    optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose values
+    have not arrived yet, who is paused or lost, goes to this rank's own x.
+
+    Args:
+        context: The group.
+        flats: What is mixed; their memory stays where it is.
+        rounds: Whom to mix with; of a topology with a period.
+        name: What all ranks call it; no other mixing of the group has the same.
+        max_staleness: How many iterations this rank may be ahead of an in-neighbor; None for any number.
+        damping: Exponent a in the weight ``w_ji (1 + staleness)^-a``.
+        skip_lost: Whether to go on without neighbors that are lost.
+        timeout: Of windows, and of waiting for a neighbor.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        flats: list[Tensor],
+        rounds: Rounds,
+        name: str,
+        *,
+        max_staleness: int | None,
+        damping: float,
+        skip_lost: bool,
+        timeout: timedelta | None,
+    ) -> None:
+        self._context = context
+        self._flats = flats
+        self._name = name
+        self._max_staleness = max_staleness
+        self._damping = damping
+        self._skip_lost = skip_lost
+        self._timeout = timeout
+        self._patience = (timeout or context.backend.options._timeout).total_seconds()
+        self._iteration = 0
+        self._generation = 0
+        self._is_paused = False
+        self._lost: set[int] = set()
+        self._puts: list[dist.Work] = []
+        self._put_to: list[int] = []
+        self._windows: list[Window] = []
+        self._open(rounds)
+
+    @property
+    def has_begun(self) -> bool:
+        """No: there is nothing that the next step has to wait for."""
+        return False
+
+    def begin(self) -> None:
+        """Tells neighbors on other hosts as soon as may be what has arrived there."""
+        self._sign_if_put()
+
+    @torch.no_grad()
+    def mix(self) -> None:
+        """Mixes the flat buffers with what neighbors have put; waits for neighbors that are too far behind."""
+        self.discard()
+        if self._is_paused:  # neighbors went on meanwhile, and need not wait until this rank has caught up
+            self._is_paused = False
+            self._iteration = max([self._iteration, *(self._read(rank).done for rank in self._peers)])
+        self._wait_for_neighbors()
+        plan = self._rounds.plan(self._iteration)
+        own, neighbors = plan.self_weight, []
+        for rank, weight in plan.sources:
+            staleness = self._staleness(rank)
+            share = 0.0 if staleness is None else weight * (1.0 + max(staleness, 0)) ** -self._damping
+            own += weight - share
+            if share != 0.0:
+                neighbors.append((rank, share))
+        if neighbors:
+            for window in self._windows:
+                window.update(own, neighbors, timeout=self._timeout)
+
+    def after_step(self) -> None:
+        """Puts the flat buffers to the out-neighbors."""
+        destinations = [rank for rank, _ in self._rounds.plan(self._iteration).destinations]
+        self._iteration += 1
+        self._put(destinations)
+
+    def discard(self) -> None:
+        """Waits until what was put has left: from then on the flat buffers may change."""
+        if self._puts:
+            puts, self._puts = self._puts, []
+            for put in puts:
+                put.wait()
+            for rank in self._put_to:
+                self._last_put[rank] = self._iteration
+            self._sign()
+
+    def pause(self) -> None:
+        """Tells the neighbors to go on without this rank until its next step."""
+        self.discard()
+        self._is_paused = True
+        self._sign()
+
+    def staleness(self) -> dict[int, int | None]:
+        """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
+        self._sign_if_put()
+        return {rank: self._staleness(rank) for rank in self._in}
+
+    def follow(self, rounds: Rounds) -> None:
+        """Mixes along another topology from now on; collective."""
+        self.close()
+        self._open(rounds)
+        self.after_global_average()
+
+    def after_global_average(self) -> None:
+        """Puts the flat buffers to all out-neighbors, and all ranks' counts of iterations on one number; collective."""
+        done = torch.tensor([self._iteration])
+        self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=f"{self._name}.done").wait()
+        self._iteration = int(done)
+        self._is_paused = False
+        self._put(self._out)
+        self.discard()
+        self._context.group.barrier().wait()
+
+    def close(self) -> None:
+        """Ends the windows; collective among neighbors."""
+        self.pause()
+        windows, self._windows = [*self._windows, self._signs], []
+        for window in windows:
+            window.free() if self._timeout is None else window.free(self._timeout)
+
+    # --- inside ---
+
+    def _open(self, rounds: Rounds) -> None:
+        topology = rounds.topology
+        if topology is None or topology.period is None:
+            raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
+        self._rounds = rounds
+        self._in, self._out = _neighbors(topology, self._context.rank)
+        self._peers = sorted({*self._in, *self._out})
+        name = f"{self._name}.{self._generation}"
+        self._generation += 1
+        create = self._context.backend.create_window
+        self._windows = [
+            create(flat, f"{name}.{i}", self._in, self._out, zero_init=True, timeout=self._timeout)
+            for i, flat in enumerate(self._flats)
+        ]
+        numbers = torch.zeros(len(_Sign._fields), dtype=torch.int64)
+        self._signs: Window = create(
+            numbers, f"{name}.signs", self._peers, self._peers, zero_init=True, timeout=self._timeout
+        )
+        self._last_put = dict.fromkeys(self._peers, -1)
+        self._signing: list[tuple[int, dist.Work]] = []
+
+    def _put(self, destinations: list[int]) -> None:
+        alive = [(rank, 1.0) for rank in destinations if rank not in self._lost]
+        self._put_to = destinations
+        self._puts = [
+            window.put(flat, alive, skip_lost=self._skip_lost, timeout=self._timeout)
+            for window, flat in zip(self._windows, self._flats, strict=True)
+        ]
+        self._sign_if_put()  # on one host everything is there already
+
+    def _sign_if_put(self) -> None:
+        if all(put.is_completed() for put in self._puts):
+            self.discard()
+
+    def _sign(self) -> None:
+        """Tells all neighbors how far this rank is, and learns who of them is lost."""
+        state = _State.PAUSED if self._is_paused else _State.ACTIVE
+        for rank in self._peers:
+            if rank not in self._lost:
+                sign = torch.tensor(_Sign(self._last_put[rank], self._iteration, state))
+                try:
+                    self._signing.append((rank, self._signs.put(sign, [(rank, 1.0)], timeout=self._timeout)))
+                except dist.DistBackendError as error:
+                    self._lose(rank, error)
+        signing, self._signing = self._signing, []
+        for rank, work in signing:
+            if not work.is_completed():
+                self._signing.append((rank, work))
+                continue
+            try:
+                work.wait()
+            except dist.DistBackendError as error:
+                self._lose(rank, error)
+
+    def _lose(self, rank: int, error: Exception) -> None:
+        if not self._skip_lost:
+            raise error
+        self._lost.add(rank)
+
+    def _read(self, rank: int) -> _Sign:
+        return _Sign(*self._signs.update(0.0, [(rank, 1.0)], clone=True, timeout=self._timeout).tolist())
+
+    def _staleness(self, rank: int) -> int | None:
+        """Iterations that an in-neighbor's values are behind; None if it takes no part now."""
+        sign = self._read(rank)
+        if sign.state != _State.ACTIVE or sign.put < 0 or rank in self._lost:
+            return None
+        return self._iteration - sign.put
+
+    def _wait_for_neighbors(self) -> None:
+        if self._max_staleness is None:
+            return
+        deadline = time.monotonic() + self._patience
+        for rank in self._in:
+            sleep, look = _FIRST_SLEEP, time.monotonic() + _ALIVE_EVERY
+            while rank not in self._lost:
+                sign = self._read(rank)
+                if sign.state == _State.PAUSED or self._iteration - sign.done <= self._max_staleness:
+                    break
+                now = time.monotonic()
+                if now > deadline:
+                    raise dist.DistBackendError(
+                        f"{self._name} on rank {self._context.rank} timed out after {self._patience:g} s: "
+                        f"rank {rank} has done {sign.done} iterations and this rank {self._iteration}, which "
+                        f"is more than max_staleness={self._max_staleness} ahead"
+                    )
+                if now > look:
+                    look = now + _ALIVE_EVERY
+                    self._sign()
+                time.sleep(sleep)
+                sleep = min(2 * sleep, _LAST_SLEEP)
+
+
+def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
+    """Returns a rank's in-neighbors and out-neighbors in any round of a period."""
+    union = np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0)
+    others = [r for r in range(topology.size) if r != rank]
+    return [r for r in others if union[r, rank]], [r for r in others if union[rank, r]]

@@ -1,0 +1,127 @@
+"""Gossip for those who keep torch's own DistributedDataParallel: a communication hook.
+
+torch checks a hook's annotations as objects, so this file does without `from __future__ import annotations`.
+"""
+
+import enum
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.agreement import check_same_everywhere
+from fogdist.buckets import Bucket, flatten, unflatten
+from fogdist.context import current
+from fogdist.ddp.rounds import Rounds, TopologyLike
+
+# States are made in the same order on all ranks, so their numbers tell their messages apart.
+_numbers = itertools.count()
+
+
+class Gossip(enum.Enum):
+    """What `gossip_hook` averages with the neighbors."""
+
+    parameters = "parameters"
+    gradients = "gradients"
+
+
+class GossipState:
+    """What `gossip_hook` needs to know: whom to average with, and what. Collective.
+
+    Args:
+        topology: As in `DecentralizedDataParallel`; by default the group's topology, that of each step.
+        what: Gossip.parameters or Gossip.gradients, or their values as strings.
+        group: A group with a fog backend of the same ranks as the DDP's; by default that of `init`.
+
+    Attributes:
+        round: The topology's round of the next backward pass that communicates. It is part of no state dict.
+
+    Raises:
+        TypeError: As `DecentralizedDataParallel`.
+        ValueError: As `DecentralizedDataParallel`; `what` is neither; ranks disagree (on all ranks alike).
+        RuntimeError: After `shutdown`.
+    """
+
+    def __init__(
+        self,
+        topology: TopologyLike = None,
+        what: Gossip | str = Gossip.parameters,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if what not in [value for kind in Gossip for value in (kind, kind.value)]:
+            raise ValueError(f"what must be 'parameters' or 'gradients', got {what!r}")
+        self._context = current(group)
+        self._rounds = Rounds(topology, self._context)
+        self._what = Gossip(what)
+        self._name = f"fogdist.gossip_hook {next(_numbers)}"
+        self.round = 0
+        items = [f"what: {self._what.value}", *self._rounds.items()]
+        check_same_everywhere(self._context.backend, "state", items)
+
+    def _average(self, flat: Tensor, bucket: int) -> dist.Work:
+        plan = self._rounds.plan(self.round)
+        name = f"{self._name}.{bucket}"
+        return self._context.backend.neighbor_allreduce(flat, plan, name=name)
+
+
+def gossip_hook(
+    state: GossipState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Averages with neighbors in place of all ranks: a hook for torch's DistributedDataParallel.
+
+    ::
+
+        model = DistributedDataParallel(model, broadcast_buffers=False)
+        model.register_comm_hook(fogdist.GossipState(topology), fogdist.gossip_hook)
+
+    With Gossip.parameters, each bucket's parameters are averaged with the neighbors' as soon as its gradients
+    are ready, and gradients stay this rank's own. When ``backward`` returns the averages are in the parameters, so
+    the optimizer makes ``x+ = Mix(x) - step(grad f(x))``: adapt with combine, as
+    `DecentralizedDataParallel` with mode "sync" and no change to optimizer or loop. With Gossip.gradients the
+    gradients are averaged with the neighbors' and parameters are left alone: ``x+ = x - step(Mix(grad f(x)))``.
+    Replicas then drift apart, as nothing pulls them together; it is for topologies whose rounds make an exact
+    average in time, and with an average of the parameters now and then (`fogdist.allreduce_parameters`).
+
+    A topology's round is one backward pass, whatever the number of buckets; passes in ``no_sync`` do not
+    communicate. No second backward pass through the same graph is possible once parameters are averaged. A step that a GradScaler skips on one rank leaves its average in place and holds nobody up. All
+    ranks must make equally many passes, as with DDP.
+
+    What DDP does by itself it goes on doing: it broadcasts rank 0's parameters and buffers when it is made and
+    checks their shapes; it broadcasts buffers at each forward pass unless ``broadcast_buffers=False``, which is
+    what keeps ranks from waiting for all others; ``find_unused_parameters`` is one small allreduce an
+    iteration. Parameters that no gradient reaches are averaged like others. Models differ between ranks: average
+    them before they are evaluated or saved, ``fogdist.allreduce_parameters(dict(model.named_parameters()))``.
+
+    Args:
+        state: Of one DDP only.
+        bucket: From DDP.
+
+    Returns:
+        A future of the gradients for this rank's optimizer; it fails with torch.distributed.DistBackendError if
+        the exchange does, and then ``backward`` raises. The hook itself waits for nothing.
+    """
+    gradients: Tensor = bucket.buffer()
+    if state._what is Gossip.gradients:
+        future = state._average(gradients, bucket.index()).get_future().then(_first)
+    else:
+        parameters = [parameter.detach() for parameter in bucket.parameters()]
+        every = Bucket(tuple(range(len(parameters))), gradients.dtype, gradients.device)
+
+        def write(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            unflatten(every, _first(done), parameters)
+            return gradients
+
+        average = state._average(flatten(every, parameters), bucket.index())
+        future = average.get_future().then(write)
+    # Once a backward pass, not once a bucket.
+    if bucket.is_last():
+        state.round += 1
+    return future
+
+
+def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+    result: Tensor = done.value()[0]
+    return result

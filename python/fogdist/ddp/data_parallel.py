@@ -1,0 +1,544 @@
+"""`DecentralizedDataParallel`: a module whose parameters mix with the neighbors' whenever its optimizer steps."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fogdist.agreement import check_same_everywhere
+from fogdist.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
+from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
+from fogdist.context import current
+from fogdist.ddp.asynchronous import AsynchronousMixing
+from fogdist.ddp.rounds import Rounds, TopologyLike, topology_of
+from fogdist.ddp.synchronous import SynchronousMixing
+from fogdist.exchange import check_weight
+from fogdist.flat_buckets import FlatBuckets
+from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
+from fogdist.topology.validation import check_int
+
+Mode: TypeAlias = Literal["sync", "async"]
+
+# Wrappers are made in the same order on all ranks, so their numbers tell their messages apart.
+_numbers = itertools.count()
+
+
+class DecentralizedDataParallel(nn.Module):
+    """A module that is trained together with its neighbors': its parameters mix with theirs at each step.
+
+    Used like the module itself; the training loop stays as it is::
+
+        model = fogdist.DecentralizedDataParallel(model, optimizer)
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()          # the user's own, which now also mixes
+        model.global_average()
+
+    Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, the gradient of the old parameters on
+    top of mixed ones. With mode "sync" all ranks take their steps together: the exchange of round t starts at
+    the training forward pass (called as a function, gradients enabled), travels during forward and backward, and
+    is awaited by the step. With "async" each rank goes at its own pace: a step mixes with what the neighbors
+    have put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the scheme of
+    Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et al., ICML 2018,
+    arXiv 1710.06952, with one-sided windows.)
+
+    One step, one exchange, in mode "sync": all ranks must make equally many. A step without a forward pass
+    exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the last
+    part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler skips
+    on some rank holds nobody up: that rank's parameters become ``Mix(x)``, when the next forward pass begins at
+    the latest. It is recognized by its gradients, which are infinite or were reset; leaving out steps for other
+    reasons leaves the neighbors waiting, until the group's timeout. In mode "async" a step that is skipped is no
+    iteration.
+
+    Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`) and
+    stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they always
+    saw. Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then those of
+    floating-point dtypes are mixed like parameters, with what forward changed in them kept.
+
+    `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to copy
+    (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is wrapped.
+    With one rank it is only the module.
+
+    Args:
+        module: On the CPU, the same on all ranks up to values.
+        optimizer: A torch optimizer of the module's parameters that evaluates its closure once a step; or a
+            function that makes one, given the list of the trained parameters.
+        topology: A networkx.DiGraph, whose weights are used and must sum to 1 at each receiver; or a
+            `fogdist.topology.Topology`, one graph a round. By default the group's topology: in mode "sync"
+            that of each step (`fogdist.set_topology`), in "async" that of now.
+        mode: "sync" or "async".
+        group: The group of ranks; by default that of `init`.
+        bucket_bytes: About how many bytes are exchanged at a time.
+        broadcast: Whether parameters and buffers start as those of rank 0; if not, the user sees to it.
+        average_buffers: As above.
+        max_staleness: For "async": a rank that is more than so many iterations ahead of an in-neighbor waits
+            before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). By default
+            nobody waits.
+        staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a neighbor
+            whose values are `staleness` iterations old; the rest goes to this rank's own. By default 0, no
+            damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated optimization",
+            arXiv 1903.03934, who use 0.5.) Where ranks' staleness differs, the fixed point moves: weights are
+            not doubly stochastic any more.
+        skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
+            raises, naming the rank.
+        timeout: For "async": of waiting for a neighbor, and of windows; by default the group's.
+
+    Attributes:
+        module: The module.
+        optimizer: The optimizer.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: The optimizer is distributed or an LBFGS, or has a parameter that the module lacks; the
+            module has nothing to train; options that do not go with the mode; an unfit topology, also in mode
+            "async" one without a period; ranks disagree, naming the parameters (on all ranks alike).
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In training:
+            if an exchange fails.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
+        topology: TopologyLike = None,
+        mode: Mode = "sync",
+        *,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        broadcast: bool = True,
+        average_buffers: bool = False,
+        max_staleness: int | None = None,
+        staleness_damping: float = 0.0,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+        if mode not in ("sync", "async"):
+            raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
+        _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost, timeout)
+        self._context = current(group)
+        self._mode = mode
+        self.module = module
+        self._rounds = self._rounds_of(topology)
+        named = dict(module.named_parameters())
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        if not trained:
+            raise ValueError("module must have parameters that require gradients, got none")
+        if isinstance(optimizer, Optimizer):
+            _optimizer_of(optimizer, module, [])  # what is wrong with it is said before ranks communicate
+        elif not callable(optimizer):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
+                f"{type(optimizer).__name__}"
+            )
+        self._is_alone = self._context.size == 1
+        self._is_exchanging = True  # not in no_sync()
+        self._has_mixed = False  # since the step in progress began
+        self._is_iteration = False  # the step in progress exchanges
+        self._saw_gradient = False  # since the exchange in flight began
+        self._release: Callable[[], None] | None = None
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        if self._is_alone:
+            self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
+            return
+        buffers = {
+            name: buffer
+            for name, buffer in module.named_buffers()
+            if average_buffers and _has_average(buffer)
+        }
+        self._averages_buffers = average_buffers
+        self._flat_parameters = FlatBuckets(list(trained.values()), bucket_bytes, names=list(trained))
+        self._flat_buffers = FlatBuckets(list(buffers.values()), bucket_bytes, names=list(buffers))
+        mixed = {*trained.values(), *buffers.values()}
+        self._slots = _slots_of(module, mixed)
+        self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
+        others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
+        check_same_everywhere(
+            self._context.backend,
+            "module",
+            [
+                f"mode: {mode}",
+                *self._rounds.items(),
+                *self._flat_parameters.layout(),
+                *(f"buffer {line}" for line in self._flat_buffers.layout()),
+                *(f"{n!r}, not mixed: {t.dtype} of shape {tuple(t.shape)}" for n, t in others.items()),
+            ],
+        )
+        if broadcast:
+            self._broadcast(others.values())
+        self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
+        self._mixing: SynchronousMixing | AsynchronousMixing
+        name = f"fogdist.DecentralizedDataParallel {next(_numbers)}"
+        if mode == "sync":
+            self._mixing = SynchronousMixing(
+                self._context, self._flat_parameters.flats, self._flat_buffers.flats, self._rounds, name
+            )
+        else:
+            self._mixing = AsynchronousMixing(
+                self._context,
+                [*self._flat_parameters.flats, *self._flat_buffers.flats],
+                self._rounds,
+                name,
+                max_staleness=max_staleness,
+                damping=staleness_damping,
+                skip_lost=skip_lost,
+                timeout=timeout,
+            )
+        handles = _hook_up(self, self.optimizer, trained.values())
+        self._release = weakref.finalize(self, _remove, handles)
+        self._release.atexit = False
+
+    # --- training ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        if self._release is not None and self.training and torch.is_grad_enabled():
+            self._before_forward()
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In this block forward passes and steps do not exchange anything: accumulation, or local steps."""
+        before, self._is_exchanging = self._is_exchanging, False
+        try:
+            yield
+        finally:
+            self._is_exchanging = before
+
+    def set_topology(self, topology: TopologyLike) -> None:
+        """Mixes along another topology from the next exchange on, which is its round 0. Collective.
+
+        Call it between the same two steps on all ranks; in mode "async" at any step of each.
+
+        Args:
+            topology: As in the constructor.
+
+        Raises:
+            TypeError: As the constructor.
+            ValueError: As the constructor; ranks were given different ones (on all ranks alike).
+            RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
+        """
+        rounds = self._rounds_of(topology)
+        if self._is_alone:
+            return
+        self._check_open("set_topology")
+        check_same_everywhere(self._context.backend, "topology", rounds.items())
+        self._rounds = rounds
+        self._mixing.follow(rounds)
+
+    @torch.no_grad()
+    def global_average(self, buffers: bool | None = None) -> None:
+        """Overwrites the trained parameters with their average over all ranks. Collective.
+
+        In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
+
+        Args:
+            buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's
+                `average_buffers`.
+
+        Raises:
+            RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
+        """
+        if self._is_alone:
+            return
+        self._check_open("global_average")
+        if self._mixing.has_begun:
+            self._mixing.mix()
+        self._check_places()
+        self._mixing.pause()
+        rest: list[Tensor] = []
+        if self._averages_buffers if buffers is None else buffers:
+            own = {*self._flat_buffers.tensors}
+            rest = [b for b in self.module.buffers() if b not in own and _has_average(b)]
+        flats = self._flat_parameters.flats + (self._flat_buffers.flats if buffers is not False else [])
+        packed = [(bucket, flatten(bucket, rest)) for bucket in make_buckets(rest)]
+        handles = [
+            allreduce_nonblocking_(flat, group=self._context.group)
+            for flat in [*flats, *(flat for _, flat in packed)]
+        ]
+        for handle in handles:
+            wait(handle)
+        for bucket, flat in packed:
+            unflatten(bucket, flat, rest)
+        self._mixing.after_global_average()
+
+    def pause(self) -> None:
+        """Tells the neighbors to go on without this rank until its next step; for mode "async".
+
+        They take its values no more and do not wait for it (`max_staleness`): call it where a rank ends early, or
+        stops to validate. `global_average` does so by itself. Not collective.
+        """
+        if self._release is not None:
+            self._mixing.pause()
+
+    def staleness(self) -> dict[int, int | None]:
+        """Returns how old the values are that this rank would mix with now, for each in-neighbor.
+
+        In iterations: those this rank has done, less those that the neighbor had done when it put the last values
+        that have arrived. Negative where the neighbor is ahead; None where nothing has arrived yet, or the
+        neighbor is paused or lost. Values may be newer than this says, if they arrive at this moment. Empty in mode "sync",
+        where nothing is stale.
+        """
+        return self._mixing.staleness() if self._release is not None else {}
+
+    def close(self) -> None:
+        """Ends mixing: module and optimizer go on alone. Collective among neighbors in mode "async".
+
+        Not needed at the end of a program.
+        """
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+            self._mixing.close()
+
+    # --- a module like the wrapped one ---
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the module's state dict; arguments of `torch.nn.Module.state_dict`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a state dict of the module; every rank loads the same.
+
+        In mode "async" neighbors' values of before are still there: call `global_average` afterwards.
+
+        Raises:
+            ValueError: `assign` is True: parameters must stay the tensors that they are.
+        """
+        if assign:
+            raise ValueError("assign must be False: parameters have to stay in the memory that is exchanged")
+        if self._release is not None:
+            self._mixing.discard()
+        return self.module.load_state_dict(state_dict, strict)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the module's parameters, by the module's names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the module's buffers, by the module's names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a DecentralizedDataParallel cannot be copied or pickled; copy its attribute `module`"
+        )
+
+    # --- inside ---
+
+    def _rounds_of(self, topology: TopologyLike) -> Rounds:
+        if topology is None and self._mode == "async":
+            topology = topology_of(self._context)
+        rounds = Rounds(topology, self._context)
+        if self._mode == "async" and (rounds.topology is None or rounds.topology.period is None):
+            raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
+        return rounds
+
+    def _check_open(self, method: str) -> None:
+        if self._release is None:
+            raise RuntimeError(f"{method}() was called after close()")
+
+    def _broadcast(self, others: Iterable[Tensor]) -> None:
+        tensors = list(others)
+        with torch.no_grad():
+            packed = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
+            flats = [*self._flat_parameters.flats, *self._flat_buffers.flats, *(flat for _, flat in packed)]
+            for handle in [broadcast_nonblocking_(flat, 0, group=self._context.group) for flat in flats]:
+                wait(handle)
+            for bucket, flat in packed:
+                unflatten(bucket, flat, tensors)
+
+    def _before_forward(self) -> None:
+        if self._has_mixed:  # a closure that the optimizer evaluates once more in its step
+            return
+        if self._mixing.has_begun and self._step_was_skipped():
+            self._mixing.mix()
+        if self._is_exchanging and not self._mixing.has_begun:
+            self._check_places()
+            self._saw_gradient = False
+            self._mixing.begin()
+
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Mixes, or has the closure do so once gradients are there; returns the step's arguments, if changed."""
+        self._has_mixed = False
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], partial(self._evaluate, args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": partial(self._evaluate, kwargs["closure"])}
+        self._mix()
+        return None
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        if not self._has_mixed:
+            self._mix()
+        return result
+
+    def _mix(self) -> None:
+        self._has_mixed = True
+        self._is_iteration = self._is_exchanging or self._mixing.has_begun
+        if self._is_iteration:
+            self._check_places()
+            self._mixing.mix()
+        else:
+            self._mixing.discard()
+
+    def _after_step(self) -> None:
+        if not self._has_mixed:  # the closure was not evaluated
+            self._mix()
+        self._has_mixed = False
+        if self._is_iteration:
+            self._mixing.after_step()
+
+    def _after_gradient(self) -> None:
+        self._saw_gradient = True
+
+    def _step_was_skipped(self) -> bool:
+        """Whether an iteration with an exchange in flight is over without a step.
+
+        Otherwise a forward pass meets such an exchange where a gradient is accumulated without `no_sync`, and
+        where the module is called several times before one backward pass.
+        """
+        if not self._saw_gradient:
+            return False
+        gradients = [p.grad for p in self._flat_parameters.tensors if p.grad is not None]
+        if not gradients:
+            return True
+        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        largest = torch.stack([g.abs().max().double().cpu() for g in dense if g.numel() > 0])
+        return bool(not largest.isfinite().all() or not largest.any())
+
+    def _check_places(self) -> None:
+        """Takes replaced memory back, and raises RuntimeError for replaced parameters: mixing would not reach them."""
+        for members, key, tensor, name in self._slots:
+            if members.get(key) is not tensor:
+                raise RuntimeError(
+                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another one. "
+                    "Change it in place, or wrap the module anew"
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
+                    "Wrap the module anew"
+                )
+        self._flat_parameters.rehome()
+        self._flat_buffers.rehome()
+
+
+def _check_asynchronous_options(
+    mode: str,
+    max_staleness: int | None,
+    staleness_damping: float,
+    skip_lost: bool,
+    timeout: timedelta | None,
+) -> None:
+    if max_staleness is not None:
+        check_int(max_staleness, "max_staleness", minimum=0)
+    if check_weight(staleness_damping, "staleness_damping") < 0:
+        raise ValueError(f"staleness_damping must be at least 0, got {staleness_damping}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a datetime.timedelta, got {type(timeout).__name__}")
+    given = {
+        "max_staleness": max_staleness is not None,
+        "staleness_damping": staleness_damping != 0,
+        "skip_lost": skip_lost,
+        "timeout": timeout is not None,
+    }
+    if mode == "sync" and any(given.values()):
+        names = ", ".join(name for name, is_given in given.items() if is_given)
+        raise ValueError(f"{names} must not be given in mode 'sync': it is for mode 'async'")
+
+
+def _optimizer_of(
+    given: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
+    module: nn.Module,
+    parameters: list[nn.Parameter],
+) -> Optimizer:
+    optimizer = given if isinstance(given, Optimizer) else given(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must make a torch.optim.Optimizer, got one that makes a {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ValueError("optimizer must not be distributed already: its step would mix twice")
+    reject_lbfgs(optimizer)
+    check_ownership(optimizer, owners([module]))
+    return optimizer
+
+
+def _has_average(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[tuple[dict[str, Any], str, Tensor, str]]:
+    """Where the module holds the tensors: dict, key in it, tensor and full name."""
+    return [
+        (members, key, tensor, f"{path}.{key}" if path else key)
+        for path, part in module.named_modules()
+        for members in (part._parameters, part._buffers)
+        for key, tensor in members.items()
+        if tensor is not None and tensor in tensors
+    ]
+
+
+def _hook_up(
+    wrapper: DecentralizedDataParallel, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+) -> list[RemovableHandle]:
+    # Optimizer and parameters may outlive the wrapper: their hooks must not keep it alive.
+    reference = weakref.ref(wrapper)
+
+    def before_step(_: Optimizer, args: Any, kwargs: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive._before_step(args, kwargs)
+
+    def after_step(_: Optimizer, args: Any, kwargs: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._after_step()
+
+    def after_gradient(_: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._after_gradient()
+
+    return [
+        optimizer.register_step_pre_hook(before_step),
+        optimizer.register_step_post_hook(after_step),
+        *(p.register_post_accumulate_grad_hook(after_gradient) for p in parameters),  # type: ignore[no-untyped-call]
+    ]
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Makes a module around the wrapper find what the wrapper wrote by the module's own names."""
+    own = [key for key in state_dict if key.startswith(prefix)]
+    values = [state_dict.pop(key) for key in own]
+    for key, value in zip(own, values, strict=True):
+        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = value

@@ -1,0 +1,102 @@
+"""Mixing in step with the neighbors: one exchange an iteration, on its way during forward and backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.context import Context
+from fogdist.ddp.rounds import Rounds
+
+
+class SynchronousMixing:
+    """Exchanges of the flat buffers of a model, one after the other.
+
+    Parameters are sent from where they are, so they must not change between `begin` and `mix`. Buffers do change
+    in a forward pass: they are sent from a copy, and what mixing changed in it is added to them.
+
+    Args:
+        context: The group.
+        parameters: Flat buffers of parameters.
+        buffers: Flat buffers of the module's buffers that are to be mixed, if any.
+        rounds: Whom to exchange with.
+        name: What all ranks call it; no other mixing of the group has the same.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        parameters: list[Tensor],
+        buffers: list[Tensor],
+        rounds: Rounds,
+        name: str,
+    ) -> None:
+        self._context = context
+        self._name = name
+        self._rounds = rounds
+        self._round = 0
+        self._flats = parameters
+        self._buffers = buffers
+        self._copies = [torch.empty_like(flat) for flat in self._buffers]
+        self._sources = [*self._flats, *self._copies]
+        self._results = [torch.empty_like(flat) for flat in self._sources]
+        self._in_flight: list[dist.Work] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an exchange is in flight."""
+        return bool(self._in_flight)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Starts the next round's exchange, of the values that there are now."""
+        for copy, flat in zip(self._copies, self._buffers, strict=True):
+            copy.copy_(flat)
+        plan = self._rounds.plan(self._round)
+        self._round += 1
+        for place, (source, result) in enumerate(zip(self._sources, self._results, strict=True)):
+            name = f"{self._name}.{place}"
+            work = self._context.backend.neighbor_allreduce(source, plan, output=result, name=name)
+            self._in_flight.append(work)
+
+    @torch.no_grad()
+    def mix(self) -> None:
+        """Waits for the exchange in flight, or for a new one, and writes it into the flat buffers."""
+        if not self._in_flight:
+            self.begin()
+        works, self._in_flight = self._in_flight, []
+        for place, (work, result) in enumerate(zip(works, self._results, strict=True)):
+            work.wait()
+            if place < len(self._flats):
+                self._flats[place].copy_(result)
+            else:
+                flat, copy = (tensors[place - len(self._flats)] for tensors in (self._buffers, self._copies))
+                flat.add_(result.sub_(copy))
+
+    def discard(self) -> None:
+        """Waits for the exchange in flight, if any, and forgets what came."""
+        works, self._in_flight = self._in_flight, []
+        for work in works:
+            work.wait()
+
+    def follow(self, rounds: Rounds) -> None:
+        """Exchanges by other rounds from the next one on, which is their round 0."""
+        self._rounds, self._round = rounds, 0
+
+    def after_step(self) -> None:
+        """Nothing: the next exchange begins at the next forward pass."""
+
+    def staleness(self) -> dict[int, int | None]:
+        """Nothing is stale."""
+        return {}
+
+    def pause(self) -> None:
+        """Nothing: ranks take their steps together."""
+
+    def close(self) -> None:
+        """Waits for the exchange in flight, if any."""
+        self.discard()
+
+    def after_global_average(self) -> None:
+        """Nothing: the next exchange sends what there is then."""

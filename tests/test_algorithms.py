@@ -1,0 +1,1169 @@
+"""Algorithms against their published recursions, written here in NumPy as matrices over all ranks.
+
+A row of X is a rank's parameters, in float64. Ranks have random quadratic losses, noise in each step, and
+start apart, so that a wrong weight, an exchange of the wrong thing or a state one step off shows at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import fogdist
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from fogdist import algorithms
+from fogdist import topology as topologies
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as checkpoints
+
+SHAPES = [(2, 3), (4,)]
+DIMENSION = 10
+RATES = np.repeat([0.2, 0.1], [6, 4])  # one learning rate for each parameter, in a group of its own
+STEPS = 13
+DECAY = 0.9
+
+
+# --- the problem --------------------------------------------------------------------------------------------
+
+
+def data(rank: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng([17, rank])
+    return random.normal(size=(12, DIMENSION)) / np.sqrt(12), random.normal(size=12)
+
+
+def noise(rank: int, step: int) -> np.ndarray:
+    return 0.1 * np.random.default_rng([23, rank, step]).normal(size=DIMENSION)
+
+
+def start(rank: int) -> np.ndarray:
+    return np.random.default_rng([29, rank]).normal(size=DIMENSION)
+
+
+class Quadratic(nn.Module):
+    """A rank's loss ``|A x - b|^2 / 2 + noise x``, of x in two parameters."""
+
+    def __init__(self, rank: int, begin: int) -> None:
+        super().__init__()
+        x = torch.from_numpy(start(begin))
+        self.weight = nn.Parameter(x[:6].reshape(2, 3).clone())
+        self.bias = nn.Parameter(x[6:].clone())
+        self.rank = rank
+        self.A, self.b = map(torch.from_numpy, data(rank))
+
+    def x(self) -> Tensor:
+        return torch.cat([self.weight.reshape(-1), self.bias])
+
+    def forward(self, step: int) -> Tensor:
+        x = self.x()
+        return (self.A @ x - self.b).square().sum() / 2 + torch.from_numpy(noise(self.rank, step)) @ x
+
+
+BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda groups: torch.optim.SGD(groups),
+    "momentum": lambda groups: torch.optim.SGD(groups, momentum=0.8, weight_decay=0.01),
+    "adamw": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.9), weight_decay=0.1),
+}
+
+
+class Base:
+    """What an optimizer adds to X, for all ranks at once."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.first: Any = 0.0
+        self.second: Any = 0.0
+        self.count = 0
+
+    def __call__(self, X: np.ndarray, G: np.ndarray, rates: np.ndarray) -> np.ndarray:
+        self.count += 1
+        if self.kind == "sgd":
+            return -rates * G
+        if self.kind == "momentum":
+            G = G + 0.01 * X
+            self.first = G if self.count == 1 else 0.8 * self.first + G
+            return -rates * self.first
+        self.first = 0.8 * self.first + 0.2 * G
+        self.second = 0.9 * self.second + 0.1 * G * G
+        root = np.sqrt(self.second / (1 - 0.9**self.count)) + 1e-8
+        return -rates * (0.1 * X + self.first / (1 - 0.8**self.count) / root)
+
+
+# --- graphs -------------------------------------------------------------------------------------------------
+
+
+def lopsided(size: int) -> nx.DiGraph:
+    """A strongly connected directed graph of unequal degrees: a one-way ring and edges from rank 0 to all."""
+    graph = nx.DiGraph((i, (i + 1) % size) for i in range(size))
+    graph.add_edges_from((0, j) for j in range(1, size))
+    return graph
+
+
+def sequence(graph: str, size: int) -> topologies.Topology | None:
+    """What is given as `mixing`."""
+    if graph == "one-peer":
+        return topologies.one_peer_exponential(size)
+    if graph == "pairs":
+        return topologies.random_matching(size, seed=3)
+    if graph == "base":
+        return topologies.base_graph(size)
+    if graph == "lopsided rounds":
+        return topologies.one_peer(lopsided(size))
+    return None
+
+
+def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
+    """What is given to set_topology."""
+    if graph == "star":
+        return topologies.metropolis_hastings_weights(topologies.StarGraph(size)), True
+    if graph == "ring":
+        return topologies.RingGraph(size), False
+    if graph == "lopsided":
+        return lopsided(size), False
+    if graph == "full":
+        return topologies.FullyConnectedGraph(size), False
+    return topologies.ExponentialGraph(size), False
+
+
+def one_peer_columns(size: int, step: int) -> np.ndarray:
+    """W of a step of the dynamic attributes: one peer of the ring, the next one in each step."""
+    W = np.eye(size) / 2
+    for i in range(size):
+        W[i, (i + 1 + step % (size - 1)) % size] += 0.5
+    return W
+
+
+def mixing_matrix(graph: str, size: int, t: int) -> np.ndarray:
+    if graph == "attributes":
+        return one_peer_columns(size, t)
+    rounds = sequence(graph, size)
+    if rounds is not None:
+        return rounds.matrix(t)
+    made, is_weighted = static(graph, size)
+    return topologies.mixing_matrix(made if is_weighted else topologies.uniform_weights(made))
+
+
+def shares(graph: str, size: int, t: int) -> np.ndarray:
+    """Push-sum's matrix: a row is a sender, which gives equal shares."""
+    P = (mixing_matrix(graph, size, t) != 0) | np.eye(size, dtype=bool)
+    return P / P.sum(axis=1, keepdims=True)
+
+
+# --- the recursions -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A run of an algorithm.
+
+    Attributes:
+        name: Name of the class in fogdist.algorithms.
+        graph: What ranks communicate along; see `sequence` and `static`.
+        base: Name in BASES.
+        options: More keyword arguments.
+        every: local_steps; None for the algorithm's default.
+        decays: Whether a scheduler multiplies the learning rate by DECAY after each step.
+        together: Whether all ranks start from the same parameters.
+    """
+
+    name: str
+    graph: str
+    base: str = "sgd"
+    options: tuple[tuple[str, Any], ...] = ()
+    every: int = 1
+    decays: bool = False
+    together: bool = False
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={value}" for key, value in self.options)
+        flags = f"{'-decays' if self.decays else ''}{'-together' if self.together else ''}"
+        return f"{self.name}({options})-{self.graph}-{self.base}-every{self.every}{flags}"
+
+
+@dataclasses.dataclass
+class Simulation:
+    """All ranks of a case: X before a step, gradients, rates and matrices."""
+
+    case: Case
+    size: int
+
+    def __post_init__(self) -> None:
+        self.X = np.stack([start(0 if self.case.together else r) for r in range(self.size)])
+        self.base = Base(self.case.base)
+        self.option = dict(self.case.options)
+        self.every = self.case.every
+
+    def gradient(self, X: np.ndarray, step: int) -> np.ndarray:
+        rows = []
+        for rank in range(self.size):
+            A, b = data(rank)
+            rows.append(A.T @ (A @ X[rank] - b) + noise(rank, step))
+        return np.stack(rows)
+
+    def rates(self, step: int) -> np.ndarray:
+        return RATES * (DECAY**step if self.case.decays else 1.0)
+
+    def is_due(self, step: int) -> bool:
+        return (step + 1) % self.every == 0
+
+    def mix(self, step: int) -> np.ndarray:
+        """What multiplies X in a step: I in local ones."""
+        if not self.is_due(step):
+            return np.eye(self.size)
+        # Attributes are set step by step, the rounds of a sequence are taken as they come.
+        t = step if self.case.graph == "attributes" else step // self.every
+        return mixing_matrix(self.case.graph, self.size, t).T
+
+    def mean(self, X: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(X.mean(axis=0), X.shape)
+
+
+def decentralized_sgd(s: Simulation) -> Iterator[np.ndarray]:
+    X = s.X
+    for k in range(STEPS):
+        if s.option.get("order", "atc") == "atc":
+            X = s.mix(k) @ (X + s.base(X, s.gradient(X, k), s.rates(k)))
+        elif s.option["order"] == "awc":
+            mixed = s.mix(k) @ X
+            X = mixed + s.base(mixed, s.gradient(X, k), s.rates(k))
+        else:
+            Y = s.mix(k) @ X
+            X = Y + s.base(Y, s.gradient(Y, k), s.rates(k))
+        yield X
+
+
+def local_sgd(s: Simulation) -> Iterator[np.ndarray]:
+    X = s.X
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.is_due(k):
+            X = s.mean(X)
+        yield X
+
+
+def gossip_pga(s: Simulation) -> Iterator[np.ndarray]:
+    X = s.X
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        is_global = s.is_due(k) and ((k + 1) // s.every) % s.option["period"] == 0
+        X = s.mean(X) if is_global else s.mix(k) @ X
+        yield X
+
+
+def exact_diffusion(s: Simulation) -> Iterator[np.ndarray]:
+    """Yuan et al., algorithm 1: adapt, correct, combine; the correction scales with the learning rate."""
+    X, psi, before, anchor = s.X, s.X, s.rates(0), s.X
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.is_due(k):
+            phi = X + s.rates(k) / before * (anchor - psi)
+            psi, before = X, s.rates(k)
+            X = anchor = (phi + s.mix(k) @ phi) / 2
+        yield X
+
+
+def d2(s: Simulation) -> Iterator[np.ndarray]:
+    """Tang et al., algorithm 1; needs SGD."""
+    X, W = s.X, s.mix
+    G, g = s.gradient(X, 0), s.rates(0)
+    before, X = X, W(0) @ (X - g * G)
+    yield X
+    for k in range(1, STEPS):
+        new, ratio = s.gradient(X, k), s.rates(k) / g
+        before, X = X, W(k) @ (X + ratio * (X - before) - s.rates(k) * new + ratio * g * G)
+        G, g = new, s.rates(k)
+        yield X
+
+
+def gradient_tracking(s: Simulation) -> Iterator[np.ndarray]:
+    X = s.X
+    G = Y = s.gradient(X, 0)
+    for k in range(STEPS):
+        W = s.mix(k)
+        if s.option.get("order", "atc") == "atc":
+            X = W @ (X + s.base(X, Y, s.rates(k)))
+        else:
+            X = W @ X
+            X = X + s.base(X, Y, s.rates(k))
+        yield X
+        new = s.gradient(X, k + 1)
+        Y, G = W @ Y + new - G, new
+
+
+def push_sum(s: Simulation) -> Iterator[np.ndarray]:
+    Z, p = s.X, np.ones((s.size, 1))
+    X = Z
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(Z, k), s.rates(k))
+        if s.is_due(k):
+            t = k if s.case.graph == "attributes" else k // s.every
+            P = shares(s.case.graph, s.size, t).T
+            X, p = P @ X, P @ p
+        Z = X / p
+        yield Z
+
+
+def quasi_global(s: Simulation) -> Iterator[np.ndarray]:
+    X, M = s.X, np.zeros_like(s.X)
+    beta = s.option.get("momentum", 0.9)
+    mu = s.option.get("smoothing", beta)
+    for k in range(STEPS):
+        m = beta * M + s.gradient(X, k)
+        new = s.mix(k) @ (X - s.rates(k) * m)
+        M = mu * M + (1 - mu) * (X - new) / s.rates(k)
+        X = new
+        yield X
+
+
+def slow_momentum(s: Simulation) -> Iterator[np.ndarray]:
+    X = outer = s.X
+    u = np.zeros_like(X)
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.case.graph != "nobody":
+            X = s.mix(k) @ X
+        if (k + 1) % s.option["period"] == 0:
+            u = s.option["slow_momentum"] * u + (outer - s.mean(X)) / s.rates(k)
+            X = outer = outer - s.option["slow_lr"] * s.rates(k) * u
+        yield X
+
+
+def diloco(s: Simulation) -> Iterator[np.ndarray]:
+    """Douillard et al., algorithm 1, with torch's SGD(nesterov=True) as the outer optimizer."""
+    X = outer = s.X
+    velocity: Any = None
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.is_due(k):
+            delta = s.mean(outer - X)
+            velocity = delta if velocity is None else 0.8 * velocity + delta
+            X = outer = outer - 0.6 * (delta + 0.8 * velocity)
+        yield X
+
+
+def gossip_diloco(s: Simulation) -> Iterator[np.ndarray]:
+    X = outer = before = s.X
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.is_due(k):
+            mixed = s.mix(k) @ (outer + 0.6 * (X - outer))
+            X = outer = mixed + 0.8 * (mixed - before)
+            before = mixed
+        yield X
+
+
+def gasloc(s: Simulation) -> Iterator[np.ndarray]:
+    """Cagnasso et al.: theta+ = v - Laplacian v + momentum (v - v-), v = theta + lr drift."""
+    theta = X = before = s.X
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.is_due(k):
+            v = theta + 0.6 * (X - theta)
+            laplacian = np.eye(s.size) - s.mix(k)
+            X = theta = v - laplacian @ v + 0.8 * (v - before)
+            before = v
+        yield X
+
+
+def noloco(s: Simulation) -> Iterator[np.ndarray]:
+    """Kolehmainen et al., equations 2 and 3."""
+    phi = X = s.X
+    delta = np.zeros_like(X)
+    for k in range(STEPS):
+        X = X + s.base(X, s.gradient(X, k), s.rates(k))
+        if s.is_due(k):
+            W = s.mix(k)
+            delta = 0.5 * delta + 0.6 * W @ (X - phi) - 0.9 * (phi - W @ phi)
+            X = phi = phi + delta
+        yield X
+
+
+REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
+    "DecentralizedSGD": decentralized_sgd,
+    "LocalSGD": local_sgd,
+    "GossipPGA": gossip_pga,
+    "ExactDiffusion": exact_diffusion,
+    "D2": d2,
+    "GradientTracking": gradient_tracking,
+    "PushSumSGD": push_sum,
+    "QuasiGlobalMomentum": quasi_global,
+    "SlowMo": slow_momentum,
+    "DiLoCo": diloco,
+    "GASLoC": gasloc,
+    "NoLoCo": noloco,
+}
+
+
+def reference(case: Case, size: int) -> np.ndarray:
+    """X after each step, of shape (steps, ranks, dimension)."""
+    simulate = REFERENCES[case.name]
+    if case.name == "DiLoCo" and case.graph not in ("all", "full"):
+        simulate = gossip_diloco
+    return np.stack(list(itertools.islice(simulate(Simulation(case, size)), STEPS)))
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, Any, Any]:
+    """A rank's model, algorithm and scheduler."""
+    size = fogdist.size()
+    model = Quadratic(rank, (0 if case.together else rank) if begin is None else begin)
+    groups = [
+        {"params": [model.weight], "lr": float(RATES[0])},
+        {"params": [model.bias], "lr": float(RATES[-1])},
+    ]
+    base = BASES[case.base](groups)
+    options: dict[str, Any] = dict(case.options)
+    if sequence(case.graph, size) is not None:
+        options["mixing"] = sequence(case.graph, size)
+    elif case.graph not in ("all", "nobody"):
+        options["mixing"] = algorithms.Neighbors()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks start from")
+        optimizer = getattr(algorithms, case.name)(base, model, local_steps=case.every, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY if case.decays else 1.0)
+    return model, optimizer, scheduler
+
+
+def advance(case: Case, model: Quadratic, optimizer: Any, scheduler: Any, steps: range) -> list[np.ndarray]:
+    rank, size = fogdist.rank(), fogdist.size()
+    trajectory = []
+    for k in steps:
+        if case.graph == "attributes":
+            W = shares("attributes", size, k) if case.name == "PushSumSGD" else one_peer_columns(size, k)
+            others = [r for r in range(size) if r != rank]
+            optimizer.self_weight = W[rank, rank]
+            if case.name == "PushSumSGD":
+                optimizer.src_weights = {r: 1.0 for r in others if W[r, rank]}
+                optimizer.dst_weights = {r: W[rank, r] for r in others if W[rank, r]}
+            else:
+                optimizer.src_weights = {r: W[r, rank] for r in others if W[r, rank]}
+                optimizer.dst_weights = [r for r in others if W[rank, r]]
+            optimizer.enable_topo_check = k % 2 == 0
+        optimizer.zero_grad()
+        model(k).backward()
+        optimizer.step()
+        scheduler.step()
+        trajectory.append(model.x().detach().numpy().copy())
+    return trajectory
+
+
+def train(case: Case) -> np.ndarray:
+    fogdist.init()
+    fogdist.set_topology(*static(case.graph, fogdist.size()))
+    parts = make(case, fogdist.rank())
+    return np.stack(advance(case, *parts, range(STEPS)))
+
+
+OUTER = (("outer_lr", 0.6), ("outer_momentum", 0.8))
+PAIR = (("outer_lr", 0.6), ("outer_momentum", 0.5), ("consensus", 0.9))
+SLOW = (("period", 3), ("slow_momentum", 0.6), ("slow_lr", 0.9))
+
+
+def order(name: str) -> tuple[tuple[str, str], ...]:
+    return (("order", name),)
+
+
+CASES = [
+    *(
+        Case("DecentralizedSGD", g, "momentum", order(o))
+        for o in ("atc", "awc", "cta")
+        for g in ("exp", "pairs")
+    ),
+    *(Case("DecentralizedSGD", "attributes", "adamw", order(o)) for o in ("atc", "awc", "cta")),
+    *(Case("DecentralizedSGD", "one-peer", "sgd", order(o), every=3) for o in ("atc", "awc", "cta")),
+    Case("DecentralizedSGD", "star", "sgd", decays=True),
+    Case("LocalSGD", "all", "adamw", every=4),
+    Case("LocalSGD", "all", "momentum", every=1, decays=True),
+    *(Case("GossipPGA", g, "momentum", (("period", 4),)) for g in ("exp", "one-peer", "attributes")),
+    Case("GossipPGA", "base", "adamw", (("period", 2),), every=2),
+    *(Case("ExactDiffusion", g) for g in ("star", "ring", "pairs", "attributes")),
+    Case("ExactDiffusion", "ring", "momentum", decays=True),
+    Case("ExactDiffusion", "star", "adamw"),
+    Case("ExactDiffusion", "ring", "sgd", every=3),
+    *(Case("D2", g) for g in ("star", "ring", "one-peer", "attributes")),
+    Case("D2", "star", "sgd", decays=True),
+    *(
+        Case("GradientTracking", g, "sgd", order(o))
+        for o in ("atc", "awc")
+        for g in ("star", "exp", "base", "attributes")
+    ),
+    *(
+        Case("GradientTracking", "pairs", b, order(o), decays=True)
+        for o in ("atc", "awc")
+        for b in ("momentum", "adamw")
+    ),
+    *(Case("GradientTracking", "ring", "sgd", order(o), every=3) for o in ("atc", "awc")),
+    *(Case("PushSumSGD", g, b) for g in ("exp", "lopsided", "lopsided rounds") for b in ("sgd", "momentum")),
+    Case("PushSumSGD", "lopsided", "adamw", every=3, decays=True),
+    Case("PushSumSGD", "attributes", "sgd"),
+    *(Case("QuasiGlobalMomentum", g) for g in ("star", "exp", "base", "attributes")),
+    Case(
+        "QuasiGlobalMomentum", "pairs", "sgd", (("momentum", 0.7), ("smoothing", 0.6)), every=2, decays=True
+    ),
+    Case("SlowMo", "nobody", "momentum", SLOW),
+    Case("SlowMo", "nobody", "adamw", SLOW, decays=True),
+    *(Case("SlowMo", g, "momentum", SLOW) for g in ("star", "one-peer", "attributes")),
+    Case("DiLoCo", "all", "adamw", OUTER, every=3, together=True),
+    Case("DiLoCo", "all", "momentum", OUTER, every=1, together=True, decays=True),
+    Case("DiLoCo", "full", "adamw", OUTER, every=3, together=True),  # the complete graph is DiLoCo
+    *(Case("DiLoCo", g, "sgd", OUTER, every=3) for g in ("star", "base", "attributes")),
+    *(Case("GASLoC", g, b, OUTER, every=3) for g in ("ring", "pairs") for b in ("momentum", "adamw")),
+    Case("GASLoC", "attributes", "sgd", OUTER),
+    *(Case("NoLoCo", g, b, PAIR, every=3) for g in ("star", "pairs") for b in ("sgd", "adamw")),
+    Case("NoLoCo", "attributes", "sgd", PAIR),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("size", [4, 5])
+def test_trajectories(worlds, size, case):
+    got = np.stack(worlds(size).run(train, case), axis=1)
+    expected = reference(case, size)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11 * max(1.0, float(np.abs(expected).max())))
+
+
+def test_one_rank_alone(worlds):
+    """The recursions hold for W = 1: what is left is the optimizer and, where there is one, the outer one."""
+    for case in STATEFUL:
+        alone = case if case.graph in ("all", "nobody") else dataclasses.replace(case, graph="exp")
+        got = worlds(1).run(train, alone)[0]
+        np.testing.assert_allclose(got, reference(alone, 1)[:, 0], rtol=0, atol=1e-12, err_msg=str(alone))
+
+
+# --- state --------------------------------------------------------------------------------------------------
+
+# One case of each algorithm and form that keeps something of its own.
+STATEFUL = [
+    Case("DecentralizedSGD", "one-peer", "momentum", order("cta"), every=2),
+    Case("GossipPGA", "one-peer", "adamw", (("period", 4),)),
+    Case("ExactDiffusion", "ring", "momentum", decays=True),
+    Case("D2", "star", "sgd", decays=True),
+    Case("GradientTracking", "pairs", "adamw", every=2),
+    Case("PushSumSGD", "lopsided", "momentum"),
+    Case("QuasiGlobalMomentum", "pairs", "sgd", every=2),
+    Case("SlowMo", "one-peer", "momentum", SLOW),
+    Case("DiLoCo", "all", "adamw", OUTER, every=3),
+    Case("GASLoC", "pairs", "momentum", OUTER, every=3),
+    Case("NoLoCo", "pairs", "adamw", PAIR, every=3),
+]
+
+
+def saved(value: Any) -> Any:
+    """What comes back from a file."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resume(case: Case) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    fogdist.set_topology(*static(case.graph, size))
+    model, optimizer, scheduler = make(case, rank)
+    advance(case, model, optimizer, scheduler, range(5))
+    state = saved([each.state_dict() for each in (model, optimizer, scheduler)])
+    expected = advance(case, model, optimizer, scheduler, range(5, STEPS))
+    restored = make(case, rank, begin=100)
+    advance(case, *restored, range(3))  # what it did before is forgotten
+    for each, value in zip(restored, state):
+        each.load_state_dict(copy.deepcopy(value))
+    again = saved(restored[1].state_dict())
+    got = advance(case, *restored, range(5, STEPS))
+    np.testing.assert_array_equal(np.stack(got), np.stack(expected))
+
+    # What was loaded can be saved at once, and loaded into the plain optimizer as well.
+    assert str(again) == str(state[1])
+    plain = BASES[case.base]([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 1.0}])
+    plain.load_state_dict(copy.deepcopy(state[1]))
+    plain.step()
+    # And that of a plain optimizer lets the algorithm begin anew.
+    base = BASES[case.base]([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias], "lr": 0.1}])
+    anew, fresh = make(case, rank), make(case, rank)
+    advance(case, *anew, range(4))
+    anew[0].load_state_dict(fresh[0].state_dict())
+    anew[1].load_state_dict(base.state_dict())
+    runs = [
+        np.stack(advance(dataclasses.replace(case, decays=False), *parts[:2], parts[2], range(1)))
+        for parts in (anew, fresh)
+    ]
+    np.testing.assert_array_equal(*runs)
+
+
+@pytest.mark.parametrize("case", STATEFUL, ids=str)
+def test_a_run_that_goes_on_from_a_state_dict_is_the_same_bit_for_bit(worlds, case):
+    worlds(4).run(resume, case)
+
+
+def state_of_another_algorithm() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    _, tracking, _ = make(Case("GradientTracking", "exp"), rank)
+    _, diffusion, _ = make(Case("ExactDiffusion", "exp"), rank)
+    with pytest.raises(ValueError, match="ExactDiffusion.*GradientTracking"):
+        diffusion.load_state_dict(tracking.state_dict())
+
+
+def test_the_state_of_another_algorithm_is_refused(worlds):
+    worlds(4).run(state_of_another_algorithm)
+
+
+def through_checkpoint_functions(case: Case) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model, optimizer, scheduler = make(case, rank)
+    advance(case, model, optimizer, scheduler, range(4))
+    state = copy.deepcopy(checkpoints.get_state_dict(model, optimizer))
+    expected = advance(case, model, optimizer, scheduler, range(4, STEPS))
+    restored = make(case, rank, begin=100)
+    checkpoints.set_state_dict(*restored[:2], model_state_dict=state[0], optim_state_dict=state[1])
+    got = advance(case, *restored, range(4, STEPS))
+    np.testing.assert_array_equal(np.stack(got), np.stack(expected))
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["GradientTracking", "PushSumSGD"])
+def test_state_passes_through_torch_distributed_checkpoint(worlds, name, base):
+    worlds(2).run(through_checkpoint_functions, Case(name, "exp", base))
+
+
+# --- parameters ---------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes and layouts: complex, frozen, tied, unused, unused by odd ranks.
+
+    Args:
+        is_plain: Whether it has the same values as contiguous float64, complex numbers as pairs.
+    """
+
+    def __init__(self, is_plain: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+        pairs, single, convolution = random(3, 2, 2), random(2, 3).float(), random(2, 3, 2, 2)
+        self.complex = nn.Parameter(pairs if is_plain else torch.view_as_complex(pairs))
+        self.single = nn.Parameter(single.double() if is_plain else single)
+        layout = torch.contiguous_format if is_plain else torch.channels_last
+        self.convolution = nn.Parameter(convolution.to(memory_format=layout))
+        self.frozen = nn.Parameter(random(4), requires_grad=False)
+        self.tied = self.single
+        self.unused = nn.Parameter(random(3))
+        self.even = nn.Parameter(random(3))
+        self.scalar = nn.Parameter(random())
+
+    def forward(self, rank: int) -> Tensor:
+        values = torch.view_as_real(self.complex) if self.complex.is_complex() else self.complex
+        total = (values - rank).square().sum() + (self.single - rank).square().sum()
+        total = total + (self.tied * self.convolution[:, :, 0, 0] * 0.1).sum() + (self.scalar - rank) ** 2
+        total = total + (self.convolution - rank).square().sum() + self.frozen.sum()
+        return total + ((self.even - 3.0).square().sum() if rank % 2 == 0 else 0.0)
+
+
+ALL = {
+    "DecentralizedSGD": {},
+    "LocalSGD": {"local_steps": 2},
+    "GossipPGA": {},
+    "ExactDiffusion": {},
+    "D2": {},
+    "GradientTracking": {},
+    "PushSumSGD": {},
+    "QuasiGlobalMomentum": {},
+    "SlowMo": {"period": 2},
+    "DiLoCo": {"local_steps": 2},
+    "GASLoC": {"local_steps": 2},
+    "NoLoCo": {"local_steps": 2},
+    "AsynchronousGossip": {},
+}
+
+
+def train_mixed(name: str, model: Mixed) -> None:
+    rank, size = fogdist.rank(), fogdist.size()
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.05), model, **ALL[name])
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(rank).backward()
+        for turn in range(size if name == "AsynchronousGossip" else 1):  # one schedule for all runs
+            if turn == rank or name != "AsynchronousGossip":
+                optimizer.step()
+            fogdist.barrier()
+    if name == "AsynchronousGossip":
+        optimizer.finish()
+
+
+def mixed_parameters(name: str) -> None:
+    fogdist.init()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    model, plain = Mixed(False), Mixed(True)
+    begin = copy.deepcopy(model.state_dict())
+    train_mixed(name, model)
+    train_mixed(name, plain)
+    for label in ("single", "convolution", "even", "scalar", "complex"):
+        got, expected = getattr(model, label).detach(), getattr(plain, label).detach()
+        assert not torch.equal(got, begin[label])
+        got = torch.view_as_real(got) if got.is_complex() else got.double()
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert model.convolution.is_contiguous(memory_format=torch.channels_last)
+    for label in ("frozen", "unused"):
+        torch.testing.assert_close(getattr(model, label).detach(), begin[label], rtol=0, atol=1e-14)
+    assert model.unused.grad is None
+    assert (model.even.grad is None) == (fogdist.rank() % 2 == 1)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("size", [1, 4])
+def test_all_kinds_of_parameters(worlds, size, name):
+    worlds(size).run(mixed_parameters, name)
+
+
+def unfrozen(name: str) -> None:
+    """A parameter takes part from the step on in which it is unfrozen; what was kept of others stays."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    runs = []
+    for freezes in (True, False):
+        model = Quadratic(rank, 0)
+        groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.1}]
+        # The one that is never frozen has its other parameter out of the loss in the beginning.
+        optimizer = getattr(algorithms, name)(torch.optim.SGD(groups), model, **ALL[name])
+        model.bias.requires_grad_(not freezes)
+        kept = model.bias.detach().clone()
+        for k in range(6):
+            if k == 4:
+                model.bias.requires_grad_(True)
+            optimizer.zero_grad()
+            model(k).backward()
+            if not freezes and k < 4:
+                model.bias.grad = None
+            optimizer.step()
+            if k < 4:
+                torch.testing.assert_close(model.bias.detach(), kept, rtol=0, atol=1e-12)
+        runs.append(model.x().detach())
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+    assert not torch.equal(runs[0][6:], torch.from_numpy(start(0))[6:])
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "AsynchronousGossip"])
+def test_parameters_that_are_unfrozen(worlds, name):
+    worlds(4).run(unfrozen, name)
+
+
+# --- asynchronous gossip ------------------------------------------------------------------------------------
+
+
+def gossip(**options: Any) -> tuple[Quadratic, Any]:
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    model = Quadratic(rank, rank)
+    groups = [
+        {"params": [model.weight], "lr": float(RATES[0])},
+        {"params": [model.bias], "lr": float(RATES[-1])},
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks start from")
+        return model, algorithms.AsynchronousGossip(torch.optim.SGD(groups), model, **options)
+
+
+def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
+    """Ranks step in turn, rank 0 three times as often; returns a rank's x after its steps, and at the end."""
+    model, optimizer = gossip(seed=7)
+    rank = fogdist.rank()
+    trajectory = []
+    for turn, step in schedule(fogdist.size()):
+        fogdist.barrier()
+        if turn == rank:
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+            trajectory.append(model.x().detach().numpy().copy())
+    optimizer.finish()
+    optimizer.finish()  # does nothing
+    assert not fogdist.get_current_created_window_names()
+    return np.stack(trajectory), model.x().detach().numpy()
+
+
+def schedule(size: int) -> list[tuple[int, int]]:
+    """(rank, its step) one after the other."""
+    counts = [0] * size
+    result = []
+    for turn in [0, 0, 0, *range(1, size)] * 6:
+        result.append((turn, counts[turn]))
+        counts[turn] += 1
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_asynchronous_gossip_of_a_known_schedule(worlds, size):
+    got = worlds(size).run(one_after_the_other)
+    X = np.stack([start(r) for r in range(size)])
+    inbox = np.zeros_like(X)
+    peers = [sorted({(r - 1) % size, (r + 1) % size}) for r in range(size)]
+    pending: list[set[int]] = [set() for _ in range(size)]  # who has a move in the inbox
+    met = set()
+    for rank, step in schedule(size):
+        A, b = data(rank)
+        X[rank] -= RATES * (A.T @ (A @ X[rank] - b) + noise(rank, step))
+        X[rank] += inbox[rank]
+        inbox[rank] = 0
+        pending[rank].clear()
+        # Whom it met shows in where it went: to a random one of its neighbors, or to none if all are behind.
+        ready = [peer for peer in peers[rank] if rank not in pending[peer]]
+        moves = {peer: (X[peer] - X[rank]) / 3 for peer in ready}
+        if ready:
+            peer = min(moves, key=lambda peer: np.abs(got[rank][0][step] - X[rank] - moves[peer]).max())
+            X[rank] += moves[peer]
+            inbox[peer] -= moves[peer]
+            pending[peer].add(rank)
+            met.add((rank, peer))
+        np.testing.assert_allclose(got[rank][0][step], X[rank], rtol=0, atol=1e-12)
+    assert met == {(rank, peer) for rank in range(size) for peer in peers[rank]}
+    np.testing.assert_allclose([last for _, last in got], X + inbox, rtol=0, atol=1e-12)
+
+
+def at_its_own_pace(slow: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Where this rank's steps alone would have led it, where it ended, and how far apart ranks were then."""
+    model, optimizer = gossip()
+    rank = fogdist.rank()
+    own = model.x().detach().numpy().copy()
+    for k in range(25 if rank == slow else 100):
+        optimizer.zero_grad()
+        model(k).backward()
+        own -= RATES * torch.cat([model.weight.grad.reshape(-1), model.bias.grad]).numpy()
+        time.sleep(0.008 if rank == slow else 0.002)
+        optimizer.step()
+    fogdist.barrier()
+    distance = fogdist.consensus_distance(model)
+    optimizer.finish()
+    return own, model.x().detach().numpy(), distance
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_asynchronous_gossip_loses_nothing_at_any_speed(worlds, size):
+    results = worlds(size).run(at_its_own_pace, 1)
+    mean = np.mean([x for _, x, _ in results], axis=0)
+    # Whatever the schedule was: moves of gossip cancel, so the mean is that of the local steps.
+    np.testing.assert_allclose(mean, np.mean([own for own, _, _ in results], axis=0), rtol=0, atol=1e-12)
+    X = np.stack([start(r) for r in range(size)])
+    assert results[0][2] < np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
+    assert loss_of_all(mean, size) < loss_of_all(X.mean(axis=0), size)
+
+
+def loss_of_all(x: np.ndarray, size: int) -> float:
+    return float(sum(np.sum((A @ x - b) ** 2) for A, b in map(data, range(size))))
+
+
+def optimum(size: int) -> np.ndarray:
+    A, b = (np.concatenate(parts) for parts in zip(*(data(r) for r in range(size))))
+    return np.linalg.lstsq(A, b, rcond=None)[0]
+
+
+def gossip_is_not_connected() -> None:
+    fogdist.init()
+    model = Quadratic(0, 0)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    fogdist.set_topology(topologies.RingGraph(fogdist.size(), 1))
+    with pytest.raises(ValueError, match="both ways"):
+        algorithms.AsynchronousGossip(base, model)
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    optimizer = algorithms.AsynchronousGossip(base, model)
+    model.bias.requires_grad_(False)
+    model(0).backward()
+    with pytest.raises(RuntimeError, match="finish"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="finish"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.finish()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_asynchronous_gossip_says_what_it_cannot_do(worlds):
+    worlds(4).run(gossip_is_not_connected)
+
+
+# --- where they end -----------------------------------------------------------------------------------------
+
+
+def converge(name: str, options: dict[str, Any]) -> np.ndarray:
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.metropolis_hastings_weights(topologies.StarGraph(fogdist.size())), True)
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.2), model, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 200, 0.7)
+    for _ in range(800):
+        optimizer.zero_grad()
+        (model(0) - torch.from_numpy(noise(rank, 0)) @ model.x()).backward()
+        optimizer.step()
+        scheduler.step()
+    return model.x().detach().numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "is_exact"),
+    [
+        ("DecentralizedSGD", {}, False),
+        ("ExactDiffusion", {}, True),
+        ("GradientTracking", {}, True),
+        ("GradientTracking", {"order": "awc"}, True),
+    ],
+)
+def test_what_is_exact_ends_at_the_optimum_whatever_the_scheduler_did(worlds, name, options, is_exact):
+    size = 4
+    ends = worlds(size).run(converge, name, options)
+    errors = [float(np.linalg.norm(x - optimum(size))) for x in ends]
+    assert (max(errors) < 1e-6) == is_exact, errors
+
+
+# --- in a script --------------------------------------------------------------------------------------------
+
+
+def as_an_optimizer(name: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    runs = []
+    for kind in ("plain", "closure", "scaler"):
+        model = Quadratic(rank, 0)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = getattr(algorithms, name)(base, model, **(ALL[name] | {"local_steps": 1}))
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert isinstance(optimizer, getattr(algorithms, name))
+        assert optimizer.param_groups is base.param_groups
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=kind == "scaler")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for k in range(3):
+                model.train(k != 1)  # a step whose forward pass does not count
+
+                def closure(k: int = k, model: Quadratic = model, optimizer: Any = optimizer) -> Tensor:
+                    optimizer.zero_grad(set_to_none=k == 1)
+                    loss = model(k)
+                    loss.backward()
+                    return loss
+
+                if kind == "closure":
+                    assert float(optimizer.step(closure).detach()) == runs[k]
+                else:
+                    optimizer.zero_grad(set_to_none=k == 1)
+                    loss = model(k)
+                    scaler.scale(loss).backward()
+                    before = [p.grad.clone() for p in model.parameters()]
+                    scaler.step(optimizer)
+                    scaler.update()
+                    if kind == "plain":
+                        runs.append(float(loss.detach()))
+                        for p, gradient in zip(model.parameters(), before):
+                            assert torch.equal(p.grad, gradient)
+                scheduler.step()
+        assert base.param_groups[0]["lr"] == 0.0125
+        with pytest.raises(TypeError, match="state_dict"):
+            copy.deepcopy(optimizer)
+        runs.append(model.x().detach())
+    torch.testing.assert_close(runs[-1], runs[-3], rtol=0, atol=1e-13)
+    torch.testing.assert_close(runs[-2], runs[-3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "AsynchronousGossip"])
+def test_it_is_used_as_an_optimizer(worlds, name):
+    worlds(2).run(as_an_optimizer, name)
+
+
+def hooks_end_with_the_optimizer() -> None:
+    fogdist.init()
+    model = Quadratic(0, 0)
+    optimizer = algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, order="cta")
+    model(0).backward()
+    del optimizer
+    assert not model._forward_pre_hooks
+    if fogdist.rank() == 0:  # alone, as nothing communicates any more
+        model(1).backward()
+
+
+def test_a_dropped_algorithm_leaves_the_model(worlds):
+    worlds(2).run(hooks_end_with_the_optimizer)
+
+
+def when_exchanges_begin() -> None:
+    fogdist.init()
+    for order in ("awc", "cta"):
+        model = Quadratic(fogdist.rank(), 0)
+        optimizer = algorithms.DecentralizedSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, order=order, mixing=algorithms.AllRanks()
+        )
+        with torch.no_grad():
+            model.bias.fill_(fogdist.rank())
+            model(0)  # does not count
+        assert model.bias[0] == fogdist.rank()
+        model(0).backward()
+        model(1).backward()  # accumulates, with no second exchange
+        assert (optimizer._fog_in_flight is not None) == (order == "awc")
+        assert model.bias[0] == (fogdist.rank() if order == "awc" else 0.5)
+        optimizer.step()
+        assert optimizer._fog_in_flight is None
+
+
+def test_exchanges_begin_with_the_forward_pass(worlds):
+    worlds(2).run(when_exchanges_begin)
+
+
+def push_sum_weight() -> float:
+    fogdist.init()
+    fogdist.set_topology(lopsided(fogdist.size()))
+    model = Quadratic(fogdist.rank(), 0)
+    optimizer = algorithms.PushSumSGD(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert optimizer.p == 1.0
+    model(0).backward()
+    optimizer.step()
+    assert saved(optimizer.state_dict())["param_groups"][0]["fog_p"] == optimizer.p
+    return optimizer.p
+
+
+def test_push_sum_weights_sum_to_the_number_of_ranks(worlds):
+    weights = worlds(5).run(push_sum_weight)
+    assert sum(weights) == pytest.approx(5, abs=1e-14)
+    assert len(set(weights)) > 1
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------
+
+
+def wrong_arguments() -> None:
+    fogdist.init()
+    size = fogdist.size()
+    model = Quadratic(0, 0)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    for name, optimizer, options, error, message in [
+        ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
+        ("DecentralizedSGD", base, {"local_steps": 0}, ValueError, "local_steps.*0"),
+        ("DecentralizedSGD", base, {"local_steps": 2.0}, TypeError, "local_steps.*float"),
+        ("DecentralizedSGD", base, {"mixing": "ring"}, TypeError, "mixing.*Topology.*str"),
+        (
+            "LocalSGD",
+            base,
+            {"mixing": topologies.one_peer_exponential(size + 1)},
+            ValueError,
+            f"{size} ranks",
+        ),
+        ("DecentralizedSGD", model, {}, TypeError, "optimizer.*Quadratic"),
+        ("GradientTracking", base, {"order": "cta"}, ValueError, "order.*'cta'"),
+        ("GossipPGA", base, {"period": 0}, ValueError, "period.*0"),
+        ("QuasiGlobalMomentum", momentum, {}, ValueError, "momentum=0.9"),
+        ("QuasiGlobalMomentum", adam, {}, ValueError, "betas"),
+        ("QuasiGlobalMomentum", base, {"momentum": 1.0}, ValueError, "momentum.*below 1.*1.0"),
+        ("SlowMo", base, {"slow_lr": 0}, ValueError, "slow_lr.*more than 0.*0"),
+        ("SlowMo", base, {"slow_momentum": -0.1}, ValueError, "slow_momentum.*-0.1"),
+        ("DiLoCo", base, {"outer_lr": "1"}, TypeError, "outer_lr.*str"),
+        ("GASLoC", base, {"outer_momentum": 1.5}, ValueError, "outer_momentum.*1.5"),
+        ("NoLoCo", base, {"consensus": 0.0}, ValueError, "consensus"),
+        ("AsynchronousGossip", base, {"seed": 0.5}, TypeError, "seed.*float"),
+        ("ExactDiffusion", torch.optim.LBFGS(model.parameters()), {}, ValueError, "LBFGS"),
+    ]:
+        with pytest.raises(error, match=message):
+            getattr(algorithms, name)(optimizer, model, **options)
+    with pytest.raises(TypeError, match="topology.*DiGraph"):
+        algorithms.Neighbors(topologies.RingGraph(size))
+    optimizer = algorithms.ExactDiffusion(base, model)
+    with pytest.raises(ValueError, match="distributed already"):
+        algorithms.D2(optimizer, model)
+    with pytest.raises(AttributeError, match="neighbor_weights.*src_weights"):
+        optimizer.neighbor_weights = {}
+    embedding = nn.Embedding(4, 2, sparse=True)
+    tracking = algorithms.GradientTracking(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="dense"):
+        tracking.step()
+
+
+def test_wrong_arguments(worlds):
+    worlds(2).run(wrong_arguments)
+
+
+def ranks_that_disagree() -> list[str]:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = Quadratic(0, 0)
+    base = torch.optim.SGD(model.parameters(), lr=0.1 + rank)  # rates may differ
+    for name, options, message in [
+        ("SlowMo", {"period": 2 + rank}, "period=2"),
+        ("SlowMo" if rank else "D2", {}, "D2"),
+        ("LocalSGD", {"mixing": topologies.random_matching(2) if rank else None}, "random-matching"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            getattr(algorithms, name)(base, model, **options)
+    wide = nn.Linear(2 + rank, 1)
+    with pytest.raises(ValueError, match=r"parameter 0.*\(1, 2\)"):
+        algorithms.D2(torch.optim.SGD(wide.parameters(), lr=0.1), wide)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for begin in (0, rank):
+            model = Quadratic(0, begin)
+            algorithms.D2(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert all(each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+def test_ranks_must_run_one_algorithm_and_hear_if_they_start_apart(worlds):
+    for messages in worlds(2).run(ranks_that_disagree):
+        assert len(messages) == 1
+        assert "2 different" in messages[0]
+        assert "broadcast_parameters" in messages[0]
+
+
+# --- consensus distance -------------------------------------------------------------------------------------
+
+
+def distances() -> list[float]:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = Quadratic(rank, rank)
+    model.bias.requires_grad_(False)  # counts all the same
+    before = model.x().clone()
+    result = [fogdist.consensus_distance(model)]
+    assert torch.equal(model.x(), before)
+    result.append(fogdist.consensus_distance([torch.tensor([rank * (3 + 4j)]), torch.ones(2)]))
+    result.append(fogdist.consensus_distance(torch.full((3,), 0.1, dtype=torch.bfloat16)))
+    result.append(fogdist.consensus_distance([]))
+    pair = torch.distributed.new_group(list(range(min(2, size))), backend="fog")
+    if rank < 2:
+        result.append(fogdist.consensus_distance(torch.tensor(float(rank)), group=pair))
+    else:
+        result.append(0.5 if size > 1 else 0.0)
+    with pytest.raises(TypeError, match="model.*generator"):
+        fogdist.consensus_distance(model.parameters())
+    with pytest.raises(ValueError, match="int64"):
+        fogdist.consensus_distance(torch.tensor([1]))
+    if size > 1:
+        with pytest.raises(ValueError, match="model must be the same"):
+            fogdist.consensus_distance(torch.zeros(1 + (rank == 0)))
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_consensus_distance(worlds, size):
+    results = worlds(size).run(distances)
+    assert all(result == results[0] for result in results)
+    X = np.stack([start(r) for r in range(size)])
+    expected = np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
+    ranks = 5 * np.arange(size)
+    np.testing.assert_allclose(
+        results[0], [expected, ranks.std(), 0.0, 0.0, 0.5 if size > 1 else 0.0], rtol=1e-14, atol=1e-14
+    )

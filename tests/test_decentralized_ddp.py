@@ -1,0 +1,994 @@
+"""DecentralizedDataParallel against one process that simulates all ranks, in float64: right to rounding or wrong.
+
+Asynchronous training is compared step by step too: ranks take turns, in an order that the test chooses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import math
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import DecentralizedDataParallel
+from fogdist import topology as topologies
+from fogdist.context import handles
+from harness import World
+from reference import mix
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+
+STEPS = 6
+LONG = timedelta(seconds=20)
+
+
+class Net(nn.Module):
+    """Tied, frozen and unused parameters, some held by the container itself, one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(4))
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 4, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.encoder(x + self.position))
+        return self.head(torch.tanh(self.frozen(self.decoder(hidden)) + self.encoder(hidden)))
+
+
+def make_net(rank: int) -> nn.Module:
+    torch.manual_seed(100 + rank)  # ranks start apart, so that every exchange shows
+    return Net().double()
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    y = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+    return (model(x) - y).square().mean()
+
+
+def snapshot(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    "fused": lambda p: torch.optim.Adam(p, lr=0.02, fused=True),
+}
+TOPOLOGIES: dict[str, Callable[[int], Any]] = {
+    "group": lambda n: None,
+    "ring": topologies.RingGraph,
+    "star": topologies.StarGraph,
+    "one-peer": topologies.one_peer_exponential,
+    "matching": topologies.random_matching,
+}
+
+
+def matrix_of(name: str, size: int, t: int) -> np.ndarray:
+    """The mixing matrix of a round, W[i, j] being the weight of i at j."""
+    topology = TOPOLOGIES[name](size)
+    if topology is None:
+        return topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(size)))
+    return (
+        topology.matrix(t).copy()
+        if isinstance(topology, topologies.Topology)
+        else topologies.mixing_matrix(topology)
+    )
+
+
+def mix_models(models: Sequence[nn.Module], matrix: np.ndarray) -> None:
+    with torch.no_grad():
+        for same in zip(*(trained(m) for m in models), strict=True):
+            for parameter, value in zip(same, mix([p.detach().clone() for p in same], matrix), strict=True):
+                parameter.copy_(value)
+
+
+# --- in step with the neighbors -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        optimizer: Name in OPTIMIZERS.
+        topology: Name in TOPOLOGIES.
+        passes: Forward and backward passes before each step, all but the last in `no_sync`.
+        local: Every other step is in `no_sync`.
+        clip: Whether gradients are clipped.
+        schedule: Whether a scheduler steps.
+        closure: Whether step() is given a closure.
+        function: Whether the wrapper is given a function that makes the optimizer.
+        then: Topology from step 3 on.
+    """
+
+    optimizer: str = "sgd"
+    topology: str = "ring"
+    passes: int = 1
+    local: bool = False
+    clip: bool = False
+    schedule: bool = False
+    closure: bool = False
+    function: bool = False
+    then: str = ""
+
+
+def backward(model: nn.Module, run: Run, rank: int, step: int) -> Tensor:
+    """Accumulates a step's gradient; the simulation does the same with the bare model."""
+    for part in range(run.passes):
+        is_last = part == run.passes - 1
+        with (
+            nullcontext() if is_last or not isinstance(model, DecentralizedDataParallel) else model.no_sync()
+        ):
+            loss = loss_of(model, rank, step * run.passes + part)
+            loss.backward()
+    if run.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return loss
+
+
+def scheduler_of(optimizer: Any, run: Run) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7 if run.schedule else 1.0)
+
+
+def simulate(run: Run, size: int) -> list[Tensor]:
+    """Returns the parameters of rank r after each step as [r][step]."""
+    models = [make_net(rank) for rank in range(size)]
+    optimizers = [OPTIMIZERS[run.optimizer](trained(m)) for m in models]
+    schedulers = [scheduler_of(o, run) for o in optimizers]
+    trajectories: list[list[Tensor]] = [[] for _ in range(size)]
+    topology, t = run.topology, 0
+    for step in range(STEPS):
+        if run.then and step == 3:
+            topology, t = run.then, 0
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            backward(model, run, rank, step)
+        if not (run.local and step % 2 == 0):
+            mix_models(models, matrix_of(topology, size, t))
+            t += 1
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        for trajectory, model in zip(trajectories, models, strict=True):
+            trajectory.append(snapshot(model))
+    return [torch.stack(trajectory) for trajectory in trajectories]
+
+
+def train(run: Run) -> Tensor:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = make_net(rank)
+    made = OPTIMIZERS[run.optimizer]
+    optimizer = made if run.function else made(model.parameters())
+    wrapper = DecentralizedDataParallel(
+        model, optimizer, TOPOLOGIES[run.topology](size), broadcast=False, bucket_bytes=200
+    )
+    assert run.function or wrapper.optimizer is optimizer
+    scheduler = scheduler_of(wrapper.optimizer, run)
+    trajectory = []
+    for step in range(STEPS):
+        if run.then and step == 3:
+            wrapper.set_topology(TOPOLOGIES[run.then](size))
+        with wrapper.no_sync() if run.local and step % 2 == 0 else nullcontext():
+            if run.closure:
+
+                def closure(step: int = step) -> Tensor:
+                    wrapper.optimizer.zero_grad()
+                    return backward(wrapper, run, rank, step)
+
+                assert wrapper.optimizer.step(closure) > 0
+            else:
+                wrapper.optimizer.zero_grad()
+                backward(wrapper, run, rank, step)
+                wrapper.optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            wrapper.eval()
+            loss_of(wrapper, rank, 99)  # exchanges nothing
+            wrapper.train()
+        trajectory.append(snapshot(model))
+    assert not handles()._in_flight
+    return torch.stack(trajectory)
+
+
+RUNS = [
+    *(Run(optimizer=optimizer, topology="one-peer") for optimizer in OPTIMIZERS),
+    *(Run(topology=topology) for topology in TOPOLOGIES),
+    Run("adamw", passes=3, clip=True, schedule=True, function=True),
+    Run("fused", "matching", closure=True, clip=True, function=True),
+    Run("sgd", "star", local=True, schedule=True),
+    Run("adamw", "ring", then="one-peer"),
+    Run("sgd", "matching", then="group", closure=True, local=True),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_trajectories(worlds, run):
+    for got, expected in zip(worlds(4).run(train, run), simulate(run, 4), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])  # two ranks: one in-neighbor each
+def test_other_sizes(worlds, size):
+    run = Run("adamw", "ring" if size > 1 else "group")
+    for got, expected in zip(worlds(size).run(train, run), simulate(run, size), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def skip_a_step(unscale: bool, zero_first: bool, accumulate: bool) -> None:
+    """A GradScaler finds an overflow on rank 1 in steps 1 and 4 (the last one), and leaves these out there."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]  # the simulation, on every rank
+    sgds = [torch.optim.SGD(trained(m), lr=0.05, momentum=0.9) for m in models]
+    model = make_net(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    wrapper = DecentralizedDataParallel(model, optimizer, topologies.RingGraph(size), broadcast=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    matrix = topologies.mixing_matrix(topologies.RingGraph(size))
+    for step in range(5):
+        overflows = rank == 1 and step in (1, 4)
+        if zero_first:
+            optimizer.zero_grad()
+        if accumulate:
+            with wrapper.no_sync():
+                scaler.scale(loss_of(wrapper, rank, 100 + step)).backward()
+        loss = loss_of(wrapper, rank, step) * (math.inf if overflows else 1.0)
+        if not zero_first:
+            optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(wrapper.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        for r, (m, sgd) in enumerate(zip(models, sgds, strict=True)):
+            sgd.zero_grad()
+            if accumulate:
+                loss_of(m, r, 100 + step).backward()
+            loss_of(m, r, step).backward()
+            if unscale:
+                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+        mix_models(models, matrix)
+        for r, sgd in enumerate(sgds):
+            if not (r == 1 and step in (1, 4)):
+                sgd.step()
+    wrapper.global_average()
+    mix_models(models, np.full((size, size), 1 / size))
+    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("unscale", "zero_first", "accumulate"),
+    [(False, True, False), (True, False, False), (True, True, True)],
+)
+def test_a_step_that_a_scaler_skips_holds_nobody_up(worlds, unscale, zero_first, accumulate):
+    worlds(3).run(skip_a_step, unscale, zero_first, accumulate)
+
+
+def several_passes() -> None:
+    """Two calls before one backward pass, and accumulation without no_sync: one exchange a step all the same."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = make_net(rank)
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.05), topologies.RingGraph(size), broadcast=False
+    )
+    for step in range(4):
+        for m, run in [(wrapper, rank), *((m, r) for r, m in enumerate(models))]:
+            m.zero_grad(set_to_none=step != 2)
+            (loss_of(m, run, step) + loss_of(m, run, 10 + step)).backward()
+            loss_of(m, run, 20 + step).backward()
+        mix_models(models, topologies.mixing_matrix(topologies.RingGraph(size)))
+        for m in models:
+            torch.optim.SGD(trained(m), lr=0.05).step()
+        wrapper.optimizer.step()
+    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+
+
+def test_several_passes_before_a_step(worlds):
+    worlds(3).run(several_passes)
+
+
+class Norm(nn.Module):
+    """Has batch statistics of its own, and a buffer of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).double()
+        self.head = nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
+
+def features(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(50 * rank + step)
+    return rank + torch.randn(6, 4, generator=generator, dtype=torch.float64)
+
+
+def mix_buffers(mode: str) -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    matrix = topologies.mixing_matrix(topologies.RingGraph(size))
+    torch.manual_seed(0)
+    model = Norm()
+    wrapper = DecentralizedDataParallel(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        topologies.RingGraph(size),
+        mode,
+        average_buffers=True,
+        **({"max_staleness": 0} if mode == "async" else {}),
+    )
+    means = [torch.zeros(4, dtype=torch.float64) for _ in range(size)]
+    for step in range(4):
+        wrapper.optimizer.zero_grad()
+        wrapper(features(rank, step)).square().mean().backward()
+        wrapper.optimizer.step()
+        changed = [0.9 * m + 0.1 * features(r, step).mean(0) for r, m in enumerate(means)]
+        # Sent before the forward pass in mode "sync"; what that changes stays.
+        mixed = mix(means, matrix)
+        means = [new + mix_ - old for new, mix_, old in zip(changed, mixed, means, strict=True)]
+    assert model.norm.num_batches_tracked == 4
+    if mode == "sync":
+        torch.testing.assert_close(model.norm.running_mean, means[rank], rtol=1e-11, atol=1e-12)
+    mine = [model.norm.running_mean.clone(), model.norm.running_var.clone()]
+    wrapper.global_average()
+    for got, value in zip([model.norm.running_mean, model.norm.running_var], mine, strict=True):
+        torch.testing.assert_close(got, fogdist.allreduce(value), rtol=1e-12, atol=1e-12)
+    fogdist.barrier()
+    wrapper.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_buffers_are_mixed_on_request(worlds, mode):
+    worlds(3).run(mix_buffers, mode)
+
+
+def average_globally(mode: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    torch.manual_seed(rank)
+    model = Norm()
+    model.norm.running_mean.fill_(rank)
+    model.norm.num_batches_tracked.fill_(rank)
+    wrapper = DecentralizedDataParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), mode=mode, broadcast=False
+    )
+    wrapper(features(rank, 0)).sum().backward()  # an exchange in flight
+    before = [p.detach().clone() for p in model.parameters()]
+    statistics = model.norm.running_mean.clone()
+    wrapper.global_average()
+    for p, value in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(p.detach(), fogdist.allreduce(value), rtol=1e-12, atol=1e-12)
+    assert torch.equal(model.norm.running_mean, statistics)
+    wrapper.global_average(buffers=True)
+    mean = fogdist.allreduce(statistics)
+    torch.testing.assert_close(model.norm.running_mean, mean, rtol=1e-12, atol=1e-12)
+    assert model.norm.num_batches_tracked == rank + 1
+    wrapper.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_global_average(worlds, mode):
+    worlds(3).run(average_globally, mode)
+
+
+# --- the module stays what it was ---------------------------------------------------------------------------
+
+
+def start_equal(mode: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(Net().double(), nn.BatchNorm1d(3).double())
+    model[1].running_mean.fill_(rank)
+    torch.manual_seed(0)
+    expected = nn.Sequential(Net().double(), nn.BatchNorm1d(3).double()).state_dict()
+    wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode)
+    expected["1.running_mean"].fill_(0)
+    for key, value in wrapper.state_dict().items():
+        assert torch.equal(value, expected[key]), key
+    wrapper.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_all_start_with_rank_0s_values(worlds, mode):
+    worlds(3).run(start_equal, mode)
+
+
+def state_dicts(directory: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = nn.Sequential(Net(), nn.BatchNorm1d(3))
+    wrapper = DecentralizedDataParallel(model, torch.optim.Adam(model.parameters()))
+    plain = nn.Sequential(Net(), nn.BatchNorm1d(3))
+    assert list(wrapper.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in wrapper.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in wrapper.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    wrapper(torch.randn(4, 4)).sum().backward()
+    # Loaded while an exchange is in flight, whose result is not to overwrite it.
+    state = copy.deepcopy(plain.state_dict())
+    assert str(wrapper.load_state_dict(state)) == "<All keys matched successfully>"
+    addresses = [p.data_ptr() for p in model.parameters()]
+    wrapper.module.eval()
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key])
+    plain.load_state_dict(wrapper.state_dict())
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0.position"'):
+        wrapper.load_state_dict({key: state[key] for key in state if key != "0.position"})
+    with pytest.raises(ValueError, match="assign must be False"):
+        wrapper.load_state_dict(state, assign=True)
+    # Inside of another module, either way.
+    outer, plain_outer = nn.Sequential(nn.Linear(1, 1), wrapper), nn.Sequential(nn.Linear(1, 1), plain)
+    assert list(outer.state_dict()) == list(plain_outer.state_dict())
+    for value in plain_outer.state_dict().values():
+        value.add_(1)
+    outer.load_state_dict(plain_outer.state_dict())
+    plain_outer.load_state_dict(outer.state_dict())
+    assert torch.equal(model[0].position, plain[0].position)
+    # torch.distributed.checkpoint.
+    checkpoint.save(wrapper.state_dict(), checkpoint_id=f"{directory}/{rank}", no_dist=True)
+    loaded = plain.state_dict()
+    checkpoint.load(loaded, checkpoint_id=f"{directory}/{rank}", no_dist=True)
+    wrapper.load_state_dict(loaded)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    twin = copy.deepcopy(wrapper.module)
+    assert torch.equal(twin[0].position, model[0].position)
+    with pytest.raises(TypeError, match="copy its attribute `module`"):
+        copy.deepcopy(wrapper)
+    wrapper.train()
+    wrapper(torch.randn(4, 4)).sum().backward()
+    wrapper.optimizer.step()
+    fogdist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_state_dicts(worlds, tmp_path):
+    worlds(2).run(state_dicts, str(tmp_path))
+
+
+def disagree() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4 if rank == 1 else 5))
+    with pytest.raises(
+        ValueError, match=r"(?s)module must be the same on all ranks.*'1.weight'.*\(4, 2\)"
+    ) as error:
+        DecentralizedDataParallel(model, sgd)
+    assert "'0.weight'" not in str(error.value)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).requires_grad_(True)
+    model[0].bias.requires_grad_(rank == 0)
+    with pytest.raises(ValueError, match="'0.bias', not mixed"):
+        DecentralizedDataParallel(model, sgd)
+    model = nn.Linear(2, 2)
+    topology = topologies.RingGraph(size) if rank == 0 else topologies.StarGraph(size)
+    with pytest.raises(ValueError, match="topology: round 0 has the matrix"):
+        DecentralizedDataParallel(model, sgd, topology)
+    with pytest.raises(ValueError, match="mode: async"):
+        DecentralizedDataParallel(model, sgd, topologies.RingGraph(size), mode="async" if rank else "sync")
+    wrapper = DecentralizedDataParallel(model, sgd)
+    with pytest.raises(ValueError, match="topology must be the same"):
+        wrapper.set_topology(topology)
+    wrapper(torch.randn(1, 2)).sum().backward()
+    wrapper.optimizer.step()  # all goes on as before
+
+
+def test_ranks_that_disagree(worlds):
+    worlds(3).run(disagree)
+
+
+def bad_arguments() -> None:
+    fogdist.init()
+    size = fogdist.size()
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    make = DecentralizedDataParallel
+    unweighted = topologies.RingGraph(size)
+    for edge in unweighted.edges:
+        unweighted.edges[edge]["weight"] = 1.0
+    for error, text, arguments, options in [
+        (TypeError, "module must be a torch.nn.Module, got str", ("model", sgd), {}),
+        (TypeError, "optimizer must be a torch.optim.Optimizer or a function", (model, 3), {}),
+        (TypeError, "one that makes a int", (model, lambda p: 3), {}),
+        (ValueError, "mode must be 'sync' or 'async', got 'both'", (model, sgd, None, "both"), {}),
+        (ValueError, "max_staleness, timeout must not", (model, sgd), {"max_staleness": 1, "timeout": LONG}),
+        (ValueError, "max_staleness must be", (model, sgd, None, "async"), {"max_staleness": -1}),
+        (ValueError, "staleness_damping must be", (model, sgd, None, "async"), {"staleness_damping": -1}),
+        (TypeError, "timeout must be a datetime", (model, sgd, None, "async"), {"timeout": 3}),
+        (TypeError, "topology must be a networkx.DiGraph", (model, sgd, [1]), {}),
+        (ValueError, "as many nodes as ranks", (model, sgd, topologies.RingGraph(size + 1)), {}),
+        (ValueError, "sum to 1", (model, sgd, unweighted), {}),
+        (ValueError, "must have a period", (model, sgd, topologies.random_matching(size), "async"), {}),
+        (ValueError, "require gradients", (nn.Linear(2, 2).requires_grad_(False), sgd), {}),
+        (ValueError, "optimizer must hold parameters of the model only", (nn.Linear(2, 2), sgd), {}),
+        (ValueError, "got an LBFGS", (model, torch.optim.LBFGS(model.parameters())), {}),
+    ]:
+        with pytest.raises(error, match=text):
+            make(*arguments, **options)
+    distributed = fogdist.DistributedAdaptThenCombineOptimizer(sgd, model)
+    with pytest.raises(ValueError, match="distributed already"):
+        make(model, distributed)
+
+
+def test_bad_arguments(worlds):
+    worlds(2).run(bad_arguments)
+
+
+def replace_parameters() -> None:
+    fogdist.init()
+
+    def wrapped() -> tuple[nn.Module, DecentralizedDataParallel]:
+        torch.manual_seed(fogdist.rank())
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+        return model, DecentralizedDataParallel(model, lambda p: torch.optim.SGD(p, lr=0.0), broadcast=False)
+
+    x = torch.randn(3, 2)
+    model, wrapper = wrapped()
+    model[0].weight.data = torch.full((2, 2), float(fogdist.rank()))  # other memory, which is taken back
+    wrapper(x).sum().backward()
+    wrapper.optimizer.step()
+    assert model[0].weight.eq((fogdist.size() - 1) / 2).all()
+    model[0].weight = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="'0.weight' must stay the tensor"):
+        wrapper(x)
+    model, wrapper = wrapped()
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="'1.weight' must stay frozen"):
+        wrapper(x)
+    model, wrapper = wrapped()
+    model[0].double()
+    with pytest.raises(ValueError, match="'0.weight' must stay torch.float32"):
+        wrapper(x)
+
+
+def test_replaced_parameters_are_noticed(worlds):
+    worlds(2).run(replace_parameters)
+
+
+def come_and_go() -> None:
+    """The wrapper goes, module and optimizer stay; nothing keeps the wrapper alive."""
+    fogdist.init()
+    model = make_net(fogdist.rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for mode in ("sync", "async"):
+        for close in (False, True):
+            wrapper = DecentralizedDataParallel(model, optimizer, mode=mode)
+            loss_of(wrapper, 0, 0).backward()
+            optimizer.step()
+            loss_of(wrapper, 0, 1).backward()
+            reference = weakref.ref(wrapper)
+            if close:
+                wrapper.close()
+                with pytest.raises(RuntimeError, match="after close"):
+                    wrapper.global_average()
+                loss_of(wrapper, 0, 0).backward()
+                assert wrapper.staleness() == {}
+                wrapper.pause()
+            del wrapper
+            gc.collect()
+            assert reference() is None
+            with torch.no_grad():
+                model.position.fill_(fogdist.rank())
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+            assert model.position.eq(fogdist.rank()).all()
+            fogdist.barrier()
+
+
+def test_wrappers_come_and_go(worlds):
+    worlds(2).run(come_and_go)
+
+
+# --- at each rank's own pace --------------------------------------------------------------------------------
+
+# Whose turn it is: uneven from the start, and rank 3 comes in late.
+TURNS = [0, 0, 1, 2, 0, 1, 1, 3, 0, 2, 0, 0, 3, 1, 2, 2, 2, 0, 1, 3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Steps of ranks in a fixed order.
+
+    Attributes:
+        topology: Name in TOPOLOGIES.
+        damping: staleness_damping.
+        optimizer: Name in OPTIMIZERS.
+        schedule: Whether a scheduler steps with the rank's own steps.
+    """
+
+    topology: str
+    damping: float = 0.0
+    optimizer: str = "sgd"
+    schedule: bool = False
+
+
+def simulate_turns(run: Turns, size: int) -> tuple[list[Tensor], list[dict[int, int | None]]]:
+    """Returns the parameters and the staleness that the rank whose turn it is has after each turn."""
+    models = [make_net(rank) for rank in range(size)]
+    optimizers = [OPTIMIZERS[run.optimizer](trained(m)) for m in models]
+    schedulers = [scheduler_of(o, Run(schedule=run.schedule)) for o in optimizers]
+    period = range(12)  # a multiple of all periods here
+    slots: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}  # (writer, owner): iteration, values
+    done = [0] * size
+    states, ages = [], []
+    for rank in TURNS:
+        model, column = models[rank], matrix_of(run.topology, size, done[rank])[:, rank]
+        optimizers[rank].zero_grad()
+        loss_of(model, rank, done[rank]).backward()
+        own, taken = float(column[rank]), []
+        for j in range(size):
+            if j != rank and column[j] != 0:
+                weight = 0.0
+                if (j, rank) in slots:
+                    age = done[rank] - slots[j, rank][0]
+                    weight = float(column[j]) * (1 + max(age, 0)) ** -run.damping
+                    taken.append((weight, slots[j, rank][1]))
+                own += float(column[j]) - weight
+        with torch.no_grad():
+            for place, p in enumerate(trained(model)):
+                p.copy_(own * p + sum(weight * values[place] for weight, values in taken))
+        optimizers[rank].step()
+        schedulers[rank].step()
+        row = matrix_of(run.topology, size, done[rank])[rank]
+        done[rank] += 1
+        for j in range(size):
+            if j != rank and row[j] != 0:
+                slots[rank, j] = done[rank], [p.detach().clone() for p in trained(model)]
+        states.append(snapshot(model))
+        union = np.any([matrix_of(run.topology, size, t)[:, rank] != 0 for t in period], axis=0)
+        ages.append(
+            {
+                j: done[rank] - slots[j, rank][0] if (j, rank) in slots else None
+                for j in range(size)
+                if j != rank and union[j]
+            }
+        )
+    return states, ages
+
+
+def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = make_net(rank)
+    wrapper = DecentralizedDataParallel(
+        model,
+        OPTIMIZERS[run.optimizer](trained(model)),
+        TOPOLOGIES[run.topology](size),
+        mode="async",
+        broadcast=False,
+        bucket_bytes=200,
+        staleness_damping=run.damping,
+    )
+    scheduler = scheduler_of(wrapper.optimizer, Run(schedule=run.schedule))
+    states, ages, done = [], [], 0
+    for turn in TURNS:
+        if turn == rank:
+            wrapper.optimizer.zero_grad()
+            loss_of(wrapper, rank, done).backward()
+            wrapper.optimizer.step()
+            scheduler.step()
+            done += 1
+            states.append(snapshot(model))
+            ages.append(wrapper.staleness())
+            mixing = wrapper._mixing
+            mixing.discard()  # between hosts, what was put takes a while to arrive
+            for _, work in mixing._signing:
+                work.wait()
+        fogdist.barrier()
+    assert not handles()._in_flight
+    wrapper.close()
+    return states, ages
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(Turns(topology) for topology in ("ring", "star", "one-peer")),
+        Turns("group", damping=0.5, optimizer="adamw", schedule=True),
+    ],
+    ids=str,
+)
+def test_turns(worlds, run):
+    """Rank 0's first steps come before any put: no slot counts then, and no zeros of theirs."""
+    check_turns(worlds(4), run)
+
+
+def test_turns_between_hosts(new_world):
+    world = new_world(4, environment={"FOG_LOCAL_LINKS": "0"})  # messages, as between hosts
+    check_turns(world, Turns("one-peer", damping=0.5))
+    results = world.run(descend, "async", {"max_staleness": 2})
+    assert max(stalest for _, _, stalest in results) <= 2
+
+
+def check_turns(world: World, run: Turns) -> None:
+    states, ages = simulate_turns(run, 4)
+    results = world.run(take_turns, run)
+    got = [(iter(own_states), iter(own_ages)) for own_states, own_ages in results]
+    for turn, state, age in zip(TURNS, states, ages, strict=True):
+        torch.testing.assert_close(next(got[turn][0]), state, rtol=1e-11, atol=1e-12)
+        assert next(got[turn][1]) == age
+
+
+def quadratic(rank: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    A = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+    return A.T @ A / 6 + torch.eye(4, dtype=torch.float64), torch.randn(
+        4, generator=generator, dtype=torch.float64
+    )
+
+
+SLOW_STEPS = 1200
+
+
+def descend(mode: str, options: dict[str, Any]) -> tuple[Tensor, int, int]:
+    """Gradient descent on quadratics that differ by rank; rank 0 takes several times as long for a step.
+
+    Returns:
+        Where it ends, the number of steps, and the largest staleness that was seen before a step.
+    """
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    H, b = quadratic(rank, size)
+    model = nn.Linear(4, 1, bias=False).double()
+    nn.init.constant_(model.weight, 3.0)
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.02), topologies.RingGraph(size), mode, **options
+    )
+    store = dist.distributed_c10d._get_default_store()
+    flag = f"slowest is done: {mode} {options}"
+    steps, stalest = 0, 0
+    while steps < SLOW_STEPS or (mode == "async" and rank > 0):
+        x = model.weight[0]
+        wrapper.optimizer.zero_grad()
+        (x @ H @ x / 2 - b @ x).backward()
+        if rank == 0 and mode == "async":
+            time.sleep(2e-3 if steps < 300 else 0.0)
+        wrapper.optimizer.step()
+        stalest = max([stalest, *(age - 1 for age in wrapper.staleness().values() if age is not None)])
+        steps += 1
+        # Nobody waits for the slowest rank, and all go on until it is done.
+        if steps % 20 == 0 and steps >= SLOW_STEPS and mode == "async" and rank > 0 and store.check([flag]):
+            break
+    if rank == 0:
+        store.set(flag, "")
+    if options:
+        wrapper.pause()  # whoever is still at it waits for nobody who has ended
+    result = model.weight.detach().clone()
+    fogdist.barrier()
+    wrapper.close()
+    return result, steps, stalest
+
+
+def test_speed_does_not_move_the_fixed_point(worlds):
+    """With a self term of long ago, or zeros from a neighbor, it would end elsewhere."""
+    together = worlds(4).run(descend, "sync", {})
+    apart = worlds(4).run(descend, "async", {})
+    assert apart[1][1] > 1.5 * apart[0][1]
+    for rank in range(4):
+        torch.testing.assert_close(apart[rank][0], together[rank][0], rtol=1e-6, atol=1e-6)
+    pairs = [quadratic(rank, 4) for rank in range(4)]
+    optimum = torch.linalg.solve(sum(H for H, _ in pairs), sum(b for _, b in pairs))
+    mean = torch.stack([result for result, _, _ in apart]).mean(0)[0]
+    assert (mean - optimum).norm() < 0.02 * optimum.norm()
+
+
+def test_bounded_staleness(worlds):
+    results = worlds(4).run(descend, "async", {"max_staleness": 2})
+    # A neighbor may have come further between its sign and this rank's look.
+    assert max(stalest for _, _, stalest in results) <= 2
+    assert max(steps for _, steps, _ in results) <= SLOW_STEPS + 60
+
+
+def make_scalar(value: float, **options: Any) -> tuple[nn.Parameter, DecentralizedDataParallel]:
+    """A model of one number that does not learn, on a ring."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, value)
+    wrapper = DecentralizedDataParallel(
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        topologies.RingGraph(fogdist.size()),
+        "async",
+        broadcast=False,
+        **options,
+    )
+    return model.weight, wrapper
+
+
+def step(wrapper: DecentralizedDataParallel) -> None:
+    wrapper(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+    wrapper.optimizer.step()
+
+
+def wait_for_a_late_rank() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    x, wrapper = make_scalar(float(rank), max_staleness=1, timeout=timedelta(seconds=0.3))
+    if rank == 0:
+        step(wrapper)
+        step(wrapper)  # one iteration ahead
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 has done 0 iterations and this rank 2.*=1"):
+            step(wrapper)
+        assert x == 0.0
+    fogdist.barrier()
+    if rank == 1:
+        step(wrapper)
+        assert x == 0.5
+    fogdist.barrier()
+    if rank == 0:
+        step(wrapper)
+        assert x == 0.25
+        assert wrapper.staleness() == {1: 2}
+    fogdist.barrier()
+    wrapper.close()
+
+
+def test_a_rank_waits_until_the_timeout_only(worlds):
+    worlds(2).run(wait_for_a_late_rank)
+
+
+def pause_one() -> None:
+    """Rank 1 ends early: rank 0 goes on without its values, and does not wait; then rank 1 comes back."""
+    fogdist.init()
+    rank = fogdist.rank()
+    x, wrapper = make_scalar(float(rank), max_staleness=1)
+    if rank == 1:
+        step(wrapper)
+        wrapper.pause()
+    fogdist.barrier()
+    if rank == 0:
+        for _ in range(5):
+            step(wrapper)
+        assert x == 0.0
+        assert wrapper.staleness() == {1: None}
+    fogdist.barrier()
+    if rank == 1:
+        step(wrapper)
+        assert x == 0.5
+        assert wrapper.staleness() == {0: 1}  # it has not to catch up
+    fogdist.barrier()
+    if rank == 0:
+        assert wrapper.staleness() == {1: -1}
+        step(wrapper)
+        assert x == 0.25
+    fogdist.barrier()
+    wrapper.global_average()
+    assert x == 0.375
+    assert wrapper.staleness() == {1 - rank: 0}
+    fogdist.barrier()
+    wrapper.close()
+
+
+def test_pause(worlds):
+    worlds(2).run(pause_one)
+
+
+def change_topology() -> None:
+    """New windows, new neighbors; what is in them at once is what the ranks have then."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    x, wrapper = make_scalar(float(rank))
+    address = x.data_ptr()
+    for _ in range(rank):
+        step(wrapper)
+    fogdist.barrier()
+    value = x.item()
+    wrapper.set_topology(topologies.FullyConnectedGraph(size))
+    assert wrapper.staleness() == {r: 0 for r in range(size) if r != rank}
+    mean = fogdist.allreduce(torch.tensor([value], dtype=torch.float64)).item()
+    fogdist.barrier()
+    if rank == 0:
+        step(wrapper)
+        assert x.item() == pytest.approx(mean, rel=1e-12)
+    fogdist.barrier()
+    assert x.data_ptr() == address
+    # The group's own topology is free all the while.
+    assert fogdist.set_topology(topologies.RingGraph(size)) is True
+    wrapper.close()
+
+
+def test_a_new_topology(worlds):
+    worlds(4).run(change_topology)
+
+
+def local_steps() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    x, wrapper = make_scalar(float(rank))
+    for turn in (0, 1):
+        if rank == turn:
+            with wrapper.no_sync():
+                step(wrapper)
+            assert x == rank
+            assert wrapper.staleness() == {1 - rank: None}
+        fogdist.barrier()
+    wrapper.close()
+
+
+def test_local_steps_put_nothing(worlds):
+    worlds(2).run(local_steps)
+
+
+def lose_a_neighbor(skip: bool) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    x, wrapper = make_scalar(float(rank), skip_lost=skip, max_staleness=1000, timeout=LONG)
+    step(wrapper)
+    fogdist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + LONG.total_seconds()
+    if not skip:
+        with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
+            while time.monotonic() < deadline:
+                step(wrapper)
+        return
+    while wrapper.staleness()[2] is not None:
+        assert time.monotonic() < deadline
+        step(wrapper)
+    # Nobody waits for it, and its weight is now the rank's own.
+    other = 1 - rank
+    for _ in range(200):
+        step(wrapper)
+        time.sleep(1e-4)
+    assert wrapper.staleness()[2] is None
+    got = torch.zeros(1, dtype=torch.float64)
+    exchange = [dist.P2POp(dist.isend, x.detach()[0].clone(), other), dist.P2POp(dist.irecv, got, other)]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    assert abs(got - x).item() < 0.3
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_lost_neighbor(new_world, skip):
+    outcomes = new_world(3).run_raw(lose_a_neighbor, skip)
+    assert [o.state for o in outcomes] == ["returned", "returned", "died"], "\n".join(map(str, outcomes))
+
+
+def leave(mode: str) -> None:
+    """Ends as a script does that has something in flight, at a speed of its own."""
+    fogdist.init()
+    model = make_net(0)
+    wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode)
+    for number in range(3 if mode == "sync" else 1 + fogdist.rank()):
+        loss_of(wrapper, fogdist.rank(), number).backward()
+        wrapper.optimizer.step()
+    loss_of(wrapper, fogdist.rank(), 9).backward()
+    leave.wrapper = wrapper  # alive at exit
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_nothing_is_left(no_shared_memory_left, new_world, mode):
+    world = new_world(3)
+    world.run(leave, mode)
+    world.close()

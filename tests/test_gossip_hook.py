@@ -1,0 +1,150 @@
+"""fogdist.gossip_hook with torch's DistributedDataParallel, against one process that simulates all ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+from fogdist import topology as topologies
+from reference import mix
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Tied, frozen and unused parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.frozen(self.second(torch.tanh(self.first(x))))))
+
+
+def make_net() -> Net:
+    torch.manual_seed(7)
+    return Net().double()
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    return (model(x) - rank).square().mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, weight_decay=0.1)
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def topology_of(name: str, size: int) -> Any:
+    return {
+        "group": None,
+        "star": topologies.StarGraph(size),
+        "one-peer": topologies.one_peer_exponential(size),
+    }[name]
+
+
+def matrix_of(name: str, size: int, t: int) -> np.ndarray:
+    if name == "one-peer":
+        return topologies.one_peer_exponential(size).matrix(t).copy()
+    graph = topologies.ExponentialGraph(size) if name == "group" else topologies.StarGraph(size)
+    return topologies.mixing_matrix(topologies.uniform_weights(graph) if name == "group" else graph)
+
+
+def simulate(what: str, topology: str, passes: int, size: int) -> list[Tensor]:
+    models = [make_net() for _ in range(size)]
+    optimizers = [adam(model) for model in models]
+    for step in range(STEPS):
+        matrix = matrix_of(topology, size, step)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for part in range(passes):
+                loss_of(model, rank, passes * step + part).backward()
+        for same in zip(*(trained(model) for model in models), strict=True):
+            # DDP leaves the gradient of an unused parameter as it is: None.
+            tensors = [p.detach() if what == "parameters" else p.grad for p in same]
+            if tensors[0] is not None:
+                for tensor, value in zip(tensors, mix([t.clone() for t in tensors], matrix), strict=True):
+                    tensor.copy_(value)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in models]
+
+
+def train(what: str, topology: str, passes: int, bucket_cap_mb: float) -> Tensor:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = DistributedDataParallel(
+        make_net(), broadcast_buffers=False, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb
+    )
+    state = fogdist.GossipState(topology_of(topology, size), what)
+    model.register_comm_hook(state, fogdist.gossip_hook)
+    optimizer = adam(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(passes):
+            with model.no_sync() if part < passes - 1 else nullcontext():
+                loss_of(model, rank, passes * step + part).backward()
+        optimizer.step()
+    assert state.round == STEPS  # not once a bucket
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+@pytest.mark.parametrize(
+    ("topology", "passes", "bucket_cap_mb"),
+    [("group", 1, 25), ("star", 1, 0.0001), ("one-peer", 1, 0.0001), ("one-peer", 3, 0.0001)],
+)
+def test_trajectories(worlds, what, topology, passes, bucket_cap_mb):
+    results = worlds(4).run(train, what, topology, passes, bucket_cap_mb)
+    for got, expected in zip(results, simulate(what, topology, passes, 4), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_other_sizes(worlds):
+    for size in (1, 3):
+        for got, expected in zip(
+            worlds(size).run(train, "parameters", "one-peer", 1, 25),
+            simulate("parameters", "one-peer", 1, size),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+def fail() -> None:
+    fogdist.init()
+    size = fogdist.size()
+    with pytest.raises(ValueError, match="what must be 'parameters' or 'gradients', got 'both'"):
+        fogdist.GossipState(what="both")
+    with pytest.raises(ValueError, match="as many nodes as ranks"):
+        fogdist.GossipState(topologies.RingGraph(size + 1))
+    rank = fogdist.rank()
+    with pytest.raises(ValueError, match="state must be the same on all ranks"):
+        fogdist.GossipState(what=fogdist.Gossip.gradients if rank else fogdist.Gossip.parameters)
+    # One rank does not come to its backward pass: the other one's raises, and does not hang.
+    model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
+    model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="timed out"):
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def test_errors(new_world):
+    outcomes = new_world(2, timeout=3.0).run_raw(fail)
+    assert [o.state for o in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
