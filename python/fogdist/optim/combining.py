@@ -73,7 +73,7 @@ class CombiningOptimizer(DistributedOptimizer):
             self.self_weight,
             self.src_weights,
             self.dst_weights,
+            self.enable_topo_check,
             self.src_machine_weights,
             self.dst_machine_weights,
-            self.enable_topo_check,
         )

@@ -42,9 +42,9 @@ class NeighborWeights:
     self_weight: float | None
     src_weights: Mapping[int, float] | None
     dst_weights: Iterable[int] | Mapping[int, float] | None
-    src_machine_weights: Mapping[int, float] | None
-    dst_machine_weights: Iterable[int] | Mapping[int, float] | None
     enable_topo_check: bool
+    src_machine_weights: Mapping[int, float] | None = None
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None
 
 
 class ParameterAverage:
