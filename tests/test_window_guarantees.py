@@ -452,11 +452,6 @@ def test_a_lost_neighbor(new_world):
         check_messages(outcome.value, 1)
 
 
-@pytest.mark.xfail(
-    run=False,
-    reason="MPICH 5.0.2 dereferences a null pointer in MPI_Isend to a process whose connection was closed"
-    " (UCX), or does not return from it (OFI), and nothing tells fog before",
-)
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("placement", [[0, 1, 1], [0, 0, 1]], ids=["with a witness", "alone"])
 def test_a_lost_neighbor_on_another_host(tmp_path: Path, placement: list[int]) -> None:
