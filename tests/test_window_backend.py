@@ -1073,7 +1073,7 @@ def test_free_without_the_others(world_of, way):
 
 
 def free_in_different_orders() -> None:
-    """Each rank waits in the end of another window: an error says who is missing, and nothing else is lost."""
+    """Each rank waits in the end of another window: an error says who is missing, and nothing else ends."""
     rank = dist.get_rank()
     windows = [create(full(0), name) for name in ("a", "b")]
     dist.barrier()

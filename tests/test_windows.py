@@ -848,9 +848,9 @@ def test_the_snippet_of_bluefog(worlds, loop, size):
 
     A rank that has done its 100 rounds gives nothing any more, and accumulating waits for nobody. So a rank
     ten times as slow does its last 90 rounds alone, in which it gives away all but (1/(outdegree+1))**90 of
-    what it has: that is 0 in float32 for an outdegree of 2 or more, its estimate 0/0, and with an outdegree of 1
-    its estimate stays what it was after the tenth round. Where all go on until the slowest has done
-    its rounds, every rank ends at the average.
+    what it has: that is 0 in float32 for an outdegree of 3, its estimate 0/0, and with an outdegree of 1 its
+    estimate stays what it was after the tenth round. Where all go on until the slowest has done its rounds,
+    every rank ends at the average.
     """
     results = worlds(size).run(snippet, loop, 1, 2e-4)
     average = (size - 1) / 2
