@@ -351,3 +351,65 @@ def test_parameters_changed_while_they_are_averaged_warn_once(worlds, how, which
     for messages in worlds(2).run(changed_in_flight, how):
         assert len(messages) == 1
         assert messages[0].startswith(f"{which} was changed between the forward pass and step()")
+
+
+def steps_in_backward() -> None:
+    """The last layer is averaged before the backward pass reaches the first."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = copy.deepcopy(models[rank])
+    hidden: list[Tensor] = []
+    model.encoder.register_forward_hook(lambda *given: hidden.append(given[-1]))
+    optimizer = distribute("atc", model, step_in_backward=True, bucket_cap_mb=1e-4)
+    expected = simulate("atc", models, 1)[rank]
+    head = snapshot(models[rank].head)
+    seen: list[Tensor] = []
+
+    def watch(_: Tensor) -> None:
+        for _, handle in optimizer._fog_average._in_flight:
+            while not fogdist.poll(handle):
+                pass
+        seen.append(snapshot(model.head))
+
+    loss = loss_of(model, rank, 0)
+    hidden[0].register_hook(watch)
+    loss.backward()
+    torch.testing.assert_close(seen[0], head, **EXACT)
+    optimizer.step()
+    torch.testing.assert_close(snapshot(model), expected, **EXACT)
+    places = [[p.data_ptr() for p in group["params"]] for group in optimizer.param_groups]
+    assert places == [[p.data_ptr() for p in model.parameters()]]
+
+
+def test_atc_averages_during_the_backward_pass(worlds):
+    worlds(3).run(steps_in_backward)
+
+
+def gradients_changed_after_their_step(how: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = distribute("atc", model, step_in_backward=True, bucket_cap_mb=1e-4)
+    scaler = torch.amp.GradScaler("cpu")
+    if how == "passes":
+        loss_of(model, rank, 0).backward()
+        with pytest.raises(RuntimeError, match="got more gradient after step_in_backward"):
+            loss_of(model, rank, 1).backward()
+        return
+    loss = scaler.scale(loss_of(model, rank, 0))
+    loss.backward()
+    with pytest.raises(RuntimeError, match=r"step_in_backward"):
+        if how == "clipping":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+        elif how == "zero_grad":
+            optimizer.zero_grad()
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])
+def test_gradients_changed_after_their_step(worlds, how):
+    worlds(2).run(gradients_changed_after_their_step, how)

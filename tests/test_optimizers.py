@@ -92,6 +92,7 @@ class Run:
         mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator),
             "random" (new weights and edges each step), "machines" and "random machines" (of two ranks each),
             "allreduce" or "empty".
+        in_backward: step_in_backward, with small buckets.
     """
 
     kind: str
@@ -100,6 +101,7 @@ class Run:
     every: int = 1
     passes: int = 1
     mixing: str = "static"
+    in_backward: bool = False
 
 
 def matrices(run: Run, size: int) -> list[np.ndarray]:
@@ -208,7 +210,8 @@ def distribute(run: Run, model: nn.Module) -> Any:
     kinds = {"allreduce": CommunicationType.allreduce, "empty": CommunicationType.empty}
     kinds |= {"machines": machines, "random machines": machines}
     kind = kinds.get(run.mixing, CommunicationType.neighbor_allreduce)
-    return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every)
+    options: dict[str, Any] = {"step_in_backward": True, "bucket_cap_mb": 1e-4} if run.in_backward else {}
+    return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every, **options)
 
 
 def train(run: Run) -> Tensor:
@@ -262,6 +265,14 @@ RUNS = [
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_trajectories(worlds, size, run):
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "run", [dataclasses.replace(run, in_backward=True) for run in RUNS if run.kind == "atc"], ids=str
+)
+def test_trajectories_of_steps_in_backward_passes(worlds, run):
+    for got, expected in zip(worlds(3).run(train, run), simulate(run, 3)):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
@@ -405,13 +416,13 @@ def test_it_is_the_users_optimizer(worlds, size, kind):
     worlds(size).run(is_the_users_optimizer, kind)
 
 
-def groups_and_closures(kind: str) -> None:
+def groups_and_closures(kind: str, **options: Any) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     models = [make_net(r) for r in range(size)]
     model = copy.deepcopy(models[rank])
     bases = [torch.optim.SGD([m.position], lr=0.1) for m in models]
-    optimizer = FACTORIES[kind](torch.optim.SGD([model.position], lr=0.1), model)
+    optimizer = FACTORIES[kind](torch.optim.SGD([model.position], lr=0.1), model, **options)
     with pytest.raises(ValueError, match="model"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(optimizer.param_groups) == 1
@@ -461,6 +472,14 @@ def groups_and_closures(kind: str) -> None:
 def test_added_groups_and_closures(worlds, size, kind):
     # Only parameters that the optimizer holds are averaged, from the moment it holds them.
     worlds(size).run(groups_and_closures, kind)
+
+
+def closures_in_backward() -> None:
+    groups_and_closures("atc", step_in_backward=True, bucket_cap_mb=1e-4)
+
+
+def test_closures_with_steps_in_the_backward_pass(worlds):
+    worlds(3).run(closures_in_backward)
 
 
 def lbfgs() -> None:
@@ -520,6 +539,11 @@ def wrong_arguments(kind: str) -> None:
     ]:
         with pytest.raises(error, match=message):
             make(*arguments, **options)
+    if kind == "atc":
+        with pytest.raises(TypeError, match=r"step_in_backward.*int"):
+            make(base, model, step_in_backward=1)
+        with pytest.raises(ValueError, match="LBFGS"):
+            make(torch.optim.LBFGS(model.parameters()), model, step_in_backward=True)
     if kind != "gradient":
         with pytest.raises(TypeError, match=r"communication_type.*neighbor_allreduce"):
             make(base, model, "allreduce")

@@ -5,7 +5,7 @@
 `parameter_average`, `gradient_average` and `bucket_windows` are what is communicated. `combining` is what the
 first two algorithms have in common, `window_optimizer` the last three, `overlapping` those that exchange while
 the gradient is computed; `pass_counter` counts backward passes for num_steps_per_communication.
-`deprecated` has the names of older scripts.
+`backward_steps` makes steps within them. `deprecated` has the names of older scripts.
 """
 
 from __future__ import annotations

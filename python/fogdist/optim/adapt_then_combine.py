@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
+from fogdist.optim.backward_steps import BackwardSteps, step_of
 from fogdist.optim.combining import CombiningOptimizer
 from fogdist.optim.parameter_average import CommunicationType, ParameterAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import Models, wrap
+from fogdist.optim.wrapper import Models, reject_lbfgs, wrap
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -22,6 +24,7 @@ def DistributedAdaptThenCombineOptimizer(
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
     num_steps_per_communication: int = 1,
     bucket_cap_mb: float = BUCKET_CAP_MB,
+    step_in_backward: bool = False,
 ) -> AdaptThenCombineOptimizer:
     """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
@@ -45,6 +48,11 @@ def DistributedAdaptThenCombineOptimizer(
             one average. A step counts as one pass at least.
         bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is one message. A larger
             parameter has one for itself.
+        step_in_backward: Whether a bucket's step is made, and its average started, as soon as the J-th
+            backward pass has given all its parameters their gradients, so that the rest of the pass hides
+            it. `step` does what is left, and waits. It gives the same values, for an optimizer that treats each
+            parameter by itself, if nothing changes gradients after that pass: no clipping, no gradient
+            scaler, both of which raise. Hooks of the optimizer's step are called for each bucket.
 
     Returns:
         An instance of the optimizer's class with `step` as above and the attributes `self_weight`,
@@ -53,7 +61,7 @@ def DistributedAdaptThenCombineOptimizer(
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not an ordinary dense tensor.
-        ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
+        ValueError: `optimizer` is distributed already, an LBFGS with `step_in_backward`, or has a parameter that is not in the model; two
             parameters have the same name or overlap in memory; `num_steps_per_communication` is below 1, or
             `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
@@ -62,7 +70,12 @@ def DistributedAdaptThenCombineOptimizer(
     distributed = wrap(
         AdaptThenCombineOptimizer, optimizer, model, num_steps_per_communication, bucket_cap_mb
     )
+    if not isinstance(step_in_backward, bool):
+        raise TypeError(f"step_in_backward must be a bool, got {type(step_in_backward).__name__}")
+    if step_in_backward:
+        reject_lbfgs(optimizer)
     distributed.communication_type = communication_type
+    distributed._fog_step_in_backward = step_in_backward
     distributed._fog_start(is_alone=context.size == 1)
     return distributed
 
@@ -77,37 +90,70 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
     _fog_counter: PassCounter
     _fog_has_warned: bool
     _fog_is_alone: bool
+    _fog_step_in_backward: bool
+    _fog_backward: BackwardSteps | None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes the optimizer's step and then the average, if one is due.
 
         Args:
-            closure: Given to the optimizer; counts as one pass, however often it is evaluated.
+            closure: Given to the optimizer; counts as one pass, however often it is evaluated. With
+                `step_in_backward` evaluated once, before the rest.
 
         Returns:
-            What the optimizer's own step returns.
+            What the optimizer's own step returns, or the closure with `step_in_backward`.
+
+        Raises:
+            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass.
         """
         arguments = () if closure is None else (closure,)
         if self._fog_is_alone or self._fog_only_makes_state():
             return self._fog_local_step(*arguments)
         if closure is None:
-            passes = self._fog_counter.count_step()
-            result = self._fog_local_step()
+            result = self._fog_adapt()
+        elif self._fog_step_in_backward:
+            with torch.enable_grad():
+                result = closure()
+            self._fog_adapt()
         else:
             with self._fog_counter.paused():
                 result = self._fog_local_step(closure)
-            passes = self._fog_counter.count_step()
+        passes = self._fog_counter.count_step()
         parameters = self._fog_parameters()
         if passes >= self._fog_steps:
-            self._fog_average.start(parameters, self.communication_type, self._fog_weights(), in_place=True)
-            self._fog_average.finish()
+            self._fog_combine(parameters)
             self._fog_counter.reset()
         self._fog_counter.watch(parameters)
         return result
 
+    def _fog_adapt(self) -> Any:
+        """Makes the optimizer's step for all parameters whose step the backward pass has not made."""
+        if self._fog_backward is None:
+            return self._fog_local_step()
+        if getattr(self, "found_inf", None) is not None:
+            raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
+        self._fog_backward.check()
+        applied = self._fog_backward.applied
+        groups = self._fog_wrapped.param_groups
+        return step_of(
+            self._fog_wrapped, {p for group in groups for p in group["params"] if p not in applied}
+        )
+
+    def _fog_combine(self, parameters: list[Tensor]) -> None:
+        """Averages all parameters, or those buckets of them that are not on their way."""
+        kind, weights = self.communication_type, self._fog_weights()
+        if self._fog_backward is None:
+            self._fog_average.start(parameters, kind, weights, in_place=True)
+        else:
+            for number in self._fog_backward.left:
+                self._fog_average.add(number, kind, weights, in_place=True)
+        self._fog_backward = None
+        self._fog_average.finish()
+
     def _fog_start(self, is_alone: bool) -> None:
         self._fog_is_alone = is_alone
         self._fog_has_warned = False
+        self._fog_backward = None
         self._fog_average = ParameterAverage(
             f"fogdist.atc.{self._fog_number}", self._fog_names, self._fog_bucket_bytes
         )
@@ -117,6 +163,19 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
             self._fog_counter.watch(self._fog_parameters())
 
     def _fog_after_gradient(self, parameter: Tensor) -> None:
-        if self._fog_counter.passes_of(parameter) > self._fog_steps and not self._fog_has_warned:
+        passes = self._fog_counter.passes_of(parameter)
+        # The check of a dynamic topology waits for all ranks, which may complete their buckets in any order.
+        if self._fog_step_in_backward and passes >= self._fog_steps and not self.enable_topo_check:
+            self._fog_complete(parameter)
+        elif passes > self._fog_steps and not self._fog_has_warned:
             self._fog_has_warned = True
             warn_too_many_passes("backward", self._fog_steps)
+
+    def _fog_complete(self, parameter: Tensor) -> None:
+        """Makes the step of a bucket whose last gradient is that of `parameter`, and starts its average."""
+        if self._fog_backward is None:
+            self._fog_backward = BackwardSteps(self._fog_average.hold(self._fog_parameters()))
+        number = self._fog_backward.complete(parameter)
+        if number is not None:
+            self._fog_backward.step(self._fog_wrapped, number)
+            self._fog_average.add(number, self.communication_type, self._fog_weights(), in_place=True)

@@ -67,7 +67,7 @@ class ParameterAverage:
 
     @property
     def is_started(self) -> bool:
-        """Whether `start` was called without `finish`."""
+        """Whether something was sent that `finish` has not waited for."""
         return self._in_flight is not None
 
     def hold(self, parameters: Sequence[Tensor]) -> FlatBuckets:
@@ -111,21 +111,27 @@ class ParameterAverage:
             TypeError: As the operation.
             ValueError: As the operation and `hold`.
         """
-        in_flight = []
-        if kind is not CommunicationType.empty:
-            for number, flat in enumerate(self.hold(parameters).flats):
-                name = f"{self._name}.{number}"
-                in_flight.append((flat, _post(flat, kind, weights, name, in_place)))
+        for number in range(len(self.hold(parameters).flats)):
+            self.add(number, kind, weights, in_place=in_place)
         self._versions = [] if in_place else [parameter._version for parameter in parameters]
-        self._in_flight = in_flight
+        self._in_flight = self._in_flight or []
+
+    def add(self, number: int, kind: CommunicationType, weights: NeighborWeights, *, in_place: bool) -> None:
+        """Sends one of the buckets that `hold` gave, as `start` does with all of them; in any order."""
+        assert self._buckets is not None
+        if kind is not CommunicationType.empty:
+            flat = self._buckets.flats[number]
+            handle = _post(flat, kind, weights, f"{self._name}.{number}", in_place)
+            self._in_flight = [*(self._in_flight or []), (flat, handle)]
 
     def finish(self) -> None:
-        """Waits for the average, after which the parameters have it. Without a `start` it does nothing."""
+        """Waits for what was sent, after which the parameters have the average."""
         in_flight, self._in_flight = self._in_flight, None
         if not in_flight or self._buckets is None:
             return
         if self._versions:
             self._check_unchanged(self._buckets)
+            self._versions = []
         for flat, handle in in_flight:
             average = wait(handle)
             if average is not flat:

@@ -1,0 +1,86 @@
+"""Steps of an optimizer that are made while a backward pass goes on, of some parameters at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fogdist.flat_buckets import FlatBuckets
+
+
+def step_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> Any:
+    """Makes an optimizer's step for some of its parameters and returns what that returns.
+
+    The others are out of their groups meanwhile, which keep their options, order and identity.
+    """
+    groups = optimizer.param_groups
+    held = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in parameters]
+        return optimizer.step()
+    finally:
+        for group, all_of_it in zip(groups, held, strict=True):
+            group["params"] = all_of_it
+
+
+class BackwardSteps:
+    """The steps of one backward pass, a bucket of parameters at a time.
+
+    Args:
+        buckets: Where the parameters are.
+    """
+
+    def __init__(self, buckets: FlatBuckets) -> None:
+        self._buckets = buckets
+        self._waiting_for = [set(buckets.tensors_of(number)) for number in range(len(buckets.flats))]
+        self._stepped: set[int] = set()
+        self._applied: dict[Tensor, tuple[Tensor | None, int]] = {}
+
+    @property
+    def applied(self) -> Collection[Tensor]:
+        """The parameters whose step was made."""
+        return self._applied.keys()
+
+    @property
+    def left(self) -> list[int]:
+        """The buckets whose step was not made."""
+        return [number for number in range(len(self._waiting_for)) if number not in self._stepped]
+
+    def complete(self, parameter: Tensor) -> int | None:
+        """Takes note that a gradient is complete; returns the bucket that had been waiting for this one only.
+
+        Raises:
+            RuntimeError: The parameter's step was made already.
+        """
+        if parameter in self._applied:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got more gradient after step_in_backward had made "
+                "its step: call step() after num_steps_per_communication backward passes, in each of which a "
+                "parameter gets its gradient once"
+            )
+        number = self._buckets.bucket_of(parameter)
+        self._waiting_for[number].discard(parameter)
+        return None if self._waiting_for[number] else number
+
+    def step(self, optimizer: Optimizer, number: int) -> None:
+        """Makes the step of a bucket's parameters."""
+        parameters = self._buckets.tensors_of(number)
+        self._stepped.add(number)
+        step_of(optimizer, set(parameters))
+        for parameter in parameters:
+            gradient = parameter.grad
+            self._applied[parameter] = gradient, 0 if gradient is None else gradient._version
+
+    def check(self) -> None:
+        """Raises RuntimeError if a gradient was changed after it was used, as by clipping or a gradient scaler."""
+        for parameter, (gradient, version) in self._applied.items():
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} was changed between backward() "
+                    "and step(), as by clipping, zero_grad() or a gradient scaler, after step_in_backward had used "
+                    "it; that needs step_in_backward=False"
+                )
