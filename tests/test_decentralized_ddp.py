@@ -1021,6 +1021,32 @@ def test_a_lost_neighbor(new_world, skip):
     assert [o.state for o in outcomes] == ["returned", "returned", "died"], "\n".join(map(str, outcomes))
 
 
+def end_early() -> None:
+    """Rank 1 is through with its work, says so and ends; rank 0 goes on alone."""
+    fogdist.init()
+    x, wrapper = make_scalar(float(fogdist.rank()), max_staleness=1, timeout=LONG)
+    step(wrapper)
+    fogdist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if fogdist.rank() == 1:
+        wrapper.pause()
+        store.set("has ended", "")
+        dist.destroy_process_group()
+        return
+    store.wait(["has ended"])
+    before = x.item()
+    for _ in range(100):
+        step(wrapper)
+        time.sleep(1e-3)
+    assert x.item() == before
+    assert wrapper.staleness() == {1: None}
+
+
+@pytest.mark.parametrize("local_links", ["1", "0"], ids=["memory", "messages"])
+def test_a_rank_ends_early(new_world, local_links):
+    new_world(2, environment={"FOG_LOCAL_LINKS": local_links}).run(end_early)
+
+
 def leave(mode: str) -> None:
     """Ends as a script does that has something in flight, at a speed of its own."""
     fogdist.init()
