@@ -1,6 +1,17 @@
 """DecentralizedDataParallel against one process that simulates all ranks, in float64: right to rounding or wrong.
 
 Asynchronous training is compared step by step too: ranks take turns, in an order that the test chooses.
+
+What went wrong in asyncddp, which this replaces, and where it would show here:
+
+- weights applied by sender and receiver both, a first mix of a scale of its own that divides by zero with one
+  in-neighbor: `test_trajectories`, `test_other_sizes` with 2 ranks;
+- a self term frozen at the first iteration, slots of zeros before the first put: `test_turns`,
+  `test_speed_does_not_move_the_fixed_point`;
+- schedulers that never step in async mode: `test_turns` with a schedule;
+- a global average of parameters that is a sum: `test_global_average`;
+- handles that leak: the checks of `handles()`;
+- parameters that had to be used exactly once in a backward pass, tied or unused ones: `Net`.
 """
 
 from __future__ import annotations
@@ -398,6 +409,41 @@ def average_globally(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_global_average(worlds, mode):
     worlds(3).run(average_globally, mode)
+
+
+def mix_dtypes(mode: str) -> None:
+    """Parameters of several dtypes are in buffers of their own."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = nn.ModuleList([nn.Linear(3, 2).to(dtype) for dtype in DTYPES])
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, rank)
+    wrapper = DecentralizedDataParallel(
+        model,
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        topologies.FullyConnectedGraph(size),
+        mode,
+        broadcast=False,
+    )
+    fogdist.barrier()
+    for turn in range(size):
+        if mode == "sync" or turn == rank:
+            wrapper.optimizer.step()
+        fogdist.barrier()
+    # One exact average at once; or of rank 2, the last one, with what 0 (alone) and 1 (with 0) had put.
+    values = {"sync": [1.0] * 3, "async": [0.0, 2 / 3, (2 + 0 + 2 / 3) / 3]}
+    for parameter in model.parameters():
+        expected = torch.full_like(parameter, values[mode][rank])
+        torch.testing.assert_close(parameter.detach(), expected.detach(), rtol=8e-3, atol=0)
+    wrapper.close()
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_dtypes(worlds, mode):
+    worlds(3).run(mix_dtypes, mode)
 
 
 # --- the module stays what it was ---------------------------------------------------------------------------
@@ -973,6 +1019,32 @@ def lose_a_neighbor(skip: bool) -> None:
 def test_a_lost_neighbor(new_world, skip):
     outcomes = new_world(3).run_raw(lose_a_neighbor, skip)
     assert [o.state for o in outcomes] == ["returned", "returned", "died"], "\n".join(map(str, outcomes))
+
+
+def end_early() -> None:
+    """Rank 1 is through with its work, says so and ends; rank 0 goes on alone."""
+    fogdist.init()
+    x, wrapper = make_scalar(float(fogdist.rank()), max_staleness=1, timeout=LONG)
+    step(wrapper)
+    fogdist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    if fogdist.rank() == 1:
+        wrapper.pause()
+        store.set("has ended", "")
+        dist.destroy_process_group()
+        return
+    store.wait(["has ended"])
+    before = x.item()
+    for _ in range(100):
+        step(wrapper)
+        time.sleep(1e-3)
+    assert x.item() == before
+    assert wrapper.staleness() == {1: None}
+
+
+@pytest.mark.parametrize("local_links", ["1", "0"], ids=["memory", "messages"])
+def test_a_rank_ends_early(new_world, local_links):
+    new_world(2, environment={"FOG_LOCAL_LINKS": local_links}).run(end_early)
 
 
 def leave(mode: str) -> None:

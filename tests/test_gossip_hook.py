@@ -137,6 +137,13 @@ def fail() -> None:
     rank = fogdist.rank()
     with pytest.raises(ValueError, match="state must be the same on all ranks"):
         fogdist.GossipState(what=fogdist.Gossip.gradients if rank else fogdist.Gossip.parameters)
+    # What a graph has saved of parameters is no more what it was: autograd says so.
+    model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
+    model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
+    loss = model(torch.ones(1, 2, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     # One rank does not come to its backward pass: the other one's raises, and does not hang.
     model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
     model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)

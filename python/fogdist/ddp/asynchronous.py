@@ -66,7 +66,7 @@ class AsynchronousMixing:
         name: What all ranks call it; no other mixing of the group has the same.
         max_staleness: How many iterations this rank may be ahead of an in-neighbor; None for any number.
         damping: Exponent a in the weight ``w_ji (1 + staleness)^-a``.
-        skip_lost: Whether to go on without neighbors that are lost.
+        skip_lost: Whether to go on without neighbors that are lost. Those that had paused are never missed.
         timeout: Of windows, and of waiting for a neighbor.
     """
 
@@ -202,12 +202,16 @@ class AsynchronousMixing:
         self._signing: list[tuple[int, dist.Work]] = []
 
     def _put(self, destinations: list[int]) -> None:
-        alive = [(rank, 1.0) for rank in destinations if rank not in self._lost]
         self._put_to = destinations
-        self._puts = [
-            window.put(flat, alive, skip_lost=self._skip_lost, timeout=self._timeout)
-            for window, flat in zip(self._windows, self._flats, strict=True)
-        ]
+        self._puts = []
+        alive = [rank for rank in destinations if rank not in self._lost]
+        for skip_lost in (False, True):
+            peers = [(rank, 1.0) for rank in alive if self._may_lose(rank) == skip_lost]
+            if peers:
+                self._puts += [
+                    window.put(flat, peers, skip_lost=skip_lost, timeout=self._timeout)
+                    for window, flat in zip(self._windows, self._flats, strict=True)
+                ]
         self._sign_if_put()  # on one host everything is there already
 
     def _sign_if_put(self) -> None:
@@ -234,8 +238,12 @@ class AsynchronousMixing:
             except dist.DistBackendError as error:
                 self._lose(rank, error)
 
+    def _may_lose(self, rank: int) -> bool:
+        # Who has paused may be through with its work, and end.
+        return self._skip_lost or self._read(rank).state == _State.PAUSED
+
     def _lose(self, rank: int, error: Exception) -> None:
-        if not self._skip_lost:
+        if not self._may_lose(rank):
             raise error
         self._lost.add(rank)
 

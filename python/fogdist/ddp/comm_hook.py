@@ -9,11 +9,12 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import Bucket, flatten, unflatten
 from fogdist.context import current
 from fogdist.ddp.rounds import Rounds, TopologyLike
+from fogdist.flat_buckets import ALIGNMENT, FlatBuckets
 
 # States are made in the same order on all ranks, so their numbers tell their messages apart.
 _numbers = itertools.count()
@@ -57,13 +58,25 @@ class GossipState:
         self._what = Gossip(what)
         self._name = f"fogdist.gossip_hook {next(_numbers)}"
         self.round = 0
+        # By DDP's buckets, which it makes anew after the first backward pass.
+        self._flats: dict[int, FlatBuckets] = {}
         items = [f"what: {self._what.value}", *self._rounds.items()]
         check_same_everywhere(self._context.backend, "state", items)
 
-    def _average(self, flat: Tensor, bucket: int) -> dist.Work:
-        plan = self._rounds.plan(self.round)
-        name = f"{self._name}.{bucket}"
-        return self._context.backend.neighbor_allreduce(flat, plan, name=name)
+    def _average(self, tensor: Tensor, bucket: int) -> dist.Work:
+        """Starts to overwrite a tensor with its average."""
+        plan, name = self._rounds.plan(self.round), f"{self._name}.{bucket}"
+        return self._context.backend.neighbor_allreduce(tensor, plan, output=tensor, name=name)
+
+    def _flat(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
+        """Returns the buffer that the parameters of a bucket are views of."""
+        parameters = bucket.parameters()
+        flats = self._flats.get(bucket.index())
+        if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
+            whole = sum(-(-p.numel() * p.element_size() // ALIGNMENT) * ALIGNMENT for p in parameters)
+            flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1))
+        flats.rehome()
+        return flats.flats[0]
 
 
 def gossip_hook(
@@ -86,7 +99,8 @@ def gossip_hook(
     average in time, and with an average of the parameters now and then (`fogdist.allreduce_parameters`).
 
     A topology's round is one backward pass, whatever the number of buckets; passes in ``no_sync`` do not
-    communicate. No second backward pass through the same graph is possible once parameters are averaged. A step that a GradScaler skips on one rank leaves its average in place and holds nobody up. All
+    communicate. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are
+    averaged, no second backward pass through the same graph is possible. A step that a GradScaler skips on one rank leaves its average in place and holds nobody up. All
     ranks must make equally many passes, as with DDP.
 
     What DDP does by itself it goes on doing: it broadcasts rank 0's parameters and buffers when it is made and
@@ -105,23 +119,18 @@ def gossip_hook(
     """
     gradients: Tensor = bucket.buffer()
     if state._what is Gossip.gradients:
-        future = state._average(gradients, bucket.index()).get_future().then(_first)
+        work = state._average(gradients, bucket.index())
     else:
-        parameters = [parameter.detach() for parameter in bucket.parameters()]
-        every = Bucket(tuple(range(len(parameters))), gradients.dtype, gradients.device)
-
-        def write(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-            unflatten(every, _first(done), parameters)
-            return gradients
-
-        average = state._average(flatten(every, parameters), bucket.index())
-        future = average.get_future().then(write)
+        parameters = state._flat(bucket)
+        # The rest of the backward pass needs none of them; if it does, autograd is to find out.
+        increment_version(bucket.parameters())
+        work = state._average(parameters, bucket.index())
     # Once a backward pass, not once a bucket.
     if bucket.is_last():
         state.round += 1
-    return future
 
+    def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+        done.value()  # raises what the exchange failed with
+        return gradients
 
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    result: Tensor = done.value()[0]
-    return result
+    return work.get_future().then(result)

@@ -282,7 +282,7 @@ class DecentralizedDataParallel(nn.Module):
         """Tells the neighbors to go on without this rank until its next step; for mode "async".
 
         They take its values no more and do not wait for it (`max_staleness`): call it where a rank ends early, or
-        stops to validate. `global_average` does so by itself. Not collective.
+        stops to validate; its process may even end then. `global_average` does so by itself. Not collective.
         """
         if self._release is not None:
             self._mixing.pause()
