@@ -139,7 +139,13 @@ class AsynchronousMixing:
         if self._puts:
             puts, self._puts = self._puts, []
             for put in puts:
-                put.wait()
+                try:
+                    put.wait()
+                except dist.DistBackendError:
+                    # Of someone who has paused and ended meanwhile; others have got their values, and one who
+                    # is lost besides fails the next put too.
+                    if not any(map(self._may_lose, self._put_to)):
+                        raise
             for rank in self._put_to:
                 self._last_put[rank] = self._iteration
             self._sign()
@@ -149,6 +155,7 @@ class AsynchronousMixing:
         self.discard()
         self._is_paused = True
         self._sign()
+        self._wait_for_signs()  # this rank may end now
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
@@ -228,11 +235,11 @@ class AsynchronousMixing:
                     self._signing.append((rank, self._signs.put(sign, [(rank, 1.0)], timeout=self._timeout)))
                 except dist.DistBackendError as error:
                     self._lose(rank, error)
-        signing, self._signing = self._signing, []
-        for rank, work in signing:
-            if not work.is_completed():
-                self._signing.append((rank, work))
-                continue
+        self._wait_for_signs([(rank, work) for rank, work in self._signing if work.is_completed()])
+
+    def _wait_for_signs(self, signing: list[tuple[int, dist.Work]] | None = None) -> None:
+        for rank, work in list(self._signing) if signing is None else signing:
+            self._signing.remove((rank, work))
             try:
                 work.wait()
             except dist.DistBackendError as error:
