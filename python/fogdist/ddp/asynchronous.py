@@ -1,9 +1,9 @@
 """Mixing at each rank's own pace: neighbors' last values lie in one-sided windows, nobody is waited for.
 
-Beside the windows of the model there is one of a few numbers, the signs: which iteration's values a rank has put
-to this neighbor, and how far it is. A sign is put when the values that it speaks of have arrived, so values are
-never older than their sign says. Signs go both ways along each edge, so that a rank learns too when one that it
-only receives from is lost.
+Beside the windows of the model there is one of a few numbers, the signs: which iteration's values a rank has
+put to this neighbor, and how far it is. A sign is put when the values that it speaks of have arrived, so
+values are never older than their sign says. Signs go both ways along each edge, so that a rank learns too
+when one that it only receives from is lost.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class _Sign(NamedTuple):
 class AsynchronousMixing:
     """Windows of the flat buffers of a model, and when this rank reads and writes them.
 
-    In its iteration t a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of round t, makes the
-    optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose values
-    have not arrived yet, who is paused or lost, goes to this rank's own x.
+    In its iteration t a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of round t, makes
+    the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
+    values have not arrived yet, who is paused or lost, goes to this rank's own x.
 
     Args:
         context: The group.
@@ -110,7 +110,7 @@ class AsynchronousMixing:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Mixes the flat buffers with what neighbors have put; waits for neighbors that are too far behind."""
+        """Mixes with what neighbors have put; waits for neighbors that are too far behind."""
         self.discard()
         if self._is_paused:  # neighbors went on meanwhile, and need not wait until this rank has caught up
             self._is_paused = False
@@ -169,7 +169,7 @@ class AsynchronousMixing:
         self.after_global_average()
 
     def after_global_average(self) -> None:
-        """Puts the flat buffers to all out-neighbors, and all ranks' counts of iterations on one number; collective."""
+        """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number; collective."""
         done = torch.tensor([self._iteration])
         self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=f"{self._name}.done").wait()
         self._iteration = int(done)
