@@ -1,4 +1,4 @@
-"""DecentralizedDataParallel against one process that simulates all ranks, in float64: right to rounding or wrong.
+"""DecentralizedDataParallel against one process that simulates all ranks, in float64.
 
 Asynchronous training is compared step by step too: ranks take turns, in an order that the test chooses.
 
@@ -251,7 +251,7 @@ def test_other_sizes(worlds, size):
 
 
 def skip_a_step(unscale: bool, zero_first: bool, accumulate: bool) -> None:
-    """A GradScaler finds an overflow on rank 1 in steps 1 and 4 (the last one), and leaves these out there."""
+    """A GradScaler finds an overflow on rank 1 in steps 1 and 4 (the last one), and skips them."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     models = [make_net(r) for r in range(size)]  # the simulation, on every rank
@@ -302,7 +302,7 @@ def test_a_step_that_a_scaler_skips_holds_nobody_up(worlds, unscale, zero_first,
 
 
 def several_passes() -> None:
-    """Two calls before one backward pass, and accumulation without no_sync: one exchange a step all the same."""
+    """Two calls before one backward pass, and accumulation without no_sync: one exchange a step."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     models = [make_net(r) for r in range(size)]

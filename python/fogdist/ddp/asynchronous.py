@@ -1,9 +1,9 @@
 """Mixing at each rank's own pace: neighbors' last values lie in one-sided windows, nobody is waited for.
 
-Beside the windows of the model there is one of a few numbers, the signs: which iteration's values a rank has put
-to this neighbor, and how far it is. A sign is put when the values that it speaks of have arrived, so values are
-never older than their sign says. Signs go both ways along each edge, so that a rank learns too when one that it
-only receives from is lost.
+Beside the windows of the model there is one of a few numbers, the signs: which iteration's values a rank has
+put to this neighbor, and how far it is. A sign is put when the values that it speaks of have arrived, so
+values are never older than their sign says. Signs go both ways along each edge, so that a rank learns too
+when one that it only receives from is lost.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class _Sign(NamedTuple):
 class AsynchronousMixing:
     """Windows of the flat buffers of a model, and when this rank reads and writes them.
 
-    In its iteration t a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of round t, makes the
-    optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose values
-    have not arrived yet, who is paused or lost, goes to this rank's own x.
+    In its iteration t a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of round t, makes
+    the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
+    values have not arrived yet, who is paused or lost, goes to this rank's own x.
 
     Args:
         context: The group.
@@ -110,7 +110,7 @@ class AsynchronousMixing:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Mixes the flat buffers with what neighbors have put; waits for neighbors that are too far behind."""
+        """Mixes with what neighbors have put; waits for neighbors that are too far behind."""
         self.discard()
         if self._is_paused:  # neighbors went on meanwhile, and need not wait until this rank has caught up
             self._is_paused = False
@@ -139,7 +139,13 @@ class AsynchronousMixing:
         if self._puts:
             puts, self._puts = self._puts, []
             for put in puts:
-                put.wait()
+                try:
+                    put.wait()
+                except dist.DistBackendError:
+                    # Of someone who has paused and ended meanwhile; others have got their values, and one who
+                    # is lost besides fails the next put too.
+                    if not any(map(self._may_lose, self._put_to)):
+                        raise
             for rank in self._put_to:
                 self._last_put[rank] = self._iteration
             self._sign()
@@ -149,6 +155,7 @@ class AsynchronousMixing:
         self.discard()
         self._is_paused = True
         self._sign()
+        self._wait_for_signs()  # this rank may end now
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
@@ -162,7 +169,7 @@ class AsynchronousMixing:
         self.after_global_average()
 
     def after_global_average(self) -> None:
-        """Puts the flat buffers to all out-neighbors, and all ranks' counts of iterations on one number; collective."""
+        """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number; collective."""
         done = torch.tensor([self._iteration])
         self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=f"{self._name}.done").wait()
         self._iteration = int(done)
@@ -228,11 +235,11 @@ class AsynchronousMixing:
                     self._signing.append((rank, self._signs.put(sign, [(rank, 1.0)], timeout=self._timeout)))
                 except dist.DistBackendError as error:
                     self._lose(rank, error)
-        signing, self._signing = self._signing, []
-        for rank, work in signing:
-            if not work.is_completed():
-                self._signing.append((rank, work))
-                continue
+        self._wait_for_signs([(rank, work) for rank, work in self._signing if work.is_completed()])
+
+    def _wait_for_signs(self, signing: list[tuple[int, dist.Work]] | None = None) -> None:
+        for rank, work in list(self._signing) if signing is None else signing:
+            self._signing.remove((rank, work))
             try:
                 work.wait()
             except dist.DistBackendError as error:

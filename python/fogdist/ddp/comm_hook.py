@@ -91,31 +91,34 @@ def gossip_hook(
         model.register_comm_hook(fogdist.GossipState(topology), fogdist.gossip_hook)
 
     With Gossip.parameters, each bucket's parameters are averaged with the neighbors' as soon as its gradients
-    are ready, and gradients stay this rank's own. When ``backward`` returns the averages are in the parameters, so
-    the optimizer makes ``x+ = Mix(x) - step(grad f(x))``: adapt with combine, as
+    are ready, and gradients stay this rank's own. When ``backward`` returns the averages are in the
+    parameters, so the optimizer makes ``x+ = Mix(x) - step(grad f(x))``: adapt with combine, as
     `DecentralizedDataParallel` with mode "sync" and no change to optimizer or loop. With Gossip.gradients the
-    gradients are averaged with the neighbors' and parameters are left alone: ``x+ = x - step(Mix(grad f(x)))``.
-    Replicas then drift apart, as nothing pulls them together; it is for topologies whose rounds make an exact
-    average in time, and with an average of the parameters now and then (`fogdist.allreduce_parameters`).
+    gradients are averaged with the neighbors' and parameters are left alone: ``x+ = x - step(Mix(grad
+    f(x)))``. Replicas then drift apart, as nothing pulls them together; it is for topologies whose rounds
+    make an exact average in time, and with an average of the parameters now and then
+    (`fogdist.allreduce_parameters`).
 
     A topology's round is one backward pass, whatever the number of buckets; passes in ``no_sync`` do not
     communicate. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are
-    averaged, no second backward pass through the same graph is possible. A step that a GradScaler skips on one rank leaves its average in place and holds nobody up. All
-    ranks must make equally many passes, as with DDP.
+    averaged, no second backward pass through the same graph is possible. A step that a GradScaler skips on
+    one rank leaves its average in place and holds nobody up. All ranks must make equally many passes, as with
+    DDP.
 
-    What DDP does by itself it goes on doing: it broadcasts rank 0's parameters and buffers when it is made and
-    checks their shapes; it broadcasts buffers at each forward pass unless ``broadcast_buffers=False``, which is
-    what keeps ranks from waiting for all others; ``find_unused_parameters`` is one small allreduce an
-    iteration. Parameters that no gradient reaches are averaged like others. Models differ between ranks: average
-    them before they are evaluated or saved, ``fogdist.allreduce_parameters(dict(model.named_parameters()))``.
+    What DDP does by itself it goes on doing: it broadcasts rank 0's parameters and buffers when it is made
+    and checks their shapes; it broadcasts buffers at each forward pass unless ``broadcast_buffers=False``,
+    which is what keeps ranks from waiting for all others; ``find_unused_parameters`` is one small allreduce
+    an iteration. Parameters that no gradient reaches are averaged like others. Models differ between ranks:
+    average them before they are evaluated or saved,
+    ``fogdist.allreduce_parameters(dict(model.named_parameters()))``.
 
     Args:
         state: Of one DDP only.
         bucket: From DDP.
 
     Returns:
-        A future of the gradients for this rank's optimizer; it fails with torch.distributed.DistBackendError if
-        the exchange does, and then ``backward`` raises. The hook itself waits for nothing.
+        A future of the gradients for this rank's optimizer; it fails with torch.distributed.DistBackendError
+        if the exchange does, and then ``backward`` raises. The hook itself waits for nothing.
     """
     gradients: Tensor = bucket.buffer()
     if state._what is Gossip.gradients:

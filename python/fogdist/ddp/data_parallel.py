@@ -1,4 +1,4 @@
-"""`DecentralizedDataParallel`: a module whose parameters mix with the neighbors' whenever its optimizer steps."""
+"""`DecentralizedDataParallel`: a module whose parameters mix with the neighbors' at each step."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ class DecentralizedDataParallel(nn.Module):
             optimizer.step()          # the user's own, which now also mixes
         model.global_average()
 
-    Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, the gradient of the old parameters on
-    top of mixed ones. With mode "sync" all ranks take their steps together: the exchange of round t starts at
-    the training forward pass (called as a function, gradients enabled), travels during forward and backward, and
-    is awaited by the step. With "async" each rank goes at its own pace: a step mixes with what the neighbors
-    have put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the scheme of
-    Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et al., ICML 2018,
-    arXiv 1710.06952, with one-sided windows.)
+    Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, the gradient of the old parameters
+    on top of mixed ones. With mode "sync" all ranks take their steps together: the exchange of round t starts
+    at the training forward pass (called as a function, gradients enabled), travels during forward and
+    backward, and is awaited by the step. With "async" each rank goes at its own pace: a step mixes with what
+    the neighbors have put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the
+    scheme of Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et
+    al., ICML 2018, arXiv 1710.06952, with one-sided windows.)
 
     One step, one exchange, in mode "sync": all ranks must make equally many. A step without a forward pass
-    exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the last
-    part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler skips
-    on some rank holds nobody up: that rank's parameters become ``Mix(x)``, when the next forward pass begins at
-    the latest. It is recognized by its gradients, which are infinite or were reset; leaving out steps for other
-    reasons leaves the neighbors waiting, until the group's timeout. In mode "async" a step that is skipped is no
-    iteration.
+    exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the
+    last part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler
+    skips on some rank holds nobody up: that rank's parameters become ``Mix(x)``, when the next forward pass
+    begins at the latest. It is recognized by its gradients, which are infinite or were reset; leaving out
+    steps for other reasons leaves the neighbors waiting, until the group's timeout. In mode "async" a step
+    that is skipped is no iteration.
 
-    Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`) and
-    stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they always
-    saw. Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then those of
-    floating-point dtypes are mixed like parameters, with what forward changed in them kept.
+    Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
+    and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
+    always saw. Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
+    those of floating-point dtypes are mixed like parameters, with what forward changed in them kept.
 
-    `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to copy
-    (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is wrapped.
-    With one rank it is only the module.
+    `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to
+    copy (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is
+    wrapped. With one rank it is only the module.
 
     Args:
         module: On the CPU, the same on all ranks up to values.
@@ -86,11 +86,11 @@ class DecentralizedDataParallel(nn.Module):
         max_staleness: For "async": a rank that is more than so many iterations ahead of an in-neighbor waits
             before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). By default
             nobody waits.
-        staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a neighbor
-            whose values are `staleness` iterations old; the rest goes to this rank's own. By default 0, no
-            damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated optimization",
-            arXiv 1903.03934, who use 0.5.) Where ranks' staleness differs, the fixed point moves: weights are
-            not doubly stochastic any more.
+        staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a
+            neighbor whose values are `staleness` iterations old; the rest goes to this rank's own. By default
+            0, no damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated
+            optimization", arXiv 1903.03934, who use 0.5.) Where ranks' staleness differs, the fixed point
+            moves: weights are not doubly stochastic any more.
         skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
             raises, naming the rank.
         timeout: For "async": of waiting for a neighbor, and of windows; by default the group's.
@@ -104,8 +104,8 @@ class DecentralizedDataParallel(nn.Module):
         ValueError: The optimizer is distributed or an LBFGS, or has a parameter that the module lacks; the
             module has nothing to train; options that do not go with the mode; an unfit topology, also in mode
             "async" one without a period; ranks disagree, naming the parameters (on all ranks alike).
-        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In training:
-            if an exchange fails.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In
+            training: if an exchange fails.
     """
 
     module: nn.Module
@@ -281,8 +281,9 @@ class DecentralizedDataParallel(nn.Module):
     def pause(self) -> None:
         """Tells the neighbors to go on without this rank until its next step; for mode "async".
 
-        They take its values no more and do not wait for it (`max_staleness`): call it where a rank ends early, or
-        stops to validate; its process may even end then. `global_average` does so by itself. Not collective.
+        They take its values no more and do not wait for it (`max_staleness`): call it where a rank ends
+        early, or stops to validate; its process may even end then. `global_average` does so by itself. Not
+        collective.
         """
         if self._release is not None:
             self._mixing.pause()
@@ -290,10 +291,10 @@ class DecentralizedDataParallel(nn.Module):
     def staleness(self) -> dict[int, int | None]:
         """Returns how old the values are that this rank would mix with now, for each in-neighbor.
 
-        In iterations: those this rank has done, less those that the neighbor had done when it put the last values
-        that have arrived. Negative where the neighbor is ahead; None where nothing has arrived yet, or the
-        neighbor is paused or lost. Values may be newer than this says, if they arrive at this moment. Empty in mode "sync",
-        where nothing is stale.
+        In iterations: those this rank has done, less those that the neighbor had done when it put the last
+        values that have arrived. Negative where the neighbor is ahead; None where nothing has arrived yet, or
+        the neighbor is paused or lost. Values may be newer than this says, if they arrive at this moment.
+        Empty in mode "sync", where nothing is stale.
         """
         return self._mixing.staleness() if self._release is not None else {}
 
@@ -381,7 +382,7 @@ class DecentralizedDataParallel(nn.Module):
             self._mixing.begin()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mixes, or has the closure do so once gradients are there; returns the step's arguments, if changed."""
+        """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
         self._has_mixed = False
         if len(args) > 1 and args[1] is not None:
             return (args[0], partial(self._evaluate, args[1]), *args[2:]), kwargs
@@ -431,12 +432,12 @@ class DecentralizedDataParallel(nn.Module):
         return bool(not largest.isfinite().all() or not largest.any())
 
     def _check_places(self) -> None:
-        """Takes replaced memory back, and raises RuntimeError for replaced parameters: mixing would not reach them."""
+        """Takes replaced memory back; raises RuntimeError for replaced parameters, which mixing misses."""
         for members, key, tensor, name in self._slots:
             if members.get(key) is not tensor:
                 raise RuntimeError(
-                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another one. "
-                    "Change it in place, or wrap the module anew"
+                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
+                    "one. Change it in place, or wrap the module anew"
                 )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Whom a rank mixes with in each iteration: a topology as the wrapper and the hook take it, seen from one rank."""
+"""Whom a rank mixes with in each iteration: a topology, seen from one rank."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 TopologyLike: TypeAlias = "nx.DiGraph | Topology | None"
 
-# What ranks compare of a topology at most, and what is kept of it: an endless topology is a function of t that
-# differs early or not at all, and periods are mostly a few rounds.
+# What ranks compare of a topology at most, and what is kept of it: an endless topology is a function of t
+# that differs early or not at all, and periods are mostly a few rounds.
 _COMPARED_ROUNDS = 64
 _KEPT_PLANS = 1024
 

@@ -13,8 +13,8 @@ from fogdist.ddp.rounds import Rounds
 class SynchronousMixing:
     """Exchanges of the flat buffers of a model, one after the other.
 
-    Parameters are sent from where they are, so they must not change between `begin` and `mix`. Buffers do change
-    in a forward pass: they are sent from a copy, and what mixing changed in it is added to them.
+    Parameters are sent from where they are, so they must not change between `begin` and `mix`. Buffers do
+    change in a forward pass: they are sent from a copy, and what mixing changed in it is added to them.
 
     Args:
         context: The group.
