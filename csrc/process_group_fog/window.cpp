@@ -24,9 +24,6 @@ using shared_memory::ForeignWindow;
 using shared_memory::PairMutex;
 using shared_memory::WindowMemory;
 
-// How long free() waits before it looks whether somebody has gone.
-constexpr auto kLook = std::chrono::milliseconds(10);
-
 // "rank 1", "ranks 0, 2"
 std::string list_ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";

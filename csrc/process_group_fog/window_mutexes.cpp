@@ -13,9 +13,6 @@ using Clock = std::chrono::steady_clock;
 using mpi::WindowOp;
 using shared_memory::PairMutex;
 
-// How long a wait lasts before it looks whether whom it waits for has gone.
-constexpr auto kLook = std::chrono::milliseconds(10);
-
 } // namespace
 
 bool Window::MappedMutex::acquire(Deadline deadline) {

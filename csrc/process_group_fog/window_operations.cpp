@@ -24,8 +24,6 @@ using shared_memory::PairMutex;
 using shared_memory::Slot;
 using shared_memory::WindowView;
 
-// How long a wait lasts before it looks whether whom it waits for has gone.
-constexpr auto kLook = std::chrono::milliseconds(10);
 // How long an owner that wants to change its tensor waits for one that reads it.
 constexpr auto kGrace = std::chrono::milliseconds(100);
 // Copies of a neighbor's tensor that its update() may spoil before it is asked to wait.

@@ -6,6 +6,9 @@
 
 namespace fog {
 
+// How long a wait lasts before it looks whether whom it waits for has gone, and whether it is interrupted.
+constexpr auto kLook = std::chrono::milliseconds(10);
+
 struct Window::Neighbor {
   int rank = 0;
   bool in = false;
