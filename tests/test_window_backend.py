@@ -1079,6 +1079,53 @@ def test_free_without_the_others(world_of, way):
     world_of(2, way).run(free_without_the_others)
 
 
+def free_in_different_orders() -> None:
+    """Each rank waits in the end of another window: an error says who is missing, and nothing else ends."""
+    rank = dist.get_rank()
+    windows = [create(full(0), name) for name in ("a", "b")]
+    dist.barrier()
+    first, second = windows if rank == 0 else windows[::-1]
+    with pytest.raises(
+        dist.DistBackendError,
+        match=rf"win_free of window '{'ab'[rank]}' .* timed out.*not there: rank {1 - rank} .*same order",
+    ):
+        first.free(timedelta(milliseconds=300))
+    second.free(SOON)  # the other rank is done with this one
+    dist.barrier()
+    create(full(0), "a").free()
+
+
+def test_free_in_different_orders(world_of, way):
+    world_of(2, way).run(free_in_different_orders)
+
+
+def unlock_late() -> None:
+    """What a thread holds when its window is freed it may give back afterwards, or not."""
+    rank = dist.get_rank()
+    for turn in range(20):
+        window = create(full(rank, 1000))
+        fresh = []
+        window.lock(others(), own=True)
+        dist.barrier()
+        window.free()
+        for number in range(3):  # in the memory that the window had
+            fresh.append(create(full(turn, 1000), f"fresh {number}", zero_init=True))
+        window.unlock(others(), own=True)
+        with pytest.raises(ValueError, match="has not locked"):
+            window.unlock(others(), own=True)
+        for each in fresh:
+            each.lock(others(), own=True, timeout=SOON)
+            each.unlock(others(), own=True)
+            assert slot(each, 1 - rank).eq(0).all()
+        dist.barrier()
+        for each in fresh:
+            each.free()
+
+
+def test_unlocking_after_the_end(world_of, way):
+    world_of(2, way).run(unlock_late)
+
+
 def drop_windows() -> None:
     """Windows that nobody freed: their memory waits until the neighbors have dropped theirs."""
     rank = dist.get_rank()

@@ -13,8 +13,9 @@ import random
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import fogdist
 import networkx as nx
@@ -783,6 +784,97 @@ def test_push_sum_reaches_the_average_whatever_the_speeds(worlds, slow):
         assert rounds >= 100
         assert least == pytest.approx((RANKS - 1) / 2, abs=1e-12)
         assert most == pytest.approx((RANKS - 1) / 2, abs=1e-12)
+
+
+# From the README of BlueFog 0.1, whose names and arguments it has; its imports are replaced.
+SNIPPET = """
+import bluefog.torch as bf
+from bluefog.common import topology_util
+
+bf.init()
+
+# Setup the topology for communication
+bf.set_topology(topology_util.PowerTwoRingGraph(bf.size()))
+outdegree = len(bf.out_neighbor_ranks())
+indegree = len(bf.in_neighbor_ranks())
+
+# Create the buffer for neighbors.
+x = torch.Tensor([bf.rank(), 1.0])
+bf.win_create(x, name="x_buff", zero_init=True)
+
+for _ in range(100):
+   bf.win_accumulate(
+      x, name="x_buff",
+      dst_weights={rank: 1.0 / (outdegree + 1)
+                   for rank in bf.out_neighbor_ranks()},
+      require_mutex=True)
+   x.div_(1+outdegree)
+   bf.win_sync_then_collect(name="x_buff")
+
+bf.barrier()
+# Do not forget to sync at last!
+bf.win_sync_then_collect(name="x_buff")
+print(f"{bf.rank()}: Average value of all ranks is {x[0]/x[-1]}")
+"""
+IMPORTS = {
+    "import bluefog.torch as bf": "import fogdist as bf",
+    "from bluefog.common import topology_util": "from fogdist import topology as topology_util",
+}
+
+
+def until_all_have(rounds: int) -> Iterator[None]:
+    """Goes on until every rank has done so many rounds."""
+    for _ in range(rounds):
+        yield
+    done = fogdist.allreduce_nonblocking(torch.ones(1))
+    while not fogdist.poll(done):
+        yield
+    fogdist.wait(done)
+
+
+def snippet(loop: str, slow: int, pause: float) -> tuple[float, float]:
+    """The snippet with another loop, one rank slowed tenfold.
+
+    Returns:
+        This rank's estimate, and what all ranks together make of the average.
+    """
+    warnings.simplefilter("ignore", DeprecationWarning)
+    text = SNIPPET.replace("range(100)", loop)
+    for theirs, ours in IMPORTS.items():
+        assert theirs in text
+        text = text.replace(theirs, ours)
+    names: dict[str, Any] = {"torch": torch, "until_all_have": until_all_have}
+    accumulate = fogdist.win_accumulate
+
+    def slowed(*arguments: Any, **options: Any) -> bool:
+        time.sleep(pause * (10 if fogdist.rank() == slow else 1))
+        return accumulate(*arguments, **options)
+
+    with mock.patch.object(fogdist, "win_accumulate", slowed):
+        exec(text, names)
+    x = names["x"]
+    together = fogdist.allreduce(x.double(), average=False)
+    fogdist.win_free()
+    return (x[0] / x[-1]).item(), (together[0] / together[-1]).item()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("loop", ["range(100)", "until_all_have(100)"], ids=["as written", "until all have"])
+def test_the_snippet_of_bluefog(worlds, loop, size):
+    """As it is written it keeps the sums exactly, and no more can be had at uneven speeds.
+
+    A rank that has done its 100 rounds gives nothing any more, and accumulating waits for nobody. So a rank
+    ten times as slow does its last 90 rounds alone, in which it gives away all but (1/(outdegree+1))**90 of
+    what it has: that is 0 in float32 for an outdegree of 3, its estimate 0/0, and with an outdegree of 1 its
+    estimate stays what it was after the tenth round. Where all go on until the slowest has done its rounds,
+    every rank ends at the average.
+    """
+    results = worlds(size).run(snippet, loop, 1, 2e-4)
+    average = (size - 1) / 2
+    for estimate, together in results:
+        assert together == pytest.approx(average, rel=1e-4)
+        if loop != "range(100)":
+            assert estimate == pytest.approx(average, rel=1e-4)
 
 
 # --- the end ------------------------------------------------------------------------------------------------

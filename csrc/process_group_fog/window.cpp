@@ -330,7 +330,10 @@ void Window::free(Milliseconds timeout) {
     }
     const auto left = deadline - Clock::now();
     if (left.count() <= 0) {
-      fail(op, c10::str("timed out: its timeout of ", timeout.count(), " ms is over; not there: ", list_ranks(missing)));
+      fail(
+          op, c10::str(
+                  "timed out: its timeout of ", timeout.count(), " ms is over; not there: ", list_ranks(missing),
+                  " (windows have to be freed in the same order on all ranks)"));
     }
     engine.check_interrupt();
     shared_memory::futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kLook, left));

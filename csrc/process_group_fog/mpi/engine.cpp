@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <functional>
 #include <random>
 #include <sstream>
 
@@ -12,6 +13,7 @@
 
 #include "failure.hpp"
 #include "host.hpp"
+#include "lifelines.hpp"
 #include "point_to_point.hpp"
 
 namespace fog::mpi {
@@ -19,7 +21,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of processes on this host
+constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
+// How long the connections that show the end of processes on other hosts may take; without them time-outs decide.
+constexpr auto kLifelineLimit = std::chrono::milliseconds(3000);
 
 int available_cores() {
   cpu_set_t set;
@@ -103,6 +107,9 @@ std::shared_ptr<Group> Engine::connect(
     for (int member = 0; member < size; ++member) {
       members[member].host = hosts[member];
     }
+    if (size == runtime.size() && std::any_of(hosts.begin(), hosts.end(), [](int host) { return host != 0; })) {
+      watch_other_hosts(rendezvous, members, rank, timeout);
+    }
     id = std::stoull(rendezvous.from_rank_zero("group", [] {
       std::random_device device;
       return std::to_string((static_cast<uint64_t>(device()) << 32) | device());
@@ -147,6 +154,43 @@ std::shared_ptr<Group> Engine::connect(
   }
   unlock_and_deliver(lock);
   return group;
+}
+
+void Engine::watch_other_hosts(
+    Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
+  if (watches_hosts_.exchange(true)) {
+    return;
+  }
+  Lifelines lifelines;
+  const auto addresses = rendezvous.allgather("lifeline", lifelines.address());
+  std::map<int, std::string> others;
+  for (size_t member = 0; member < members.size(); ++member) {
+    if (members[member].host != members[rank].host) {
+      others.emplace(static_cast<int>(member), addresses[member]);
+    }
+  }
+  auto made = lifelines.connect(rank, others, std::hash<std::string>()(Runtime::instance().job()), std::min(timeout, kLifelineLimit));
+  std::string mine(members.size(), '0');
+  for (const auto& [member, fd] : made) {
+    mine[static_cast<size_t>(member)] = '1';
+  }
+  std::vector<std::string> all;
+  try {
+    all = rendezvous.allgather("lifelines", mine);
+  } catch (...) {
+    for (const auto& [member, fd] : made) {
+      ::close(fd);
+    }
+    throw;
+  }
+  const Lock lock(mutex_);
+  for (const auto& [member, fd] : made) {
+    if (all[static_cast<size_t>(member)][static_cast<size_t>(rank)] == '1') {
+      peers_.watch_connection(members[static_cast<size_t>(member)].world_rank, fd);
+    } else { // the other side has given it up, which must not look like its end
+      ::close(fd);
+    }
+  }
 }
 
 void Engine::submit(

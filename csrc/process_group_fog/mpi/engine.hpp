@@ -117,6 +117,9 @@ class Engine : public Driver, private MessageHandler {
 
   Engine();
   void on_message(int source, const Header& header, const char* data) override;
+  bool has_ended(int peer) const override {
+    return lost_.count(peer) > 0 || peers_.disconnected(peer);
+  }
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // A disagreement fails the group.
   void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
@@ -127,6 +130,8 @@ class Engine : public Driver, private MessageHandler {
   void step_ready(Lock& lock);
   bool step_windows(Lock& lock);
   void check_peers(Lock& lock);
+  // Connects with processes of other hosts, to notice when they end. Collective over the world; once.
+  void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout);
   void check_deadlines();
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
   // The first failure decides; every rank of the group is told unless it told us.
@@ -157,6 +162,7 @@ class Engine : public Driver, private MessageHandler {
   shared_memory::Doorbell early_bell_ = {};
   WindowService windows_;
   PeerWatch peers_;
+  std::atomic<bool> watches_hosts_{false};
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
   std::unordered_set<uint64_t> closed_groups_;

@@ -87,6 +87,7 @@ Messenger::Sent Messenger::send(
     length += header.bytes;
   }
   MPI_Request request = MPI_REQUEST_NULL;
+  check_there(destination);
   check(
       api().Isend(
           buffer->data(), static_cast<int>(length), MPI_BYTE, destination, kControlTag, runtime_.communicator(), &request),
@@ -99,6 +100,10 @@ Messenger::Sent Messenger::send(
     track(request, {std::move(buffer), nullptr, 0, true, 0});
   }
   return {separate ? send_payload(destination, header, data, owner, token) : 0, false};
+}
+
+void Messenger::check_there(int destination) const {
+  TORCH_CHECK_WITH(DistBackendError, !handler_.has_ended(destination), "fog: the process of world rank ", destination, " has ended");
 }
 
 std::optional<Delivery> Messenger::offered_as(int destination, const Header& header, const void* data) const {
@@ -179,6 +184,7 @@ size_t Messenger::transfer(
 size_t Messenger::send_payload(
     int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   return transfer(header, owner, token, true, "MPI_Isend", [&](size_t offset, int count, MPI_Request* request) {
+    check_there(destination);
     return api().Isend(
         static_cast<const char*>(data) + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag),
         runtime_.communicator(), request);

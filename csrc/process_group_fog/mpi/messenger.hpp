@@ -68,6 +68,8 @@ class MessageHandler {
   virtual ~MessageHandler() = default;
   // `data` holds header.bytes bytes if they came with the header, else nullptr.
   virtual void on_message(int source, const Header& header, const char* data) = 0;
+  // Whether a process is known to have ended.
+  virtual bool has_ended(int peer) const = 0;
 };
 
 class Messenger {
@@ -201,6 +203,8 @@ class Messenger {
   template <typename Start>
   size_t transfer(
       const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start);
+  // Throws DistBackendError if it has ended: MPI must not be asked to send anything there, see Lifelines.
+  void check_there(int destination) const;
   size_t send_payload(
       int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
   // How data of a message to a rank of this host goes that does not come with its header and is read where it is.
