@@ -97,6 +97,7 @@ def run_on_hosts(
     rate: str | None = None,
     timeout: float = 60.0,
     killed: Sequence[int] = (),
+    netmod: str = "UCX",
 ) -> list[list[Any]]:
     """Runs functions of a test module, one after the other, on ranks of several emulated hosts.
 
@@ -108,6 +109,7 @@ def run_on_hosts(
         rate: As for `emulated_hosts`.
         timeout: Of the group, in seconds.
         killed: Ranks that end by SIGKILL.
+        netmod: Of MPICH, a key of `ACROSS`.
 
     Returns:
         For each rank what its functions returned, as JSON carries it.
@@ -124,7 +126,7 @@ def run_on_hosts(
                 1,
                 folder / f"rank{rank}.txt",
                 ["ip", "netns", "exec", names[host], sys.executable],
-                ACROSS["UCX"] | world | {"RANK": str(rank)},
+                ACROSS[netmod] | world | {"RANK": str(rank)},
             )
             for rank, host in enumerate(placement)
         ]

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import BACKEND, Outcome, World
+from hosts import run_on_hosts
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or crash here"),
@@ -237,6 +239,70 @@ def test_killed_rank(new_world: Callable[..., World], kind: str, victim: int, mo
         assert f"rank {victim} " in later, str(survivor.value)
         assert seconds < SOON and later_seconds < SOON, str(survivor.value)
     # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
+
+
+def lose_a_rank_of_another_host(victim: int, moment: str) -> list[str]:
+    """All kinds at a time, each in a group of its own, while a rank is killed; then the survivors go on.
+
+    The victim dies before it has come to any of them, or in the middle of rows of them.
+
+    Returns:
+        What was not as it should be.
+    """
+    rank = dist.get_rank()
+    groups = {kind: dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT)) for kind in KINDS}
+    living = dist.new_group([r for r in range(RANKS) if r != victim])
+    for group in groups.values():
+        dist.barrier(group)
+    if rank == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        if moment == "before":
+            time.sleep(LONG_TIMEOUT)
+    begin = time.monotonic()
+    errors: dict[str, str] = {}
+    while not errors:
+        works: dict[str, dist.Work | None] = {}
+        for kind, group in groups.items():
+            try:
+                works[kind] = KINDS[kind](rank, victim, group)
+            except dist.DistBackendError as error:
+                errors[kind] = str(error)
+        for kind, work in works.items():
+            if error_text := error_of(lambda w=work: wait_for(w)):
+                errors[kind] = error_text
+    problems = [
+        f"{kind}: rank {rank} got {text!r}" for kind, text in errors.items() if f"rank {victim} " not in text
+    ]
+    for kind, group in groups.items():
+        # Sockets take a large message as well.
+        expected = moment == "before" and kind != "large send" and not may_complete(kind, rank, victim)
+        if expected and kind not in errors:
+            problems.append(f"{kind}: completed on rank {rank}")
+        # Now the loss is known; also a send can only fail.
+        text = error_of(lambda k=kind, g=group: wait_for(KINDS[k](rank, victim, g)))
+        if not (f"rank {victim} " in text or (not text and may_complete(kind, rank, victim))):
+            problems.append(f"{kind}: rank {rank} got {text!r} afterwards")
+    seconds = time.monotonic() - begin
+    if seconds > SOON:
+        problems.append(f"the errors came after {seconds:.1f} s")
+    sums = torch.ones(LARGE)
+    dist.all_reduce(sums, group=living)
+    if not sums.eq(RANKS - 1).all():
+        problems.append(f"the survivors summed up {sums}")
+    return problems
+
+
+@pytest.mark.parametrize("netmod", ["UCX", "OFI"] if FULL else ["UCX"])
+@pytest.mark.parametrize("moment", ["before", "during"])
+@pytest.mark.parametrize("placement", [[0, 1, 1], [0, 0, 1]], ids=["with a witness", "alone"])
+def test_killed_rank_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: list[int], moment: str, netmod: str
+) -> None:
+    """Rank 2 is lost, with another rank on its host or alone there."""
+    monkeypatch.setenv("FOG_CONFIRM", "1")
+    calls = [("lose_a_rank_of_another_host", [2, moment])]
+    problems = run_on_hosts(tmp_path, placement, "test_faults", calls, killed=[2], netmod=netmod)
+    assert not any(found for (found,) in problems[:2]), problems
 
 
 def lose_a_rank_later(victim: int) -> tuple[str, float]:

@@ -5,15 +5,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <functional>
 #include <random>
 #include <sstream>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
 
 #include "failure.hpp"
 #include "host.hpp"
-#include "lifelines.hpp"
 #include "point_to_point.hpp"
 
 namespace fog::mpi {
@@ -22,8 +22,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
-// How long the connections that show the end of processes on other hosts may take; without them time-outs decide.
-constexpr auto kLifelineLimit = std::chrono::milliseconds(3000);
+// How long a group waits for the connections that show the end of processes on other hosts; they may be made later.
+constexpr auto kLifelineLimit = std::chrono::milliseconds(1000);
 
 int available_cores() {
   cpu_set_t set;
@@ -54,7 +54,10 @@ Engine& Engine::instance() {
 
 Engine::Engine() : last_news_(Clock::now()), next_check_(Clock::now()) {
   // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
-  pthread_atfork(nullptr, nullptr, [] { Engine::instance().forked_ = true; });
+  pthread_atfork(nullptr, nullptr, [] {
+    Engine::instance().forked_ = true;
+    Engine::instance().lifelines_.close_in_child();
+  });
 }
 
 void Engine::check_not_forked() const {
@@ -158,38 +161,33 @@ std::shared_ptr<Group> Engine::connect(
 
 void Engine::watch_other_hosts(
     Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
-  if (watches_hosts_.exchange(true)) {
-    return;
+  std::string mine;
+  {
+    const Lock lock(mutex_);
+    mine = lifelines_.listen();
   }
-  Lifelines lifelines;
-  const auto addresses = rendezvous.allgather("lifeline", lifelines.address());
+  const auto& runtime = Runtime::instance();
+  const auto texts = rendezvous.allgather("lifeline", mine);
   std::map<int, std::string> others;
   for (size_t member = 0; member < members.size(); ++member) {
     if (members[member].host != members[rank].host) {
-      others.emplace(static_cast<int>(member), addresses[member]);
+      others.emplace(members[member].world_rank, texts[member]);
     }
   }
-  auto made = lifelines.connect(rank, others, std::hash<std::string>()(Runtime::instance().job()), std::min(timeout, kLifelineLimit));
-  std::string mine(members.size(), '0');
-  for (const auto& [member, fd] : made) {
-    mine[static_cast<size_t>(member)] = '1';
+  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout, kLifelineLimit);
+  Lock lock(mutex_);
+  lifelines_.connect(runtime.rank(), runtime.size(), hash_more(kEmptyHash, runtime.job().data(), runtime.job().size()), others);
+  auto missing = lifelines_.missing();
+  while (!missing.empty() && Clock::now() < limit) {
+    lock.unlock();
+    lifelines_.wait(limit);
+    lock.lock();
+    check_peers(lock);
+    missing = lifelines_.missing();
   }
-  std::vector<std::string> all;
-  try {
-    all = rendezvous.allgather("lifelines", mine);
-  } catch (...) {
-    for (const auto& [member, fd] : made) {
-      ::close(fd);
-    }
-    throw;
-  }
-  const Lock lock(mutex_);
-  for (const auto& [member, fd] : made) {
-    if (all[static_cast<size_t>(member)][static_cast<size_t>(rank)] == '1') {
-      peers_.watch_connection(members[static_cast<size_t>(member)].world_rank, fd);
-    } else { // the other side has given it up, which must not look like its end
-      ::close(fd);
-    }
+  if (!missing.empty()) {
+    LOG(INFO) << "fog: world rank " << runtime.rank() << ": no connection yet that would show the end of world ranks "
+              << c10::Join(", ", missing);
   }
 }
 

@@ -19,6 +19,7 @@
 #include "../completion_pool.hpp"
 #include "../work.hpp"
 #include "group.hpp"
+#include "lifelines.hpp"
 #include "messenger.hpp"
 #include "operation.hpp"
 #include "peer_watch.hpp"
@@ -117,8 +118,8 @@ class Engine : public Driver, private MessageHandler {
 
   Engine();
   void on_message(int source, const Header& header, const char* data) override;
-  bool has_ended(int peer) const override {
-    return lost_.count(peer) > 0 || peers_.disconnected(peer);
+  bool has_ended(int peer) override {
+    return lost_.count(peer) > 0 || lifelines_.has_ended(peer);
   }
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // A disagreement fails the group.
@@ -130,7 +131,8 @@ class Engine : public Driver, private MessageHandler {
   void step_ready(Lock& lock);
   bool step_windows(Lock& lock);
   void check_peers(Lock& lock);
-  // Connects with processes of other hosts, to notice when they end. Collective over the world; once.
+  void on_process_end(Lock& lock, int peer, bool silent);
+  // Connects with processes of other hosts, to notice when they end. Collective over a group that is the world.
   void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout);
   void check_deadlines();
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -162,7 +164,6 @@ class Engine : public Driver, private MessageHandler {
   shared_memory::Doorbell early_bell_ = {};
   WindowService windows_;
   PeerWatch peers_;
-  std::atomic<bool> watches_hosts_{false};
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
   std::unordered_set<uint64_t> closed_groups_;
@@ -186,6 +187,14 @@ class Engine : public Driver, private MessageHandler {
   std::thread thread_;
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
+  Lifelines lifelines_;
+  // Processes of other hosts that have ended: what they sent before may come yet, until then.
+  struct LastWords {
+    int peer;
+    bool silent;
+    std::chrono::steady_clock::time_point end;
+  };
+  std::vector<LastWords> last_words_;
 };
 
 } // namespace fog::mpi

@@ -13,6 +13,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
+constexpr auto kLastWordsOfOthers = std::chrono::milliseconds(50);
+
 } // namespace
 
 void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text) {
@@ -87,40 +90,54 @@ void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const 
 
 void Engine::check_peers(Lock& lock) {
   for (const int peer : peers_.ended()) {
-    released_by_.insert(peer);
-    if (departed_.count(peer) > 0) {
-      continue;
-    }
-    // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
-    for (int empty = 0; empty < 3;) {
-      try {
-        empty = messenger_ && messenger_->poll() ? 0 : empty + 1;
-      } catch (const std::exception&) {
-        break;
-      }
-      step_ready(lock);
-    }
-    if (departed_.count(peer) > 0) {
-      continue;
-    }
-    unhealthy_ = true;
-    lost_.insert(peer);
-    if (messenger_) {
-      messenger_->forget(peer);
-    }
-    // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
-    // print a traceback.
-    for (const auto& [id, group] : groups_) {
-      const int rank = group->group_rank(peer);
-      if (rank >= 0 && !group->closed) {
-        std::fprintf(
-            stderr, "fog: rank %d of group '%s': lost %s: its process ended\n", group->rank, group->name.c_str(),
-            group->describe_member(rank).c_str());
-        break;
-      }
-    }
-    lose(peer, kLost, true);
+    on_process_end(lock, peer, false);
   }
+  const auto now = Clock::now();
+  for (const auto& [peer, silent] : lifelines_.poll()) {
+    released_by_.insert(peer);
+    last_words_.push_back({peer, silent, now + (silent ? std::chrono::milliseconds(0) : kLastWordsOfOthers)});
+  }
+  while (!last_words_.empty() && last_words_.front().end <= now) {
+    const auto ended = last_words_.front();
+    last_words_.erase(last_words_.begin());
+    on_process_end(lock, ended.peer, ended.silent);
+  }
+}
+
+void Engine::on_process_end(Lock& lock, int peer, bool silent) {
+  released_by_.insert(peer);
+  if (departed_.count(peer) > 0) {
+    return;
+  }
+  // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
+  for (int empty = 0; empty < 3;) {
+    try {
+      empty = messenger_ && messenger_->poll() ? 0 : empty + 1;
+    } catch (const std::exception&) {
+      break;
+    }
+    step_ready(lock);
+  }
+  if (departed_.count(peer) > 0) {
+    return;
+  }
+  unhealthy_ = true;
+  lost_.insert(peer);
+  if (messenger_) {
+    messenger_->forget(peer);
+  }
+  // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
+  // print a traceback.
+  for (const auto& [id, group] : groups_) {
+    const int rank = group->group_rank(peer);
+    if (rank >= 0 && !group->closed) {
+      std::fprintf(
+          stderr, "fog: rank %d of group '%s': lost %s: %s\n", group->rank, group->name.c_str(),
+          group->describe_member(rank).c_str(), silent ? "its host does not answer" : "its process ended");
+      break;
+    }
+  }
+  lose(peer, silent ? kSilent : kLost, true);
 }
 
 void Engine::check_deadlines() {

@@ -16,6 +16,7 @@ struct Failure {
 // What has become of a process.
 inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
+inline constexpr const char* kSilent = "was lost: its host does not answer";
 
 // A torch.distributed.DistBackendError.
 std::exception_ptr backend_error(const std::string& text);

@@ -5,6 +5,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "failure.hpp"
+
 namespace fog::mpi {
 namespace {
 
@@ -87,7 +89,7 @@ Messenger::Sent Messenger::send(
     length += header.bytes;
   }
   MPI_Request request = MPI_REQUEST_NULL;
-  check_there(destination);
+  check_reachable(destination);
   check(
       api().Isend(
           buffer->data(), static_cast<int>(length), MPI_BYTE, destination, kControlTag, runtime_.communicator(), &request),
@@ -102,8 +104,8 @@ Messenger::Sent Messenger::send(
   return {separate ? send_payload(destination, header, data, owner, token) : 0, false};
 }
 
-void Messenger::check_there(int destination) const {
-  TORCH_CHECK_WITH(DistBackendError, !handler_.has_ended(destination), "fog: the process of world rank ", destination, " has ended");
+void Messenger::check_reachable(int destination) const {
+  TORCH_CHECK_WITH(DistBackendError, !handler_.has_ended(destination), "world rank ", destination, " ", kLost);
 }
 
 std::optional<Delivery> Messenger::offered_as(int destination, const Header& header, const void* data) const {
@@ -184,7 +186,7 @@ size_t Messenger::transfer(
 size_t Messenger::send_payload(
     int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   return transfer(header, owner, token, true, "MPI_Isend", [&](size_t offset, int count, MPI_Request* request) {
-    check_there(destination);
+    check_reachable(destination);
     return api().Isend(
         static_cast<const char*>(data) + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag),
         runtime_.communicator(), request);

@@ -68,8 +68,8 @@ class MessageHandler {
   virtual ~MessageHandler() = default;
   // `data` holds header.bytes bytes if they came with the header, else nullptr.
   virtual void on_message(int source, const Header& header, const char* data) = 0;
-  // Whether a process is known to have ended.
-  virtual bool has_ended(int peer) const = 0;
+  // Whether a process is known to have ended: MPI must not be asked to send anything there, see Lifelines.
+  virtual bool has_ended(int peer) = 0;
 };
 
 class Messenger {
@@ -90,6 +90,11 @@ class Messenger {
 
   LocalLinks& local() {
     return local_;
+  }
+
+  // Whether a message can go there: not if it would go over MPI to a process that has ended.
+  bool reachable(int destination) const {
+    return local_.reaches(destination) || !handler_.has_ended(destination);
   }
 
   // Whether data may also be left in this process's memory for the receiver to read there.
@@ -203,8 +208,7 @@ class Messenger {
   template <typename Start>
   size_t transfer(
       const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start);
-  // Throws DistBackendError if it has ended: MPI must not be asked to send anything there, see Lifelines.
-  void check_there(int destination) const;
+  void check_reachable(int destination) const;
   size_t send_payload(
       int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
   // How data of a message to a rank of this host goes that does not come with its header and is read where it is.

@@ -116,7 +116,7 @@ void Operation::send(
   std::vector<int> world_ranks;
   std::vector<int> readers;
   for (const auto& [peer, scale] : destinations) {
-    group_->check_present(peer);
+    group_->check_reachable(peer);
     world_ranks.push_back(group_->members[peer].world_rank);
     const int destination = world_ranks.back();
     if (messenger.streams_to(destination) && (memory == Memory::kOverwritten || !messenger.local().mapped_by(destination, data, bytes))) {
@@ -464,7 +464,7 @@ void Operation::expect_announcement(int peer) {
 }
 
 void Operation::confirm_to(int peer) {
-  if (group_->gone.count(peer) > 0) {
+  if (group_->gone.count(peer) > 0 || !group_->messenger->reachable(group_->members[peer].world_rank)) {
     return;
   }
   Header header;

@@ -1,4 +1,4 @@
-// Notices at once when another process ends: on this host by its pidfd, elsewhere by a connection with it.
+// Notices at once when a process of the same host ends.
 #pragma once
 
 #include <unordered_map>
@@ -16,20 +16,13 @@ class PeerWatch {
 
   // Watches process `pid` under the number `peer`. Where the kernel has no pidfd, nothing is noticed and time-outs decide.
   void watch(int peer, int pid);
-  // Watches a process that holds the other end of a connection, which is the watch's own from now on.
-  void watch_connection(int peer, int fd);
 
   // Numbers of the watched processes that have ended since the last call.
   std::vector<int> ended();
-  // Whether the connection with this one is there no more.
-  bool disconnected(int peer) const;
 
  private:
-  void add(int peer, int fd, unsigned events);
-
   int epoll_fd_;
-  std::unordered_map<int, int> fds_; // by peer
-  std::unordered_map<int, bool> connections_; // by peer: whether it is closed
+  std::unordered_map<int, int> pidfds_; // by peer
   std::vector<int> ended_already_;
 };
 

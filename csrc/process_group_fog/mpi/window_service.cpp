@@ -179,6 +179,7 @@ void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::
   header.bytes = has_data(request->op) ? request->data.nbytes() : 0;
   requests_.emplace(request->id_, request);
   try {
+    request->group->check_reachable(request->peer);
     const void* data = header.bytes > 0 ? request->data.const_data_ptr() : nullptr;
     const auto sent = messenger_->send(
         request->group->members[request->peer].world_rank, header, data, request, WindowRequest::kOutgoing, Messenger::Way::kMessages);
