@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -255,6 +256,9 @@ def lose_a_rank_of_another_host(victim: int, moment: str) -> list[str]:
     for group in groups.values():
         dist.barrier(group)
     if rank == victim:
+        if moment == "before" and os.fork() == 0:  # what a child inherits does not hide the end
+            time.sleep(SOON + 1.0)
+            os._exit(0)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if moment == "before":
             time.sleep(LONG_TIMEOUT)
@@ -303,6 +307,22 @@ def test_killed_rank_of_another_host(
     calls = [("lose_a_rank_of_another_host", [2, moment])]
     problems = run_on_hosts(tmp_path, placement, "test_faults", calls, killed=[2], netmod=netmod)
     assert not any(found for (found,) in problems[:2]), problems
+
+
+def lose_a_host(victim: int) -> str:
+    """The error of an allreduce when the network of the victim's host has gone."""
+    dist.barrier()
+    if dist.get_rank() == victim:
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+    return error_of(lambda: dist.all_reduce(_zeros(LARGE)))
+
+
+@pytest.mark.skipif(not FULL, reason="takes 20 s; set FOG_FAULTS=all")
+def test_host_that_vanishes(tmp_path: Path) -> None:
+    *survivors, alone = run_on_hosts(tmp_path, [0, 1, 2], "test_faults", [("lose_a_host", [2])])
+    for (error,) in survivors:
+        assert re.search(r"rank 2 .* was lost: its host does not answer", error), error
+    assert re.search("rank [01] .* does not answer", alone[0]), alone
 
 
 def lose_a_rank_later(victim: int) -> tuple[str, float]:

@@ -33,13 +33,6 @@ void Group::check_present(int member) const {
   }
 }
 
-void Group::check_reachable(int member) const {
-  check_present(member);
-  if (!messenger->reachable(members[member].world_rank)) {
-    C10_THROW_ERROR(DistBackendError, describe_member(member) + ' ' + kLost);
-  }
-}
-
 void make_ready(const std::shared_ptr<Operation>& operation) {
   if (!operation->queued && !operation->ended()) {
     operation->queued = true;

@@ -56,8 +56,6 @@ class Group {
   std::string describe_member(int rank) const;
   // Throws DistBackendError if that rank is known to have left the group.
   void check_present(int rank) const;
-  // The same also if its process has just ended, and only what it sent before is still waited for.
-  void check_reachable(int rank) const;
 
   Messenger* messenger = nullptr;
   // Operations with something to do; the engine steps them.

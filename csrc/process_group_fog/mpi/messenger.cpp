@@ -5,8 +5,6 @@
 
 #include <c10/util/Exception.h>
 
-#include "failure.hpp"
-
 namespace fog::mpi {
 namespace {
 
@@ -105,7 +103,9 @@ Messenger::Sent Messenger::send(
 }
 
 void Messenger::check_reachable(int destination) const {
-  TORCH_CHECK_WITH(DistBackendError, !handler_.has_ended(destination), "world rank ", destination, " ", kLost);
+  if (handler_.has_ended(destination)) {
+    throw Unreachable();
+  }
 }
 
 std::optional<Delivery> Messenger::offered_as(int destination, const Header& header, const void* data) const {

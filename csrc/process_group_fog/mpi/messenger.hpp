@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "api.hpp"
+#include "failure.hpp"
 #include "local_links.hpp"
 #include "message.hpp"
 #include "runtime.hpp"
@@ -72,6 +74,14 @@ class MessageHandler {
   virtual bool has_ended(int peer) = 0;
 };
 
+// The receiver's process has ended. Those that use messages know how to name it.
+class Unreachable : public std::exception {
+ public:
+  const char* what() const noexcept override {
+    return kLost;
+  }
+};
+
 class Messenger {
  public:
   // Data of at most so many bytes comes with its header, whatever the way.
@@ -92,17 +102,13 @@ class Messenger {
     return local_;
   }
 
-  // Whether a message can go there: not if it would go over MPI to a process that has ended.
-  bool reachable(int destination) const {
-    return local_.reaches(destination) || !handler_.has_ended(destination);
-  }
-
   // Whether data may also be left in this process's memory for the receiver to read there.
   enum class Way { kBest, kMessages };
   struct Sent {
     size_t parts = 0; // so many on_transfer() calls will follow for `data`; if 0, it was copied and may be reused at once
     bool answered = false; // the last of them says that the receiver has accepted the message
   };
+  // Throws Unreachable, or DistBackendError for what MPI reports.
   Sent send(
       int destination,
       Header header,

@@ -116,7 +116,7 @@ void Operation::send(
   std::vector<int> world_ranks;
   std::vector<int> readers;
   for (const auto& [peer, scale] : destinations) {
-    group_->check_reachable(peer);
+    group_->check_present(peer);
     world_ranks.push_back(group_->members[peer].world_rank);
     const int destination = world_ranks.back();
     if (messenger.streams_to(destination) && (memory == Memory::kOverwritten || !messenger.local().mapped_by(destination, data, bytes))) {
@@ -145,7 +145,12 @@ void Operation::send(
     if (stream && std::find(readers.begin(), readers.end(), world_ranks[i]) != readers.end()) {
       messenger.announce(*stream, world_ranks[i], header);
     } else {
-      const auto sent = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+      Messenger::Sent sent;
+      try {
+        sent = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+      } catch (const Unreachable& error) {
+        C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + ' ' + error.what());
+      }
       parts = sent.parts;
       if (sent.answered && header.wants_confirm != 0) {
         unconfirmed_.erase(unconfirmed_.find(peer));
@@ -464,7 +469,7 @@ void Operation::expect_announcement(int peer) {
 }
 
 void Operation::confirm_to(int peer) {
-  if (group_->gone.count(peer) > 0 || !group_->messenger->reachable(group_->members[peer].world_rank)) {
+  if (group_->gone.count(peer) > 0) {
     return;
   }
   Header header;
@@ -472,7 +477,10 @@ void Operation::confirm_to(int peer) {
   header.group = group_->id;
   header.key = key_;
   header.signature = signature_;
-  group_->messenger->send(group_->members[peer].world_rank, header, nullptr, nullptr, 0);
+  try {
+    group_->messenger->send(group_->members[peer].world_rank, header, nullptr, nullptr, 0);
+  } catch (const Unreachable&) { // nobody waits for it
+  }
 }
 
 void Operation::on_confirm(int source) {

@@ -179,11 +179,12 @@ void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::
   header.bytes = has_data(request->op) ? request->data.nbytes() : 0;
   requests_.emplace(request->id_, request);
   try {
-    request->group->check_reachable(request->peer);
     const void* data = header.bytes > 0 ? request->data.const_data_ptr() : nullptr;
     const auto sent = messenger_->send(
         request->group->members[request->peer].world_rank, header, data, request, WindowRequest::kOutgoing, Messenger::Way::kMessages);
     request->parts_ += sent.parts;
+  } catch (const Unreachable& error) {
+    end(request, backend_error("fog: " + request->what + ": " + request->group->describe_member(request->peer) + ' ' + error.what()));
   } catch (const std::exception& error) {
     end(request, backend_error("fog: " + request->what + ": " + message_of(error)));
   }
