@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows clean FORCE
+.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -41,6 +41,7 @@ help:
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
 	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
+	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
@@ -89,6 +90,10 @@ benchmark-neighbor: build
 benchmark-windows: build
 	@echo "== benchmark of one-sided windows"
 	@$(IN_VENV) python benchmarks/windows.py --json windows.json --plot windows.png $(ARGS)
+
+benchmark-training: build
+	@echo "== benchmark of training"
+	@$(IN_VENV) python benchmarks/training.py --json training.json --plot training.png $(ARGS)
 
 # Exits with an error if something could not be installed, after the tests of what could.
 test-mpi: build

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 WARM_UP = 3
 FEWEST_ITERATIONS = 7
 MOST_ITERATIONS = 301
+# Seconds between the looks of a rank that sleeps.
+NAP = 2e-4
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def take_turns(
     seconds: float,
     iterations: int | None = None,
     back_to_back: int = 1,
+    are_long: bool = False,
 ) -> tuple[dict[str, Times], int]:
     """Times each way; all ranks call this together, with the same names.
 
@@ -50,19 +53,28 @@ def take_turns(
         seconds: About how long to measure; sets the number of iterations.
         iterations: Their number, instead.
         back_to_back: Calls in one turn.
+        are_long: Whether turns are so long that ranks share the cores within one, though they need not wait for
+            each other. A turn then lasts from when the first rank begins until the last one ends, on one host: a
+            rank that gets no core after the barrier begins late, and would seem fast by its own clock. And ranks
+            sleep before the barrier, as those that poll would take the core from those that still work.
 
     Returns:
         The times of one call of each way, on all ranks, and the number of iterations.
     """
     names = list(ways)
 
-    def turn(name: str) -> float:
-        mpi.Barrier()
+    def turn(name: str) -> tuple[float, float]:
+        if are_long:
+            request = mpi.Ibarrier()
+            while not request.Test():
+                time.sleep(NAP)
+        else:
+            mpi.Barrier()
         way = ways[name]
         begin = time.perf_counter()
         for _ in range(back_to_back):
             way()
-        return (time.perf_counter() - begin) / back_to_back
+        return begin, time.perf_counter()
 
     for _ in range(WARM_UP - 1):
         for name in names:
@@ -75,7 +87,7 @@ def take_turns(
         one = mpi.bcast(time.perf_counter() - begin)
         iterations = min(max(int(seconds / one), FEWEST_ITERATIONS), MOST_ITERATIONS)
 
-    elapsed = np.empty((iterations, len(names)))
+    begins, ends = np.empty((2, iterations, len(names)))
     gc.collect()
     gc.disable()
     try:
@@ -84,13 +96,15 @@ def take_turns(
         for iteration in range(iterations):
             draw.shuffle(order)
             for index in order:
-                elapsed[iteration, index] = turn(names[index])
+                begins[iteration, index], ends[iteration, index] = turn(names[index])
     finally:
         gc.enable()
-    longest = np.empty_like(elapsed)
     from mpi4py import MPI  # here, as importing it starts MPI
 
-    mpi.Allreduce(elapsed, longest, MPI.MAX)
+    if are_long:
+        mpi.Allreduce(MPI.IN_PLACE, begins, MPI.MIN)
+    longest = (ends - begins) / back_to_back
+    mpi.Allreduce(MPI.IN_PLACE, longest, MPI.MAX)
     lower, median, upper = 1e3 * np.percentile(longest, [25, 50, 75], axis=0)
     times = {name: Times(float(median[i]), float(lower[i]), float(upper[i])) for i, name in enumerate(names)}
     return times, iterations

@@ -19,20 +19,30 @@ from report import Row, parse_size, plot, read_rows, write_json
 BUSY = 0.7
 
 
-def add_options(parser: argparse.ArgumentParser, *, ranks: Sequence[int], seconds: float) -> None:
+def add_options(
+    parser: argparse.ArgumentParser,
+    *,
+    ranks: Sequence[int],
+    seconds: float,
+    has_sizes: bool = True,
+    back_to_back: int = 1,
+) -> None:
     """Adds the options that every benchmark has.
 
     Args:
         parser: The program's.
         ranks: Numbers of ranks to measure by default.
         seconds: Time for one row by default.
+        has_sizes: Whether it measures at several sizes.
+        back_to_back: Operations in one measurement by default.
     """
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=list(ranks), help="numbers of ranks")
-    add("--sizes", type=parse_size, nargs="+", metavar="BYTES", help="such as 4, 64K, 16M")
-    add("--seconds", type=float, default=seconds, help="time to measure one operation at one size")
+    if has_sizes:
+        add("--sizes", type=parse_size, nargs="+", metavar="BYTES", help="such as 4, 64K, 16M")
+    add("--seconds", type=float, default=seconds, help="time to measure one row")
     add("--iterations", type=int, help="number of measurements instead")
-    add("--back-to-back", type=int, default=1, metavar="N", help="operations in one measurement")
+    add("--back-to-back", type=int, default=back_to_back, metavar="N", help="operations in one measurement")
     add("--json", type=Path, help="file for the numbers")
     add("--plot", type=Path, help="file for a picture")
     # This process is a rank, and here go its rows.
@@ -71,6 +81,7 @@ def run(
     arguments: argparse.Namespace,
     measure: Callable[[argparse.Namespace], None],
     systems: Mapping[str, str],
+    draw: Callable[[Path, list[Row], Mapping[str, str]], None] = plot,
 ) -> list[Row]:
     """Starts the ranks of each world in turn, and writes what they measured; in a rank, measures.
 
@@ -79,6 +90,7 @@ def run(
         arguments: From `parse_options`.
         measure: What a rank does; rank 0 writes its rows to `arguments.rows`.
         systems: Of the plot, as in `report.Table`.
+        draw: Makes the plot of all rows.
 
     Returns:
         The rows of all worlds; none in a rank.
@@ -101,5 +113,5 @@ def run(
     if arguments.json:
         write_json(arguments.json, {**about, "load average before": load}, rows)
     if arguments.plot:
-        plot(arguments.plot, rows, systems)
+        draw(arguments.plot, rows, systems)
     return rows

@@ -88,3 +88,18 @@ def test_windows(tmp_path: Path) -> None:
         systems |= {"fog_pg"} if size == 4 << 10 else set()
         systems |= {"one_place", "one_place numpy"} if operation in ("put", "get") else set()
         assert systems <= set(row["times"]) <= systems | {"memory C", "one_place C"}, row
+
+
+def test_training(tmp_path: Path) -> None:
+    modes = ["none", "ddp gloo", "ddp", "awc", "awc one-peer", "ddp_async", "win_put one-peer", "diloco"]
+    options = ["--ranks", "1", "2", "--models", "mlp", "--iterations", "1", "--back-to-back", "2"]
+    rows, printed = run_benchmark("training.py", tmp_path, *options, "--modes", *modes)
+    assert [row["ranks"] for row in rows] == [1, 2], printed
+    alone, together = rows
+    assert list(together["times"]) == modes
+    # Those that need a second rank are left out.
+    assert list(alone["times"]) == ["none", "ddp", "awc", "ddp_async", "diloco"]
+    assert alone["elements"] == 785 * 1024 + 2 * 1025 * 1024 + 1025 * 10
+    assert printed.count("\nGoal, ") == 2
+    neighbor_modes = printed[printed.rindex("\nGoal, ") :]
+    assert "AWC, one-peer (" in neighbor_modes and "DiLoCo" not in neighbor_modes

@@ -1,0 +1,283 @@
+"""Times training steps in every mode beside DDP on Gloo, DDP on fog, and no communication at all, in one run.
+
+    python benchmarks/training.py                                  # 1 and 4 ranks, some five minutes
+    python benchmarks/training.py --ranks 4 --models mlp --modes awc ddp_async --plot training.png
+
+Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). Each mode has a model and
+an optimizer of its own on each rank, SGD with momentum, and they take turns (see interleaved.py): a turn is
+--back-to-back training steps (10 by default) of one mode on all ranks at once, from when the first rank begins until
+the last one ends. Data are random and in memory.
+
+    mlp         784 - 1024 - 1024 - 1024 - 10, 2.9 million parameters, batches of 32
+    resnet20    ResNet-20 for CIFAR, 0.27 million parameters, batches of 4 images of 3 x 32 x 32
+
+Modes are those of examples/modes.py, on the exponential-2 graph unless --topology says another one; "one-peer" is
+the same optimizer with one of the neighbors a step, in turn. "ddp gloo" is torch's DistributedDataParallel on Gloo.
+With one rank nothing is exchanged: what a mode takes longer there than "none" is its own work in Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import program
+import side_by_side
+from interleaved import take_turns
+from report import Row, write_json
+
+# The examples show how to train in each mode, and that is what is measured.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
+
+if TYPE_CHECKING:
+    from side_by_side import Systems
+    from torch import nn
+
+ONE_PEER = " one-peer"
+GLOO = " gloo"
+# By name: the heading.
+SYSTEMS = {
+    "none": "no communication",
+    "ddp gloo": "DDP on Gloo",
+    "ddp": "DDP on fog",
+    "gradient_allreduce": "gradient allreduce",
+    "awc": "AWC, static",
+    "awc one-peer": "AWC, one-peer",
+    "atc": "ATC, static",
+    "atc one-peer": "ATC, one-peer",
+    "ddp_sync": "Decentralized DDP, sync",
+    "ddp_sync one-peer": "Decentralized DDP, sync, one-peer",
+    "ddp_async": "Decentralized DDP, async",
+    "gossip_hook": "DDP with gossip hook",
+    "win_put": "win_put",
+    "win_put one-peer": "win_put, one-peer",
+    "push_sum": "push-sum",
+    "local_sgd": "local SGD, 8 steps",
+    "diloco": "DiLoCo, 16 steps",
+}
+NEIGHBOR_MODES = [
+    name
+    for name in SYSTEMS
+    if name.split()[0] in ("awc", "atc", "ddp_sync", "ddp_async", "gossip_hook", "win_put", "push_sum")
+]
+# Of the steps per second without communication.
+SPEED_GOAL = 0.8
+# Of the optimizer's own step time, on one rank.
+OVERHEAD_GOAL = 1.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, and the batches that it is trained on.
+
+    Attributes:
+        title: For people.
+        shape: Of a batch's inputs.
+        make: Makes the model.
+    """
+
+    title: str
+    shape: tuple[int, ...]
+    make: Callable[[], nn.Module]
+
+
+def _mlp() -> nn.Module:
+    from models import mlp
+
+    return mlp(784, (1024, 1024, 1024))
+
+
+def _resnet20() -> nn.Module:
+    from models import cifar_resnet
+
+    return cifar_resnet(20)
+
+
+TASKS = {
+    "mlp": Task("MLP of 2.9 M parameters, batch 32", (32, 784), _mlp),
+    "resnet20": Task("ResNet-20, batch 4", (4, 3, 32, 32), _resnet20),
+}
+CLASSES = 10
+BATCHES = 4
+
+
+def training_step(name: str, task: Task, systems: Systems, topology: str) -> Callable[[], None]:
+    """Sets a mode up; returns what makes one step of it. All ranks call this together.
+
+    Args:
+        name: Of SYSTEMS.
+        task: What to train.
+        systems: Of this run.
+        topology: The group's, for one-peer modes.
+    """
+    import fogdist
+    import torch
+    from modes import MODES, Setup
+
+    torch.manual_seed(0)
+    model = task.make()
+    sequence = None
+    if name.endswith(ONE_PEER):
+        sequence = fogdist.topology.one_peer(fogdist.topology.by_name(topology, systems.size))
+    mode = MODES[name.removesuffix(ONE_PEER).removesuffix(GLOO)]
+    trainer = mode.make(
+        Setup(
+            model,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+            sequence,
+            mode.local_steps or 1,
+            systems.gloo if name.endswith(GLOO) else systems.fog,
+        )
+    )
+    generator = torch.Generator().manual_seed(systems.rank)
+    inputs = [torch.randn(task.shape, generator=generator) for _ in range(BATCHES)]
+    labels = [torch.randint(CLASSES, task.shape[:1], generator=generator) for _ in range(BATCHES)]
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        trainer.prepare(steps)
+        trainer.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(
+            trainer.module(inputs[steps % BATCHES]), labels[steps % BATCHES]
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.step()
+        steps += 1
+
+    return step
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    import fogdist
+
+    systems = side_by_side.join()
+    size = systems.size
+    fogdist.init(lambda n: fogdist.topology.by_name(arguments.topology, n), is_weighted=True)
+    rows: list[Row] = []
+    for name in arguments.models:
+        task = TASKS[name]
+        # With one rank there is nobody to choose, and no DDP to compare with.
+        modes = [mode for mode in arguments.modes if size > 1 or not mode.endswith((ONE_PEER, GLOO))]
+        steps = {mode: training_step(mode, task, systems, arguments.topology) for mode in modes}
+        times, iterations = take_turns(
+            steps,
+            systems.mpi,
+            seconds=arguments.seconds,
+            iterations=arguments.iterations,
+            back_to_back=arguments.back_to_back,
+            are_long=True,
+        )
+        elements = sum(parameter.numel() for parameter in task.make().parameters())
+        rows.append(Row(task.title, size, "float32", elements, 4 * elements, 0, iterations, times))
+        if systems.rank == 0:
+            print_row(rows[-1])
+        del steps
+    if systems.rank == 0:
+        write_json(arguments.rows, program.facts(), rows)
+    fogdist.shutdown()
+    side_by_side.leave()
+
+
+def print_row(row: Row) -> None:
+    """Prints a table of one model's modes."""
+    print(f"\n{row.operation}, ranks: {row.ranks}, {os.cpu_count()} cores, {row.iterations} turns")
+    print(f"{'':36}{'ms a step':>10}{'quartiles':>18}{'steps/s':>9}{'x none':>8}")
+    for name, times in row.times.items():
+        quartiles = f"{times.lower:.2f} - {times.upper:.2f}"
+        ratio = row.ratio("none", name)
+        share = "-" if ratio is None else f"{ratio:.2f}"
+        print(f"{SYSTEMS[name]:36}{times.median:>10.2f}{quartiles:>18}{1e3 / times.median:>9.1f}{share:>8}")
+    sys.stdout.flush()
+
+
+def goal_of(row: Row) -> float:
+    """What modes are to reach of the steps per second without communication."""
+    return SPEED_GOAL if row.ranks > 1 else 1 / OVERHEAD_GOAL
+
+
+def print_goals(rows: Sequence[Row]) -> None:
+    """Prints which modes reach the goals."""
+    for row in rows:
+        modes = NEIGHBOR_MODES if row.ranks > 1 else [name for name in SYSTEMS if name != "none"]
+        shares = {mode: share for mode in modes if (share := row.ratio("none", mode)) is not None}
+        if not shares:
+            continue
+        kind = "neighbor modes" if row.ranks > 1 else "modes that have nobody to talk to"
+        print(
+            f"\nGoal, {row.operation}, {row.ranks} ranks: {kind} reach {goal_of(row):.0%} of no communication"
+        )
+        for verdict, is_met in (("met", True), ("missed", False)):
+            those = [f"{SYSTEMS[m]} ({x:.0%})" for m, x in shares.items() if (x >= goal_of(row)) == is_met]
+            if those:
+                print(f"  {verdict}: {'; '.join(those)}")
+
+
+def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
+    """Draws the steps per second of all modes, relative to no communication, a panel for each row."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(2, len(rows))
+    lines = -(-len(rows) // columns)
+    height = 1.2 + 0.26 * max(len(row.times) for row in rows)
+    figure, panels = plt.subplots(
+        lines, columns, figsize=(7 * columns, height * lines), squeeze=False, layout="constrained"
+    )
+    for panel in panels.flat[len(rows) :]:
+        panel.set_visible(False)
+    for place, row in zip(panels.flat, rows, strict=False):
+        names = list(row.times)[::-1]
+        rates = [1e3 / row.times[name].median for name in names]
+        errors = [
+            [rate - 1e3 / row.times[name].upper for name, rate in zip(names, rates, strict=True)],
+            [1e3 / row.times[name].lower - rate for name, rate in zip(names, rates, strict=True)],
+        ]
+        color = {"none": "0.6", "ddp": "tab:orange", "ddp gloo": "tab:orange"}
+        colors = [color.get(name, "tab:blue") for name in names]
+        place.barh([titles[name] for name in names], rates, xerr=errors, color=colors, ecolor="0.3")
+        if "none" in row.times:
+            alone = 1e3 / row.times["none"].median
+            place.axvline(goal_of(row) * alone, color="tab:red", linestyle="--")
+        ranks = f"{row.ranks} rank{'s' if row.ranks > 1 else ''}"
+        place.set_title(f"{row.operation}, {ranks}; dashed: {goal_of(row):.0%} of none")
+        place.set_xlabel("steps per second of each rank")
+        place.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_options(parser, ranks=[1, 4], seconds=60.0, has_sizes=False, back_to_back=10)
+    parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="NAME")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=list(SYSTEMS),
+        default=list(SYSTEMS),
+        metavar="NAME",
+        help=", ".join(SYSTEMS),
+    )
+    parser.add_argument("--topology", default="exp2", help="of fogdist.topology.TOPOLOGY_NAMES")
+    return program.parse_options(parser)
+
+
+def main() -> None:
+    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw)
+    print_goals(rows)
+
+
+if __name__ == "__main__":
+    main()

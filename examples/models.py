@@ -1,0 +1,154 @@
+"""The models that examples and benchmarks train."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def mlp(pixels: int, hidden: tuple[int, ...], classes: int = 10) -> nn.Sequential:
+    """Returns a classifier of flattened images with ReLU between its layers."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in zip((pixels, *hidden), hidden, strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(hidden[-1] if hidden else pixels, classes))
+
+
+def convolutional(pixels: int, classes: int = 10) -> nn.Sequential:
+    """Returns a small convolutional classifier of gray images of `pixels` x `pixels`."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * (pixels // 4) ** 2, 64),
+        nn.ReLU(),
+        nn.Linear(64, classes),
+    )
+
+
+class BasicBlock(nn.Module):
+    """Two 3 x 3 convolutions around which the input is added."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions around which the input is added; four times as many channels leave."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        self.body = nn.Sequential(
+            nn.Conv2d(inputs, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
+    if stride == 1 and inputs == outputs:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+def cifar_resnet(depth: int = 20, classes: int = 10, channels: int = 3) -> nn.Sequential:
+    """Returns a ResNet for small images: 16, 32 and 64 channels (He et al., CVPR 2016, section 4.2).
+
+    Args:
+        depth: 6 k + 2 layers; 20 has 0.27 million parameters.
+        classes: Number of classes.
+        channels: Of the images.
+    """
+    if depth < 8 or depth % 6 != 2:
+        raise ValueError(f"depth must be 6 k + 2, as 8, 14 or 20, got {depth}")
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+    ]
+    inputs = 16
+    for width in (16, 32, 64):
+        for place in range((depth - 2) // 6):
+            layers.append(BasicBlock(inputs, width, stride=2 if place == 0 and width > 16 else 1))
+            inputs = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+def resnet50(classes: int = 1000) -> nn.Sequential:
+    """Returns ResNet-50 for images of 224 x 224 pixels: 25.6 million parameters (He et al., CVPR 2016)."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, padding=1),
+    ]
+    inputs = 64
+    for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for place in range(count):
+            layers.append(Bottleneck(inputs, width, stride=2 if place == 0 and width > 64 else 1))
+            inputs = 4 * width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class GPT(nn.Module):
+    """A small GPT: pre-norm transformer blocks with causal attention, head tied to the embedding.
+
+    Args:
+        symbols: Size of the vocabulary.
+        context: Symbols that it sees at most.
+        width: Of the embedding; a multiple of `heads`.
+        heads: Of attention.
+        layers: Blocks.
+    """
+
+    def __init__(self, symbols: int, context: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(symbols, width)
+        self.places = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, symbols, bias=False)
+        self.head.weight = self.symbols.weight
+        for parameter in (self.symbols.weight, self.places.weight):
+            nn.init.normal_(parameter, std=0.02)
+        mask = nn.Transformer.generate_square_subsequent_mask(context)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits (batch, length, symbols) of what follows each of the symbols x (batch, length)."""
+        length = x.shape[1]
+        y = self.symbols(x) + self.places(torch.arange(length, device=x.device))
+        for block in self.blocks:
+            y = block(y, src_mask=self.mask[:length, :length], is_causal=True)
+        return self.head(self.norm(y))

@@ -1,0 +1,265 @@
+"""The ways to train together that the training examples offer as --mode, behind one interface.
+
+A mode takes a model and a function that makes its optimizer, and gives what a training loop needs: a module to
+call, an optimizer to step, and what is to be done before each iteration and after the last one. Everything else,
+the loop above all, is the same in all modes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import fogdist
+from fogdist import algorithms
+from fogdist.topology import Topology
+
+OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a mode is made of.
+
+    Attributes:
+        model: On each rank the same model, up to values.
+        make_optimizer: Returns the optimizer of one rank by itself.
+        sequence: The graphs of the iterations in turn; None for the group's topology in all of them.
+        local_steps: Of the modes that have local steps: ranks communicate in every so many-th one.
+        group: For `ddp`; by default the default group.
+    """
+
+    model: nn.Module
+    make_optimizer: OptimizerFunction
+    sequence: Topology | None = None
+    local_steps: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What a training loop calls.
+
+    Attributes:
+        module: Called as a function; its parameters are those of the model.
+        optimizer: Stepped after the backward pass; an instance of the class that it was made of.
+        prepare: Called before iteration t.
+        finish: Called after the last iteration, by all ranks: leaves one model, the average, on all of them.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    prepare: Callable[[int], None] = lambda t: None
+    finish: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Mode:
+    """An entry of MODES.
+
+    Attributes:
+        make: Makes its trainer; collective.
+        summary: A few words.
+        is_asynchronous: Whether ranks go at their own pace.
+        follows_topology: Whether it averages with neighbors.
+        can_be_dynamic: Whether it takes one graph an iteration.
+        topology: What suits it, of fogdist.topology.TOPOLOGY_NAMES.
+        local_steps: What suits it; None if it has none.
+        has_momentum: Whether it brings momentum of its own, and takes optimizers without any.
+    """
+
+    make: Callable[[Setup], Trainer]
+    summary: str
+    is_asynchronous: bool = False
+    follows_topology: bool = True
+    can_be_dynamic: bool = True
+    topology: str = "exp2"
+    local_steps: int | None = None
+    has_momentum: bool = False
+
+
+def average(model: nn.Module) -> None:
+    """Replaces the parameters and buffers of a model by their averages over all ranks. Collective."""
+    named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    fogdist.allreduce_parameters({name: t for name, t in named.items() if t.is_floating_point()})
+
+
+def _alone(setup: Setup) -> Trainer:
+    return Trainer(setup.model, setup.make_optimizer(setup.model.parameters()))
+
+
+def _ddp(setup: Setup) -> Trainer:
+    module = DistributedDataParallel(setup.model, process_group=setup.group)
+    return Trainer(module, setup.make_optimizer(setup.model.parameters()))
+
+
+def _ddp_with_gossip(setup: Setup) -> Trainer:
+    # Else all ranks wait for rank 0 in each forward pass. Torch 2.13 gave the argument another name.
+    names = inspect.signature(DistributedDataParallel).parameters
+    argument = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
+    module = DistributedDataParallel(setup.model, process_group=setup.group, **{argument: False})
+    module.register_comm_hook(fogdist.GossipState(setup.sequence), fogdist.gossip_hook)
+    optimizer = setup.make_optimizer(setup.model.parameters())
+    return Trainer(module, optimizer, finish=lambda: average(setup.model))
+
+
+def _wrapper(mode: Any) -> Callable[[Setup], Trainer]:
+    def make(setup: Setup) -> Trainer:
+        module = fogdist.DecentralizedDataParallel(
+            setup.model, setup.make_optimizer, setup.sequence, mode, average_buffers=mode == "sync"
+        )
+        return Trainer(module, module.optimizer, finish=lambda: module.global_average(buffers=True))
+
+    return make
+
+
+def _optimizer(
+    wrap: Callable[..., Any], attributes: tuple[str, ...] = (), *, has_windows: bool = False
+) -> Callable[[Setup], Trainer]:
+    """The optimizers that take the graph of an iteration by their attributes, named in `attributes`."""
+
+    def make(setup: Setup) -> Trainer:
+        fogdist.broadcast_parameters(setup.model.state_dict(), root_rank=0)
+        optimizer = wrap(setup.make_optimizer(setup.model.parameters()), setup.model)
+
+        def prepare(t: int) -> None:
+            if setup.sequence is not None and fogdist.size() > 1:
+                peers: dict[str, Any] = {**setup.sequence.peers(fogdist.rank(), t)}
+                for name in attributes:
+                    setattr(optimizer, name, peers[name])
+
+        def finish() -> None:
+            if has_windows:
+                optimizer.unregister_window()
+            average(setup.model)
+
+        return Trainer(setup.model, optimizer, prepare, finish)
+
+    return make
+
+
+def _push_sum(setup: Setup) -> Trainer:
+    trainer = _optimizer(fogdist.DistributedPushSumOptimizer, has_windows=True)(setup)
+    optimizer: Any = trainer.optimizer
+
+    def prepare(t: int) -> None:
+        # Shares of what a rank has, not weights of what it gets: they add up to 1 at the sender.
+        if setup.sequence is not None and fogdist.size() > 1:
+            destinations = setup.sequence.peers(fogdist.rank(), t)["dst_weights"]
+            share = 1.0 / (len(destinations) + 1)
+            optimizer.self_weight, optimizer.dst_weights = share, dict.fromkeys(destinations, share)
+
+    return Trainer(trainer.module, optimizer, prepare, trainer.finish)
+
+
+def _algorithm(
+    make_algorithm: Callable[..., Any],
+    *,
+    has_mixing: bool = True,
+    has_local_steps: bool = False,
+    **options: Any,
+) -> Callable[[Setup], Trainer]:
+    """A class of fogdist.algorithms."""
+
+    def make(setup: Setup) -> Trainer:
+        fogdist.broadcast_parameters(setup.model.state_dict(), root_rank=0)
+        given = dict(options)
+        if has_mixing and setup.sequence is not None:
+            given["mixing"] = setup.sequence
+        if has_local_steps:
+            given["local_steps"] = setup.local_steps
+        optimizer = make_algorithm(setup.make_optimizer(setup.model.parameters()), setup.model, **given)
+
+        def finish() -> None:
+            if isinstance(optimizer, algorithms.AsynchronousGossip):
+                optimizer.finish()
+            average(setup.model)
+
+        return Trainer(setup.model, optimizer, finish=finish)
+
+    return make
+
+
+_WEIGHTS = ("self_weight", "src_weights", "dst_weights")
+
+MODES: dict[str, Mode] = {
+    "none": Mode(_alone, "no communication", follows_topology=False, can_be_dynamic=False),
+    "ddp": Mode(_ddp, "torch's DistributedDataParallel", follows_topology=False, can_be_dynamic=False),
+    "gossip_hook": Mode(_ddp_with_gossip, "the same with fogdist.gossip_hook"),
+    "awc": Mode(
+        _optimizer(fogdist.DistributedAdaptWithCombineOptimizer, _WEIGHTS), "adapt with combine, optimizer"
+    ),
+    "atc": Mode(
+        _optimizer(fogdist.DistributedAdaptThenCombineOptimizer, _WEIGHTS), "adapt then combine, optimizer"
+    ),
+    "gradient_allreduce": Mode(
+        _optimizer(fogdist.DistributedGradientAllreduceOptimizer),
+        "allreduce of gradients, optimizer",
+        follows_topology=False,
+        can_be_dynamic=False,
+    ),
+    "win_put": Mode(
+        _optimizer(fogdist.DistributedWinPutOptimizer, ("dst_weights",), has_windows=True),
+        "puts to neighbors, optimizer",
+        is_asynchronous=True,
+    ),
+    "pull_get": Mode(
+        _optimizer(fogdist.DistributedPullGetOptimizer, has_windows=True),
+        "gets from neighbors, optimizer",
+        is_asynchronous=True,
+        can_be_dynamic=False,
+    ),
+    "push_sum": Mode(_push_sum, "push-sum over windows, optimizer"),
+    "ddp_sync": Mode(_wrapper("sync"), "DecentralizedDataParallel"),
+    "ddp_async": Mode(_wrapper("async"), "the same, asynchronous", is_asynchronous=True),
+    "decentralized_sgd": Mode(
+        _algorithm(algorithms.DecentralizedSGD, has_local_steps=True),
+        "algorithm, adapt then combine",
+        local_steps=1,
+    ),
+    "exact_diffusion": Mode(
+        _algorithm(algorithms.ExactDiffusion), "algorithm", topology="ring", can_be_dynamic=False
+    ),
+    "d2": Mode(_algorithm(algorithms.D2), "algorithm", topology="ring", can_be_dynamic=False),
+    "gradient_tracking": Mode(_algorithm(algorithms.GradientTracking), "algorithm"),
+    "push_sum_sgd": Mode(_algorithm(algorithms.PushSumSGD), "algorithm"),
+    "asynchronous_gossip": Mode(
+        _algorithm(algorithms.AsynchronousGossip, has_mixing=False),
+        "algorithm, AD-PSGD",
+        is_asynchronous=True,
+        can_be_dynamic=False,
+        topology="ring",
+    ),
+    "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "algorithm, periodic exact averages"),
+    "quasi_global_momentum": Mode(_algorithm(algorithms.QuasiGlobalMomentum), "algorithm", has_momentum=True),
+    "slowmo": Mode(_algorithm(algorithms.SlowMo), "algorithm, local steps, slow momentum"),
+    "local_sgd": Mode(
+        _algorithm(algorithms.LocalSGD, has_mixing=False, has_local_steps=True),
+        "algorithm",
+        follows_topology=False,
+        can_be_dynamic=False,
+        local_steps=8,
+    ),
+    "diloco": Mode(
+        _algorithm(algorithms.DiLoCo, has_local_steps=True),
+        "algorithm, local steps, outer Nesterov momentum",
+        local_steps=16,
+    ),
+    "noloco": Mode(
+        _algorithm(algorithms.NoLoCo, has_local_steps=True),
+        "algorithm, the same in random pairs",
+        local_steps=16,
+    ),
+    "gasloc": Mode(
+        _algorithm(algorithms.GASLoC, has_local_steps=True),
+        "algorithm, the same in random pairs",
+        local_steps=16,
+    ),
+}
