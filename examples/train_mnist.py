@@ -1,0 +1,94 @@
+"""Trains a small convolutional network on MNIST, on ranks that see half of the digits each, in any mode.
+
+    torchrun --nproc_per_node=4 examples/train_mnist.py --data DIR --mode awc
+    torchrun --nproc_per_node=4 examples/train_mnist.py --data DIR --mode ddp --backend gloo  # to compare with
+    torchrun --nproc_per_node=4 examples/train_mnist.py --data DIR --mode ddp_async --slow-rank 0
+    torchrun --nproc_per_node=4 examples/train_mnist.py                 # scikit-learn's digits in place of MNIST
+
+DIR holds MNIST's idx files, compressed or not; where only the test files (t10k) are there, these are split into a
+training and a test set. By default the first half of the ranks has the labels 0 to 4 and the second half the others,
+so no rank alone learns to tell all digits apart; --split even deals the images out evenly. The run ends with a table:
+the test accuracy of each rank's model, and that of their average, which is what a user would keep.
+
+With --slow-rank a rank takes --slowdown times as long to compute. Modes in which ranks wait for each other then go at
+its pace; in the asynchronous ones (win_put, pull_get, ddp_async, asynchronous_gossip) the others go on, and make
+more of the steps: in total as many as elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from images import ImageSet, load_digits, load_mnist
+from models import convolutional
+from modes import MODES
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.functional import cross_entropy
+from training import describe, end, make_parser, make_trainer, parse, report, shuffled, start, train
+
+WEIGHT_DECAY = 5e-4
+
+
+def share(data: ImageSet, split: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """Returns a rank's training images, of shape (number, 1, height, width), and labels; all have equally many."""
+    images, labels = data.train_images.unsqueeze(1), data.train_labels
+    if split == "even" or size == 1:
+        count = len(images) // size
+        return images[rank::size][:count], labels[rank::size][:count]
+    half = (size + 1) // 2
+    groups = [range(half), range(half, size)]
+    masks = [labels < 5, labels >= 5]
+    count = min(int(mask.sum()) // len(ranks) for mask, ranks in zip(masks, groups, strict=True))
+    number = int(rank >= half)
+    mask, ranks = masks[number], groups[number]
+    place = rank - ranks.start
+    return images[mask][place :: len(ranks)][:count], labels[mask][place :: len(ranks)][:count]
+
+
+def batches(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields batches without end."""
+    for chosen in shuffled(len(images), batch_size, seed):
+        yield images[chosen], labels[chosen]
+
+
+@record  # torchrun then shows this rank's exception, a lost peer for one, in its closing summary
+def main() -> None:
+    parser = make_parser("Train on MNIST, in any mode.", steps=1200, batch_size=32, lr=0.1)
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="MNIST's files; default: scikit-learn's digits"
+    )
+    parser.add_argument(
+        "--split", choices=("labels", "even"), default="labels", help="of the training images"
+    )
+    parser.add_argument("--momentum", type=float, default=0.0, help="of SGD on each rank")
+    args = parse(parser)
+    if MODES[args.mode].has_momentum and args.momentum:
+        parser.error(f"--mode {args.mode} has momentum of its own: --momentum must be 0, got {args.momentum}")
+    rank, size = start(args)
+    data = load_digits() if args.data is None else load_mnist(args.data)
+    images, labels = share(data, args.split, rank, size)
+    model = convolutional(images.shape[-1])
+    trainer = make_trainer(
+        args,
+        model,
+        lambda parameters: torch.optim.SGD(
+            parameters, lr=args.lr, momentum=args.momentum, weight_decay=WEIGHT_DECAY
+        ),
+    )
+    source = batches(images, labels, args.batch_size, seed=args.seed * size + rank)
+    history = train(args, trainer, source, cross_entropy)
+
+    def accuracy(module: nn.Module) -> float:
+        predicted = module(data.test_images.unsqueeze(1)).argmax(dim=1)
+        return float((predicted == data.test_labels).double().mean())
+
+    title = f"{data.name}, {len(images)} images a rank, split {args.split}\n{describe(args)}"
+    report(args, title, trainer, model, history, ("test accuracy", accuracy))
+    end(args)
+
+
+if __name__ == "__main__":
+    main()
