@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 import pytest
 
 import harness
+
+# A shell that starts this in the background has SIGINT ignored, and all ranks would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long the system may take to remove what ended ranks held.
 SETTLE_SECONDS = 5.0
