@@ -101,6 +101,9 @@ def leave_a_process() -> int:
 def test_leftover_processes_are_found_and_killed_with_a_broken_world() -> None:
     world = World(1)
     left = world.run(leave_a_process)[0]
+    deadline = time.monotonic() + 10
+    while not harness.leftover_processes()[left] and time.monotonic() < deadline:
+        time.sleep(0.01)  # the program that it becomes has no arguments for a moment
     assert harness.leftover_processes()[left] == "sleep 60"
     world.abandon()
     assert left not in harness.leftover_processes()
