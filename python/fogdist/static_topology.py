@@ -37,6 +37,15 @@ class StaticTopology:
     out_neighbors: list[int]
     plan: NeighborPlan
 
+    @property
+    def mean_weights(self) -> tuple[float, dict[int, float]]:
+        """This node's weight in its average, and those of its in-neighbors, ascending by node."""
+        sources = sorted(self.plan.sources)
+        if not self.plan.mean:
+            return self.plan.self_weight, dict(sources)
+        share = 1.0 / (len(sources) + 1)
+        return share, {source: share for source, _ in sources}
+
     def items(self) -> list[str]:
         """Returns what all ranks must have given alike, in an order that does not depend on the graph's."""
         edges = sorted(

@@ -9,7 +9,6 @@ from torch import Tensor
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.topology import GetRecvWeights
 from fogdist.windows import Window
 
 
@@ -81,13 +80,3 @@ class SlotsHeardOf:
             return self_weight, weights
         known = {rank: weight for rank, weight in weights.items() if rank not in unwritten}
         return self_weight + sum(weights[rank] for rank in unwritten if rank in weights), known
-
-
-def mean_weights() -> tuple[float, dict[int, float]]:
-    """Returns what this rank's average with its in-neighbors weighs: the topology's weights or the plain mean."""
-    context = current()
-    if context.topology.is_weighted:
-        own, others = GetRecvWeights(context.topology.graph, context.rank)
-        return own, dict(others)
-    share = 1.0 / (len(context.topology.in_neighbors) + 1)
-    return share, dict.fromkeys(context.topology.in_neighbors, share)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fogdist.collectives import barrier, wait
 from fogdist.context import current
-from fogdist.optim.bucket_windows import BucketWindows, SlotsHeardOf, mean_weights
+from fogdist.optim.bucket_windows import BucketWindows, SlotsHeardOf
 from fogdist.optim.overlapping import OverlappingOptimizer
 from fogdist.optim.wrapper import Models, reject_lbfgs, wrap
 from fogdist.windows import Window
@@ -184,7 +184,7 @@ class MixingOptimizer(WindowOptimizer):
 
     def _fog_start(self, is_alone: bool) -> None:
         self._fog_heard = SlotsHeardOf()
-        self._fog_mean = mean_weights()  # windows keep the topology as it is
+        self._fog_mean = current().topology.mean_weights  # windows keep the topology as it is
         super()._fog_start(is_alone)
 
     def _fog_given_weights(self) -> tuple[float, dict[int, float]] | None:

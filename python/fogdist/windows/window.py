@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.arguments import dense, writable
-from fogdist.context import Context, current, handles
+from fogdist.context import current, handles
 from fogdist.exchange import check_weight
 from fogdist.topology import check_neighbor_ranks
 
@@ -81,7 +81,8 @@ class Window:
         self._in = sorted(context.topology.in_neighbors)
         self._out = sorted(context.topology.out_neighbors)
         self._all_in, self._all_out = _ones(self._in), _ones(self._out)
-        self._mean = _mean_weights(context)
+        own, others = context.topology.mean_weights
+        self._mean = own, list(others.items())
         self._window: _C.Window | None = context.backend.create_window(
             tensor, name, self._in, self._out, zero_init=zero_init, timeout=timeout
         )
@@ -510,15 +511,6 @@ class Window:
 
 def _ones(ranks: Iterable[int]) -> list[tuple[int, float]]:
     return [(rank, 1.0) for rank in ranks]
-
-
-def _mean_weights(context: Context) -> tuple[float, list[tuple[int, float]]]:
-    """Returns what an update without weights of its own uses: this rank's weight and its in-neighbors'."""
-    plan = context.topology.plan
-    if not plan.mean:
-        return plan.self_weight, sorted(plan.sources)
-    share = 1.0 / (len(plan.sources) + 1)
-    return share, [(source, share) for source, _ in sorted(plan.sources)]
 
 
 def _true(_: object) -> bool:
