@@ -55,9 +55,7 @@ class DiLoCo(Algorithm):
         outer_momentum: float = 0.9,
         mixing: Mixing | Topology | None = None,
     ) -> None:
-        self._fog_begin_outer(
-            optimizer, AllRanks() if mixing is None else mixing, local_steps, outer_lr, outer_momentum
-        )
+        self._fog_begin_outer(optimizer, mixing, local_steps, outer_lr, outer_momentum)
 
     def _fog_begin_outer(
         self,
@@ -71,7 +69,11 @@ class DiLoCo(Algorithm):
         self._fog_outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
         self._fog_outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
         options |= {"outer_lr": self._fog_outer_lr, "outer_momentum": self._fog_outer_momentum}
-        self._fog_begin(optimizer, mixing, local_steps, **options)
+        chosen = self._fog_default_mixing() if mixing is None else mixing
+        self._fog_begin(optimizer, chosen, local_steps, **options)
+
+    def _fog_default_mixing(self) -> Mixing | Topology:
+        return AllRanks()
 
     def _fog_initial(self, name: str) -> list[Tensor]:
         return self._fog_flats.copies()
@@ -122,18 +124,8 @@ class GASLoC(DiLoCo):
         ValueError: As `Algorithm`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: Models,
-        *,
-        local_steps: int = 100,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
-        mixing: Mixing | Topology | None = None,
-    ) -> None:
-        pairs = random_matching(current().size) if mixing is None else mixing
-        self._fog_begin_outer(optimizer, pairs, local_steps, outer_lr, outer_momentum)
+    def _fog_default_mixing(self) -> Mixing | Topology:
+        return random_matching(current().size)
 
     def _fog_combine(self) -> None:
         targets = self._fog_targets()
@@ -180,10 +172,12 @@ class NoLoCo(DiLoCo):
         mixing: Mixing | Topology | None = None,
     ) -> None:
         self._fog_consensus = check_factor(consensus, "consensus", positive=True)
-        pairs = random_matching(current().size) if mixing is None else mixing
         self._fog_begin_outer(
-            optimizer, pairs, local_steps, outer_lr, outer_momentum, consensus=self._fog_consensus
+            optimizer, mixing, local_steps, outer_lr, outer_momentum, consensus=self._fog_consensus
         )
+
+    def _fog_default_mixing(self) -> Mixing | Topology:
+        return random_matching(current().size)
 
     def _fog_initial(self, name: str) -> list[Tensor]:
         return self._fog_flats.copies() if name == "anchor" else self._fog_flats.zeros()
