@@ -144,6 +144,8 @@ def one_peer_columns(size: int, step: int) -> np.ndarray:
 def mixing_matrix(graph: str, size: int, t: int) -> np.ndarray:
     if graph == "attributes":
         return one_peer_columns(size, t)
+    if graph == "graph":
+        return mixing_matrix("star", size, t)
     rounds = sequence(graph, size)
     if rounds is not None:
         return rounds.matrix(t)
@@ -425,6 +427,8 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
     options: dict[str, Any] = dict(case.options)
     if sequence(case.graph, size) is not None:
         options["mixing"] = sequence(case.graph, size)
+    elif case.graph == "graph":  # whatever the group's topology is
+        options["mixing"], _ = static("star", size)
     elif case.graph not in ("all", "nobody"):
         options["mixing"] = algorithms.Neighbors()
     with warnings.catch_warnings():
@@ -482,6 +486,7 @@ CASES = [
     *(Case("DecentralizedSGD", "attributes", "adamw", order(o)) for o in ("atc", "awc", "cta")),
     *(Case("DecentralizedSGD", "one-peer", "sgd", order(o), every=3) for o in ("atc", "awc", "cta")),
     Case("DecentralizedSGD", "star", "sgd", decays=True),
+    Case("DecentralizedSGD", "graph", "momentum"),
     Case("LocalSGD", "all", "adamw", every=4),
     Case("LocalSGD", "all", "momentum", every=1, decays=True),
     *(Case("GossipPGA", g, "momentum", (("period", 4),)) for g in ("exp", "one-peer", "attributes")),
@@ -506,6 +511,7 @@ CASES = [
     *(Case("PushSumSGD", g, b) for g in ("exp", "lopsided", "lopsided rounds") for b in ("sgd", "momentum")),
     Case("PushSumSGD", "lopsided", "adamw", every=3, decays=True),
     Case("PushSumSGD", "attributes", "sgd"),
+    Case("PushSumSGD", "graph", "momentum"),
     *(Case("QuasiGlobalMomentum", g) for g in ("star", "exp", "base", "attributes")),
     Case(
         "QuasiGlobalMomentum", "pairs", "sgd", (("momentum", 0.7), ("smoothing", 0.6)), every=2, decays=True
@@ -1061,7 +1067,7 @@ def wrong_arguments() -> None:
             base,
             {"mixing": topologies.one_peer_exponential(size + 1)},
             ValueError,
-            f"{size} ranks",
+            f"mixing.*as many nodes as ranks, {size}, got {size + 1}",
         ),
         ("DecentralizedSGD", model, {}, TypeError, "optimizer.*Quadratic"),
         ("GradientTracking", base, {"order": "cta"}, ValueError, "order.*'cta'"),
@@ -1079,8 +1085,10 @@ def wrong_arguments() -> None:
     ]:
         with pytest.raises(error, match=message):
             getattr(algorithms, name)(optimizer, model, **options)
-    with pytest.raises(TypeError, match="topology.*DiGraph"):
-        algorithms.Neighbors(topologies.RingGraph(size))
+    with pytest.raises(TypeError, match="topology.*DiGraph.*int"):
+        algorithms.Neighbors(3)
+    with pytest.raises(ValueError, match=f"mixing.*as many nodes as ranks, {size}, got {size + 1}"):
+        algorithms.LocalSGD(base, model, mixing=algorithms.Neighbors(topologies.RingGraph(size + 1)))
     optimizer = algorithms.ExactDiffusion(base, model)
     with pytest.raises(ValueError, match="distributed already"):
         algorithms.D2(optimizer, model)
@@ -1102,10 +1110,16 @@ def ranks_that_disagree() -> list[str]:
     rank = fogdist.rank()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1 + rank)  # rates may differ
+    # Of one name and other weights.
+    pairs = [nx.DiGraph(), nx.DiGraph()]
+    for graph, own in zip(pairs, (0.5, 0.75), strict=True):
+        edges = [(0, 0, own), (1, 0, 1 - own), (1, 1, own), (0, 1, 1 - own)]
+        graph.add_weighted_edges_from(edges)
     for name, options, message in [
         ("SlowMo", {"period": 2 + rank}, "period=2"),
         ("SlowMo" if rank else "D2", {}, "D2"),
         ("LocalSGD", {"mixing": topologies.random_matching(2) if rank else None}, "random-matching"),
+        ("LocalSGD", {"mixing": pairs[rank]}, "mixing: round 0 has the matrix"),
     ]:
         with pytest.raises(ValueError, match=message):
             getattr(algorithms, name)(base, model, **options)

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere, gather_numbers
 from fogdist.algorithms.flats import Flats
-from fogdist.algorithms.mixing import Mixing, Nobody, as_mixing
+from fogdist.algorithms.mixing import Mixing, MixingLike, Nobody, as_mixing
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.optim.parameter_average import NeighborWeights
-from fogdist.optim.wrapper import DistributedOptimizer, Models, reject_lbfgs, wrap
-from fogdist.topology import Topology
+from fogdist.optim.wrapper import DistributedOptimizer, Models, evaluated, reject_lbfgs, wrap
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +46,7 @@ class Algorithm(DistributedOptimizer):
             buffers do not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`): a
             UserWarning on all ranks says if they do not.
         mixing: Whom to average with, the same on all ranks. A `fogdist.topology.Topology`: its rounds, one
-            after the other. None: the attributes `self_weight`, `src_weights` and `dst_weights`, which can be
+            after the other. A `networkx.DiGraph`: it, with its weights, in all rounds. None: the attributes `self_weight`, `src_weights` and `dst_weights`, which can be
             set before each step for a dynamic topology, and as long as they are None the group's topology. Or
             `AllRanks()` or `Nobody()`.
         local_steps: J: ranks communicate in every J-th step, counted in calls of `step`.
@@ -83,7 +82,7 @@ class Algorithm(DistributedOptimizer):
         optimizer: Optimizer,
         model: Models,
         *,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         self._fog_begin(optimizer, mixing, local_steps)
@@ -97,10 +96,7 @@ class Algorithm(DistributedOptimizer):
         Returns:
             What the closure returned, else what the optimizer's own step returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         with torch.no_grad():
             self._fog_refresh()
             result = self._fog_advance()
@@ -109,17 +105,15 @@ class Algorithm(DistributedOptimizer):
     # --- for subclasses ---
 
     def _fog_begin(
-        self,
-        optimizer: Optimizer,
-        mixing: Mixing | Topology | None,
-        local_steps: int,
-        **options: object,
+        self, optimizer: Optimizer, mixing: MixingLike, local_steps: int, **options: object
     ) -> None:
         """Sets the algorithm up; `options` are what else all ranks must have given alike."""
         context = current()
         reject_lbfgs(optimizer)
         check_count(local_steps, "local_steps")
-        self._fog_mixing = as_mixing(mixing, context.size)
+        self._fog_mixing = as_mixing(mixing)
+        described = {"local_steps": local_steps, **options}
+        items = [*self._fog_mixing.items(), *(f"{name}={value!r}" for name, value in described.items())]
         self._fog_local_steps = local_steps
         self._fog_is_alone = context.size == 1
         self._fog_step_count = 0
@@ -129,8 +123,7 @@ class Algorithm(DistributedOptimizer):
         self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
-        described = {"mixing": self._fog_mixing, "local_steps": local_steps, **options}
-        _check_same_start(context, self, described, self._fog_parameters())
+        _check_same_start(context, self, items, self._fog_parameters())
 
     def _fog_advance(self) -> Any:
         """One step: adapts, and combines if it is due."""
@@ -341,12 +334,12 @@ def _without_prefix(entries: Any) -> Any:
 
 
 def _check_same_start(
-    context: Context, algorithm: Algorithm, options: Mapping[str, object], parameters: Sequence[Tensor]
+    context: Context, algorithm: Algorithm, options: Sequence[str], parameters: Sequence[Tensor]
 ) -> None:
     """Raises ValueError if ranks do not run the same algorithm, warns if they do not start from one point."""
     if context.size == 1:
         return
-    items = [f"{algorithm._fog_algorithm}", *(f"{name}={value!r}" for name, value in options.items())]
+    items = [algorithm._fog_algorithm, *options]
     items += [f"parameter {place}: {p.dtype} of shape {tuple(p.shape)}" for place, p in enumerate(parameters)]
     check_same_everywhere(context.backend, "algorithm", items)
     versions: dict[int, list[int]] = {}

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.algorithms.frame import Algorithm
-from fogdist.algorithms.mixing import Mixing
+from fogdist.algorithms.mixing import MixingLike
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology
 
 
 class GradientTracking(Algorithm):
@@ -49,7 +48,7 @@ class GradientTracking(Algorithm):
         model: Models,
         *,
         order: Literal["atc", "awc"] = "atc",
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         if order not in ("atc", "awc"):

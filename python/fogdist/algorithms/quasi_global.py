@@ -7,9 +7,8 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from fogdist.algorithms.frame import Algorithm, check_factor
-from fogdist.algorithms.mixing import Mixing
+from fogdist.algorithms.mixing import MixingLike
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology
 
 
 class QuasiGlobalMomentum(Algorithm):
@@ -46,7 +45,7 @@ class QuasiGlobalMomentum(Algorithm):
         *,
         momentum: float = 0.9,
         smoothing: float | None = None,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         for group in optimizer.param_groups:

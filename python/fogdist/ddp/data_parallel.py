@@ -21,11 +21,11 @@ from fogdist.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
-from fogdist.ddp.rounds import Rounds, TopologyLike, topology_of
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
 from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
+from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
 
 Mode: TypeAlias = Literal["sync", "async"]

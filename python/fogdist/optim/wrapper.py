@@ -9,7 +9,7 @@ wraps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -194,6 +194,14 @@ def wrap(
     distributed._fog_number = next(_numbers)
     distributed._fog_steps = steps
     return distributed
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Returns what a step's closure returns, None for no closure; gradients are recorded in it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def reject_lbfgs(optimizer: Optimizer) -> None:
