@@ -9,6 +9,7 @@ wraps.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.buckets import BUCKET_CAP_MB, cap_bytes
+from fogdist.optim.pass_marks import PassMarks
 
 Models = Module | Sequence[Module]
 
@@ -53,6 +55,7 @@ class DistributedOptimizer(Optimizer):
     _fog_bucket_bytes: int
     _fog_number: int
     _fog_steps: int
+    _fog_marks: PassMarks | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is found neither in the view nor in its classes.
@@ -95,6 +98,23 @@ class DistributedOptimizer(Optimizer):
         except ValueError:
             self._fog_wrapped.param_groups.pop()
             raise
+
+    def turn_on_timeline(self) -> None:
+        """Marks training passes in the traces of ``torch.profiler`` from now on.
+
+        A range "fogdist.forward" is a forward pass of a model, "fogdist.gradient" goes from its end to the
+        step. Exchanges ("fog:neighbor_allreduce" and others) and the optimizer's step are in the traces always.
+        """
+        if self._fog_marks is None:
+            self._fog_marks = PassMarks(self._fog_models, self._fog_wrapped)
+            # The models outlive their optimizer.
+            weakref.finalize(self, self._fog_marks.remove).atexit = False
+
+    def turn_off_timeline(self) -> None:
+        """Ends what `turn_on_timeline` began."""
+        if self._fog_marks is not None:
+            self._fog_marks.remove()
+            self._fog_marks = None
 
     def _is_own(self, name: str) -> bool:
         if name in self._scaler_marks:
