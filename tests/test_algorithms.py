@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import io
 import itertools
+import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
 from torch import Tensor, nn
@@ -867,6 +870,58 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed(worlds, size):
     X = np.stack([start(r) for r in range(size)])
     assert results[0][2] < np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
     assert loss_of_all(mean, size) < loss_of_all(X.mean(axis=0), size)
+
+
+def with_decaying_rates() -> np.ndarray:
+    """Ranks go at their own pace, but make equally many steps; full gradients."""
+    model, optimizer = gossip()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    for k in range(300):
+        optimizer.zero_grad()
+        (model(0) - torch.from_numpy(noise(fogdist.rank(), 0)) @ model.x()).backward()
+        optimizer.step()
+        scheduler.step()
+        if k % 10 == 0:
+            fogdist.barrier()
+    optimizer.finish()
+    return model.x().detach().numpy()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_asynchronous_gossip_ends_near_the_optimum(worlds, size):
+    ends = np.stack(worlds(size).run(with_decaying_rates))
+    begins = np.stack([start(r) for r in range(size)])
+    x = optimum(size)
+    # Without gossip a rank would end at its own optimum, which is farther from this than where it began.
+    assert np.linalg.norm(ends - x, axis=1).max() < 0.1 * np.linalg.norm(begins - x, axis=1).min()
+
+
+def lose_a_gossiping_neighbor() -> np.ndarray:
+    model, optimizer = gossip()
+
+    def step(k: int) -> None:
+        optimizer.zero_grad()
+        model(k).backward()
+        optimizer.step()
+
+    step(0)
+    fogdist.barrier()
+    if fogdist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for k in range(1, 60):
+        step(k)
+        fogdist.pair_gossip(torch.zeros(1), 2 - fogdist.rank())  # at one pace
+    with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
+        optimizer.finish()
+    return model.x().detach().numpy()
+
+
+def test_asynchronous_gossip_passes_over_a_lost_neighbor(new_world):
+    outcomes = new_world(3).run_raw(lose_a_gossiping_neighbor)
+    assert [outcome.state for outcome in outcomes] == ["returned", "died", "returned"], outcomes[0]
+    # The two that are left still gossip; alone each would go to its own optimum.
+    alone = [np.linalg.lstsq(*data(rank), rcond=None)[0] for rank in (0, 2)]
+    assert np.linalg.norm(outcomes[0].value - outcomes[2].value) < 0.2 * np.linalg.norm(alone[0] - alone[1])
 
 
 def loss_of_all(x: np.ndarray, size: int) -> float:
