@@ -1,7 +1,7 @@
 """Images that the examples train on; nothing is downloaded.
 
-Gray ones: scikit-learn's digits, and MNIST from its own files. Of three colors: CIFAR-10 from its own files, and plaids,
-which are made here.
+Gray ones: scikit-learn's digits, and MNIST from its own files. Of three colors: CIFAR-10 from its own files,
+and plaids, which are made here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Of the train/test split, and of plaids; apart from that of training, so that runs are tested on the same images.
+# Of the train/test split and of plaids; not that of training, so that all runs are tested on the same images.
 SPLIT_SEED = 0
 TEST_FRACTION = 0.25
 CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
@@ -31,8 +31,9 @@ PLAID_NOISE = 0.25
 class ImageSet:
     """Images and their labels, as int64.
 
-    Gray images are float32 in [0, 1] of shape (number, height, width); those of three colors are uint8 of shape
-    (number, 3, height, width): as they lie in CIFAR-10's files, which are four times as large in float32.
+    Gray images are float32 in [0, 1] of shape (number, height, width); those of three colors are uint8 of
+    shape (number, 3, height, width): as they lie in CIFAR-10's files, which are four times as large in
+    float32.
     """
 
     name: str
@@ -97,10 +98,10 @@ class _ArrayUnpickler(pickle.Unpickler):
     """Reads arrays and plain values only: a pickle may call whatever it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        reconstruct, *_ = np.empty(0).__reduce__()
+        recipe: Any = np.empty(0).__reduce__()
         known = {
-            ("numpy.core.multiarray", "_reconstruct"): reconstruct,
-            ("numpy._core.multiarray", "_reconstruct"): reconstruct,
+            ("numpy.core.multiarray", "_reconstruct"): recipe[0],
+            ("numpy._core.multiarray", "_reconstruct"): recipe[0],
             ("numpy", "ndarray"): np.ndarray,
             ("numpy", "dtype"): np.dtype,
             ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
@@ -147,9 +148,10 @@ def load_cifar10(folder: Path) -> ImageSet:
 def make_plaids() -> ImageSet:
     """Makes images of 3 x 32 x 32 in 10 classes, in place of CIFAR-10: the same ones wherever they are made.
 
-    A plaid is the sum of two gratings, whose directions are mirror images of each other: a flipped image belongs to
-    the same class. A class is one of five directions with one of two wavelengths. Where the gratings begin, their
-    colors and their contrast are random in each image, and noise is added, so that no pixel tells the class.
+    A plaid is the sum of two gratings, whose directions are mirror images of each other: a flipped image
+    belongs to the same class. A class is one of five directions with one of two wavelengths. Where the
+    gratings begin, their colors and their contrast are random in each image, and noise is added, so that no
+    pixel tells the class.
     """
     generator = torch.Generator().manual_seed(SPLIT_SEED)
     count = PLAID_TRAIN + PLAID_TEST

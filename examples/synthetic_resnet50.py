@@ -3,13 +3,14 @@
     torchrun --nproc_per_node=4 examples/synthetic_resnet50.py --image-size 64 --batch-size 4      # on a CPU
     torchrun --nproc_per_node=4 examples/synthetic_resnet50.py --image-size 64 --batch-size 4 --mode ddp
 
-The first --num-warmup-batches steps do not count. Then come --num-iters iterations of --num-batches-per-iter steps
-each; an iteration gives each rank a number of images per second. The run ends with their mean and 1.96 standard
-deviations (between which 95% of them lie, if they are normally distributed), of each rank and of all ranks together.
-Where ranks are asynchronous they share the steps, and a faster rank has more iterations than a slower one.
+The first --num-warmup-batches steps do not count. Then come --num-iters iterations of --num-batches-per-iter
+steps each; an iteration gives each rank a number of images per second. The run ends with their mean and 1.96
+standard deviations (between which 95% of them lie, if they are normally distributed), of each rank and of all
+ranks together. Where ranks are asynchronous they share the steps, and a faster rank has more iterations than
+a slower one.
 
-Images are of 224 x 224 pixels by default, as those of ImageNet; smaller ones make a step possible on a CPU, and the
-exchange, which has as many parameters as ever (25.6 million), a larger part of it.
+Images are of 224 x 224 pixels by default, as those of ImageNet; smaller ones make a step possible on a CPU,
+and the exchange, which has as many parameters as ever (25.6 million), a larger part of it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Trains a classifier of handwritten digits on several ranks that average with their neighbors, or in any mode.
+"""Trains a classifier of handwritten digits on ranks that average with their neighbors, or in any other mode.
 
-    torchrun --nproc_per_node=4 examples/train_digits.py                          # averages with neighbors (AWC)
-    torchrun --nproc_per_node=4 examples/train_digits.py --dynamic                # ... one peer a step
-    torchrun --nproc_per_node=4 examples/train_digits.py --mode ddp --backend gloo  # to compare with
-    mpiexec -n 4 python examples/train_digits.py                                  # under another launcher
+    torchrun --nproc_per_node=4 examples/train_digits.py                      # averages with neighbors (AWC)
+    torchrun --nproc_per_node=4 examples/train_digits.py --dynamic            # ... one peer a step
+    torchrun --nproc_per_node=4 examples/train_digits.py --mode ddp --backend gloo         # to compare with
+    mpiexec -n 4 python examples/train_digits.py                              # under another launcher
 
 The images are scikit-learn's digits (1797 scans of 8 x 8 pixels, part of that package), or MNIST's with
-`--data DIR`. Every rank trains on its own part of the training set and is tested on the whole test set. The run
-ends with a table, and a picture of loss, test accuracy and consensus distance: how far apart the models are,
+`--data DIR`. Every rank trains on its own part of the training set and is tested on the whole test set. The
+run ends with a table, and a picture of loss, test accuracy and how far apart the models are:
 
     d_i = || x_i - mean_j x_j ||_2,   consensus distance = sqrt(mean_i d_i^2)
 

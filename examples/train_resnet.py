@@ -1,18 +1,19 @@
 """Trains a ResNet for small images on CIFAR-10, or on images that are made here, in any mode.
 
-    torchrun --nproc_per_node=4 examples/train_resnet.py                                # a minute or two, on plaids
-    torchrun --nproc_per_node=4 examples/train_resnet.py --mode ddp --backend gloo      # to compare with
+    torchrun --nproc_per_node=4 examples/train_resnet.py                            # a minute, on plaids
+    torchrun --nproc_per_node=4 examples/train_resnet.py --mode ddp --backend gloo  # to compare with
     torchrun --nproc_per_node=4 examples/train_resnet.py --data DIR --batch-size 32 --steps 64000 --mode atc
 
-DIR holds CIFAR-10's python version, unpacked: data_batch_1 to data_batch_5 and test_batch. 64,000 steps of 4 ranks with
-32 images each is how He, Zhang, Ren and Sun trained ("Deep Residual Learning for Image Recognition", CVPR 2016, section
-4.2), but for the learning rate, which goes down along a cosine here. Without --data the images are plaids (see
-images.py), which every machine can make: they are of CIFAR's shape, and say nothing about accuracy on photographs.
+DIR holds CIFAR-10's python version, unpacked: data_batch_1 to data_batch_5 and test_batch. 64,000 steps of 4
+ranks with 32 images each is how He, Zhang, Ren and Sun trained ("Deep Residual Learning for Image
+Recognition", CVPR 2016, section 4.2), but for the learning rate, which goes down along a cosine here. Without
+--data the images are plaids (see images.py), which every machine can make: they are of CIFAR's shape, and say
+nothing about accuracy on photographs.
 
 Each rank trains on its own part of the images, shifted by up to 4 pixels and flipped at random, with batch
-normalization over its own batches. At the end of each epoch every rank's model is tested; the run ends with a table,
-and with the accuracy of the average of all models, of whose batch normalization the running statistics are averages
-too.
+normalization over its own batches. At the end of each epoch every rank's model is tested; the run ends with a
+table, and with the accuracy of the average of all models, of whose batch normalization the running statistics
+are averages too.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class Normalize:
 
 
 def augment(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns images (number, channels, height, width), each shifted by up to SHIFT pixels, and half of them flipped.
+    """Returns images, each shifted by up to SHIFT pixels, half of them flipped; what comes in is the mean, 0.
 
-    What comes in from outside is 0: the mean.
+    Args:
+        images: Of shape (number, channels, height, width).
+        generator: Of shifts and flips.
     """
     count, _, height, width = images.shape
     padded = pad(images, (SHIFT,) * 4)
@@ -111,7 +114,10 @@ def main() -> None:
 
     def accuracy(module: nn.Module) -> float:
         right = 0
-        for x, y in zip(data.test_images.split(TEST_BATCH), data.test_labels.split(TEST_BATCH), strict=True):
+        images_of_test, labels_of_test = (
+            torch.split(tensor, TEST_BATCH) for tensor in (data.test_images, data.test_labels)
+        )
+        for x, y in zip(images_of_test, labels_of_test, strict=True):
             right += int((module(normalize(x)).argmax(dim=1) == y).sum())
         return right / len(data.test_labels)
 

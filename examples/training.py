@@ -1,4 +1,4 @@
-"""What the training examples share: flags, start and end, the training loop, the closing table and picture."""
+"""What the training examples share: flags, start and end, training loop, closing table and picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
 
     def load(self, read: Callable[[], Item]) -> Item:
-        """Returns what `read` returns; ends the program if files, or the package that has them, are missing."""
+        """Returns what `read` returns; ends the program if files, or the package with them, are missing."""
         try:
             return read()
         except (ImportError, OSError, ValueError) as error:
@@ -65,7 +65,7 @@ def make_parser(
 
     Args:
         description: Heads the help.
-        steps: Default of --steps; None for a script that knows itself how many there are, and sets `args.steps`.
+        steps: Default of --steps; None for a script that has other flags for it, and sets `args.steps`.
         batch_size: Default of --batch-size.
         lr: Default of --lr.
         momentum: Default of --momentum, for scripts that train with `sgd`; None for no such flag.
@@ -82,12 +82,12 @@ def make_parser(
     add("--mode", choices=list(MODES), default="awc", metavar="MODE",
         help="how ranks train together: one of the modes below (default: %(default)s)")  # fmt: skip
     add("--backend", choices=("fog", "gloo"), default="fog",
-        help="of torch.distributed; gloo: only with modes ddp and none (default: %(default)s)")  # fmt: skip
+        help="of torch.distributed; gloo: only for modes ddp, none (default: %(default)s)")  # fmt: skip
     add("--topology", choices=TOPOLOGY_NAMES, metavar="NAME",
-        help=f"who is whose neighbor: {', '.join(TOPOLOGY_NAMES)} (default: what suits the mode)")  # fmt: skip
+        help=f"who is whose neighbor: {', '.join(TOPOLOGY_NAMES)} (default: the mode's)")  # fmt: skip
     add("--dynamic", action="store_true", help="average with one of the neighbors a step, in turn")
     add("--local-steps", type=int, metavar="N",
-        help="steps between averages (default: what suits the mode, where it has them)")  # fmt: skip
+        help="steps between averages (default: what suits the mode, if it has them)")  # fmt: skip
     if steps is not None:
         add("--steps", type=int, default=steps, metavar="N",
             help="of each rank; asynchronous ones share ranks * N (default: %(default)s)")  # fmt: skip
@@ -97,7 +97,7 @@ def make_parser(
     if momentum is not None:
         parser.momentum = momentum
         add("--momentum", type=float,
-            help=f"of SGD on each rank (default: {momentum}, or 0 if the mode has momentum of its own)")  # fmt: skip
+            help=f"of SGD on each rank (default: {momentum}, or 0 if the mode has its own)")  # fmt: skip
     add("--seed", type=int, default=0, help="of parameters and order of samples (default: %(default)s)")
     add("--slow-rank", type=int, metavar="RANK", help="this rank takes --slowdown times as long to compute")
     add("--slowdown", type=float, default=4.0, metavar="X", help="at least 1 (default: %(default)s)")
@@ -226,7 +226,8 @@ class Progress:
     """How much of the training is done, from 0 to 1.
 
     Ranks that wait for each other have done as many steps each. Asynchronous ones share the steps: each tells
-    all others of every step, by a window of one number, and all stop when there were enough, whoever made them.
+    all others of every step, by a window of one number, and all stop when there were enough, whoever made
+    them.
 
     Args:
         steps: Of each rank, or each rank's part of the shared ones.
@@ -552,4 +553,4 @@ def shuffled(count: int, batch_size: int, seed: int) -> Iterator[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(count, generator=generator)
-        yield from order[: count - count % batch_size].split(batch_size)
+        yield from torch.split(order[: count - count % batch_size], batch_size)
