@@ -9,7 +9,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # What pip installs as torch; the extension is built against it.
 TORCH ?= torch==2.13.0
-# Passed on to the demo or to pytest: make demo ARGS="--optimizer atc", make test ARGS="-k neighbor -x".
+# Passed on to the demo or to pytest: make demo ARGS="--mode atc", make test ARGS="-k neighbor -x".
 ARGS ?=
 # Driver of PyTorch's own distributed suite, which is not part of this repository, and the ranks it runs with.
 CONFORMANCE ?= ../shared/conformance/torch_distributed_suite.py
@@ -33,7 +33,7 @@ IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
 PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 
 help:
-	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--optimizer atc --dynamic\")"
+	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--mode atc --dynamic\")"
 	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"

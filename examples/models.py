@@ -50,7 +50,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions around which the input is added; four times as many channels leave."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions around which the input is added; 4 * `width` channels leave."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -143,12 +143,14 @@ class GPT(nn.Module):
         for parameter in (self.symbols.weight, self.places.weight):
             nn.init.normal_(parameter, std=0.02)
         mask = nn.Transformer.generate_square_subsequent_mask(context)
+        self.mask: Tensor
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns logits (batch, length, symbols) of what follows each of the symbols x (batch, length)."""
         length = x.shape[1]
-        y = self.symbols(x) + self.places(torch.arange(length, device=x.device))
+        y: Tensor = self.symbols(x) + self.places(torch.arange(length, device=x.device))
         for block in self.blocks:
             y = block(y, src_mask=self.mask[:length, :length], is_causal=True)
-        return self.head(self.norm(y))
+        logits: Tensor = self.head(self.norm(y))
+        return logits

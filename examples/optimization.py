@@ -4,21 +4,22 @@
     torchrun --nproc_per_node=4 examples/optimization.py --task linear_regression --topology mesh
     torchrun --nproc_per_node=4 examples/optimization.py --method push_diging --max-iter 300
 
-All ranks look for the x that is best for all data together: the mean of the ranks' losses f_i is to be smallest. Each
-knows its own f_i only, and talks to its neighbors.
+All ranks look for the x that is best for all data together: the mean of the ranks' losses f_i is to be
+smallest. Each knows its own f_i only, and talks to its neighbors.
 
-- diffusion (adapt then combine: fogdist.algorithms.DecentralizedSGD) ends near the optimum, at a distance that grows
-  with the learning rate and with how much the ranks' data differ.
-- exact_diffusion and gradient_tracking (fogdist.algorithms.ExactDiffusion, GradientTracking) end at the optimum itself,
-  at a geometric rate, on graphs whose weights sum to 1 at senders and receivers.
-- push_diging does so on every directed graph that is strongly connected, without anybody knowing how many write to
-  whom; here on one-sided windows. A rank has u, which stands for x times a weight v, and y, which follows the gradient
-  of the mean: in each iteration it takes u - lr y, divides u, y and v into equal shares for its out-neighbors and
-  itself, adds up what it gets, takes x = u / v, and adds the change of its own gradient to y (Nedic, Olshevsky and
-  Shi, "Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM Journal on
-  Optimization 27, 2017). u, y and v are one tensor in one window: win_accumulate gives the shares away,
-  win_update_then_collect adds up. Barriers keep the ranks in step, as the theorem has it: a rank that ran ahead would
-  give nearly all of v away before anything came back, and divide by what is left.
+- diffusion (adapt then combine: fogdist.algorithms.DecentralizedSGD) ends near the optimum, at a distance
+  that grows with the learning rate and with how much the ranks' data differ.
+- exact_diffusion and gradient_tracking (fogdist.algorithms.ExactDiffusion, GradientTracking) end at the
+  optimum itself, at a geometric rate, on graphs whose weights sum to 1 at senders and receivers.
+- push_diging does so on every directed graph that is strongly connected, without anybody knowing how many
+  write to whom; here on one-sided windows. A rank has u, which stands for x times a weight v, and y, which
+  follows the gradient of the mean: in each iteration it takes u - lr y, divides u, y and v into equal shares
+  for its out-neighbors and itself, adds up what it gets, takes x = u / v, and adds the change of its own
+  gradient to y (Nedic, Olshevsky and Shi, "Achieving geometric convergence for distributed optimization over
+  time-varying graphs", SIAM Journal on Optimization 27, 2017). u, y and v are one tensor in one window:
+  win_accumulate gives the shares away, win_update_then_collect adds up. Barriers keep the ranks in step, as
+  the theorem has it: a rank that ran ahead would give nearly all of v away before anything came back, and
+  divide by what is left.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Problem:
 
 
 def optimum(problem: Problem) -> Tensor:
-    """Returns the minimizer of the mean of all ranks' losses, by Newton's method with averages over all ranks."""
+    """Returns the minimizer of the mean of all ranks' losses, by Newton's method on averages of ranks."""
     x = torch.zeros(FEATURES, dtype=torch.float64)
     for _ in range(30):
         gradient = fogdist.allreduce(problem.gradient(x))

@@ -4,10 +4,10 @@
     torchrun --nproc_per_node=4 examples/push_sum.py --topology ring-right --slow-rank 2
     torchrun --nproc_per_node=4 examples/push_sum.py --dynamic
 
-Rank i starts with the value x = i and the weight p = 1. In each of its rounds a rank keeps a share of both and
-adds the others to its out-neighbors' slots, then collects what has come to its own; nobody waits for anybody.
-The sums of x and of p over all ranks, slots included, stay as they are, so x / p goes to the average of all on
-every directed graph that is strongly connected, however uneven the speeds (Kempe, Dobra and Gehrke,
+Rank i starts with the value x = i and the weight p = 1. In each of its rounds a rank keeps a share of both
+and adds the others to its out-neighbors' slots, then collects what has come to its own; nobody waits for
+anybody. The sums of x and of p over all ranks, slots included, stay as they are, so x / p goes to the average
+of all on every directed graph that is strongly connected, however uneven the speeds (Kempe, Dobra and Gehrke,
 "Gossip-based computation of aggregate information", FOCS 2003).
 """
 

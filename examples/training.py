@@ -1,15 +1,17 @@
-"""What the training examples share: flags, start and end, the training loop, the closing table and picture."""
+"""What the training examples share: flags, start and end, training loop, closing table and picture."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,37 +22,88 @@ import fogdist
 from fogdist.topology import TOPOLOGY_NAMES, by_name, one_peer
 
 WARMUP_FRACTION = 0.1
+PROGRESS_LINES = 10  # of a training that is not watched
 Batch = tuple[Tensor, Tensor]
+Evaluation = tuple[str, Callable[[nn.Module], float]]
 Item = TypeVar("Item")
 
 
 # --- flags ---
 
 
-def make_parser(description: str, *, steps: int, batch_size: int, lr: float) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser that tells of mistakes in one line, as every rank prints it.
+
+    Attributes:
+        momentum: Default of --momentum; None if there is no such flag, or the script has its own.
+    """
+
+    momentum: float | None = None
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
+
+    def load(self, read: Callable[[], Item]) -> Item:
+        """Returns what `read` returns; ends the program if files, or the package with them, are missing."""
+        try:
+            return read()
+        except (ImportError, OSError, ValueError) as error:
+            self.error(str(error))
+
+
+def make_parser(
+    description: str,
+    *,
+    steps: int | None,
+    batch_size: int,
+    lr: float,
+    momentum: float | None = None,
+    plot_file: Path | None = None,
+) -> Parser:
     """Returns a parser with the flags that all training examples have.
 
     Args:
         description: Heads the help.
-        steps: Default of --steps.
+        steps: Default of --steps; None for a script that has other flags for it, and sets `args.steps`.
         batch_size: Default of --batch-size.
         lr: Default of --lr.
+        momentum: Default of --momentum, for scripts that train with `sgd`; None for no such flag.
+        plot_file: Default of --save-plot-file; None for no picture.
     """
-    modes = "; ".join(f"{name}: {mode.summary}" for name, mode in MODES.items())
-    parser = argparse.ArgumentParser(description=description)
+    width = max(map(len, MODES))
+    modes = "\n".join(f"  {name:{width}}  {mode.summary}" for name, mode in MODES.items())
+    parser = Parser(
+        description=description,
+        epilog=f"modes:\n{modes}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
-    add("--mode", choices=list(MODES), default="awc", help=modes)
-    add("--backend", choices=("fog", "gloo"), default="fog", help="gloo: only with modes ddp and none")
-    add("--topology", choices=TOPOLOGY_NAMES, help="who is whose neighbor; by default what suits the mode")
-    add("--dynamic", action="store_true", help="one of the neighbors a step, in turn")
-    add("--local-steps", type=int, help="steps between averages, where a mode has them")
-    add("--steps", type=int, default=steps, help="of each rank; asynchronous ones share size * steps")
-    add("--batch-size", type=int, default=batch_size, help="of each rank")
-    add("--lr", type=float, default=lr, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of parameters and order of samples")
+    add("--mode", choices=list(MODES), default="awc", metavar="MODE",
+        help="how ranks train together: one of the modes below (default: %(default)s)")  # fmt: skip
+    add("--backend", choices=("fog", "gloo"), default="fog",
+        help="of torch.distributed; gloo: only for modes ddp, none (default: %(default)s)")  # fmt: skip
+    add("--topology", choices=TOPOLOGY_NAMES, metavar="NAME",
+        help=f"who is whose neighbor: {', '.join(TOPOLOGY_NAMES)} (default: the mode's)")  # fmt: skip
+    add("--dynamic", action="store_true", help="average with one of the neighbors a step, in turn")
+    add("--local-steps", type=int, metavar="N",
+        help="steps between averages (default: what suits the mode, if it has them)")  # fmt: skip
+    if steps is not None:
+        add("--steps", type=int, default=steps, metavar="N",
+            help="of each rank; asynchronous ones share ranks * N (default: %(default)s)")  # fmt: skip
+    add("--batch-size", type=int, default=batch_size, metavar="N",
+        help="samples a step of each rank (default: %(default)s)")  # fmt: skip
+    add("--lr", type=float, default=lr, help="highest learning rate (default: %(default)s)")
+    if momentum is not None:
+        parser.momentum = momentum
+        add("--momentum", type=float,
+            help=f"of SGD on each rank (default: {momentum}, or 0 if the mode has its own)")  # fmt: skip
+    add("--seed", type=int, default=0, help="of parameters and order of samples (default: %(default)s)")
     add("--slow-rank", type=int, metavar="RANK", help="this rank takes --slowdown times as long to compute")
-    add("--slowdown", type=float, default=4.0)
-    add("--save-plot-file", type=Path, metavar="PNG", help="picture of the loss, needs matplotlib")
+    add("--slowdown", type=float, default=4.0, metavar="X", help="at least 1 (default: %(default)s)")
+    add("--save-plot-file", type=Path, metavar="PNG", default=plot_file,
+        help="picture of the training, needs matplotlib (default: "
+             f"{plot_file or 'none'})")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="takes the results")
     return parser
 
@@ -64,18 +117,39 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     if args.dynamic and not mode.can_be_dynamic:
         parser.error(f"--dynamic is not for --mode {args.mode}")
     if args.topology is not None and not mode.follows_topology:
-        parser.error(f"--topology is not for --mode {args.mode}")
+        parser.error(f"--topology {args.topology} is not for --mode {args.mode}: it has no neighbors")
     args.topology = args.topology or mode.topology
     if args.dynamic and args.topology in ("mesh", "torus", "star"):
         parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
-    if args.local_steps is not None and mode.local_steps is None:
-        parser.error(f"--local-steps is not for --mode {args.mode}")
-    args.local_steps = args.local_steps or mode.local_steps or 1
+    if args.local_steps is None:
+        args.local_steps = mode.local_steps or 1
+    elif mode.local_steps is None:
+        parser.error(f"--local-steps {args.local_steps} is not for --mode {args.mode}")
+    momentum = getattr(parser, "momentum", None)
+    if momentum is not None:
+        if args.momentum is None:
+            args.momentum = 0.0 if mode.has_momentum else momentum
+        if mode.has_momentum and args.momentum != 0:
+            parser.error(
+                f"--mode {args.mode} has momentum of its own: --momentum must be 0, got {args.momentum}"
+            )
+        if not 0 <= args.momentum < 1:
+            parser.error(f"--momentum must be at least 0 and below 1, got {args.momentum}")
     for name in ("steps", "batch_size", "local_steps"):
-        if getattr(args, name) < 1:
+        if getattr(args, name, 1) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.slowdown < 1:
+    if not (math.isfinite(args.lr) and args.lr > 0):
+        parser.error(f"--lr must be above 0, got {args.lr}")
+    if args.slow_rank is not None and args.slow_rank < 0:
+        parser.error(f"--slow-rank must be at least 0, got {args.slow_rank}")
+    if not (math.isfinite(args.slowdown) and args.slowdown >= 1):
         parser.error(f"--slowdown must be at least 1, got {args.slowdown}")
+    # At once, not when all the training is done.
+    for flag, path in (("--save-plot-file", args.save_plot_file), ("--json", args.json)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            parser.error(f"{flag} must be a file in a folder that exists, got {path}")
+    if args.save_plot_file is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"--save-plot-file {args.save_plot_file} needs matplotlib, which is not installed")
     return args
 
 
@@ -86,19 +160,44 @@ def start(args: argparse.Namespace) -> tuple[int, int]:
     """Connects this process to the others; returns its rank and their number."""
     torch.set_num_threads(1)  # ranks share the cores
     if args.backend == "gloo":
+        if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
+            raise SystemExit("error: --backend gloo needs torchrun, which tells the ranks of each other")
         dist.init_process_group("gloo")
     else:
         fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
     torch.manual_seed(args.seed)  # all ranks make the same model
-    return dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if args.slow_rank is not None and args.slow_rank >= size:
+        give_up(args, f"--slow-rank must be below {size}, the number of ranks, got {args.slow_rank}")
+    return rank, size
+
+
+def give_up(args: argparse.Namespace, message: str) -> NoReturn:
+    """Ends the program because of a mistake that all ranks have found; they call this together."""
+    end(args)
+    raise SystemExit(f"error: {message}")
+
+
+def check_batch_size(args: argparse.Namespace, samples: int) -> None:
+    """Ends the program if a batch is larger than the samples of each rank; all ranks call this together."""
+    if args.batch_size > samples:
+        give_up(args, f"--batch-size must be at most {samples}, the samples of a rank, got {args.batch_size}")
 
 
 def end(args: argparse.Namespace) -> None:
     """Leaves the others."""
     if args.backend == "gloo":
-        # A thread of Gloo drops its last tensor a moment after the operation is done, see train_digits.py.
+        # A thread of Gloo drops its last tensor a moment after the operation is done. If Python is on its way
+        # out by then, the process aborts (seen with torch 2.13 in one run of five).
         time.sleep(0.5)
     dist.destroy_process_group()
+
+
+def sgd(args: argparse.Namespace, *, weight_decay: float) -> OptimizerFunction:
+    """Returns what makes SGD with --lr and --momentum."""
+    return lambda parameters: torch.optim.SGD(
+        parameters, lr=args.lr, momentum=args.momentum, weight_decay=weight_decay
+    )
 
 
 def make_trainer(args: argparse.Namespace, model: nn.Module, make_optimizer: OptimizerFunction) -> Trainer:
@@ -126,8 +225,9 @@ def describe(args: argparse.Namespace) -> str:
 class Progress:
     """How much of the training is done, from 0 to 1.
 
-    Ranks that wait for each other have done as many steps each. Asynchronous ones share the steps: each tells all
-    others of every step, by a window of one number, and all stop when there were enough, whoever made them.
+    Ranks that wait for each other have done as many steps each. Asynchronous ones share the steps: each tells
+    all others of every step, by a window of one number, and all stop when there were enough, whoever made
+    them.
 
     Args:
         steps: Of each rank, or each rank's part of the shared ones.
@@ -164,20 +264,62 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """What `train` looks at while it trains.
+
+    Attributes:
+        model: That is trained.
+        epoch: Steps after which it looks; where ranks share the steps, that part of all of them.
+        evaluate: What is evaluated, and what does it, given the model in evaluation mode.
+    """
+
+    model: nn.Module
+    epoch: int
+    evaluate: Evaluation
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank found at the end of an epoch.
+
+    Attributes:
+        step: Steps that it had done.
+        fraction: How much of the training was done.
+        loss: Mean of its batches since the measurement before.
+        value: Of its model, as `Watch.evaluate` has it; None if nothing is watched.
+        consensus_distance: sqrt(mean_i || x_i - mean_j x_j ||^2); None if nothing is watched, or ranks are
+            asynchronous: they would have to wait for each other.
+    """
+
+    step: int
+    fraction: float
+    loss: float
+    value: float | None = None
+    consensus_distance: float | None = None
+
+
+@dataclass(frozen=True)
 class History:
     """What one rank did.
 
     Attributes:
         losses: Of its batches.
         fractions: How much of the training was done after each.
-        seconds: Of training.
+        times: Seconds of training after each; what measuring took is left out.
         samples: That it trained on.
+        measurements: One an epoch.
     """
 
     losses: list[float]
     fractions: list[float]
-    seconds: float
+    times: list[float]
     samples: int
+    measurements: list[Measurement]
+
+    @property
+    def seconds(self) -> float:
+        """Of training."""
+        return self.times[-1] if self.times else 0.0
 
 
 def learning_rate_factor(fraction: float) -> float:
@@ -190,22 +332,29 @@ def train(
     trainer: Trainer,
     batches: Iterator[Batch],
     loss_function: Callable[[Tensor, Tensor], Tensor],
+    watch: Watch | None = None,
 ) -> History:
-    """Trains for --steps steps; all ranks call this together.
+    """Trains for --steps steps, and tells of it on rank 0; all ranks call this together.
 
     Args:
         args: From `parse`.
         trainer: From `make_trainer`.
         batches: This rank's, without end: inputs and targets.
         loss_function: Of outputs and targets.
+        watch: What is measured in each epoch; None for nothing but the loss.
     """
     is_slow = dist.get_rank() == args.slow_rank
-    progress = Progress(args.steps, MODES[args.mode].is_asynchronous)
+    is_asynchronous = MODES[args.mode].is_asynchronous
+    progress = Progress(args.steps, is_asynchronous)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         trainer.optimizer, lambda _: learning_rate_factor(progress.fraction)
     )
     losses: list[float] = []
     fractions: list[float] = []
+    times: list[float] = []
+    measurements: list[Measurement] = []
+    epoch = min(1.0, watch.epoch / args.steps if watch is not None else 1 / PROGRESS_LINES)
+    epochs = 0
     dist.barrier()
     begin = time.perf_counter()
     while progress.fraction < 1.0:
@@ -220,12 +369,45 @@ def train(
         trainer.optimizer.zero_grad()
         losses.append(loss.item())
         progress.advance()
-        fractions.append(progress.fraction)
+        fraction = progress.fraction
+        fractions.append(fraction)
         schedule.step()
-    seconds = time.perf_counter() - begin
+        times.append(time.perf_counter() - begin)
+        # What is added is for the rounding of quotients.
+        epochs, before = int(fraction / epoch + 1e-9), epochs
+        if fraction == 1.0 or epochs > before:
+            since = measurements[-1].step if measurements else 0
+            found = Measurement(len(losses), fraction, sum(losses[since:]) / len(losses[since:]))
+            if watch is not None:
+                found = _measure(watch, found, has_distance=not is_asynchronous)
+            measurements.append(found)
+            _tell(watch, found, math.ceil(fraction / epoch - 1e-9))
+            begin = time.perf_counter() - times[-1]
     dist.barrier()
     progress.close()
-    return History(losses, fractions, seconds, len(losses) * args.batch_size)
+    return History(losses, fractions, times, len(losses) * args.batch_size, measurements)
+
+
+@torch.no_grad()
+def _measure(watch: Watch, found: Measurement, *, has_distance: bool) -> Measurement:
+    """Adds to a measurement what is watched. Collective if it has a distance."""
+    watch.model.eval()
+    value = watch.evaluate[1](watch.model)
+    watch.model.train()
+    distance = root_mean_square(gather(distance_to_average(watch.model))) if has_distance else None
+    return Measurement(found.step, found.fraction, found.loss, value, distance)
+
+
+def _tell(watch: Watch | None, found: Measurement, epoch: int) -> None:
+    if dist.get_rank() != 0:
+        return
+    words = [f"loss {found.loss:.3f}"]
+    if watch is not None and found.value is not None:
+        words.append(f"{watch.evaluate[0]} {found.value:.4f}")
+    if found.consensus_distance is not None:
+        words.append(f"consensus distance {found.consensus_distance:.1e}")
+    place = f"step {found.step}, {100 * found.fraction:.0f}%"
+    print(f"{f'epoch {epoch}, ' if watch is not None else ''}{place}: rank 0: {', '.join(words)}", flush=True)
 
 
 # --- results ---
@@ -247,13 +429,19 @@ def distance_to_average(model: nn.Module) -> float:
     return float((mine - mean / dist.get_world_size()).norm())
 
 
+def root_mean_square(values: Sequence[float]) -> float:
+    """Returns the square root of the mean of the squares."""
+    return math.sqrt(sum(value * value for value in values) / len(values))
+
+
 def report(
     args: argparse.Namespace,
     title: str,
     trainer: Trainer,
     model: nn.Module,
     history: History,
-    evaluate: tuple[str, Callable[[nn.Module], float]],
+    evaluate: Evaluation,
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Evaluates each rank's model, then their average, and prints a table; all ranks call this together.
 
@@ -264,6 +452,7 @@ def report(
         model: What it trained.
         history: Of this rank.
         evaluate: What is evaluated, and what does it, given a model in evaluation mode.
+        more: Further results, by name, for --json.
 
     Returns:
         What --json gets; on rank 0.
@@ -283,13 +472,17 @@ def report(
     print(f"{'rank':>6}{name:>16}{'distance to average':>22}{'steps':>8}{'samples/s':>12}")
     for rank, (value, distance, rate) in enumerate(zip(own, distances, rates, strict=True)):
         steps = len(histories[rank].losses)
-        print(f"{rank:>6}{value:>16.4f}{distance:>22.2e}{steps:>8}{rate:>12,.0f}")
+        shown = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"  # a loss may have gone astray
+        print(f"{rank:>6}{shown:>16}{distance:>22.2e}{steps:>8}{rate:>12,.1f}")
     healthy = [rate for rank, rate in enumerate(rates) if rank != args.slow_rank]
-    print(f"samples per second of a rank{' that is not slow' if args.slow_rank is not None else ''}: "
-          f"{sum(healthy) / len(healthy):,.0f}")  # fmt: skip
+    if healthy:
+        print(f"samples per second of a rank{' that is not slow' if args.slow_rank is not None else ''}: "
+              f"{sum(healthy) / len(healthy):,.1f}; of all ranks: {sum(rates):,.1f}")  # fmt: skip
+    print(f"consensus distance: {root_mean_square(distances):.2e}")
     print(f"{name} of the {'average' if args.mode != 'none' else 'model of rank 0'}: {final:.4f}", flush=True)
     if args.save_plot_file:
-        plot(args.save_plot_file, title, histories)
+        plot(args.save_plot_file, title, histories, name)
+        print(f"picture: {args.save_plot_file}", flush=True)
     results = {
         "title": title,
         "mode": args.mode,
@@ -297,39 +490,67 @@ def report(
         "final": final,
         "ranks": own,
         "distances": distances,
+        "consensus distance": root_mean_square(distances),
         "samples per second": rates,
         "steps": [len(each.losses) for each in histories],
-        "healthy samples per second": sum(healthy) / len(healthy),
+        "healthy samples per second": sum(healthy) / len(healthy) if healthy else None,
+        "measurements": [[asdict(found) for found in each.measurements] for each in histories],
+        **(more or {}),
     }
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     return results
 
 
-def plot(path: Path, title: str, histories: Sequence[History]) -> None:
-    """Draws each rank's loss, smoothed over a twentieth of its steps, over what was done of the training."""
+def plot(path: Path, title: str, histories: Sequence[History], metric: str) -> None:
+    """Draws the training: each rank's loss, smoothed over a twentieth of its steps, and what was measured.
+
+    Args:
+        path: PNG file to write.
+        title: Heads the picture.
+        histories: Of all ranks.
+        metric: What was evaluated.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display is needed
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    measured = [found for found in histories[0].measurements if found.value is not None]
+    distances = [found.consensus_distance for found in measured if found.consensus_distance is not None]
+    panels = 1 + bool(measured) + bool(distances)
+    size = (8.0, 4.5) if panels == 1 else (5.0 * panels, 4.2)
+    figure, row = pyplot.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+    figure.suptitle(title)
+    loss, *others = row[0]
     for rank, history in enumerate(histories):
         width = max(1, len(history.losses) // 20)
         smooth = torch.tensor(history.losses).unfold(0, width, 1).mean(dim=1)
-        axes.plot(history.fractions[width - 1 :], smooth, label=f"rank {rank}", linewidth=1)
-    axes.set(title=title, xlabel="part of all steps", ylabel="training loss", yscale="log")
-    axes.legend()
-    axes.grid(alpha=0.3)
+        loss.plot(history.fractions[width - 1 :], smooth, label=f"rank {rank}", linewidth=1)
+        if measured:
+            found = history.measurements
+            others[0].plot([each.fraction for each in found], [each.value for each in found], linewidth=1)
+    loss.set(ylabel="training loss", yscale="log")
+    loss.legend()
+    if measured:
+        others[0].set(ylabel=metric)
+    if distances:
+        others[1].plot([found.fraction for found in measured], distances, color="black", linewidth=1)
+        others[1].set(ylabel=r"consensus distance  $\sqrt{\mathrm{mean}_i\,\|x_i-\bar{x}\|^2}$")
+        if max(distances) > 0:
+            others[1].set_yscale("log")
+    for axes in row[0]:
+        axes.set_xlabel("part of all steps")
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def shuffled(count: int, batch_size: int, seed: int) -> Iterator[Tensor]:
-    """Yields indices of batches without end, in a new order each epoch; a rest that fills no batch is left out."""
+    """Yields indices of batches without end, in a new order each epoch; what fills no batch is left out."""
     if batch_size > count:
         raise ValueError(f"--batch-size must be at most {count}, the samples of a rank, got {batch_size}")
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(count, generator=generator)
-        yield from order[: count - count % batch_size].split(batch_size)
+        yield from torch.split(order[: count - count % batch_size], batch_size)

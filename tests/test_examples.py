@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
 import re
 import signal
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from scripts import ROOT, Job, launcher_command, run_script
 
 TRAIN_DIGITS = ROOT / "examples" / "train_digits.py"
@@ -19,39 +26,23 @@ PUSH_SUM = ROOT / "examples" / "push_sum.py"
 OPTIMIZATION = ROOT / "examples" / "optimization.py"
 TRAIN_GPT = ROOT / "examples" / "train_gpt.py"
 TRAIN_MNIST = ROOT / "examples" / "train_mnist.py"
+TRAIN_RESNET = ROOT / "examples" / "train_resnet.py"
+SYNTHETIC_RESNET50 = ROOT / "examples" / "synthetic_resnet50.py"
+TRAINING = [TRAIN_DIGITS, TRAIN_MNIST, TRAIN_GPT, TRAIN_RESNET, SYNTHETIC_RESNET50]
 # Seconds after a rank is lost. Its peers notice at once; the rest is torchrun's shutdown on a busy machine.
 LOST_RANK_TIMEOUT = 30.0
 
 
-@dataclass(frozen=True)
-class Table:
-    """The closing table of train_digits.py, a value for each rank."""
-
-    accuracies: list[float]
-    distances: list[float]
-    rates: list[float]
-    consensus_distance: float
+Results = dict[str, Any]
 
 
-def read_table(output: str, ranks: int) -> Table:
-    rows = re.findall(r"^ +(\d+) +(\d\.\d{4}) +(\d\.\d\de[+-]\d\d) +([\d,]+)$", output, re.MULTILINE)
-    assert [int(row[0]) for row in rows] == list(range(ranks)), output
-    consensus = re.search(r"^consensus distance: (\S+)$", output, re.MULTILINE)
-    assert consensus, output
-    return Table(
-        accuracies=[float(row[1]) for row in rows],
-        distances=[float(row[2]) for row in rows],
-        rates=[float(row[3].replace(",", "")) for row in rows],
-        consensus_distance=float(consensus[1]),
-    )
-
-
-def train(folder: Path, ranks: int, *arguments: str, launcher: str = "torchrun") -> Table:
-    picture = folder / "picture.png"
-    script = [TRAIN_DIGITS, *arguments, "--output", picture]
-    output = run_script(script, ranks, folder / "log.txt", launcher, timeout=120)
+def train(folder: Path, ranks: int, *script: str | Path, launcher: str = "torchrun") -> tuple[Results, str]:
+    """Runs a training example; returns what --json got, and what was printed."""
+    results, picture = folder / "results.json", folder / "picture.png"
+    arguments = [*script, "--json", results, "--save-plot-file", picture]
+    output = run_script(arguments, ranks, folder / "log.txt", launcher, timeout=120)
     check_picture(picture)
-    return read_table(output, ranks)
+    return json.loads(results.read_text()), output
 
 
 def check_picture(path: Path) -> None:
@@ -69,38 +60,44 @@ def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path) -> None:
     """The demo at its defaults; the two runs have the same data, initial parameters and order of samples."""
     for name in ("fog", "gloo"):
         (tmp_path / name).mkdir()
-    ours = train(tmp_path / "fog", 4)
-    reference = train(tmp_path / "gloo", 4, "--optimizer", "ddp", "--backend", "gloo")
-    assert min(ours.accuracies) > 0.95
-    assert len(set(reference.accuracies)) == 1
-    assert max(abs(accuracy - reference.accuracies[0]) for accuracy in ours.accuracies) <= 0.01
+    ours, output = train(tmp_path / "fog", 4, TRAIN_DIGITS)
+    reference, _ = train(tmp_path / "gloo", 4, TRAIN_DIGITS, "--mode", "ddp", "--backend", "gloo")
+    assert min(ours["ranks"]) > 0.95
+    assert len(set(reference["ranks"])) == 1
+    assert max(abs(accuracy - reference["ranks"][0]) for accuracy in ours["ranks"]) <= 0.01
     # The ranks mix, so they are close, and they have data of their own, so they are not equal.
-    assert 0 < ours.consensus_distance < 0.01
-    assert reference.consensus_distance < 1e-6
-    assert min(ours.rates) > 0
+    assert 0 < ours["consensus distance"] < 0.01
+    assert reference["consensus distance"] < 1e-6
+    assert min(ours["samples per second"]) > 0
+    # 21 steps an epoch; the last measurement is that of the trained models.
+    for rank, measured in enumerate(ours["measurements"]):
+        assert [found["step"] for found in measured] == list(range(21, 631, 21))
+        assert measured[-1]["value"] == ours["ranks"][rank]
+        assert measured[-1]["consensus_distance"] == pytest.approx(ours["consensus distance"])
+    assert all(f"{accuracy:.4f}" in output for accuracy in ours["ranks"])
 
 
 @pytest.mark.parametrize(
     "arguments, launcher",
     [
-        (("--optimizer", "atc", "--topology", "ring", "--dynamic"), "torchrun"),
-        (("--optimizer", "gradient"), "mpiexec"),
+        (("--mode", "atc", "--topology", "ring", "--dynamic"), "torchrun"),
+        (("--mode", "gradient_allreduce"), "mpiexec"),
     ],
     ids=["atc-torchrun", "gradient-mpiexec"],
 )
 def test_demo_in_short(tmp_path: Path, arguments: tuple[str, ...], launcher: str) -> None:
-    table = train(tmp_path, 2, *arguments, "--epochs", "8", launcher=launcher)
-    assert min(table.accuracies) > 0.93
-    if "gradient" in arguments:
-        assert table.consensus_distance < 1e-6
+    found, _ = train(tmp_path, 2, TRAIN_DIGITS, *arguments, "--steps", "330", launcher=launcher)
+    assert min(found["ranks"]) > 0.93
+    if "gradient_allreduce" in arguments:
+        assert found["consensus distance"] < 1e-6
 
 
 def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
     # The agent ends all ranks once it has noticed: not before these have had time to say what they noticed.
     launcher = [*launcher_command("torchrun", 3), "--monitor-interval", "5"]
-    job = Job([TRAIN_DIGITS, "--epochs", "100000"], 3, tmp_path / "log.txt", launcher)
+    job = Job([TRAIN_DIGITS, "--steps", "1000000"], 3, tmp_path / "log.txt", launcher)
     try:
-        job.wait_for(lambda output: len(re.findall(r"^training: .* \d+/\d+ ", output, re.MULTILINE)) > 3, 60)
+        job.wait_for(lambda output: "epoch 3, " in output, 60)
         os.kill(job.worker(1), signal.SIGKILL)
         killed = time.monotonic()
         status = job.wait(LOST_RANK_TIMEOUT)
@@ -204,3 +201,198 @@ def test_gpt_learns(tmp_path: Path) -> None:
     run_script([TRAIN_GPT, *flags, "--lr", "0.01", "--json", results], 2, tmp_path / "log.txt")
     # Nothing learned: ln 256 = 5.5; how often each byte occurs: about 3.2.
     assert json.loads(results.read_text())["final"] < 4.0
+
+
+# --- parts of them, in this process ---
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports modules of examples/, and forgets them again: benchmarks/ has some of the same names."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (ROOT / "examples") in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
+            del sys.modules[name]
+
+
+def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Any:
+    """Calls main(), which is to end before ranks are needed; returns the exit status."""
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    try:
+        module.main.__wrapped__()  # torch's `record` around it is for whole processes
+    except SystemExit as exit_:
+        return exit_.code
+    raise AssertionError("main() came to its end")
+
+
+def test_training_examples_take_the_same_flags(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name and by what their help says, defaults apart."""
+    helps = {}
+    for script in TRAINING:
+        assert run_main(load(script.stem), monkeypatch, "--help") == 0
+        options = capsys.readouterr().out.partition("options:")[2].partition("\nmodes:")
+        entries = re.split(r"\n  (?=-)", re.sub(r"\(default:[^)]*\)", "", options[0]))
+        helps[script.stem] = {" ".join(entry.split()) for entry in entries}
+        assert "--mode MODE" in options[0] and options[2], script
+    common = set.intersection(*helps.values())
+    expected = (
+        "mode backend topology dynamic local-steps batch-size lr seed slow-rank slowdown save-plot-file json"
+    )
+    names = {entry.split()[0] for entry in common if entry.startswith("--")}
+    assert names == {f"--{name}" for name in expected.split()}
+    # The benchmark counts steps in iterations, as its flags of its own say.
+    steps = [any(entry.startswith("--steps N") for entry in options) for options in helps.values()]
+    assert steps == [script != SYNTHETIC_RESNET50 for script in TRAINING]
+
+
+@pytest.mark.parametrize(
+    "script, arguments, word",
+    [
+        ("train_digits", ("--mode", "gossip"), "--mode"),
+        ("train_digits", ("--data", "nowhere"), "nowhere"),
+        ("train_digits", ("--mode", "awc", "--backend", "gloo"), "--backend"),
+        ("train_digits", ("--mode", "ddp", "--topology", "ring"), "--topology"),
+        ("train_digits", ("--mode", "d2", "--dynamic"), "--dynamic"),
+        ("train_digits", ("--mode", "diloco", "--local-steps", "0"), "--local-steps"),
+        ("train_digits", ("--mode", "awc", "--local-steps", "4"), "--local-steps"),
+        ("train_digits", ("--steps", "0"), "--steps"),
+        ("train_digits", ("--lr", "nan"), "--lr"),
+        ("train_digits", ("--slow-rank", "-1"), "--slow-rank"),
+        ("train_digits", ("--slowdown", "0.5"), "--slowdown"),
+        ("train_digits", ("--save-plot-file", "nowhere/a.png"), "--save-plot-file"),
+        ("train_digits", ("--json", "."), "--json"),
+        ("train_digits", ("--mode", "quasi_global_momentum", "--momentum", "0.9"), "--momentum"),
+        ("train_resnet", ("--data", "nowhere"), "data_batch_1"),
+        ("train_resnet", ("--depth", "21"), "--depth"),
+        ("synthetic_resnet50", ("--image-size", "31"), "--image-size"),
+        ("synthetic_resnet50", ("--num-iters", "0"), "--num-iters"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_wrong_flags_are_named_in_one_line(
+    script: str,
+    arguments: tuple[str, ...],
+    word: str,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_main(load(script), monkeypatch, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "error: " in line and word in line and arguments[-1] in line
+
+
+def write_cifar(folder: Path, images: int) -> dict[str, tuple[np.ndarray, list[int]]]:
+    """Writes files as CIFAR-10's python version has them, with `images` each, and returns what they hold."""
+    rng = np.random.default_rng(0)
+    held = {}
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        rows = rng.integers(0, 256, (images, 3 * 32 * 32), dtype=np.uint8)
+        labels = rng.integers(0, 10, images).tolist()
+        batch = {b"batch_label": name.encode(), b"data": rows, b"labels": labels, b"filenames": [b"a.png"]}
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+        held[name] = rows, labels
+    return held
+
+
+def test_cifar_files(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    held = write_cifar(folder, 6)
+    images = load("images")
+    for named in (folder, tmp_path):
+        data = images.load_cifar10(named)
+        assert data.train_images.shape == (30, 3, 32, 32) and data.test_images.shape == (6, 3, 32, 32)
+        # A row is the red plane, then the green and the blue one, each row by row.
+        rows, labels = held["data_batch_2"]
+        assert data.train_images[7, 2, 5, 9] == rows[1, 2 * 1024 + 5 * 32 + 9]
+        assert data.train_labels[6:12].tolist() == labels
+        assert data.test_labels.tolist() == held["test_batch"][1]
+
+    (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": rows[:3], b"labels": labels}, protocol=2))
+    with pytest.raises(ValueError, match=r"data_batch_3 .*6 labels.*\(3, 3072\)"):
+        images.load_cifar10(folder)
+    # A pickle that would call something is not a batch.
+    (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": os.getcwd, b"labels": labels}, protocol=2))
+    with pytest.raises(ValueError, match="getcwd"):
+        images.load_cifar10(folder)
+    (folder / "data_batch_3").unlink()
+    with pytest.raises(FileNotFoundError, match="data_batch_3"):
+        images.load_cifar10(folder)
+
+
+def test_augmented_images_are_shifted_and_flipped(load: Callable[[str], ModuleType]) -> None:
+    example = load("train_resnet")
+    images = 1 + torch.arange(64 * 3 * 32 * 32, dtype=torch.float32).reshape(64, 3, 32, 32)
+    augmented = example.augment(images, torch.Generator().manual_seed(0))
+    assert augmented.shape == images.shape
+    seen = set()
+    for image, result in zip(images, augmented, strict=True):
+        padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
+        (found,) = [
+            (top, left, flipped)
+            for top in range(9)
+            for left in range(9)
+            for flipped in (False, True)
+            if torch.equal(result.flip(2) if flipped else result, padded[:, top : top + 32, left : left + 32])
+        ]
+        seen.add(found)
+    assert {top for top, _, _ in seen} == {left for _, left, _ in seen} == set(range(9))
+    assert {flipped for _, _, flipped in seen} == {False, True}
+
+
+def test_resnet50_is_that_of_the_paper(load: Callable[[str], ModuleType]) -> None:
+    model = load("models").resnet50()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+    model.eval()
+    with torch.no_grad():
+        assert model(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
+        assert model[:-3](torch.zeros(1, 3, 224, 224)).shape == (1, 2048, 7, 7)
+
+
+def test_images_per_second_of_iterations(load: Callable[[str], ModuleType]) -> None:
+    example = load("synthetic_resnet50")
+    # Steps end after these seconds; one warms up, two are an iteration, the last one is left over.
+    assert example.iteration_rates([9.0, 10.0, 12.0, 13.0, 14.0, 20.0], 3, 1, 2) == [2.0, 3.0]
+    assert example.iteration_rates([2.0, 4.0], 4, 0, 1) == [2.0, 2.0]
+    assert example.show([1.0, 3.0]) == "2.0 +- 2.0 (2 iterations)"
+
+
+# --- residual networks ---
+
+
+def test_resnet_learns(tmp_path: Path) -> None:
+    flags = ["--depth", "8", "--steps", "72", "--batch-size", "16", "--mode", "atc", "--dynamic"]
+    found, output = train(tmp_path, 2, TRAIN_RESNET, *flags)
+    # Ten classes, equally frequent.
+    assert found["final"] > 0.3, output
+    assert [measured["step"] for measured in found["measurements"][0]] == [64, 72]
+    assert found["consensus distance"] < 1e-6  # of two ranks, after each of them takes the mean of both
+    assert (
+        len(re.findall(r"^epoch [12], .*test accuracy 0\.\d+, consensus distance ", output, re.MULTILINE))
+        == 2
+    )
+
+
+def test_resnet50_benchmark(tmp_path: Path) -> None:
+    flags = "--image-size 32 --batch-size 2 --num-warmup-batches 1 --num-iters 2 --num-batches-per-iter 1"
+    found, output = train(tmp_path, 2, SYNTHETIC_RESNET50, *flags.split(), "--mode", "awc")
+    assert found["steps"] == [3, 3]
+    rates = found["images per second"]
+    assert [len(of_rank) for of_rank in rates] == [2, 2] and min(map(min, rates)) > 0
+    means = [sum(of_rank) / 2 for of_rank in rates]
+    for name, mean in (("rank 0", means[0]), ("rank 1", means[1]), ("all 2 ranks", sum(means))):
+        assert f"images per second of {name}: {mean:.1f} +- " in output
+
+
+def test_slow_rank_that_is_not_there(tmp_path: Path) -> None:
+    job = Job([TRAIN_DIGITS, "--slow-rank", "2"], 2, tmp_path / "log.txt")
+    try:
+        assert job.wait(60) != 0
+    finally:
+        job.stop()
+    assert "--slow-rank must be below 2, the number of ranks, got 2" in job.output
