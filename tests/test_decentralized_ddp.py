@@ -326,6 +326,55 @@ def test_several_passes_before_a_step(worlds):
     worlds(3).run(several_passes)
 
 
+def resume(mode: str) -> None:
+    """A wrapper that is made anew halfway goes on with the topology's round that is next."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    topology = topologies.one_peer_exponential(size)
+
+    def values(stops: bool) -> list[Tensor]:
+        found = []
+        model, optimizer, wrapper = nn.Linear(1, 1), None, None
+        nn.init.constant_(model.weight, float(rank))
+        for number in range(5):
+            if wrapper is None:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+                options = {"max_staleness": 0} if mode == "async" else {}
+                wrapper = DecentralizedDataParallel(
+                    model, optimizer, topology, mode, broadcast=False, **options
+                )
+                assert wrapper.round == 0
+                wrapper.round = number
+            wrapper(torch.ones(1, 1)).sum().backward()
+            if mode == "sync":
+                with pytest.raises(RuntimeError, match="round must be set before a forward pass"):
+                    wrapper.round = 3
+            optimizer.step()
+            fogdist.barrier()
+            assert wrapper.round == number + 1
+            found.append(model.weight.detach().clone())
+            if stops and number == 0:
+                fogdist.barrier()
+                wrapper.close()
+                wrapper = None
+        with pytest.raises(ValueError, match="round must be"):
+            wrapper.round = -1
+        wrapper.set_topology(topology)
+        assert wrapper.round == 0
+        fogdist.barrier()
+        wrapper.close()
+        return found
+
+    at_once, in_parts = values(stops=False), values(stops=True)
+    if mode == "sync":
+        assert torch.equal(torch.stack(at_once), torch.stack(in_parts))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rounds_go_on(worlds, mode):
+    worlds(4).run(resume, mode)
+
+
 class Norm(nn.Module):
     """Has batch statistics of its own, and a buffer of integers."""
 

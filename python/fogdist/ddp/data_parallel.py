@@ -99,6 +99,9 @@ class DecentralizedDataParallel(nn.Module):
     Attributes:
         module: The module.
         optimizer: The optimizer.
+        round: The topology's round of the next exchange, in mode "async" of this rank's next iteration. It is
+            part of no state dict: save it beside, and set it, on all ranks alike, before training goes on. Always
+            0 with one rank.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -205,6 +208,20 @@ class DecentralizedDataParallel(nn.Module):
         handles = _hook_up(self, self.optimizer, trained.values())
         self._release = weakref.finalize(self, _remove, handles)
         self._release.atexit = False
+
+    @property
+    def round(self) -> int:
+        """The topology's round of the next exchange; see the class."""
+        return 0 if self._is_alone else self._mixing.round
+
+    @round.setter
+    def round(self, value: int) -> None:
+        check_int(value, "round", minimum=0)
+        if self._is_alone:
+            return
+        if self._mixing.has_begun:
+            raise RuntimeError("round must be set before a forward pass, got it with an exchange in flight")
+        self._mixing.round = value
 
     # --- training ---
 
