@@ -41,6 +41,10 @@ from harness import World
 from reference import mix
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 STEPS = 6
 LONG = timedelta(seconds=20)
@@ -567,6 +571,38 @@ def state_dicts(directory: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_state_dicts(worlds, tmp_path):
     worlds(2).run(state_dicts, str(tmp_path))
+
+
+def checkpoint_on_one_rank(mode: str) -> None:
+    """An SGD has no state, so every checkpoint steps it; the training does not notice."""
+    fogdist.init()
+    rank = fogdist.rank()
+    for saves in (False, True):
+        model = make_net(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapper = DecentralizedDataParallel(
+            model, optimizer, mode=mode, **({"max_staleness": 0} if mode == "async" else {})
+        )
+        for number in range(4):
+            optimizer.zero_grad()
+            if saves and rank == 0:
+                state = get_optimizer_state_dict(wrapper.module, optimizer)
+                set_optimizer_state_dict(wrapper.module, optimizer, state)
+            loss_of(wrapper, rank, number).backward()
+            if number == 2:
+                optimizer.zero_grad(set_to_none=False)
+                # A rank whose gradients vanish in a warm-up still makes a step with the others.
+                optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.1
+        assert wrapper.round == 4
+        fogdist.barrier()
+        wrapper.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_checkpoint_on_one_rank_is_no_step(worlds, mode):
+    worlds(2).run(checkpoint_on_one_rank, mode)
 
 
 def disagree() -> None:

@@ -24,6 +24,7 @@ from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
+from fogdist.optim.state_making import only_makes_state
 from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
 from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
@@ -69,7 +70,8 @@ class DecentralizedDataParallel(nn.Module):
 
     `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to
     copy (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is
-    wrapped. With one rank it is only the module.
+    wrapped. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer without state, to
+    save or load it, exchanges nothing. With one rank it is only the module.
 
     Args:
         module: On the CPU, the same on all ranks up to values.
@@ -155,6 +157,7 @@ class DecentralizedDataParallel(nn.Module):
         self._is_alone = self._context.size == 1
         self._is_exchanging = True  # not in no_sync()
         self._has_mixed = False  # since the step in progress began
+        self._only_makes_state = False  # the step in progress is a checkpoint's
         self._is_iteration = False  # the step in progress exchanges
         self._saw_gradient = False  # since the exchange in flight began
         self._release: Callable[[], None] | None = None
@@ -403,6 +406,9 @@ class DecentralizedDataParallel(nn.Module):
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
         self._has_mixed = False
+        self._only_makes_state = only_makes_state(self.optimizer, args[1:], kwargs)
+        if self._only_makes_state:
+            return None
         if len(args) > 1 and args[1] is not None:
             return (args[0], partial(self._evaluate, args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
@@ -426,6 +432,8 @@ class DecentralizedDataParallel(nn.Module):
             self._mixing.discard()
 
     def _after_step(self) -> None:
+        if self._only_makes_state:
+            return
         if not self._has_mixed:  # the closure was not evaluated
             self._mix()
         self._has_mixed = False
