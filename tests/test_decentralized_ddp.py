@@ -379,6 +379,59 @@ def test_rounds_go_on(worlds, mode):
     worlds(4).run(resume, mode)
 
 
+class Nested(torch.optim.Adam):
+    """Its step is that of its base class; raises in between or at its end when it is told to."""
+
+    fails: str = ""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails == "before":
+            raise RuntimeError("before")
+        result = super().step(closure)
+        if self.fails == "after":
+            raise RuntimeError("after")
+        return result
+
+
+def step_of_a_base_class(with_closure: bool) -> None:
+    """One exchange a step, even if torch calls hooks in the base class's step too."""
+    fogdist.init()
+    rank = fogdist.rank()
+    if rank == 0:
+        torch.optim.Adam(make_net(0).parameters())  # from now on it calls hooks on this rank
+    model = make_net(rank)
+    optimizer = Nested(model.parameters(), lr=0.01)
+    wrapper = DecentralizedDataParallel(model, optimizer)
+    other = torch.optim.SGD(make_net(1).parameters(), lr=0.1)
+    # A step within another optimizer's is a step all the same.
+    other.register_step_post_hook(lambda *_: optimizer.step())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(wrapper, rank, 0)
+        loss.backward()
+        return loss
+
+    for number, fails in enumerate(["", "before", "", "after", "after", ""]):
+        optimizer.fails = fails
+        if with_closure and fails != "before":
+            arguments = (closure,)
+        else:
+            closure()
+            arguments = ()
+        with pytest.raises(RuntimeError, match=fails) if fails else nullcontext():
+            optimizer.step(*arguments)
+        assert wrapper.round == number + 1
+    closure()
+    other.step()
+    assert wrapper.round == 7
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_that_calls_its_base_class_mixes_once(worlds, with_closure):
+    worlds(2).run(step_of_a_base_class, with_closure)
+
+
 class Norm(nn.Module):
     """Has batch statistics of its own, and a buffer of integers."""
 

@@ -21,6 +21,7 @@ from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, unf
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
+from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
@@ -538,11 +539,11 @@ def _hook_up(
     # Optimizer and parameters may outlive the wrapper: their hooks must not keep it alive.
     reference = weakref.ref(wrapper)
 
-    def before_step(_: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alive = reference()
         return None if alive is None else alive._before_step(args, kwargs)
 
-    def after_step(_: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step() -> None:
         alive = reference()
         if alive is not None:
             alive._after_step()
@@ -553,8 +554,7 @@ def _hook_up(
             alive._after_gradient()
 
     return [
-        optimizer.register_step_pre_hook(before_step),
-        optimizer.register_step_post_hook(after_step),
+        *hook_steps(optimizer, before_step, after_step),
         *(p.register_post_accumulate_grad_hook(after_gradient) for p in parameters),  # type: ignore[no-untyped-call]
     ]
 
