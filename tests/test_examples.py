@@ -392,7 +392,7 @@ def test_resnet50_benchmark(tmp_path: Path) -> None:
 def test_slow_rank_that_is_not_there(tmp_path: Path) -> None:
     job = Job([TRAIN_DIGITS, "--slow-rank", "2"], 2, tmp_path / "log.txt")
     try:
-        assert job.wait(60) != 0
+        assert job.wait(120) != 0
     finally:
         job.stop()
     assert "--slow-rank must be below 2, the number of ranks, got 2" in job.output
