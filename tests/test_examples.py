@@ -104,7 +104,7 @@ def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
     launcher = [*launcher_command("torchrun", 3), "--monitor-interval", "5"]
     job = Job([TRAIN_DIGITS, "--steps", "1000000"], 3, tmp_path / "log.txt", launcher)
     try:
-        job.wait_for(lambda output: "epoch 3, " in output, 60)
+        job.wait_for(lambda output: "epoch 3, " in output, 120)
         os.kill(job.worker(1), signal.SIGKILL)
         killed = time.monotonic()
         status = job.wait(LOST_RANK_TIMEOUT)
