@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training clean FORCE
+.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-overlap clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -42,6 +42,7 @@ help:
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
 	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
 	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
+	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
@@ -95,6 +96,10 @@ benchmark-training: build
 	@echo "== benchmark of training"
 	@$(IN_VENV) python benchmarks/training.py --json training.json --plot training.png $(ARGS)
 
+benchmark-overlap: build
+	@echo "== benchmark of overlap"
+	@$(IN_VENV) python benchmarks/overlap.py --json overlap.json --plot overlap.png $(ARGS)
+
 # Exits with an error if something could not be installed, after the tests of what could.
 test-mpi: build
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
@@ -104,7 +109,7 @@ test-mpi: build
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png training.json training.png overlap.json overlap.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

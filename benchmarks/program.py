@@ -82,6 +82,7 @@ def run(
     measure: Callable[[argparse.Namespace], None],
     systems: Mapping[str, str],
     draw: Callable[[Path, list[Row], Mapping[str, str]], None] = plot,
+    run_ranks: Callable[[int, Path, Sequence[str]], None] = side_by_side.run_ranks,
 ) -> list[Row]:
     """Starts the ranks of each world in turn, and writes what they measured; in a rank, measures.
 
@@ -91,6 +92,7 @@ def run(
         measure: What a rank does; rank 0 writes its rows to `arguments.rows`.
         systems: Of the plot, as in `report.Table`.
         draw: Makes the plot of all rows.
+        run_ranks: Starts the ranks of one world: how many, the program, its command line.
 
     Returns:
         The rows of all worlds; none in a rank.
@@ -107,7 +109,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="fog-benchmark-") as directory:
         for ranks in arguments.ranks:
             file = Path(directory) / f"{ranks}.json"
-            side_by_side.run_ranks(ranks, script, [*sys.argv[1:], "--rows", str(file)])
+            run_ranks(ranks, script, [*sys.argv[1:], "--rows", str(file)])
             rows += read_rows(file)
             about = {key: value for key, value in json.loads(file.read_text()).items() if key != "rows"}
     if arguments.json:

@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from emulated_hosts import inside
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,13 +52,22 @@ def require(*packages: str) -> None:
         )
 
 
-def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script on `ranks` processes of this host, to its end.
+def run_ranks(
+    ranks: int,
+    script: Path,
+    arguments: Sequence[str],
+    hosts: Sequence[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Runs a script on `ranks` processes of this machine, to its end.
 
     Args:
         ranks: How many processes.
         script: Python script; its ranks call `join`.
         arguments: Its command line.
+        hosts: Emulated hosts, one for each rank; by default all are on this one. Raw MPI does not see them: it goes
+            on using memory that all ranks share, so what it is used for does not load their links.
+        environment: More environment variables.
 
     Raises:
         SystemExit: It failed, or there is no mpiexec.
@@ -64,11 +76,15 @@ def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         sys.exit("mpiexec: not found. pip install 'mpich>=5'")
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    variables = {"OMP_NUM_THREADS": "1"} | os.environ | dict(environment or {})
     if library := _mpich_package_library():
-        environment.setdefault(MPI4PY_VARIABLE, str(library))
-    command = [mpiexec, "-n", str(ranks), sys.executable, str(script), *arguments]
-    status = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
+        variables.setdefault(MPI4PY_VARIABLE, str(library))
+    rank = [sys.executable, str(script), *arguments]
+    command = [mpiexec, "-n", str(ranks), *rank]
+    if hosts is not None:
+        parts = [["-n", "1", *inside(host), *rank] for host in hosts]
+        command = [mpiexec, *itertools.chain.from_iterable([*part, ":"] for part in parts)][:-1]
+    status = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=False).returncode
     if status:
         sys.exit(f"{ranks} ranks of {script.name} ended with status {status}")
 
@@ -109,8 +125,12 @@ class Systems:
         return self.mpi.size
 
 
-def join() -> Systems:
-    """Starts all systems in a process that `run_ranks` started."""
+def join(master: str = "127.0.0.1") -> Systems:
+    """Starts all systems in a process that `run_ranks` started.
+
+    Args:
+        master: Address of rank 0's host.
+    """
     from mpi4py import MPI  # starts MPI
 
     mpi = MPI.COMM_WORLD
@@ -128,10 +148,10 @@ def join() -> Systems:
     # torch 2.13 gave new names to operations that 2.11 has under the old ones only.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     if mpi.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore(master, 0, is_master=True, wait_for_workers=False)
         mpi.bcast(store.port)
     else:
-        store = dist.TCPStore("127.0.0.1", mpi.bcast(None), is_master=False)
+        store = dist.TCPStore(master, mpi.bcast(None), is_master=False)
     dist.init_process_group("fog", store=store, rank=mpi.rank, world_size=mpi.size, timeout=TIMEOUT)
     assert dist.group.WORLD is not None
     gloo, nothing = (dist.new_group(backend=name, timeout=TIMEOUT) for name in ("gloo", "fake"))

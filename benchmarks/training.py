@@ -30,6 +30,7 @@ import program
 import side_by_side
 from interleaved import take_turns
 from report import Row, write_json
+from training_step import training_step
 
 # The examples show how to train in each mode, and that is what is measured.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -102,11 +103,8 @@ TASKS = {
     "mlp": Task("MLP of 2.9 M parameters, batch 32", (32, 784), _mlp),
     "resnet20": Task("ResNet-20, batch 4", (4, 3, 32, 32), _resnet20),
 }
-CLASSES = 10
-BATCHES = 4
 
-
-def training_step(name: str, task: Task, systems: Systems, topology: str) -> Callable[[], None]:
+def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Callable[[], None]:
     """Sets a mode up; returns what makes one step of it. All ranks call this together.
 
     Args:
@@ -134,23 +132,7 @@ def training_step(name: str, task: Task, systems: Systems, topology: str) -> Cal
             systems.gloo if name.endswith(GLOO) else systems.fog,
         )
     )
-    generator = torch.Generator().manual_seed(systems.rank)
-    inputs = [torch.randn(task.shape, generator=generator) for _ in range(BATCHES)]
-    labels = [torch.randint(CLASSES, task.shape[:1], generator=generator) for _ in range(BATCHES)]
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        trainer.prepare(steps)
-        trainer.optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(
-            trainer.module(inputs[steps % BATCHES]), labels[steps % BATCHES]
-        )
-        loss.backward()  # type: ignore[no-untyped-call]
-        trainer.optimizer.step()
-        steps += 1
-
-    return step
+    return training_step(trainer, task.shape, systems.rank)
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
@@ -165,7 +147,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
         task = TASKS[name]
         # With one rank there is nobody to choose, and no DDP to compare with.
         modes = [mode for mode in arguments.modes if size > 1 or not mode.endswith((ONE_PEER, GLOO))]
-        steps = {mode: training_step(mode, task, systems, arguments.topology) for mode in modes}
+        steps = {mode: step_of_mode(mode, task, systems, arguments.topology) for mode in modes}
         times, iterations = take_turns(
             steps,
             systems.mpi,

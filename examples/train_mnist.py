@@ -8,7 +8,8 @@
 DIR holds MNIST's idx files, compressed or not; where only the test files (t10k) are there, these are split into a
 training and a test set. By default the first half of the ranks has the labels 0 to 4 and the second half the others,
 so no rank alone learns to tell all digits apart; --split even deals the images out evenly. The run ends with a table:
-the test accuracy of each rank's model, and that of their average, which is what a user would keep.
+the test accuracy of each rank's model, and that of their average, which is what a user would keep. Settings are to be
+chosen with --validation, which tests on images that it holds out of the training set.
 
 With --slow-rank a rank takes --slowdown times as long to compute. Modes in which ranks wait for each other then go at
 its pace; in the asynchronous ones (win_put, pull_get, ddp_async, asynchronous_gossip) the others go on, and make
@@ -17,8 +18,10 @@ more of the steps: in total as many as elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from images import ImageSet, load_digits, load_mnist
@@ -30,6 +33,17 @@ from torch.nn.functional import cross_entropy
 from training import describe, end, make_parser, make_trainer, parse, report, shuffled, start, train
 
 WEIGHT_DECAY = 5e-4
+VALIDATION_FRACTION = 0.2  # of the training images
+VALIDATION_SEED = 1  # the same images in every run
+
+
+def hold_out(data: ImageSet) -> ImageSet:
+    """Returns the training images alone, some of them in the test images' place."""
+    count = len(data.train_images)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(VALIDATION_SEED))
+    held, rest = order.tensor_split([int(VALIDATION_FRACTION * count)])
+    images, labels = data.train_images, data.train_labels
+    return ImageSet(data.name, images[rest], labels[rest], images[held], labels[held])
 
 
 def share(data: ImageSet, split: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -54,21 +68,25 @@ def batches(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Itera
         yield images[chosen], labels[chosen]
 
 
-@record  # torchrun then shows this rank's exception, a lost peer for one, in its closing summary
-def main() -> None:
+def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the flags, checked; by default those of the command line."""
     parser = make_parser("Train on MNIST, in any mode.", steps=1200, batch_size=32, lr=0.1)
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="MNIST's files; default: scikit-learn's digits"
-    )
-    parser.add_argument(
-        "--split", choices=("labels", "even"), default="labels", help="of the training images"
-    )
-    parser.add_argument("--momentum", type=float, default=0.0, help="of SGD on each rank")
-    args = parse(parser)
+    add = parser.add_argument
+    add("--data", type=Path, metavar="DIR", help="MNIST's files; default: scikit-learn's digits")
+    add("--split", choices=("labels", "even"), default="labels", help="of the training images")
+    add("--validation", action="store_true", help="test on images held out of the training set")
+    add("--momentum", type=float, default=0.0, help="of SGD on each rank")
+    args = parse(parser, arguments)
     if MODES[args.mode].has_momentum and args.momentum:
         parser.error(f"--mode {args.mode} has momentum of its own: --momentum must be 0, got {args.momentum}")
-    rank, size = start(args)
+    return args
+
+
+def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
+    """Trains and reports, after `start`; all ranks call this together. Rank 0 gets what --json gets."""
     data = load_digits() if args.data is None else load_mnist(args.data)
+    if args.validation:
+        data = hold_out(data)
     images, labels = share(data, args.split, rank, size)
     model = convolutional(images.shape[-1])
     trainer = make_trainer(
@@ -86,7 +104,14 @@ def main() -> None:
         return float((predicted == data.test_labels).double().mean())
 
     title = f"{data.name}, {len(images)} images a rank, split {args.split}\n{describe(args)}"
-    report(args, title, trainer, model, history, ("test accuracy", accuracy))
+    metric = f"{'validation' if args.validation else 'test'} accuracy"
+    return report(args, title, trainer, model, history, (metric, accuracy))
+
+
+@record  # torchrun then shows this rank's exception, a lost peer for one, in its closing summary
+def main() -> None:
+    args = read_flags()
+    run(args, *start(args))
     end(args)
 
 

@@ -1,12 +1,9 @@
-"""Several hosts on one machine: network namespaces, joined by a bridge in one of their own."""
+"""Several hosts on one machine, as tests use them: the benchmarks' emulated hosts, and ranks on them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,20 +13,13 @@ import pytest
 
 from scripts import ROOT, Job, started
 
+# Last, so that no name of the tests' is taken for one of the benchmarks'.
+sys.path.append(str(ROOT / "benchmarks"))
+
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, inside, ip
+from emulated_hosts import emulated_hosts as _emulated_hosts
+
 CLONE_NEWNET = 0x40000000
-# What keeps an MPI from using memory that namespaces share, as hosts do not.
-ACROSS = {
-    "UCX": {"UCX_TLS": "tcp"},
-    "OFI": {"MPICH_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
-}
-
-
-def ip(*words: str) -> str:
-    return _output("ip", *words)
-
-
-def _output(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=10).stdout
 
 
 def namespace_names() -> set[str]:
@@ -37,55 +27,21 @@ def namespace_names() -> set[str]:
     return {entry.name for entry in directory.iterdir()} if directory.exists() else set()
 
 
-def address(host: int) -> str:
-    """The address of a host of `emulated_hosts`, counted from 0."""
-    return f"10.213.77.{host + 1}"
-
-
 def sent_bytes(name: str) -> int:
     """What a host has sent to others since it was made."""
-    return json.loads(ip("-n", name, "-s", "-json", "link", "show", "eth0"))[0]["stats64"]["tx"]["bytes"]
+    shown = ip("-n", name, "-s", "-json", "link", "show", INTERFACE)
+    return json.loads(shown)[0]["stats64"]["tx"]["bytes"]
 
 
 @contextlib.contextmanager
 def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
-    """Names of network namespaces that reach each other; skips where it cannot make them.
-
-    Args:
-        count: how many.
-        rate: limit of what each can send, in the words of tc: "400mbit".
-    """
-    if os.geteuid() != 0:
-        pytest.skip("several hosts: needs root to make network namespaces")
-    for program in ["ip"] if rate is None else ["ip", "tc"]:
-        if shutil.which(program) is None:
-            pytest.skip(f"several hosts: needs the program {program}")
-    names = [f"fog-{os.getpid()}-{number}" for number in range(count)]
-    switch = f"fog-{os.getpid()}-switch"
-    made = []
-    try:
+    """As that of the benchmarks; skips where it cannot make hosts."""
+    with contextlib.ExitStack() as stack:
         try:
-            for name in [switch, *names]:
-                ip("netns", "add", name)
-                made.append(name)
-            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            ip("-n", switch, "link", "set", "bridge", "up")
-            for number, name in enumerate(names):
-                port = f"port{number}"
-                ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-                ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-                ip("-n", name, "address", "add", f"{address(number)}/24", "dev", "eth0")
-                ip("-n", name, "link", "set", "eth0", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-                if rate is not None:
-                    limit = ["tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
-                    _output("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *limit)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"several hosts: {' '.join(error.cmd)}: {error.stderr.strip()}")
+            names = stack.enter_context(_emulated_hosts(count, rate))
+        except Unavailable as reason:
+            pytest.skip(f"several hosts: {reason}")
         yield names
-    finally:
-        for name in made:
-            ip("netns", "delete", name)
 
 
 def run_on_hosts(
@@ -125,7 +81,7 @@ def run_on_hosts(
                 words,
                 1,
                 folder / f"rank{rank}.txt",
-                ["ip", "netns", "exec", names[host], sys.executable],
+                [*inside(names[host]), sys.executable],
                 ACROSS[netmod] | world | {"RANK": str(rank)},
             )
             for rank, host in enumerate(placement)

@@ -10,6 +10,8 @@ import copy
 import dataclasses
 import io
 import itertools
+import os
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
 from torch import Tensor, nn
@@ -144,6 +147,8 @@ def one_peer_columns(size: int, step: int) -> np.ndarray:
 def mixing_matrix(graph: str, size: int, t: int) -> np.ndarray:
     if graph == "attributes":
         return one_peer_columns(size, t)
+    if graph == "graph":
+        return mixing_matrix("star", size, t)
     rounds = sequence(graph, size)
     if rounds is not None:
         return rounds.matrix(t)
@@ -425,6 +430,8 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
     options: dict[str, Any] = dict(case.options)
     if sequence(case.graph, size) is not None:
         options["mixing"] = sequence(case.graph, size)
+    elif case.graph == "graph":  # whatever the group's topology is
+        options["mixing"], _ = static("star", size)
     elif case.graph not in ("all", "nobody"):
         options["mixing"] = algorithms.Neighbors()
     with warnings.catch_warnings():
@@ -482,6 +489,7 @@ CASES = [
     *(Case("DecentralizedSGD", "attributes", "adamw", order(o)) for o in ("atc", "awc", "cta")),
     *(Case("DecentralizedSGD", "one-peer", "sgd", order(o), every=3) for o in ("atc", "awc", "cta")),
     Case("DecentralizedSGD", "star", "sgd", decays=True),
+    Case("DecentralizedSGD", "graph", "momentum"),
     Case("LocalSGD", "all", "adamw", every=4),
     Case("LocalSGD", "all", "momentum", every=1, decays=True),
     *(Case("GossipPGA", g, "momentum", (("period", 4),)) for g in ("exp", "one-peer", "attributes")),
@@ -506,6 +514,7 @@ CASES = [
     *(Case("PushSumSGD", g, b) for g in ("exp", "lopsided", "lopsided rounds") for b in ("sgd", "momentum")),
     Case("PushSumSGD", "lopsided", "adamw", every=3, decays=True),
     Case("PushSumSGD", "attributes", "sgd"),
+    Case("PushSumSGD", "graph", "momentum"),
     *(Case("QuasiGlobalMomentum", g) for g in ("star", "exp", "base", "attributes")),
     Case(
         "QuasiGlobalMomentum", "pairs", "sgd", (("momentum", 0.7), ("smoothing", 0.6)), every=2, decays=True
@@ -688,6 +697,7 @@ ALL = {
     "NoLoCo": {"local_steps": 2},
     "AsynchronousGossip": {},
 }
+IN_STEP = [name for name in ALL if name != "AsynchronousGossip"]
 
 
 def train_mixed(name: str, model: Mixed) -> None:
@@ -757,9 +767,138 @@ def unfrozen(name: str) -> None:
     assert not torch.equal(runs[0][6:], torch.from_numpy(start(0))[6:])
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "AsynchronousGossip"])
+@pytest.mark.parametrize("name", IN_STEP)
 def test_parameters_that_are_unfrozen(worlds, name):
     worlds(4).run(unfrozen, name)
+
+
+# --- scalers, checkpoints, arguments of a step ---------------------------------------------------------------
+
+
+def steps_with_a_scaler(name: str, scales: bool, overflows: bool) -> tuple[np.ndarray, int]:
+    """Six steps; in the third one rank 0's gradients overflow, or else it has none that move anything."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.1), model, **ALL[name])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, backoff_factor=0.5, enabled=scales)
+    before: list[Tensor] = []
+    for k in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(k)).backward()
+        if k == 2 and rank == 0:
+            for parameter, kept in zip(model.parameters(), before, strict=True):
+                if overflows:
+                    parameter.grad.fill_(torch.inf)
+                elif name == "GradientTracking":  # which goes on with its last gradient
+                    parameter.grad.copy_(kept)
+                else:
+                    parameter.grad.zero_()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+    if scales:
+        assert scaler.get_scale() == (4.0 if overflows and rank == 0 else 8.0)
+    return model.x().detach().numpy().copy(), optimizer.state_dict()["param_groups"][0]["fog_steps"]
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, name):
+    plain = worlds(3).run(steps_with_a_scaler, name, False, False)
+    scaled = worlds(3).run(steps_with_a_scaler, name, True, False)
+    overflowed = worlds(3).run(steps_with_a_scaler, name, True, True)
+    for one, two, three in zip(plain, scaled, overflowed, strict=True):
+        np.testing.assert_array_equal(one[0], two[0])
+        if name != "QuasiGlobalMomentum":  # whose momentum would move it without a gradient too
+            np.testing.assert_allclose(one[0], three[0], rtol=0, atol=1e-12)
+        assert np.isfinite(three[0]).all()
+        assert one[1] == two[1] == three[1] == 6
+
+
+def saving_between_steps(name: str, saves: bool) -> np.ndarray:
+    """Rank 0 alone saves, with gradients that are None and an optimizer that has no state."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.1), model, **ALL[name])
+    for k in range(6):
+        if saves and rank == 0 and k in (0, 3):
+            checkpoints.get_state_dict(model, optimizer)
+        model(k).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.x().detach().numpy().copy()
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_saving_a_checkpoint_is_no_step_of_the_training(worlds, name):
+    for saved, other in zip(
+        worlds(3).run(saving_between_steps, name, True),
+        worlds(3).run(saving_between_steps, name, False),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(saved, other)
+
+
+def warm_up_from_zero(name: str) -> None:
+    """A learning rate of 0 and gradients of zero on one rank are a step like any other."""
+    fogdist.init()
+    rank = fogdist.rank()
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: k / 4)
+    for k in range(4):
+        optimizer.zero_grad()
+        (model(k) * (0.0 if k == 0 and rank == 1 else 1.0)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.state_dict()["param_groups"][0]["fog_steps"] == 4
+
+
+def test_a_step_of_a_warm_up_is_no_checkpoint(worlds):
+    worlds(2).run(warm_up_from_zero, "DecentralizedSGD")
+
+
+class Scaled(torch.optim.SGD):
+    """One whose step has an argument of its own."""
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= scale
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= scale
+        return result
+
+
+def step_with_an_argument(name: str) -> None:
+    fogdist.init()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    ends = []
+    for lr, options in ((0.1, {"scale": 2.0}), (0.2, {})):
+        model = Quadratic(fogdist.rank(), 0)
+        optimizer = getattr(algorithms, name)(Scaled(model.parameters(), lr=lr), model, **ALL[name])
+        loss = None
+        for k in range(3):
+
+            def closure(k: int = k, model: Quadratic = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(k)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure=closure, **options) if k % 2 else optimizer.step(closure, **options)
+            assert loss.requires_grad
+        ends.append(model.x().detach().clone())
+    if name not in ("ExactDiffusion", "D2", "QuasiGlobalMomentum", "SlowMo"):  # these read the rate
+        torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_arguments_of_the_optimizers_own_step(worlds, name):
+    worlds(2).run(step_with_an_argument, name)
 
 
 # --- asynchronous gossip ------------------------------------------------------------------------------------
@@ -861,6 +1000,58 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed(worlds, size):
     X = np.stack([start(r) for r in range(size)])
     assert results[0][2] < np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
     assert loss_of_all(mean, size) < loss_of_all(X.mean(axis=0), size)
+
+
+def with_decaying_rates() -> np.ndarray:
+    """Ranks go at their own pace, but make equally many steps; full gradients."""
+    model, optimizer = gossip()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    for k in range(300):
+        optimizer.zero_grad()
+        (model(0) - torch.from_numpy(noise(fogdist.rank(), 0)) @ model.x()).backward()
+        optimizer.step()
+        scheduler.step()
+        if k % 10 == 0:
+            fogdist.barrier()
+    optimizer.finish()
+    return model.x().detach().numpy()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_asynchronous_gossip_ends_near_the_optimum(worlds, size):
+    ends = np.stack(worlds(size).run(with_decaying_rates))
+    begins = np.stack([start(r) for r in range(size)])
+    x = optimum(size)
+    # Without gossip a rank would end at its own optimum, which is farther from this than where it began.
+    assert np.linalg.norm(ends - x, axis=1).max() < 0.1 * np.linalg.norm(begins - x, axis=1).min()
+
+
+def lose_a_gossiping_neighbor() -> np.ndarray:
+    model, optimizer = gossip()
+
+    def step(k: int) -> None:
+        optimizer.zero_grad()
+        model(k).backward()
+        optimizer.step()
+
+    step(0)
+    fogdist.barrier()
+    if fogdist.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for k in range(1, 60):
+        step(k)
+        fogdist.pair_gossip(torch.zeros(1), 2 - fogdist.rank())  # at one pace
+    with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
+        optimizer.finish()
+    return model.x().detach().numpy()
+
+
+def test_asynchronous_gossip_passes_over_a_lost_neighbor(new_world):
+    outcomes = new_world(3).run_raw(lose_a_gossiping_neighbor)
+    assert [outcome.state for outcome in outcomes] == ["returned", "died", "returned"], outcomes[0]
+    # The two that are left still gossip; alone each would go to its own optimum.
+    alone = [np.linalg.lstsq(*data(rank), rcond=None)[0] for rank in (0, 2)]
+    assert np.linalg.norm(outcomes[0].value - outcomes[2].value) < 0.2 * np.linalg.norm(alone[0] - alone[1])
 
 
 def loss_of_all(x: np.ndarray, size: int) -> float:
@@ -980,7 +1171,7 @@ def as_an_optimizer(name: str) -> None:
     torch.testing.assert_close(runs[-2], runs[-3], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "AsynchronousGossip"])
+@pytest.mark.parametrize("name", IN_STEP)
 def test_it_is_used_as_an_optimizer(worlds, name):
     worlds(2).run(as_an_optimizer, name)
 
@@ -1051,6 +1242,7 @@ def wrong_arguments() -> None:
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    rateless = torch.optim.Optimizer(model.parameters(), {"depth": 2})
     for name, optimizer, options, error, message in [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
         ("DecentralizedSGD", base, {"local_steps": 0}, ValueError, "local_steps.*0"),
@@ -1061,13 +1253,17 @@ def wrong_arguments() -> None:
             base,
             {"mixing": topologies.one_peer_exponential(size + 1)},
             ValueError,
-            f"{size} ranks",
+            f"mixing.*as many nodes as ranks, {size}, got {size + 1}",
         ),
         ("DecentralizedSGD", model, {}, TypeError, "optimizer.*Quadratic"),
         ("GradientTracking", base, {"order": "cta"}, ValueError, "order.*'cta'"),
         ("GossipPGA", base, {"period": 0}, ValueError, "period.*0"),
         ("QuasiGlobalMomentum", momentum, {}, ValueError, "momentum=0.9"),
         ("QuasiGlobalMomentum", adam, {}, ValueError, "betas"),
+        *(
+            (n, rateless, {}, ValueError, f"'lr'.*{n}")
+            for n in ("ExactDiffusion", "SlowMo", "QuasiGlobalMomentum")
+        ),
         ("QuasiGlobalMomentum", base, {"momentum": 1.0}, ValueError, "momentum.*below 1.*1.0"),
         ("SlowMo", base, {"slow_lr": 0}, ValueError, "slow_lr.*more than 0.*0"),
         ("SlowMo", base, {"slow_momentum": -0.1}, ValueError, "slow_momentum.*-0.1"),
@@ -1079,8 +1275,10 @@ def wrong_arguments() -> None:
     ]:
         with pytest.raises(error, match=message):
             getattr(algorithms, name)(optimizer, model, **options)
-    with pytest.raises(TypeError, match="topology.*DiGraph"):
-        algorithms.Neighbors(topologies.RingGraph(size))
+    with pytest.raises(TypeError, match="topology.*DiGraph.*int"):
+        algorithms.Neighbors(3)
+    with pytest.raises(ValueError, match=f"mixing.*as many nodes as ranks, {size}, got {size + 1}"):
+        algorithms.LocalSGD(base, model, mixing=algorithms.Neighbors(topologies.RingGraph(size + 1)))
     optimizer = algorithms.ExactDiffusion(base, model)
     with pytest.raises(ValueError, match="distributed already"):
         algorithms.D2(optimizer, model)
@@ -1102,10 +1300,16 @@ def ranks_that_disagree() -> list[str]:
     rank = fogdist.rank()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1 + rank)  # rates may differ
+    # Of one name and other weights.
+    pairs = [nx.DiGraph(), nx.DiGraph()]
+    for graph, own in zip(pairs, (0.5, 0.75), strict=True):
+        edges = [(0, 0, own), (1, 0, 1 - own), (1, 1, own), (0, 1, 1 - own)]
+        graph.add_weighted_edges_from(edges)
     for name, options, message in [
         ("SlowMo", {"period": 2 + rank}, "period=2"),
         ("SlowMo" if rank else "D2", {}, "D2"),
         ("LocalSGD", {"mixing": topologies.random_matching(2) if rank else None}, "random-matching"),
+        ("LocalSGD", {"mixing": pairs[rank]}, "mixing: round 0 has the matrix"),
     ]:
         with pytest.raises(ValueError, match=message):
             getattr(algorithms, name)(base, model, **options)

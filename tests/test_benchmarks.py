@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hosts import emulated_hosts
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -103,3 +105,32 @@ def test_training(tmp_path: Path) -> None:
     assert printed.count("\nGoal, ") == 2
     neighbor_modes = printed[printed.rindex("\nGoal, ") :]
     assert "AWC, one-peer (" in neighbor_modes and "DiLoCo" not in neighbor_modes
+
+
+def test_overlap(tmp_path: Path) -> None:
+    with emulated_hosts(1, "1gbit"):
+        pass  # skips where it cannot make any
+    ways = ["none", "exchange", "awc", "atc", "ddp gloo"]
+    options = [
+        "--ranks",
+        "2",
+        "--ratios",
+        "0.5",
+        "--iterations",
+        "1",
+        "--back-to-back",
+        "1",
+        "--modes",
+        *ways,
+    ]
+    rows, printed = run_benchmark("overlap.py", tmp_path, *options)
+    assert [row["operation"] for row in rows] == [
+        "emulated device, compute 0.5 x exchange",
+        "CPU, compute 0.5 x exchange",
+    ]
+    for row in rows:
+        assert list(row["times"]) == [*ways, "link"]
+        assert row["bytes"] == row["bytes_moved"] == 4 * (785 * 1024 + 2 * 1025 * 1024 + 1025 * 10)
+        # Milliseconds at 1 Gbit/s.
+        assert row["times"]["link"]["median"] == pytest.approx(row["bytes"] * 8 / 1e6)
+    assert printed.count("\nGoal, ") == 2

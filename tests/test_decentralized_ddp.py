@@ -196,7 +196,7 @@ def train(run: Run) -> Tensor:
     made = OPTIMIZERS[run.optimizer]
     optimizer = made if run.function else made(model.parameters())
     wrapper = DecentralizedDataParallel(
-        model, optimizer, TOPOLOGIES[run.topology](size), broadcast=False, bucket_bytes=200
+        model, optimizer, TOPOLOGIES[run.topology](size), broadcast=False, bucket_cap_mb=2e-4
     )
     assert run.function or wrapper.optimizer is optimizer
     scheduler = scheduler_of(wrapper.optimizer, run)
@@ -572,6 +572,7 @@ def bad_arguments() -> None:
         (ValueError, "max_staleness must be", (model, sgd, None, "async"), {"max_staleness": -1}),
         (ValueError, "staleness_damping must be", (model, sgd, None, "async"), {"staleness_damping": -1}),
         (TypeError, "timeout must be a datetime", (model, sgd, None, "async"), {"timeout": 3}),
+        (ValueError, "bucket_cap_mb must be above 0", (model, sgd), {"bucket_cap_mb": 0}),
         (TypeError, "topology must be a networkx.DiGraph", (model, sgd, [1]), {}),
         (ValueError, "as many nodes as ranks", (model, sgd, topologies.RingGraph(size + 1)), {}),
         (ValueError, "sum to 1", (model, sgd, unweighted), {}),
@@ -733,7 +734,7 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
         TOPOLOGIES[run.topology](size),
         mode="async",
         broadcast=False,
-        bucket_bytes=200,
+        bucket_cap_mb=2e-4,
         staleness_damping=run.damping,
     )
     scheduler = scheduler_of(wrapper.optimizer, Run(schedule=run.schedule))

@@ -1033,3 +1033,53 @@ def gradient_scaler(kind: str) -> None:
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_gradient_scaler(worlds, kind):
     worlds(2).run(gradient_scaler, kind)
+
+
+# --- timeline -----------------------------------------------------------------------------------------------
+
+
+def marked_passes(kind: str) -> None:
+    fogdist.init()
+    model = nn.Linear(3, 2)
+    optimizer = (
+        FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+        if kind in FACTORIES
+        else getattr(fogdist.algorithms, kind)(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    )
+
+    def trace() -> dict[str, list[Any]]:
+        """Two steps, and a forward pass that is none of the training."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(4, 3)).sum().backward()
+                optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(4, 3))
+        ranges: dict[str, list[Any]] = {}
+        for event in profile.events():
+            ranges.setdefault(event.name, []).append(event.time_range)
+        return ranges
+
+    assert not [name for name in trace() if name.startswith("fogdist.")]
+    optimizer.turn_on_timeline()
+    optimizer.turn_on_timeline()  # once is enough
+    marked = trace()
+    forward, gradient = marked["fogdist.forward"], marked["fogdist.gradient"]
+    assert len(forward) == len(gradient) == 2
+    for outer, inner in zip(
+        [*forward, *gradient], [*marked["aten::linear"][:2], *marked["AddmmBackward0"]], strict=True
+    ):
+        assert outer.start <= inner.start <= inner.end <= outer.end
+    # A pass that fails ends its range.
+    with torch.profiler.profile() as profile, pytest.raises(RuntimeError, match="shapes"):
+        model(torch.ones(4, 4))
+    assert [e.name for e in profile.events() if e.name.startswith("fogdist.")] == ["fogdist.forward"]
+    optimizer.turn_off_timeline()
+    optimizer.turn_off_timeline()
+    assert not [name for name in trace() if name.startswith("fogdist.")]
+
+
+@pytest.mark.parametrize("kind", [*FACTORIES, "ExactDiffusion"])
+def test_timeline(worlds, kind):
+    worlds(2).run(marked_passes, kind)

@@ -69,11 +69,19 @@ def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> Non
         optimizer.dst_weights = [r for r in others if matrix[rank, r] != 0]
 
 
-def train(kind: str, run: Run) -> Tensor:
+def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     star = run.mixing == "weighted"
     rank, size = start(topologies.StarGraph(fogdist_size()) if star else None, star)
     model = make_net(rank)
-    optimizer = distribute(kind, model, OPTIMIZERS[run.optimizer], num_steps_per_communication=run.every)
+    optimizer = distribute(
+        kind,
+        model,
+        OPTIMIZERS[run.optimizer],
+        num_steps_per_communication=run.every,
+        bucket_cap_mb=bucket_cap_mb,
+    )
+    windows = len(fogdist.get_current_created_window_names())
+    assert windows > 1 if bucket_cap_mb < 8 else windows == int(size > 1)
     trajectory, number = [], 0
     for matrix in matrices(run, size):
         if run.mixing == "dynamic":
@@ -110,6 +118,13 @@ def test_in_step_they_average_as_adapt_with_combine(worlds, size, kind, run):
         torch.testing.assert_close(got, expected, **EXACT)
 
 
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_small_buckets_are_windows_of_their_own(worlds, kind):
+    run = Run("awc", "adam", mixing="dynamic")
+    for got, expected in zip(worlds(3).run(train, kind, run, 1e-4), simulate(run, 3)):
+        torch.testing.assert_close(got, expected, **EXACT)
+
+
 @pytest.mark.parametrize("run", [Run("awc", "sgd"), Run("awc", "adam", mixing="dynamic")], ids=str)
 def test_push_sum_on_balanced_graphs_averages_as_adapt_with_combine(worlds, run):
     for got, expected in zip(worlds(3).run(train, "push-sum", run), simulate(run, 3)):
@@ -136,7 +151,7 @@ def test_between_hosts(new_world):
 
 
 def unbalanced(size: int) -> nx.DiGraph:
-    """A directed ring and edges from rank 0 to all: no doubly stochastic weights on it but with extra work."""
+    """A directed ring and edges from rank 0 to all: no doubly stochastic weights but with extra work."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))
     graph.add_edges_from((r, (r + 1) % size) for r in range(size))
@@ -608,6 +623,7 @@ def bad_arguments(kind: str) -> None:
             ((model, model), {}, TypeError, "optimizer.*Net"),
             ((base, base), {}, TypeError, "model.*SGD"),
             ((base, model), {"num_steps_per_communication": 0}, ValueError, "num_steps_per_communication.*0"),
+            ((base, model), {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be above 0"),
             ((base, model), {"window_prefix": 3}, TypeError, "window_prefix must be a string, got int"),
             ((torch.optim.LBFGS(net.parameters()), net), {}, ValueError, "LBFGS"),
             ((OPTIMIZERS["sgd"](nn.Linear(2, 2).parameters()), model), {}, ValueError, "lacks"),

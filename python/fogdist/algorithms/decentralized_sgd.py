@@ -12,9 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fogdist.algorithms.flats import Flats
 from fogdist.algorithms.frame import Algorithm
-from fogdist.algorithms.mixing import AllRanks, Finish, Mixing
+from fogdist.algorithms.mixing import AllRanks, Finish, MixingLike
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology
 
 Order = Literal["atc", "awc", "cta"]
 
@@ -55,7 +54,7 @@ class DecentralizedSGD(Algorithm):
         model: Models,
         *,
         order: Order = "atc",
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         if order not in get_args(Order):
@@ -133,7 +132,7 @@ class LocalSGD(Algorithm):
         optimizer: Optimizer,
         model: Models,
         *,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 8,
     ) -> None:
         self._fog_begin(optimizer, AllRanks() if mixing is None else mixing, local_steps)

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.algorithms.frame import Algorithm, check_factor
-from fogdist.algorithms.mixing import AllRanks, Mixing
+from fogdist.algorithms.mixing import AllRanks, MixingLike
 from fogdist.context import current
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology, random_matching
+from fogdist.topology import random_matching
 
 
 class DiLoCo(Algorithm):
@@ -53,14 +53,14 @@ class DiLoCo(Algorithm):
         local_steps: int = 100,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
     ) -> None:
         self._fog_begin_outer(optimizer, mixing, local_steps, outer_lr, outer_momentum)
 
     def _fog_begin_outer(
         self,
         optimizer: Optimizer,
-        mixing: Mixing | Topology | None,
+        mixing: MixingLike,
         local_steps: int,
         outer_lr: float,
         outer_momentum: float,
@@ -72,7 +72,7 @@ class DiLoCo(Algorithm):
         chosen = self._fog_default_mixing() if mixing is None else mixing
         self._fog_begin(optimizer, chosen, local_steps, **options)
 
-    def _fog_default_mixing(self) -> Mixing | Topology:
+    def _fog_default_mixing(self) -> MixingLike:
         return AllRanks()
 
     def _fog_initial(self, name: str) -> list[Tensor]:
@@ -124,7 +124,7 @@ class GASLoC(DiLoCo):
         ValueError: As `Algorithm`.
     """
 
-    def _fog_default_mixing(self) -> Mixing | Topology:
+    def _fog_default_mixing(self) -> MixingLike:
         return random_matching(current().size)
 
     def _fog_combine(self) -> None:
@@ -169,14 +169,14 @@ class NoLoCo(DiLoCo):
         outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
         consensus: float = 0.7,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
     ) -> None:
         self._fog_consensus = check_factor(consensus, "consensus", positive=True)
         self._fog_begin_outer(
             optimizer, mixing, local_steps, outer_lr, outer_momentum, consensus=self._fog_consensus
         )
 
-    def _fog_default_mixing(self) -> Mixing | Topology:
+    def _fog_default_mixing(self) -> MixingLike:
         return random_matching(current().size)
 
     def _fog_initial(self, name: str) -> list[Tensor]:

@@ -14,12 +14,18 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere, gather_numbers
 from fogdist.algorithms.flats import Flats
-from fogdist.algorithms.mixing import Mixing, Nobody, as_mixing
+from fogdist.algorithms.mixing import Mixing, MixingLike, Nobody, as_mixing
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.optim.parameter_average import NeighborWeights
-from fogdist.optim.wrapper import DistributedOptimizer, Models, reject_lbfgs, wrap
-from fogdist.topology import Topology
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    Models,
+    evaluated,
+    only_makes_state,
+    reject_lbfgs,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,7 +53,7 @@ class Algorithm(DistributedOptimizer):
             buffers do not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`): a
             UserWarning on all ranks says if they do not.
         mixing: Whom to average with, the same on all ranks. A `fogdist.topology.Topology`: its rounds, one
-            after the other. None: the attributes `self_weight`, `src_weights` and `dst_weights`, which can be
+            after the other. A `networkx.DiGraph`: it, with its weights, in all rounds. None: the attributes `self_weight`, `src_weights` and `dst_weights`, which can be
             set before each step for a dynamic topology, and as long as they are None the group's topology. Or
             `AllRanks()` or `Nobody()`.
         local_steps: J: ranks communicate in every J-th step, counted in calls of `step`.
@@ -64,11 +70,13 @@ class Algorithm(DistributedOptimizer):
     _public: ClassVar[frozenset[str]] = frozenset(
         {"self_weight", "src_weights", "dst_weights", "enable_topo_check"}
     )
+    # Whether the recursion has the learning rate in it.
+    _fog_needs_rates: ClassVar[bool] = False
     # Names of flat vectors that are kept from step to step, and of numbers.
     _fog_buffers: ClassVar[tuple[str, ...]] = ()
     _fog_numbers: ClassVar[Mapping[str, float]] = {}
-    # Algorithms read gradients: a scaler has to unscale them before, not within a fused step.
-    _step_supports_amp_scaling = False
+    # Asks a gradient scaler to call step() whether gradients overflowed or not: neighbors wait for this rank.
+    _step_supports_amp_scaling = True
 
     self_weight: float | None = None
     src_weights: Mapping[int, float] | None = None
@@ -83,25 +91,31 @@ class Algorithm(DistributedOptimizer):
         optimizer: Optimizer,
         model: Models,
         *,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         self._fog_begin(optimizer, mixing, local_steps)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *arguments: Any, **options: Any) -> Any:
         """Makes a step of the algorithm.
 
+        Where a gradient scaler finds an overflow, the rank leaves out its own local step, but counts the step and
+        communicates.
+
         Args:
-            closure: Evaluated once, before anything is done.
+            *arguments: A closure, evaluated once, before anything is done; or nothing.
+            **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        if only_makes_state(self._fog_wrapped, arguments, options):
+            return self._fog_wrapped.step(**options)
+        closure = _closure_of(*arguments, **options)
+        loss = evaluated(closure)
         with torch.no_grad():
+            self._fog_overflowed = self._fog_unscale()
+            self._fog_step_options = {name: value for name, value in options.items() if name != "closure"}
             self._fog_refresh()
             result = self._fog_advance()
         return result if closure is None else loss
@@ -109,28 +123,30 @@ class Algorithm(DistributedOptimizer):
     # --- for subclasses ---
 
     def _fog_begin(
-        self,
-        optimizer: Optimizer,
-        mixing: Mixing | Topology | None,
-        local_steps: int,
-        **options: object,
+        self, optimizer: Optimizer, mixing: MixingLike, local_steps: int, **options: object
     ) -> None:
         """Sets the algorithm up; `options` are what else all ranks must have given alike."""
         context = current()
         reject_lbfgs(optimizer)
+        if self._fog_needs_rates and not all("lr" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"optimizer must have a learning rate 'lr' in each group for {self._fog_algorithm}, got "
+                f"{type(optimizer).__name__} with {sorted(set(optimizer.param_groups[0]) - {'params'})}"
+            )
         check_count(local_steps, "local_steps")
-        self._fog_mixing = as_mixing(mixing, context.size)
+        self._fog_mixing = as_mixing(mixing)
+        described = {"local_steps": local_steps, **options}
+        items = [*self._fog_mixing.items(), *(f"{name}={value!r}" for name, value in described.items())]
         self._fog_local_steps = local_steps
         self._fog_is_alone = context.size == 1
         self._fog_step_count = 0
         self._fog_rounds = 0
         self._fog_numbers_now = dict(self._fog_numbers)
-        self._fog_flats = Flats(self._fog_trained())
+        self._fog_flats = Flats(self._fog_trained(), self._fog_names)
         self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
-        described = {"mixing": self._fog_mixing, "local_steps": local_steps, **options}
-        _check_same_start(context, self, described, self._fog_parameters())
+        _check_same_start(context, self, items, self._fog_parameters())
 
     def _fog_advance(self) -> Any:
         """One step: adapts, and combines if it is due."""
@@ -141,8 +157,8 @@ class Algorithm(DistributedOptimizer):
         return result
 
     def _fog_adapt(self) -> Any:
-        """A local step; returns what the optimizer's own step returns."""
-        return self._fog_wrapped.step()
+        """A local step, unless gradients overflowed; returns what the optimizer's own step returns."""
+        return None if self._fog_overflowed else self._fog_wrapped.step(**self._fog_step_options)
 
     def _fog_combine(self) -> None:
         """What follows every `local_steps` local steps."""
@@ -193,7 +209,7 @@ class Algorithm(DistributedOptimizer):
             if parameter.grad is not None or bool(direction.any()):
                 parameter.grad = direction
         try:
-            return self._fog_wrapped.step()
+            return self._fog_wrapped.step(**self._fog_step_options)
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -213,7 +229,7 @@ class Algorithm(DistributedOptimizer):
         # What was loaded, or what was remembered of the parameters that are still here.
         known = self._fog_loaded or self._fog_pieces()
         if not is_known:
-            self._fog_flats = Flats(groups)
+            self._fog_flats = Flats(groups, self._fog_names)
         for name in self._fog_buffers:
             self._fog_state[name] = self._fog_initial(name)
             for parameter, piece in self._fog_flats.views(self._fog_state[name]):
@@ -233,6 +249,10 @@ class Algorithm(DistributedOptimizer):
         if self._fog_loaded:
             return self._fog_loaded
         return {name: dict(self._fog_flats.views(flats)) for name, flats in self._fog_state.items() if flats}
+
+    def _is_own(self, name: str) -> bool:
+        # Also for an optimizer that knows scalers: algorithms read gradients, which it would unscale within its step.
+        return name in self._scaler_marks or super()._is_own(name)
 
     # --- state dicts ---
 
@@ -308,6 +328,10 @@ class Algorithm(DistributedOptimizer):
         return type(self).__mro__[1].__name__
 
 
+def _closure_of(closure: Callable[[], Any] | None = None, **options: Any) -> Callable[[], Any] | None:
+    return closure
+
+
 def check_count(value: int, argument: str) -> None:
     """Raises TypeError unless `value` is an int, ValueError unless it is at least 1."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -341,12 +365,12 @@ def _without_prefix(entries: Any) -> Any:
 
 
 def _check_same_start(
-    context: Context, algorithm: Algorithm, options: Mapping[str, object], parameters: Sequence[Tensor]
+    context: Context, algorithm: Algorithm, options: Sequence[str], parameters: Sequence[Tensor]
 ) -> None:
     """Raises ValueError if ranks do not run the same algorithm, warns if they do not start from one point."""
     if context.size == 1:
         return
-    items = [f"{algorithm._fog_algorithm}", *(f"{name}={value!r}" for name, value in options.items())]
+    items = [algorithm._fog_algorithm, *options]
     items += [f"parameter {place}: {p.dtype} of shape {tuple(p.shape)}" for place, p in enumerate(parameters)]
     check_same_everywhere(context.backend, "algorithm", items)
     versions: dict[int, list[int]] = {}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from fogdist.algorithms.frame import Algorithm, check_count
-from fogdist.algorithms.mixing import AllRanks, Mixing
+from fogdist.algorithms.mixing import AllRanks, MixingLike
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology
 
 
 class GossipPGA(Algorithm):
@@ -34,7 +33,7 @@ class GossipPGA(Algorithm):
         model: Models,
         *,
         period: int = 16,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         check_count(period, "period")

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.algorithms.frame import Algorithm
-from fogdist.algorithms.mixing import Mixing
+from fogdist.algorithms.mixing import MixingLike
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology
 
 
 class GradientTracking(Algorithm):
@@ -49,7 +48,7 @@ class GradientTracking(Algorithm):
         model: Models,
         *,
         order: Literal["atc", "awc"] = "atc",
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         if order not in ("atc", "awc"):
@@ -58,7 +57,8 @@ class GradientTracking(Algorithm):
         self._fog_begin(optimizer, mixing, local_steps, order=order)
 
     def _fog_advance(self) -> Any:
-        gradients = self._fog_flats.gradients()
+        # Of an overflow the last gradient stands in for this one.
+        gradients = self._fog_state["gradient"] if self._fog_overflowed else self._fog_flats.gradients()
         tracked = [
             tracker.add(gradient).sub_(before)
             for tracker, gradient, before in zip(

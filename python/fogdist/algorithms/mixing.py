@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
+import networkx as nx
 from torch import Tensor
 
+from fogdist.averaging import Average
 from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.neighbor_collectives import (
@@ -14,7 +17,11 @@ from fogdist.neighbor_collectives import (
     neighbor_allreduce_nonblocking_,
 )
 from fogdist.optim.parameter_average import NeighborWeights
-from fogdist.topology import Peers, Topology
+from fogdist.rounds import Rounds, TopologyLike, as_topology
+from fogdist.topology import Topology
+
+if TYPE_CHECKING:
+    from fog_pg._C import NeighborPlan
 
 # Waits for an exchange in flight and returns its results, one for each tensor that was given.
 Finish = Callable[[], list[Tensor]]
@@ -41,6 +48,14 @@ class Mixing(abc.ABC):
             be changed.
         """
 
+    def items(self) -> list[str]:
+        """Returns what must be the same on all ranks: lines of text, which they compare.
+
+        Raises:
+            ValueError: It does not fit the group.
+        """
+        return [f"mixing: {self!r}"]
+
     def start_push(
         self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
     ) -> Finish:
@@ -51,26 +66,33 @@ class Mixing(abc.ABC):
         return self.start(tensors, t, weights, name, in_place)
 
 
+# What algorithms take as `mixing`.
+MixingLike: TypeAlias = "Mixing | TopologyLike"
+
+
 class Neighbors(Mixing):
     """Neighbors: those of a topology's rounds, or those that the group and the optimizer say.
 
     Args:
-        topology: Round t of the algorithm is round t of this. None for the optimizer's dynamic attributes
-            `self_weight`, `src_weights` and `dst_weights`, and where these are None for the group's topology.
+        topology: Round t of the algorithm is round t of this; a graph is the same in all rounds. None for the
+            optimizer's dynamic attributes `self_weight`, `src_weights` and `dst_weights`, and where these are
+            None for the group's topology.
 
     Raises:
-        TypeError: `topology` is neither.
+        TypeError: `topology` is none of these, or a weight not a real number.
+        ValueError: A rank's weights in a graph do not sum to 1.
     """
 
-    def __init__(self, topology: Topology | None = None) -> None:
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology must be a fogdist.topology.Topology, got {type(topology).__name__}")
-        self._topology = topology
-        # A short sequence comes again and again: what a rank does in its rounds is worked out once.
-        self._peers: dict[int, Peers] = {}
+    def __init__(self, topology: TopologyLike = None) -> None:
+        self._topology = as_topology(topology, "topology")
+        self._rounds: Rounds | None = None
 
     def __repr__(self) -> str:
         return f"Neighbors({'' if self._topology is None else self._topology.name})"
+
+    def items(self) -> list[str]:
+        """See `Mixing.items`: the weights of all rounds, of an endless topology the first ones."""
+        return self._here().items()
 
     def start(
         self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
@@ -78,9 +100,7 @@ class Neighbors(Mixing):
         """See `Mixing.start`."""
         if self._topology is None:
             return _exchange(tensors, weights, name, in_place)
-        peers = self._round(self._topology, t)
-        chosen = NeighborWeights(peers["self_weight"], peers["src_weights"], peers["dst_weights"], False)
-        return _exchange(tensors, chosen, name, in_place)
+        return _planned_exchange(tensors, self._here().plan(t), name, in_place)
 
     def start_push(
         self, tensors: Sequence[Tensor], t: int, weights: NeighborWeights, name: str, in_place: bool = False
@@ -90,26 +110,17 @@ class Neighbors(Mixing):
         A topology says whom a rank sends to; its weights, which are those of receivers, do not count here.
         The dynamic attributes are taken as they are: `self_weight` and `dst_weights` must sum to 1.
         """
-        if self._topology is not None:
-            peers = self._round(self._topology, t)
-            return _exchange(tensors, _shares(peers["src_weights"], peers["dst_weights"]), name, in_place)
-        if weights.self_weight is None and weights.src_weights is None and weights.dst_weights is None:
-            static = current().topology
-            return _exchange(tensors, _shares(static.in_neighbors, static.out_neighbors), name, in_place)
-        return _exchange(tensors, weights, name, in_place)
+        dynamic = (weights.self_weight, weights.src_weights, weights.dst_weights)
+        if self._topology is None and dynamic != (None, None, None):
+            return _exchange(tensors, weights, name, in_place)
+        return _planned_exchange(tensors, self._here().push_plan(t), name, in_place)
 
-    def _round(self, topology: Topology, t: int) -> Peers:
+    def _here(self) -> Rounds:
+        """Returns the rounds of the group that there is now; this may outlive one."""
         context = current()
-        if topology.size != context.size:
-            raise ValueError(
-                f"mixing must have a topology of as many ranks as the group, {context.size}, got {topology!r}"
-            )
-        if topology.period is None:
-            return topology.peers(context.rank, t)
-        place = t % topology.period
-        if place not in self._peers:
-            self._peers[place] = topology.peers(context.rank, place)
-        return self._peers[place]
+        if self._rounds is None or self._rounds.context is not context:
+            self._rounds = Rounds(self._topology, context, "mixing")
+        return self._rounds
 
 
 class AllRanks(Mixing):
@@ -142,21 +153,19 @@ class Nobody(Mixing):
         return lambda: list(tensors) if in_place else [tensor.clone() for tensor in tensors]
 
 
-def as_mixing(mixing: Mixing | Topology | None, size: int) -> Mixing:
+def as_mixing(mixing: MixingLike) -> Mixing:
     """Returns what a user gave as `mixing` as one.
 
     Raises:
         TypeError: It is none.
-        ValueError: A topology of another number of ranks.
+        ValueError: A graph's weights do not sum to 1 at a rank.
     """
-    if mixing is None or isinstance(mixing, Topology):
-        if mixing is not None and mixing.size != size:
-            raise ValueError(f"mixing must be a topology of {size} ranks, got {mixing!r}")
+    if mixing is None or isinstance(mixing, (nx.DiGraph, Topology)):
         return Neighbors(mixing)
     if not isinstance(mixing, Mixing):
         raise TypeError(
-            "mixing must be a fogdist.topology.Topology, a fogdist.algorithms.Mixing or None, got "
-            f"{type(mixing).__name__}"
+            "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, a fogdist.algorithms.Mixing or "
+            f"None, got {type(mixing).__name__}"
         )
     return mixing
 
@@ -173,15 +182,19 @@ def _exchange(tensors: Sequence[Tensor], weights: NeighborWeights, name: str, in
         enable_topo_check=weights.enable_topo_check,
         name=name,
     )
-
-    def finish() -> list[Tensor]:
-        results: list[Tensor] = wait(handle)
-        return results
-
-    return finish
+    return lambda: _results(handle)
 
 
-def _shares(sources: Iterable[int], destinations: Iterable[int]) -> NeighborWeights:
-    receivers = list(destinations)
-    share = 1.0 / (len(receivers) + 1)
-    return NeighborWeights(share, dict.fromkeys(sources, 1.0), dict.fromkeys(receivers, share), False)
+def _planned_exchange(tensors: Sequence[Tensor], plan: NeighborPlan, name: str, in_place: bool) -> Finish:
+    if not tensors:
+        return list
+    backend = current().backend
+    handle = Average(tensors, in_place).start(
+        lambda tensors, output: backend.neighbor_allreduce(tensors, plan, output=output, name=name)
+    )
+    return lambda: _results(handle)
+
+
+def _results(handle: int) -> list[Tensor]:
+    results: list[Tensor] = wait(handle)
+    return results

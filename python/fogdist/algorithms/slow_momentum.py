@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.algorithms.frame import Algorithm, check_count, check_factor
-from fogdist.algorithms.mixing import AllRanks, Mixing, Nobody
+from fogdist.algorithms.mixing import AllRanks, MixingLike, Nobody
 from fogdist.optim.wrapper import Models
-from fogdist.topology import Topology
 
 
 class SlowMo(Algorithm):
@@ -42,6 +41,7 @@ class SlowMo(Algorithm):
     """
 
     _fog_buffers: ClassVar[tuple[str, ...]] = ("anchor", "slow_momentum")
+    _fog_needs_rates: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class SlowMo(Algorithm):
         period: int = 12,
         slow_momentum: float = 0.7,
         slow_lr: float = 1.0,
-        mixing: Mixing | Topology | None = None,
+        mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
         check_count(period, "period")

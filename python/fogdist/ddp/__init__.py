@@ -1,7 +1,7 @@
 """Decentralized training of a module as it is: a wrapper for it, and a hook for torch's own wrapper.
 
 `data_parallel` is the wrapper; `synchronous` and `asynchronous` are its two ways to mix parameters with
-neighbors, `rounds` says with whom. `comm_hook` is for torch.nn.parallel.DistributedDataParallel.
+neighbors. `comm_hook` is for torch.nn.parallel.DistributedDataParallel.
 """
 
 from __future__ import annotations

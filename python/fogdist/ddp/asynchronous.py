@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
-from fogdist.ddp.rounds import Rounds
+from fogdist.rounds import Rounds
 from fogdist.topology import Topology
 
 if TYPE_CHECKING:

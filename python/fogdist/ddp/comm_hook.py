@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
-from fogdist.ddp.rounds import Rounds, TopologyLike
 from fogdist.flat_buckets import ALIGNMENT, FlatBuckets
+from fogdist.rounds import Rounds, TopologyLike
 
 # States are made in the same order on all ranks, so their numbers tell their messages apart.
 _numbers = itertools.count()

@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import BUCKET_BYTES, flatten, make_buckets, unflatten
+from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, unflatten
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
-from fogdist.ddp.rounds import Rounds, TopologyLike, topology_of
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
 from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
+from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
 
 Mode: TypeAlias = Literal["sync", "async"]
@@ -80,7 +80,8 @@ class DecentralizedDataParallel(nn.Module):
             that of each step (`fogdist.set_topology`), in "async" that of now.
         mode: "sync" or "async".
         group: The group of ranks; by default that of `init`.
-        bucket_bytes: About how many bytes are exchanged at a time.
+        bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is one message. A larger
+            parameter has one for itself.
         broadcast: Whether parameters and buffers start as those of rank 0; if not, the user sees to it.
         average_buffers: As above.
         max_staleness: For "async": a rank that is more than so many iterations ahead of an in-neighbor waits
@@ -118,7 +119,7 @@ class DecentralizedDataParallel(nn.Module):
         mode: Mode = "sync",
         *,
         group: dist.ProcessGroup | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
         broadcast: bool = True,
         average_buffers: bool = False,
         max_staleness: int | None = None,
@@ -131,6 +132,7 @@ class DecentralizedDataParallel(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if mode not in ("sync", "async"):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
+        bucket_bytes = cap_bytes(bucket_cap_mb)
         _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost, timeout)
         self._context = current(group)
         self._mode = mode

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
-from fogdist.ddp.rounds import Rounds
+from fogdist.rounds import Rounds
 
 
 class SynchronousMixing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +14,7 @@ from fogdist.optim.backward_steps import BackwardSteps, step_of
 from fogdist.optim.combining import CombiningOptimizer
 from fogdist.optim.parameter_average import CommunicationType, ParameterAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import Models, reject_lbfgs, wrap
+from fogdist.optim.wrapper import Models, evaluated, reject_lbfgs, wrap
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -112,8 +111,7 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         if closure is None:
             result = self._fog_adapt()
         elif self._fog_step_in_backward:
-            with torch.enable_grad():
-                result = closure()
+            result = evaluated(closure)
             self._fog_adapt()
         else:
             with self._fog_counter.paused():

@@ -21,6 +21,7 @@ class BucketWindows:
         prefix: The windows are called by it and a number.
         first: Their first number.
         zero_init: As for `Window`.
+        bucket_bytes: What a bucket takes, or one parameter that is larger.
 
     Raises:
         TypeError: As `FlatBuckets`.
@@ -33,12 +34,19 @@ class BucketWindows:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], names: Sequence[str], prefix: str, first: int, *, zero_init: bool
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        prefix: str,
+        first: int,
+        *,
+        zero_init: bool,
+        bucket_bytes: int,
     ) -> None:
         for parameter, name in zip(parameters, names, strict=True):
             if parameter.device.type != "cpu":
                 raise ValueError(f"parameter {name!r} must be on the CPU, got device {parameter.device}")
-        self.flats = FlatBuckets(parameters, names=names)
+        self.flats = FlatBuckets(parameters, bucket_bytes, names=names)
         check_same_everywhere(current().backend, "model", self.flats.layout())
         self.windows = [
             Window(flat, name=f"{prefix}.{number}", zero_init=zero_init)

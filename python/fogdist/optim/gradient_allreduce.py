@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -15,7 +14,7 @@ from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.optim.gradient_average import GradientAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer, Models, reject_lbfgs, wrap
+from fogdist.optim.wrapper import DistributedOptimizer, Models, evaluated, reject_lbfgs, wrap
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -78,10 +77,7 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         Returns:
             What the closure returned, else what the optimizer's own step returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if not (self._fog_is_alone or self._fog_only_makes_state()):
             self._fog_average_if_due()
         result = self._fog_wrapped.step()

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.optim.pass_counter import warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer
+from fogdist.optim.wrapper import DistributedOptimizer, evaluated
 
 
 class OverlappingOptimizer(DistributedOptimizer):
@@ -42,10 +42,7 @@ class OverlappingOptimizer(DistributedOptimizer):
         Returns:
             What the closure returned, else what the optimizer's own step returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         if self._fog_is_alone or self._fog_only_makes_state():
             result = self._fog_local_step()
         else:

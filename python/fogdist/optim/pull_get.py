@@ -8,6 +8,7 @@ from typing import ClassVar, cast
 
 from torch.optim import Optimizer
 
+from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.optim.window_optimizer import MixingOptimizer, make
 from fogdist.optim.wrapper import Models
 from fogdist.windows import Window
@@ -18,6 +19,7 @@ def DistributedPullGetOptimizer(
     model: Models,
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> PullGetOptimizer:
     """Returns an optimizer that averages with its neighbors' present parameters: ``w+ = mean(w, w_j) - step(grad f(w))``.
 
@@ -32,7 +34,7 @@ def DistributedPullGetOptimizer(
         An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`,
         `unregister_window` and the attributes `src_weights`, `self_weight`, `force_barrier`, `skip_lost`.
     """
-    made = make(PullGetOptimizer, optimizer, model, num_steps_per_communication, window_prefix)
+    made = make(PullGetOptimizer, optimizer, model, num_steps_per_communication, window_prefix, bucket_cap_mb)
     return cast("PullGetOptimizer", made)
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 
 from torch.optim import Optimizer
 
+from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.exchange import check_weight
 from fogdist.optim.window_optimizer import WindowOptimizer, make
@@ -29,6 +30,7 @@ def DistributedPushSumOptimizer(
     model: Models,
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> PushSumOptimizer:
     """Returns an optimizer that averages by push-sum, which is exact on directed graphs.
 
@@ -54,7 +56,7 @@ def DistributedPushSumOptimizer(
         An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`,
         `unregister_window`, `push_sum_weights` and the attributes `self_weight`, `dst_weights`, `force_barrier`.
     """
-    made = make(PushSumOptimizer, optimizer, model, num_steps_per_communication, window_prefix)
+    made = make(PushSumOptimizer, optimizer, model, num_steps_per_communication, window_prefix, bucket_cap_mb)
     return cast("PushSumOptimizer", made)
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, cast
 
 from torch.optim import Optimizer
 
+from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.optim.window_optimizer import MixingOptimizer, make
 from fogdist.optim.wrapper import Models
 from fogdist.windows import Window
@@ -17,6 +18,7 @@ def DistributedWinPutOptimizer(
     model: Models,
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
 ) -> WinPutOptimizer:
     """Returns an optimizer that averages with what its neighbors last sent: ``w+ = mean(w, slots) - step(grad f(w))``.
 
@@ -40,6 +42,8 @@ def DistributedWinPutOptimizer(
             trained now are averaged, buffers are not.
         num_steps_per_communication: J: an exchange every J forward passes of the model.
         window_prefix: What the names of the windows begin with, alike on all ranks; by default a new name.
+        bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is a window. A larger
+            parameter has one for itself.
 
     Returns:
         An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`,
@@ -50,11 +54,11 @@ def DistributedWinPutOptimizer(
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
             model; two parameters have the same name or overlap in memory; a parameter is not on the CPU;
-            `num_steps_per_communication` is below 1; there are windows of this prefix; ranks have other models
-            (on all ranks alike); before `init`.
+            `num_steps_per_communication` is below 1, `bucket_cap_mb` not above 0; there are windows of this
+            prefix; ranks have other models (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
-    made = make(WinPutOptimizer, optimizer, model, num_steps_per_communication, window_prefix)
+    made = make(WinPutOptimizer, optimizer, model, num_steps_per_communication, window_prefix, bucket_cap_mb)
     return cast("WinPutOptimizer", made)
 
 

@@ -112,7 +112,12 @@ class WindowOptimizer(OverlappingOptimizer):
             missing = [p for p in self._fog_parameters(place) if p not in self._fog_known]
             first = sum(len(each.windows) for each in self._fog_each())
             made = BucketWindows(
-                missing, [names[p] for p in missing], self._fog_prefix, first, zero_init=self._zero_init
+                missing,
+                [names[p] for p in missing],
+                self._fog_prefix,
+                first,
+                zero_init=self._zero_init,
+                bucket_bytes=self._fog_bucket_bytes,
             )
             self._fog_known.update(missing)
             buckets.append(made)
@@ -214,12 +219,13 @@ def make(
     model: Models,
     num_steps_per_communication: int,
     window_prefix: str | None,
+    bucket_cap_mb: float,
 ) -> Any:
     """Returns a distributed optimizer of class `view`, with its windows; collective.
 
     Args:
         view: A subclass of WindowOptimizer.
-        optimizer, model, num_steps_per_communication: As for `wrap`.
+        optimizer, model, num_steps_per_communication, bucket_cap_mb: As for `wrap`.
         window_prefix: What the windows' names begin with; by default a new name.
 
     Raises:
@@ -230,7 +236,7 @@ def make(
     context = current()
     if window_prefix is not None and not isinstance(window_prefix, str):
         raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
-    distributed = wrap(view, optimizer, model, num_steps_per_communication)
+    distributed = wrap(view, optimizer, model, num_steps_per_communication, bucket_cap_mb)
     reject_lbfgs(optimizer)
     distributed._fog_prefix = window_prefix or f"fogdist.{view._kind}.{distributed._fog_number}"
     distributed._fog_start(is_alone=context.size == 1)

@@ -9,7 +9,8 @@ wraps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.buckets import BUCKET_CAP_MB, cap_bytes
+from fogdist.optim.pass_marks import PassMarks
 
 Models = Module | Sequence[Module]
 
@@ -53,6 +55,7 @@ class DistributedOptimizer(Optimizer):
     _fog_bucket_bytes: int
     _fog_number: int
     _fog_steps: int
+    _fog_marks: PassMarks | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is found neither in the view nor in its classes.
@@ -96,6 +99,23 @@ class DistributedOptimizer(Optimizer):
             self._fog_wrapped.param_groups.pop()
             raise
 
+    def turn_on_timeline(self) -> None:
+        """Marks training passes in the traces of ``torch.profiler`` from now on.
+
+        A range "fogdist.forward" is a forward pass of a model, "fogdist.gradient" goes from its end to the
+        step. Exchanges ("fog:neighbor_allreduce" and others) and the optimizer's step are in the traces always.
+        """
+        if self._fog_marks is None:
+            self._fog_marks = PassMarks(self._fog_models, self._fog_wrapped)
+            # The models outlive their optimizer.
+            weakref.finalize(self, self._fog_marks.remove).atexit = False
+
+    def turn_off_timeline(self) -> None:
+        """Ends what `turn_on_timeline` began."""
+        if self._fog_marks is not None:
+            self._fog_marks.remove()
+            self._fog_marks = None
+
     def _is_own(self, name: str) -> bool:
         if name in self._scaler_marks:
             return not getattr(self._fog_wrapped, "_step_supports_amp_scaling", False)
@@ -104,12 +124,17 @@ class DistributedOptimizer(Optimizer):
     def _fog_local_step(self, *arguments: Any) -> Any:
         """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
 
+        Args:
+            *arguments: A closure, or nothing.
+        """
+        return None if self._fog_unscale() else self._fog_wrapped.step(*arguments)
+
+    def _fog_unscale(self) -> bool:
+        """Divides gradients by a gradient scaler's scale, if one has called; returns whether they overflowed.
+
         A scaler leaves its scale and whether gradients overflowed in attributes where an optimizer says
         ``_step_supports_amp_scaling``. So a rank whose gradients did not survive skips its own update only, and
         its neighbors, whose gradients did, still hear from it.
-
-        Args:
-            *arguments: A closure, or nothing.
         """
         scale, overflow = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         if scale is not None:
@@ -117,9 +142,7 @@ class DistributedOptimizer(Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(1.0 / float(scale))
-        if overflow is not None and float(overflow) != 0:
-            return None
-        return self._fog_wrapped.step(*arguments)
+        return overflow is not None and float(overflow) != 0
 
     def _fog_only_makes_state(self) -> bool:
         """Whether a step now would move nothing and only make state.
@@ -194,6 +217,33 @@ def wrap(
     distributed._fog_number = next(_numbers)
     distributed._fog_steps = steps
     return distributed
+
+
+def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Returns whether a call of `step` would only make an optimizer's state.
+
+    ``torch.distributed.checkpoint`` makes such a call, ``step(closure=None)``, on an optimizer without state that
+    it saves or loads, with learning rates and gradients of zero. It is no step of the training, and may be one
+    rank's alone: nothing must be exchanged.
+
+    Args:
+        optimizer: A plain optimizer.
+        arguments, options: What `step` was called with.
+    """
+    if arguments or dict(options) != {"closure": None} or optimizer.state:
+        return False
+    if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Returns what a step's closure returns, None for no closure; gradients are recorded in it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def reject_lbfgs(optimizer: Optimizer) -> None:

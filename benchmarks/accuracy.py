@@ -1,0 +1,170 @@
+"""Compares what the modes of training reach with what DDP reaches: settings by validation, then tests.
+
+    torchrun --nproc_per_node=4 benchmarks/accuracy.py mnist --json mnist.json --lr 0.2 0.4 0.8 \\
+        --modes ddp awc atc "ddp_async --slow-rank 0" -- --data DIR --steps 600
+    torchrun --nproc_per_node=4 benchmarks/accuracy.py gpt --json gpt.json --lr 6e-3 1.2e-2 \\
+        --modes ddp awc "atc --dynamic" -- --steps 600
+
+Runs examples/train_mnist.py or examples/train_gpt.py many times in the same processes. Each of --modes is a
+mode with flags of its own; what follows -- are flags of all runs. First each mode trains with each of the
+learning rates, --validation and --validation-seeds, and keeps the rate that is best there in the mean. Then
+it trains with that one and each of --seeds, and is tested on data that no choice has seen. The table, in
+Markdown, has the mean over seeds of the test, its standard deviation, and by how much it is worse than the
+first of --modes, DDP: the mean over seeds of the difference to DDP's run with the same seed, and its standard
+deviation; then samples per second of the ranks that are not slow.
+
+The file given with --json takes the result of each run as soon as it is there; runs that it holds already are
+not made again, so a program that was stopped goes on, and modes may be added later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import io
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fogdist
+from fogdist.topology import by_name
+
+# The examples are what is measured. They come first: benchmarks has a training.py too.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+# By task: the example, whether more of its metric is better, what the metric is multiplied with for people.
+TASKS: dict[str, tuple[str, bool, float]] = {
+    "mnist": ("train_mnist", True, 100.0),
+    "gpt": ("train_gpt", False, 1.0),
+}
+
+
+class Runs:
+    """Runs of an example, each made once; all ranks use it alike.
+
+    Args:
+        example: Name of its module.
+        path: File that keeps the results; None to keep them in memory only.
+    """
+
+    def __init__(self, example: str, path: Path | None) -> None:
+        self._example: Any = importlib.import_module(example)
+        self._training: Any = importlib.import_module("training")
+        self._path = path
+        self._results: dict[str, dict[str, Any]] = {}
+        if path is not None and path.exists():
+            self._results = json.loads(path.read_text())
+        self._first: argparse.Namespace | None = None
+
+    def result(self, flags: Sequence[str]) -> dict[str, Any]:
+        """Returns what the example says of a run with these flags."""
+        key = " ".join(flags)
+        if key not in self._results:
+            result = [self._run(flags)]
+            dist.broadcast_object_list(result, src=0)
+            self._results[key] = result[0]
+            if dist.get_rank() == 0:
+                print(f"{result[0]['final']:.4f}  {key}", flush=True)
+                if self._path is not None:
+                    self._path.write_text(json.dumps(self._results, indent=1) + "\n")
+        return self._results[key]
+
+    def _run(self, flags: Sequence[str]) -> dict[str, Any]:
+        args = self._example.read_flags(flags)
+        if self._first is None:
+            self._first = args
+            self._training.start(args)
+        if not fogdist.set_topology(by_name(args.topology, dist.get_world_size()), is_weighted=True):
+            raise RuntimeError("the run before has left windows open")
+        torch.manual_seed(args.seed)
+        with contextlib.redirect_stdout(io.StringIO()):
+            result: dict[str, Any] = self._example.run(args, dist.get_rank(), dist.get_world_size())
+        gc.collect()  # what was trained goes with its buffers and windows, on all ranks alike
+        return result
+
+    def close(self) -> None:
+        """Leaves the other ranks."""
+        if self._first is not None:
+            self._training.end(self._first)
+
+
+def mean_and_deviation(values: Sequence[float], digits: int) -> str:
+    """Returns e.g. "96.96 ± 0.12": the mean, and the standard deviation of one value."""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def choose(runs: Runs, mode: str, options: argparse.Namespace, is_more_better: bool) -> str:
+    """Returns the learning rate with which a mode is best on validation data."""
+    rates: list[str] = options.lr
+    if len(rates) == 1:
+        return rates[0]
+    means: dict[str, float] = {}
+    for rate in rates:
+        flags = ["--mode", *mode.split(), *options.common, "--lr", rate, "--validation", "--seed"]
+        found = [float(runs.result([*flags, seed])["final"]) for seed in options.validation_seeds]
+        means[rate] = statistics.fmean(found)
+    best = max if is_more_better else min
+    return best(means, key=lambda rate: means[rate])
+
+
+def read_options() -> argparse.Namespace:
+    """Returns the command line; `common` has what follows --."""
+    own, common = sys.argv[1:], []
+    if "--" in own:
+        place = own.index("--")
+        own, common = own[:place], own[place + 1 :]
+    parser = argparse.ArgumentParser(description="Compare the modes' accuracy with DDP's.")
+    add = parser.add_argument
+    add("task", choices=list(TASKS))
+    add(
+        "--modes",
+        nargs="+",
+        required=True,
+        help="each with its flags; others are compared with the first",
+    )
+    add("--lr", nargs="+", required=True, help="learning rates to choose from; one is taken as it is")
+    add("--validation-seeds", nargs="+", default=["0"], help="of the runs that choose")
+    add("--seeds", nargs="+", default=["1", "2", "3"], help="of the test runs")
+    add("--json", type=Path, metavar="FILE", help="takes the results, and has those of before")
+    return argparse.Namespace(**vars(parser.parse_args(own)), common=common)
+
+
+def main() -> None:
+    options = read_options()
+    example, is_more_better, factor = TASKS[options.task]
+    runs = Runs(example, options.json)
+    worse = -1.0 if is_more_better else 1.0
+    reference: list[float] = []
+    rows: list[str] = []
+    for mode in options.modes:
+        rate = choose(runs, mode, options, is_more_better)
+        flags = ["--mode", *mode.split(), *options.common, "--lr", rate, "--seed"]
+        found = [runs.result([*flags, seed]) for seed in options.seeds]
+        values = [factor * float(each["final"]) for each in found]
+        reference = reference or values
+        less = [worse * (mine - its) for mine, its in zip(values, reference, strict=True)]
+        if not is_more_better:
+            less = [100.0 * each / its for each, its in zip(less, reference, strict=True)]
+        speed = statistics.fmean(float(each["healthy samples per second"]) for each in found)
+        digits = 2 if is_more_better else 4
+        rows.append(
+            f"| {mode} | {rate} | {mean_and_deviation(values, digits)} | "
+            f"{'' if values is reference else mean_and_deviation(less, 2)} | {speed:,.0f} |"
+        )
+    runs.close()
+    if int(os.environ["RANK"]) == 0:
+        print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,389 @@
+"""Times training steps of ranks on different hosts: how much of an exchange over a slow link is hidden behind compute.
+
+    python benchmarks/overlap.py                                # 4 hosts, links of 1 Gbit/s, some seven minutes
+    python benchmarks/overlap.py --ratios 1 --compute device --modes none exchange awc --plot overlap.png
+
+Run it as root, as a plain program: it makes network namespaces, one for each rank, whose links tc limits to --rate
+(emulated_hosts.py), and starts its ranks in them. The model is an MLP of 2.9 million parameters, the optimizer SGD with
+momentum, the topology the exponential-2 graph. All ways take turns (see interleaved.py); each has a model of its own:
+
+    none                compute alone
+    exchange            the exchange of the parameters alone, which is what AWC, ATC and the wrapper have to hide
+    allreduce           the same of an allreduce
+    awc, atc, ddp_sync  the optimizers, ATC with step_in_backward; DecentralizedDataParallel, mode "sync"
+    gradient_allreduce, ddp, ddp gloo   what averages gradients with all ranks: fog's optimizer, torch's DDP
+
+The column "link" is what the link must at least carry for an exchange, over its rate. Compute takes a given
+multiple of the time of the exchange (--ratios), and is of two kinds:
+
+    device    layers wait a while, without the CPU: as if an accelerator computed them
+    cpu       larger batches. Here compute and the exchange's own work share the cores: where ranks outnumber these,
+              that work is added to the step, whatever is hidden.
+
+The goal is for AWC: a step takes less than 1.15 times the longer of compute alone and exchange alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import program
+import side_by_side
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from interleaved import Times, take_turns
+from report import Row, write_json
+from training_step import training_step
+
+# The examples show how to train in each mode, and that is what is measured.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
+
+if TYPE_CHECKING:
+    from side_by_side import Systems
+    from torch import Tensor, nn
+
+LINK = "link"
+GLOO = " gloo"
+TRANSFERS = ("exchange", "allreduce")
+# By name: the heading.
+SYSTEMS = {
+    "none": "compute alone",
+    "exchange": "exchange alone",
+    "awc": "AWC",
+    "atc": "ATC, step in backward",
+    "ddp_sync": "Decentralized DDP, sync",
+    "gradient_allreduce": "gradient allreduce",
+    "ddp": "DDP on fog",
+    "ddp gloo": "DDP on Gloo",
+    "allreduce": "allreduce alone",
+}
+KINDS = {"device": "emulated device", "cpu": "CPU"}
+# Of the longer of compute and exchange.
+GOAL = 1.15
+PIXELS, HIDDEN = 784, (1024, 1024, 1024)
+# Of a step, as for a pass whose layers are matrix products.
+FORWARD_SHARE = 1 / 3
+# Between which the time of a step is taken to be linear.
+CALIBRATION_BATCHES = (64, 256)
+CALIBRATION_SECONDS = 3.0
+
+
+def device_model(seconds: float) -> nn.Module:
+    """Returns the MLP on an emulated device: passes wait beside each layer, by its share of the parameters.
+
+    Args:
+        seconds: What forward and backward pass wait together.
+    """
+    import torch
+    from models import mlp
+    from torch import nn
+
+    class Wait(torch.autograd.Function):
+        """The identity, after a while: the last argument says how long, forward and backward."""
+
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, duration: float) -> Tensor:
+            ctx.duration = duration  # type: ignore[attr-defined]
+            time.sleep(FORWARD_SHARE * duration)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+            time.sleep((1 - FORWARD_SHARE) * ctx.duration)  # type: ignore[attr-defined]
+            return gradients[0], None
+
+    class OnDevice(nn.Module):
+        """A layer that takes a while."""
+
+        def __init__(self, layer: nn.Module, duration: float) -> None:
+            super().__init__()
+            self.layer = layer
+            self.duration = duration
+
+        def forward(self, x: Tensor) -> Tensor:
+            waited: Tensor = Wait.apply(self.layer(x), self.duration)  # type: ignore[no-untyped-call]
+            return waited
+
+    model = mlp(PIXELS, HIDDEN)
+    per_parameter = seconds / sum(parameter.numel() for parameter in model.parameters())
+    layers = [
+        OnDevice(layer, per_parameter * sum(p.numel() for p in layer.parameters()))
+        if isinstance(layer, nn.Linear)
+        else layer
+        for layer in model.children()
+    ]
+    return nn.Sequential(*layers)
+
+
+def ways_of(
+    names: Sequence[str],
+    model: Callable[[], nn.Module],
+    batch: int,
+    systems: Systems,
+    bucket_cap_mb: float | None,
+) -> dict[str, Callable[[], object]]:
+    """Sets ways up, each with a model of its own; returns what makes a step of each. All ranks call this together.
+
+    Args:
+        names: Of SYSTEMS.
+        model: Makes the model.
+        batch: Rows of a batch.
+        systems: Of this run.
+        bucket_cap_mb: As of the optimizers; None for their defaults.
+    """
+    import fogdist
+    import torch
+    from modes import MODES, Setup, Trainer
+
+    cap = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+    wrappers: dict[str, Callable[..., Any]] = {
+        "awc": fogdist.DistributedAdaptWithCombineOptimizer,
+        "atc": partial(fogdist.DistributedAdaptThenCombineOptimizer, step_in_backward=True),
+        "gradient_allreduce": fogdist.DistributedGradientAllreduceOptimizer,
+    }
+
+    def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    def trainer(name: str) -> Trainer:
+        torch.manual_seed(0)
+        own = model()
+        if name in wrappers:
+            return Trainer(own, wrappers[name](sgd(own.parameters()), own, **cap))
+        group = systems.gloo if name.endswith(GLOO) else systems.fog
+        made: Trainer = MODES[name.removesuffix(GLOO)].make(Setup(own, sgd, group=group))
+        return made
+
+    ways: dict[str, Callable[[], object]] = {}
+    for name in names:
+        if name in TRANSFERS:
+            ways[name] = transfer(name, model(), bucket_cap_mb)
+        else:
+            ways[name] = training_step(trainer(name), (batch, PIXELS), systems.rank)
+    return ways
+
+
+def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callable[[], None]:
+    """Returns what exchanges as many bytes as a model has, in buckets as the optimizers have them."""
+    import fogdist
+    from fogdist.buckets import BUCKET_BYTES, cap_bytes
+    from fogdist.flat_buckets import FlatBuckets
+
+    most = BUCKET_BYTES if bucket_cap_mb is None else cap_bytes(bucket_cap_mb)
+    flats = FlatBuckets(list(model.parameters()), most).flats
+
+    def neighbors() -> None:
+        handles = [fogdist.neighbor_allreduce_nonblocking(flat, enable_topo_check=False) for flat in flats]
+        for handle in handles:
+            fogdist.wait(handle)
+
+    def everyone() -> None:
+        handles = [fogdist.allreduce_nonblocking_(flat) for flat in flats]
+        for handle in handles:
+            fogdist.wait(handle)
+
+    return neighbors if name == "exchange" else everyone
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    import fogdist
+    from models import mlp
+
+    systems = side_by_side.join(address(0))
+    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n), is_weighted=True)
+
+    def median(name: str, model: Callable[[], nn.Module], batch: int) -> float:
+        """Seconds of a step, from a few."""
+        times, _ = take_turns(
+            ways_of([name], model, batch, systems, arguments.bucket_cap_mb),
+            systems.mpi,
+            seconds=CALIBRATION_SECONDS,
+            iterations=arguments.iterations,
+            are_long=True,
+        )
+        return 1e-3 * times[name].median
+
+    def plain() -> nn.Module:
+        model: nn.Module = mlp(PIXELS, HIDDEN)
+        return model
+
+    elements = sum(parameter.numel() for parameter in plain().parameters())
+    sent = 4 * elements * len(fogdist.out_neighbor_ranks())
+    exchange = median("exchange", plain, 1)
+    on_link = 1e3 * 8 * sent / parse_rate(arguments.rate)
+    rows: list[Row] = []
+    for kind in arguments.compute:
+        if kind == "device":
+            least = median("none", plain, 1)
+        else:
+            small, large = (median("none", plain, batch) for batch in CALIBRATION_BATCHES)
+            per_sample = (large - small) / (CALIBRATION_BATCHES[1] - CALIBRATION_BATCHES[0])
+        for ratio in arguments.ratios:
+            goal, batch = ratio * exchange, 1
+            model: Callable[[], nn.Module] = plain
+            if kind == "device":
+                model = partial(device_model, max(goal - least, 0.0))
+            else:
+                batch = max(1, round(CALIBRATION_BATCHES[0] + (goal - small) / per_sample))
+            times, iterations = take_turns(
+                ways_of(arguments.modes, model, batch, systems, arguments.bucket_cap_mb),
+                systems.mpi,
+                seconds=arguments.seconds,
+                iterations=arguments.iterations,
+                back_to_back=arguments.back_to_back,
+                are_long=True,
+            )
+            times[LINK] = Times(on_link, on_link, on_link)
+            title = f"{KINDS[kind]}, compute {ratio:g} x exchange"
+            rows.append(Row(title, systems.size, "float32", elements, 4 * elements, sent, iterations, times))
+            if systems.rank == 0:
+                print_row(rows[-1])
+    if systems.rank == 0:
+        write_json(arguments.rows, {**program.facts(), "rate": arguments.rate}, rows)
+    fogdist.shutdown()
+    side_by_side.leave()
+
+
+def longer(row: Row) -> float | None:
+    """Milliseconds of the longer of compute alone and exchange alone, if the row has both."""
+    if not {"none", "exchange"} <= row.times.keys():
+        return None
+    return max(row.times["none"].median, row.times["exchange"].median)
+
+
+def print_row(row: Row) -> None:
+    """Prints a table of the ways."""
+    print(f"\n{row.operation}; {row.ranks} hosts, {os.cpu_count()} cores, {row.iterations} turns")
+    print(f"{'':26}{'ms a step':>10}{'quartiles':>18}{'x longer':>10}")
+    print(f"{'link, at least':26}{row.times[LINK].median:>10.1f}")
+    bound = longer(row)
+    for name in [name for name in row.times if name != LINK]:
+        times = row.times[name]
+        quartiles = f"{times.lower:.1f} - {times.upper:.1f}"
+        share = "-" if bound is None else f"{times.median / bound:.2f}"
+        print(f"{SYSTEMS[name]:26}{times.median:>10.1f}{quartiles:>18}{share:>10}")
+    sys.stdout.flush()
+
+
+def print_goals(rows: Sequence[Row]) -> None:
+    """Prints where AWC reaches its goal."""
+    for row in rows:
+        bound = longer(row)
+        if bound is None or "awc" not in row.times:
+            continue
+        share = row.times["awc"].median / bound
+        verdict = "met" if share < GOAL else "missed"
+        print(f"Goal, {row.operation}: AWC in less than {GOAL} x the longer one: {share:.2f}, {verdict}")
+
+
+def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
+    """Draws the milliseconds of a step in each way, a panel for each row, a line of panels for each kind."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    kinds = list(dict.fromkeys(row.operation.split(", ")[0] for row in rows))
+    lines = [[row for row in rows if row.operation.startswith(f"{kind}, ")] for kind in kinds]
+    columns = max(len(line) for line in lines)
+    height = 1.1 + 0.28 * max(len(row.times) for row in rows)
+    figure, panels = plt.subplots(
+        len(lines),
+        columns,
+        figsize=(2.2 + 3.6 * columns, height * len(lines)),
+        squeeze=False,
+        sharey="row",
+        layout="constrained",
+    )
+    colors = {"none": "0.6", "exchange": "0.6", "allreduce": "0.6"}
+    colors |= dict.fromkeys(("ddp", "ddp gloo", "gradient_allreduce"), "tab:orange")
+    for line, places in zip(lines, panels, strict=True):
+        for place in places[len(line) :]:
+            place.set_visible(False)
+        for place, row in zip(places, line, strict=False):
+            names = [name for name in list(titles)[::-1] if name in row.times]
+            medians = [row.times[name].median for name in names]
+            errors = [
+                [row.times[name].median - row.times[name].lower for name in names],
+                [row.times[name].upper - row.times[name].median for name in names],
+            ]
+            shades = [colors.get(name, "tab:blue") for name in names]
+            place.barh([titles[name] for name in names], medians, xerr=errors, color=shades, ecolor="0.3")
+            if (bound := longer(row)) is not None:
+                place.axvline(GOAL * bound, color="tab:red", linestyle="--")
+            place.set_title(row.operation, fontsize="medium")
+            place.set_xlim(left=0)
+            place.grid(axis="x", alpha=0.3)
+    figure.supxlabel(
+        f"milliseconds a step, {rows[0].ranks} hosts; dashed: {GOAL} x the longer of compute alone and exchange alone",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=120)
+
+
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate in the words of tc: "400mbit", "1gbit"."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    number, unit = text[:-4], text[-4:].lower()
+    if unit not in units or not float(number) > 0:
+        raise ValueError(f"a rate must be a number of kbit, mbit or gbit, such as 1gbit; got {text}")
+    return float(number) * units[unit]
+
+
+def run_on_hosts(rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
+    """Runs a script on one rank of each emulated host; ends the program where hosts cannot be emulated."""
+    environment = {**ACROSS["UCX"], "GLOO_SOCKET_IFNAME": INTERFACE}
+    try:
+        with emulated_hosts(ranks, rate) as hosts:
+            side_by_side.run_ranks(ranks, script, arguments, hosts, environment)
+    except Unavailable as reason:
+        sys.exit(f"emulated hosts: {reason}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_options(parser, ranks=[4], seconds=10.0, has_sizes=False, back_to_back=2)
+    add = parser.add_argument
+    add(
+        "--modes",
+        nargs="+",
+        choices=list(SYSTEMS),
+        default=list(SYSTEMS),
+        help=", ".join(SYSTEMS),
+        metavar="NAME",
+    )
+    add("--compute", nargs="+", choices=list(KINDS), default=list(KINDS), help="of what kind")
+    add("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], metavar="X", help="compute over exchange")
+    add("--rate", default="1gbit", help="of each link, in the words of tc: 400mbit")
+    add("--bucket-cap-mb", type=float, metavar="MIB", help="of the optimizers; by default theirs")
+    arguments = program.parse_options(parser)
+    try:
+        parse_rate(arguments.rate)
+    except ValueError as error:
+        parser.error(f"--rate: {error}")
+    return arguments
+
+
+def main() -> None:
+    """Starts the hosts with their ranks, then holds the results against the goal; in a rank, measures."""
+    arguments = parse_arguments()
+    rows = program.run(
+        Path(__file__), arguments, measure_all, SYSTEMS, draw, partial(run_on_hosts, arguments.rate)
+    )
+    if rows:
+        print()
+    print_goals(rows)
+
+
+if __name__ == "__main__":
+    main()

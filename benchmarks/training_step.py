@@ -1,0 +1,41 @@
+"""One training step a call, as benchmarks time it: random batches that are in memory already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modes import Trainer
+
+CLASSES = 10
+BATCHES = 4
+
+
+def training_step(trainer: Trainer, shape: tuple[int, ...], rank: int) -> Callable[[], None]:
+    """Returns what makes the next step of a classifier's training.
+
+    Args:
+        trainer: Of examples/modes.py.
+        shape: Of a batch's inputs.
+        rank: Ranks have data of their own.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(shape, generator=generator) for _ in range(BATCHES)]
+    labels = [torch.randint(CLASSES, shape[:1], generator=generator) for _ in range(BATCHES)]
+    steps = 0
+
+    def step() -> None:
+        nonlocal steps
+        trainer.prepare(steps)
+        trainer.optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(
+            trainer.module(inputs[steps % BATCHES]), labels[steps % BATCHES]
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.step()
+        steps += 1
+
+    return step

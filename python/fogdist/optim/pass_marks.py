@@ -1,0 +1,66 @@
+"""Ranges for a profiler: when a model's forward pass runs, and when its gradients are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+
+
+class PassMarks:
+    """Ranges of training passes in the trace of ``torch.profiler``: one a forward pass, one from there to the step.
+
+    Operations of fog and the optimizer's step are in the trace by themselves.
+
+    Args:
+        models: Whose forward passes count, if in training mode with gradients enabled.
+        optimizer: Whose step ends the second range.
+    """
+
+    FORWARD = "fogdist.forward"
+    GRADIENT = "fogdist.gradient"
+
+    def __init__(self, models: Sequence[Module], optimizer: Optimizer) -> None:
+        self._open: torch.profiler.record_function | None = None
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
+        for model in models:
+            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
+            # Also for a pass that raises: a range left open would take in all that follows.
+            self._hooks.append(model.register_forward_hook(self._after_forward, always_call=True))
+
+    def remove(self) -> None:
+        """Ends the range that is open and marks nothing more."""
+        self._end()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __deepcopy__(self, memo: object) -> PassMarks:
+        return self  # a copied model's passes count too
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model calls it as it is
+    def _before_forward(self, module: Module, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._begin(self.FORWARD)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, module: Module, args: Any, output: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._end()
+            if output is not None:  # else the pass raised
+                self._begin(self.GRADIENT)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        self._end()
+
+    def _begin(self, name: str) -> None:
+        self._end()
+        self._open = torch.profiler.record_function(name)
+        self._open.__enter__()
+
+    def _end(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)

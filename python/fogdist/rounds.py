@@ -1,0 +1,137 @@
+"""Whom a rank exchanges with in each round: a topology, seen from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeAlias
+
+import networkx as nx
+
+from fogdist.agreement import digest
+from fogdist.context import Context
+from fogdist.topology import Peers, Topology, uniform_weights
+
+if TYPE_CHECKING:
+    from fog_pg._C import NeighborPlan
+
+TopologyLike: TypeAlias = "nx.DiGraph | Topology | None"
+
+# What ranks compare of a topology at most, and what is kept of it: an endless topology is a function of t
+# that differs early or not at all, and periods are mostly a few rounds.
+_COMPARED_ROUNDS = 64
+_KEPT_PLANS = 1024
+
+
+class Rounds:
+    """The exchanges of one rank: round t is `plan(t)`.
+
+    Args:
+        topology: A graph, whose weights are used and must sum to 1 at each receiver; or one graph a round; or
+            None for whatever the group's topology is when a round is asked for.
+        context: The group.
+        argument: What the user calls `topology`.
+
+    Attributes:
+        topology: What was given, as rounds; None for the group's.
+        context: The group.
+
+    Raises:
+        TypeError: `topology` is none of these, or a weight not a real number.
+        ValueError: Its nodes are not the group's ranks, or a rank's weights do not sum to 1.
+    """
+
+    def __init__(self, topology: TopologyLike, context: Context, argument: str = "topology") -> None:
+        self.topology = as_topology(topology, argument)
+        self.context = context
+        self._argument = argument
+        if self.topology is not None and self.topology.size != context.size:
+            raise ValueError(
+                f"{argument} must have as many nodes as ranks, {context.size}, got {self.topology.size}"
+            )
+        # A short sequence comes again and again: what a rank does in its rounds is worked out once.
+        self._plans: dict[tuple[int, bool], NeighborPlan] = {}
+
+    def items(self) -> list[str]:
+        """Returns what must be the same on all ranks."""
+        topology = self.topology
+        if topology is None:
+            return [f"{self._argument}: the group's topology"]
+        count = _COMPARED_ROUNDS if topology.period is None else min(topology.period, _COMPARED_ROUNDS)
+        rounds = (f"{digest(topology.matrix(t).tobytes().hex()):x}" for t in range(count))
+        return [
+            f"{self._argument}: {topology.name!r} of period {topology.period}",
+            *(f"{self._argument}: round {t} has the matrix {matrix}" for t, matrix in enumerate(rounds)),
+        ]
+
+    def plan(self, t: int) -> NeighborPlan:
+        """Returns this rank's weighted average in round t."""
+        return self.context.topology.plan if self.topology is None else self._kept(self.topology, t, False)
+
+    def push_plan(self, t: int) -> NeighborPlan:
+        """Returns this rank's sums of push-sum in round t.
+
+        The rank keeps and sends equal shares, which add up to 1. A topology says whom it sends to; its
+        weights, which are those of receivers, do not count here.
+        """
+        if self.topology is None:
+            static = self.context.topology
+            return self._push(static.in_neighbors, static.out_neighbors)
+        return self._kept(self.topology, t, True)
+
+    def _kept(self, topology: Topology, t: int, is_push: bool) -> NeighborPlan:
+        round_ = t if topology.period is None else t % topology.period
+        key = (round_, is_push)
+        if key not in self._plans:
+            peers = topology.peers(self.context.rank, round_)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = (
+                self._push(peers["src_weights"], peers["dst_weights"]) if is_push else self._average(peers)
+            )
+        return self._plans[key]
+
+    def _average(self, peers: Peers) -> NeighborPlan:
+        # The receivers hold the weights.
+        destinations = [(rank, 1.0) for rank in peers["dst_weights"]]
+        return self._made(peers["self_weight"], sorted(peers["src_weights"].items()), destinations)
+
+    def _push(self, sources: Iterable[int], destinations: Iterable[int]) -> NeighborPlan:
+        receivers = sorted(destinations)
+        share = 1.0 / (len(receivers) + 1)
+        return self._made(share, [(rank, 1.0) for rank in sorted(sources)], [(r, share) for r in receivers])
+
+    def _made(
+        self, own: float, sources: list[tuple[int, float]], destinations: list[tuple[int, float]]
+    ) -> NeighborPlan:
+        from fog_pg._C import NeighborPlan
+
+        return NeighborPlan(self.context.rank, self.context.size, own, sources, destinations)
+
+
+def as_topology(value: TopologyLike, argument: str) -> Topology | None:
+    """Returns a graph as a topology that has it in all rounds, and others as they are.
+
+    Raises:
+        TypeError: Neither a graph nor a topology nor None, or a weight not a real number.
+        ValueError: A rank's weights do not sum to 1.
+    """
+    if isinstance(value, nx.DiGraph):
+        return Topology.from_graph("graph", value)
+    if value is not None and not isinstance(value, Topology):
+        raise TypeError(
+            f"{argument} must be a networkx.DiGraph, a fogdist.topology.Topology or None, got "
+            f"{type(value).__name__}"
+        )
+    return value
+
+
+def topology_of(context: Context) -> Topology:
+    """Returns the topology that the group has now, with the weights that its exchanges have.
+
+    Raises:
+        ValueError: It was set with weights that do not sum to 1 at a rank.
+    """
+    graph = context.topology.graph
+    return Topology.from_graph(
+        "group's topology", graph if context.topology.is_weighted else uniform_weights(graph)
+    )
