@@ -25,8 +25,13 @@ from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.optim.state_making import only_makes_state
-from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    check_ownership,
+    only_makes_state,
+    owners,
+    reject_lbfgs,
+)
 from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
 
