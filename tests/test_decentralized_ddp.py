@@ -266,6 +266,7 @@ def skip_a_step(unscale: bool, zero_first: bool, accumulate: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     matrix = topologies.mixing_matrix(topologies.RingGraph(size))
     for step in range(5):
+        assert wrapper.round == step  # in the step, not at the next forward pass
         overflows = rank == 1 and step in (1, 4)
         if zero_first:
             optimizer.zero_grad()
@@ -377,6 +378,51 @@ def resume(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_rounds_go_on(worlds, mode):
     worlds(4).run(resume, mode)
+
+
+def accumulate_oddly(kind: str) -> None:
+    """Rank 0's first part has gradients that look like those of a skipped step; there are two in each step."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = make_net(rank)
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.Adam(p, lr=0.05), topologies.RingGraph(size), broadcast=False
+    )
+    adams = [torch.optim.Adam(trained(m), lr=0.05) for m in models]
+    for step in range(4):
+        odd = step == 1
+        for m, run in [(wrapper, rank), *((m, r) for r, m in enumerate(models))]:
+            m.zero_grad()
+            factor = {"zero": 0.0, "inf": math.inf, "scaler": math.inf}[kind] if odd and run == 0 else 1.0
+            (loss_of(m, run, step) * factor).backward()
+            loss_of(m, run, 10 + step)  # of a log
+            (loss_of(m, run, 20 + step) * (factor if kind == "zero" else 1.0)).backward()
+        mix_models(models, topologies.mixing_matrix(topologies.RingGraph(size)))
+        is_finite = all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        for r, adam in enumerate(adams):
+            if not (odd and r == 0 and kind != "zero"):
+                adam.step()
+        if kind == "scaler":
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            gradients = [p.grad for p in trained(model)]
+            scaler.scale(torch.zeros(()))
+            scaler.step(wrapper.optimizer)
+            assert all(p.grad is g for p, g in zip(trained(model), gradients, strict=True))
+            scaler.update()
+            assert scaler.get_scale() == (1.0 if is_finite else 0.5)
+        elif is_finite:
+            wrapper.optimizer.step()
+        if kind != "inf" or not odd:
+            torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+    assert wrapper.round == 4
+    wrapper.close()
+    assert not getattr(wrapper.optimizer, "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("kind", ["zero", "inf", "scaler"])
+def test_odd_gradients_are_no_skipped_step(worlds, kind):
+    worlds(3).run(accumulate_oddly, kind)
 
 
 class Nested(torch.optim.Adam):
