@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.optim.pass_counter import warn_too_many_passes
 from fogdist.optim.wrapper import DistributedOptimizer, evaluated
+from fogdist.parameter_changes import forward_changes_parameters
 
 
 class OverlappingOptimizer(DistributedOptimizer):
@@ -142,14 +142,6 @@ def _hook(model: Module, place: int, optimizer: OverlappingOptimizer) -> Removab
         if alive is not None and module.training and torch.is_grad_enabled():
             alive._fog_count_forward(place)
 
-    if optimizer._begins_with_forward and not _changes_parameters(model):
+    if optimizer._begins_with_forward and not forward_changes_parameters(model):
         return model.register_forward_pre_hook(count)
     return model.register_forward_hook(count)
-
-
-def _changes_parameters(model: Module) -> bool:
-    """Whether a forward pass changes parameters: embeddings with a largest norm rescale what they look up."""
-    return any(
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        for module in model.modules()
-    )
