@@ -608,6 +608,31 @@ def test_global_average(worlds, mode):
     worlds(3).run(average_globally, mode)
 
 
+def average_with_one_forward_pass() -> None:
+    """Rank 1 alone has begun an exchange; the steps after it go together again."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, float(rank))
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.0), topologies.one_peer_exponential(size), broadcast=False
+    )
+    for number in range(3):
+        if rank == 1:
+            wrapper(torch.ones(1, 1, dtype=torch.float64))
+        wrapper.global_average()
+        assert model.weight.item() == pytest.approx((size - 1) / 2)
+        assert wrapper.round == 2 * number + 1
+        wrapper(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        wrapper.optimizer.step()
+    wrapper.global_average()
+    assert wrapper.round == 6
+
+
+def test_global_average_after_a_forward_pass_on_one_rank(worlds):
+    worlds(4).run(average_with_one_forward_pass)
+
+
 def mix_dtypes(mode: str) -> None:
     """Parameters of several dtypes are in buffers of their own."""
     fogdist.init()

@@ -290,7 +290,8 @@ class DecentralizedDataParallel(nn.Module):
     def global_average(self, buffers: bool | None = None) -> None:
         """Overwrites the trained parameters with their average over all ranks. Collective.
 
-        In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
+        In mode "sync" an exchange that has begun on some rank, whose last training forward pass no step has
+        followed, is ended before, with the other ranks taking part in it. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
 
         Args:
             buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's
@@ -302,10 +303,9 @@ class DecentralizedDataParallel(nn.Module):
         if self._is_alone:
             return
         self._check_open("global_average")
-        if self._mixing.has_begun:
-            self._changes.end(self._flat_parameters, stacklevel=3)  # through no_grad's function
-            self._mixing.mix()
+        self._changes.end(self._flat_parameters, stacklevel=3)  # through no_grad's function
         self._check_places()
+        self._mixing.finish()
         self._mixing.pause()
         rest: list[Tensor] = []
         if self._averages_buffers if buffers is None else buffers:
