@@ -516,9 +516,9 @@ def change_early(kind: str) -> None:
     else:
         # It happens at each step, and is said once.
         which = "'weight'" if kind == "in place" else "a parameter"
-        assert [m.startswith(f"{which} was changed between the forward pass and step()") for m in messages] == [
-            True
-        ]
+        assert [
+            m.startswith(f"{which} was changed between the forward pass and step()") for m in messages
+        ] == [True]
         assert caught[0].filename == __file__
 
 
@@ -779,7 +779,10 @@ def checkpoint_functions() -> None:
                 for p in twin.parameters():
                     p.detach().zero_()
             set_state_dict(
-                target, twin_optimizer, model_state_dict=state, optim_state_dict=copy.deepcopy(optimizer_state)
+                target,
+                twin_optimizer,
+                model_state_dict=state,
+                optim_state_dict=copy.deepcopy(optimizer_state),
             )
             assert all(torch.equal(value, expected[key]) for key, value in twin.state_dict().items())
             assert str(get_optimizer_state_dict(twin, twin_optimizer)) == str(of_module)
