@@ -36,6 +36,9 @@ def main() -> None:
 
     fogdist.init(lambda size: by_name(args.topology, size))
     rank, size = fogdist.rank(), fogdist.size()
+    if not 0 <= args.slow_rank < size:
+        fogdist.shutdown()
+        raise SystemExit(f"error: --slow-rank must be one of 0 to {size - 1}, got {args.slow_rank}")
     neighbors = fogdist.out_neighbor_ranks()
     peers = None
     if args.dynamic and size > 1:

@@ -697,6 +697,7 @@ ALL = {
     "NoLoCo": {"local_steps": 2},
     "AsynchronousGossip": {},
 }
+IN_STEP = [name for name in ALL if name != "AsynchronousGossip"]
 
 
 def train_mixed(name: str, model: Mixed) -> None:
@@ -766,9 +767,138 @@ def unfrozen(name: str) -> None:
     assert not torch.equal(runs[0][6:], torch.from_numpy(start(0))[6:])
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "AsynchronousGossip"])
+@pytest.mark.parametrize("name", IN_STEP)
 def test_parameters_that_are_unfrozen(worlds, name):
     worlds(4).run(unfrozen, name)
+
+
+# --- scalers, checkpoints, arguments of a step ---------------------------------------------------------------
+
+
+def steps_with_a_scaler(name: str, scales: bool, overflows: bool) -> tuple[np.ndarray, int]:
+    """Six steps; in the third one rank 0's gradients overflow, or else it has none that move anything."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.1), model, **ALL[name])
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, backoff_factor=0.5, enabled=scales)
+    before: list[Tensor] = []
+    for k in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(k)).backward()
+        if k == 2 and rank == 0:
+            for parameter, kept in zip(model.parameters(), before, strict=True):
+                if overflows:
+                    parameter.grad.fill_(torch.inf)
+                elif name == "GradientTracking":  # which goes on with its last gradient
+                    parameter.grad.copy_(kept)
+                else:
+                    parameter.grad.zero_()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+    if scales:
+        assert scaler.get_scale() == (4.0 if overflows and rank == 0 else 8.0)
+    return model.x().detach().numpy().copy(), optimizer.state_dict()["param_groups"][0]["fog_steps"]
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, name):
+    plain = worlds(3).run(steps_with_a_scaler, name, False, False)
+    scaled = worlds(3).run(steps_with_a_scaler, name, True, False)
+    overflowed = worlds(3).run(steps_with_a_scaler, name, True, True)
+    for one, two, three in zip(plain, scaled, overflowed, strict=True):
+        np.testing.assert_array_equal(one[0], two[0])
+        if name != "QuasiGlobalMomentum":  # whose momentum would move it without a gradient too
+            np.testing.assert_allclose(one[0], three[0], rtol=0, atol=1e-12)
+        assert np.isfinite(three[0]).all()
+        assert one[1] == two[1] == three[1] == 6
+
+
+def saving_between_steps(name: str, saves: bool) -> np.ndarray:
+    """Rank 0 alone saves, with gradients that are None and an optimizer that has no state."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.1), model, **ALL[name])
+    for k in range(6):
+        if saves and rank == 0 and k in (0, 3):
+            checkpoints.get_state_dict(model, optimizer)
+        model(k).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.x().detach().numpy().copy()
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_saving_a_checkpoint_is_no_step_of_the_training(worlds, name):
+    for saved, other in zip(
+        worlds(3).run(saving_between_steps, name, True),
+        worlds(3).run(saving_between_steps, name, False),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(saved, other)
+
+
+def warm_up_from_zero(name: str) -> None:
+    """A learning rate of 0 and gradients of zero on one rank are a step like any other."""
+    fogdist.init()
+    rank = fogdist.rank()
+    model = Quadratic(rank, 0)
+    optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: k / 4)
+    for k in range(4):
+        optimizer.zero_grad()
+        (model(k) * (0.0 if k == 0 and rank == 1 else 1.0)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.state_dict()["param_groups"][0]["fog_steps"] == 4
+
+
+def test_a_step_of_a_warm_up_is_no_checkpoint(worlds):
+    worlds(2).run(warm_up_from_zero, "DecentralizedSGD")
+
+
+class Scaled(torch.optim.SGD):
+    """One whose step has an argument of its own."""
+
+    def step(self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= scale
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= scale
+        return result
+
+
+def step_with_an_argument(name: str) -> None:
+    fogdist.init()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    ends = []
+    for lr, options in ((0.1, {"scale": 2.0}), (0.2, {})):
+        model = Quadratic(fogdist.rank(), 0)
+        optimizer = getattr(algorithms, name)(Scaled(model.parameters(), lr=lr), model, **ALL[name])
+        loss = None
+        for k in range(3):
+
+            def closure(k: int = k, model: Quadratic = model, optimizer: Any = optimizer) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(k)
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure=closure, **options) if k % 2 else optimizer.step(closure, **options)
+            assert loss.requires_grad
+        ends.append(model.x().detach().clone())
+    if name not in ("ExactDiffusion", "D2", "QuasiGlobalMomentum", "SlowMo"):  # these read the rate
+        torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", IN_STEP)
+def test_arguments_of_the_optimizers_own_step(worlds, name):
+    worlds(2).run(step_with_an_argument, name)
 
 
 # --- asynchronous gossip ------------------------------------------------------------------------------------
@@ -1041,7 +1171,7 @@ def as_an_optimizer(name: str) -> None:
     torch.testing.assert_close(runs[-2], runs[-3], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "AsynchronousGossip"])
+@pytest.mark.parametrize("name", IN_STEP)
 def test_it_is_used_as_an_optimizer(worlds, name):
     worlds(2).run(as_an_optimizer, name)
 
@@ -1112,6 +1242,7 @@ def wrong_arguments() -> None:
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
+    rateless = torch.optim.Optimizer(model.parameters(), {"depth": 2})
     for name, optimizer, options, error, message in [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
         ("DecentralizedSGD", base, {"local_steps": 0}, ValueError, "local_steps.*0"),
@@ -1129,6 +1260,10 @@ def wrong_arguments() -> None:
         ("GossipPGA", base, {"period": 0}, ValueError, "period.*0"),
         ("QuasiGlobalMomentum", momentum, {}, ValueError, "momentum=0.9"),
         ("QuasiGlobalMomentum", adam, {}, ValueError, "betas"),
+        *(
+            (n, rateless, {}, ValueError, f"'lr'.*{n}")
+            for n in ("ExactDiffusion", "SlowMo", "QuasiGlobalMomentum")
+        ),
         ("QuasiGlobalMomentum", base, {"momentum": 1.0}, ValueError, "momentum.*below 1.*1.0"),
         ("SlowMo", base, {"slow_lr": 0}, ValueError, "slow_lr.*more than 0.*0"),
         ("SlowMo", base, {"slow_momentum": -0.1}, ValueError, "slow_momentum.*-0.1"),

@@ -115,7 +115,7 @@ class AsynchronousGossip(Algorithm):
         super().load_state_dict(state_dict)
 
     def _fog_advance(self) -> Any:
-        result = self._fog_wrapped.step()
+        result = self._fog_adapt()
         is_due = self._fog_count()
         windows = self._fog_windows
         if windows is None:

@@ -29,6 +29,7 @@ class ExactDiffusion(Algorithm):
     """
 
     _fog_buffers: ClassVar[tuple[str, ...]] = ("correction",)
+    _fog_needs_rates: ClassVar[bool] = True
     _fog_is_lazy: ClassVar[bool] = True
 
     def _fog_combine(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class Flats:
 
     Args:
         groups: The parameters of each parameter group.
+        names: Of the parameters, for messages.
 
     Attributes:
         group_of: The parameter group of each flat vector, by its place.
@@ -26,9 +27,9 @@ class Flats:
         ValueError: As `FlatBuckets`.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]) -> None:
         self._groups = [list(group) for group in groups]
-        self._buckets = [FlatBuckets(group) for group in groups]
+        self._buckets = [FlatBuckets(group, names=[names[each] for each in group]) for group in groups]
         self._values = [flat for buckets in self._buckets for flat in buckets.flats]
         self.group_of = [place for place, buckets in enumerate(self._buckets) for _ in buckets.flats]
 

@@ -18,7 +18,14 @@ from fogdist.algorithms.mixing import Mixing, MixingLike, Nobody, as_mixing
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.optim.parameter_average import NeighborWeights
-from fogdist.optim.wrapper import DistributedOptimizer, Models, evaluated, reject_lbfgs, wrap
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    Models,
+    evaluated,
+    only_makes_state,
+    reject_lbfgs,
+    wrap,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,11 +70,13 @@ class Algorithm(DistributedOptimizer):
     _public: ClassVar[frozenset[str]] = frozenset(
         {"self_weight", "src_weights", "dst_weights", "enable_topo_check"}
     )
+    # Whether the recursion has the learning rate in it.
+    _fog_needs_rates: ClassVar[bool] = False
     # Names of flat vectors that are kept from step to step, and of numbers.
     _fog_buffers: ClassVar[tuple[str, ...]] = ()
     _fog_numbers: ClassVar[Mapping[str, float]] = {}
-    # Algorithms read gradients: a scaler has to unscale them before, not within a fused step.
-    _step_supports_amp_scaling = False
+    # Asks a gradient scaler to call step() whether gradients overflowed or not: neighbors wait for this rank.
+    _step_supports_amp_scaling = True
 
     self_weight: float | None = None
     src_weights: Mapping[int, float] | None = None
@@ -87,17 +96,26 @@ class Algorithm(DistributedOptimizer):
     ) -> None:
         self._fog_begin(optimizer, mixing, local_steps)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *arguments: Any, **options: Any) -> Any:
         """Makes a step of the algorithm.
 
+        Where a gradient scaler finds an overflow, the rank leaves out its own local step, but counts the step and
+        communicates.
+
         Args:
-            closure: Evaluated once, before anything is done.
+            *arguments: A closure, evaluated once, before anything is done; or nothing.
+            **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
         """
+        if only_makes_state(self._fog_wrapped, arguments, options):
+            return self._fog_wrapped.step(**options)
+        closure = _closure_of(*arguments, **options)
         loss = evaluated(closure)
         with torch.no_grad():
+            self._fog_overflowed = self._fog_unscale()
+            self._fog_step_options = {name: value for name, value in options.items() if name != "closure"}
             self._fog_refresh()
             result = self._fog_advance()
         return result if closure is None else loss
@@ -110,6 +128,11 @@ class Algorithm(DistributedOptimizer):
         """Sets the algorithm up; `options` are what else all ranks must have given alike."""
         context = current()
         reject_lbfgs(optimizer)
+        if self._fog_needs_rates and not all("lr" in group for group in optimizer.param_groups):
+            raise ValueError(
+                f"optimizer must have a learning rate 'lr' in each group for {self._fog_algorithm}, got "
+                f"{type(optimizer).__name__} with {sorted(set(optimizer.param_groups[0]) - {'params'})}"
+            )
         check_count(local_steps, "local_steps")
         self._fog_mixing = as_mixing(mixing)
         described = {"local_steps": local_steps, **options}
@@ -119,7 +142,7 @@ class Algorithm(DistributedOptimizer):
         self._fog_step_count = 0
         self._fog_rounds = 0
         self._fog_numbers_now = dict(self._fog_numbers)
-        self._fog_flats = Flats(self._fog_trained())
+        self._fog_flats = Flats(self._fog_trained(), self._fog_names)
         self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
@@ -134,8 +157,8 @@ class Algorithm(DistributedOptimizer):
         return result
 
     def _fog_adapt(self) -> Any:
-        """A local step; returns what the optimizer's own step returns."""
-        return self._fog_wrapped.step()
+        """A local step, unless gradients overflowed; returns what the optimizer's own step returns."""
+        return None if self._fog_overflowed else self._fog_wrapped.step(**self._fog_step_options)
 
     def _fog_combine(self) -> None:
         """What follows every `local_steps` local steps."""
@@ -186,7 +209,7 @@ class Algorithm(DistributedOptimizer):
             if parameter.grad is not None or bool(direction.any()):
                 parameter.grad = direction
         try:
-            return self._fog_wrapped.step()
+            return self._fog_wrapped.step(**self._fog_step_options)
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -206,7 +229,7 @@ class Algorithm(DistributedOptimizer):
         # What was loaded, or what was remembered of the parameters that are still here.
         known = self._fog_loaded or self._fog_pieces()
         if not is_known:
-            self._fog_flats = Flats(groups)
+            self._fog_flats = Flats(groups, self._fog_names)
         for name in self._fog_buffers:
             self._fog_state[name] = self._fog_initial(name)
             for parameter, piece in self._fog_flats.views(self._fog_state[name]):
@@ -226,6 +249,10 @@ class Algorithm(DistributedOptimizer):
         if self._fog_loaded:
             return self._fog_loaded
         return {name: dict(self._fog_flats.views(flats)) for name, flats in self._fog_state.items() if flats}
+
+    def _is_own(self, name: str) -> bool:
+        # Also for an optimizer that knows scalers: algorithms read gradients, which it would unscale within its step.
+        return name in self._scaler_marks or super()._is_own(name)
 
     # --- state dicts ---
 
@@ -299,6 +326,10 @@ class Algorithm(DistributedOptimizer):
     def _fog_algorithm(self) -> str:
         # The class itself is named as the user's optimizer, see `wrap`.
         return type(self).__mro__[1].__name__
+
+
+def _closure_of(closure: Callable[[], Any] | None = None, **options: Any) -> Callable[[], Any] | None:
+    return closure
 
 
 def check_count(value: int, argument: str) -> None:

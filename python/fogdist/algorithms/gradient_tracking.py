@@ -57,7 +57,8 @@ class GradientTracking(Algorithm):
         self._fog_begin(optimizer, mixing, local_steps, order=order)
 
     def _fog_advance(self) -> Any:
-        gradients = self._fog_flats.gradients()
+        # Of an overflow the last gradient stands in for this one.
+        gradients = self._fog_state["gradient"] if self._fog_overflowed else self._fog_flats.gradients()
         tracked = [
             tracker.add(gradient).sub_(before)
             for tracker, gradient, before in zip(

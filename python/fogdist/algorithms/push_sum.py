@@ -43,7 +43,7 @@ class PushSumSGD(Algorithm):
         p = self.p
         if p != 1.0:
             self._fog_scale(p)
-        result = self._fog_wrapped.step()
+        result = super()._fog_adapt()
         if p != 1.0 and (self._fog_step_count + 1) % self._fog_local_steps != 0:
             self._fog_scale(1 / p)
         return result

@@ -37,6 +37,7 @@ class QuasiGlobalMomentum(Algorithm):
     """
 
     _fog_buffers: ClassVar[tuple[str, ...]] = ("momentum",)
+    _fog_needs_rates: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,11 +66,13 @@ class QuasiGlobalMomentum(Algorithm):
     def _fog_advance(self) -> Any:
         momenta, rates = self._fog_state["momentum"], self._fog_rates()
         before = self._fog_flats.copies()
-        directions = [
-            gradient.add_(momentum, alpha=self._fog_momentum)
-            for gradient, momentum in zip(self._fog_flats.gradients(), momenta, strict=True)
-        ]
-        result = self._fog_step_along(directions)
+        result = None
+        if not self._fog_overflowed:
+            directions = [
+                gradient.add_(momentum, alpha=self._fog_momentum)
+                for gradient, momentum in zip(self._fog_flats.gradients(), momenta, strict=True)
+            ]
+            result = self._fog_step_along(directions)
         if self._fog_count():
             self._fog_combine()
             self._fog_rounds += 1

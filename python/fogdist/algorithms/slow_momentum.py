@@ -41,6 +41,7 @@ class SlowMo(Algorithm):
     """
 
     _fog_buffers: ClassVar[tuple[str, ...]] = ("anchor", "slow_momentum")
+    _fog_needs_rates: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -124,12 +124,17 @@ class DistributedOptimizer(Optimizer):
     def _fog_local_step(self, *arguments: Any) -> Any:
         """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
 
+        Args:
+            *arguments: A closure, or nothing.
+        """
+        return None if self._fog_unscale() else self._fog_wrapped.step(*arguments)
+
+    def _fog_unscale(self) -> bool:
+        """Divides gradients by a gradient scaler's scale, if one has called; returns whether they overflowed.
+
         A scaler leaves its scale and whether gradients overflowed in attributes where an optimizer says
         ``_step_supports_amp_scaling``. So a rank whose gradients did not survive skips its own update only, and
         its neighbors, whose gradients did, still hear from it.
-
-        Args:
-            *arguments: A closure, or nothing.
         """
         scale, overflow = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         if scale is not None:
@@ -137,9 +142,7 @@ class DistributedOptimizer(Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(1.0 / float(scale))
-        if overflow is not None and float(overflow) != 0:
-            return None
-        return self._fog_wrapped.step(*arguments)
+        return overflow is not None and float(overflow) != 0
 
     def _fog_only_makes_state(self) -> bool:
         """Whether a step now would move nothing and only make state.
@@ -214,6 +217,25 @@ def wrap(
     distributed._fog_number = next(_numbers)
     distributed._fog_steps = steps
     return distributed
+
+
+def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Returns whether a call of `step` would only make an optimizer's state.
+
+    ``torch.distributed.checkpoint`` makes such a call, ``step(closure=None)``, on an optimizer without state that
+    it saves or loads, with learning rates and gradients of zero. It is no step of the training, and may be one
+    rank's alone: nothing must be exchanged.
+
+    Args:
+        optimizer: A plain optimizer.
+        arguments, options: What `step` was called with.
+    """
+    if arguments or dict(options) != {"closure": None} or optimizer.state:
+        return False
+    if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
+        return False
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
