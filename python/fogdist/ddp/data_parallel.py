@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,18 @@ from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, unf
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
+from fogdist.ddp.scaled_steps import ScaledSteps
+from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    check_ownership,
+    only_makes_state,
+    owners,
+    reject_lbfgs,
+)
 from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
 
@@ -57,10 +65,11 @@ class DecentralizedDataParallel(nn.Module):
     One step, one exchange, in mode "sync": all ranks must make equally many. A step without a forward pass
     exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the
     last part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler
-    skips on some rank holds nobody up: that rank's parameters become ``Mix(x)``, when the next forward pass
-    begins at the latest. It is recognized by its gradients, which are infinite or were reset; leaving out
-    steps for other reasons leaves the neighbors waiting, until the group's timeout. In mode "async" a step
-    that is skipped is no iteration.
+    would skip on some rank holds nobody up: the scaler is made to call it, and that rank's parameters become
+    ``Mix(x)``. A step that the training loop leaves out is noticed at the next forward pass if gradients were
+    reset meanwhile (``zero_grad``), and then the rank mixes as well; if they were not, that pass counts as one
+    more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a step that is
+    skipped is no iteration.
 
     Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
     and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
@@ -69,7 +78,8 @@ class DecentralizedDataParallel(nn.Module):
 
     `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to
     copy (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is
-    wrapped. With one rank it is only the module.
+    wrapped. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer without state, to
+    save or load it, exchanges nothing. With one rank it is only the module.
 
     Args:
         module: On the CPU, the same on all ranks up to values.
@@ -99,6 +109,9 @@ class DecentralizedDataParallel(nn.Module):
     Attributes:
         module: The module.
         optimizer: The optimizer.
+        round: The topology's round of the next exchange, in mode "async" of this rank's next iteration. It is
+            part of no state dict: save it beside, and set it, on all ranks alike, before training goes on. Always
+            0 with one rank.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -152,8 +165,10 @@ class DecentralizedDataParallel(nn.Module):
         self._is_alone = self._context.size == 1
         self._is_exchanging = True  # not in no_sync()
         self._has_mixed = False  # since the step in progress began
+        self._only_makes_state = False  # the step in progress is a checkpoint's
         self._is_iteration = False  # the step in progress exchanges
         self._saw_gradient = False  # since the exchange in flight began
+        self._saw_nonzero = False
         self._release: Callable[[], None] | None = None
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
@@ -202,9 +217,27 @@ class DecentralizedDataParallel(nn.Module):
                 skip_lost=skip_lost,
                 timeout=timeout,
             )
-        handles = _hook_up(self, self.optimizer, trained.values())
+        handles: list[_Removable] = [*_hook_up(self, self.optimizer, trained.values())]
+        self._scaled_steps: ScaledSteps | None = None
+        if mode == "sync":
+            self._scaled_steps = ScaledSteps(self.optimizer)
+            handles.append(self._scaled_steps)
         self._release = weakref.finalize(self, _remove, handles)
         self._release.atexit = False
+
+    @property
+    def round(self) -> int:
+        """The topology's round of the next exchange; see the class."""
+        return 0 if self._is_alone else self._mixing.round
+
+    @round.setter
+    def round(self, value: int) -> None:
+        check_int(value, "round", minimum=0)
+        if self._is_alone:
+            return
+        if self._mixing.has_begun:
+            raise RuntimeError("round must be set before a forward pass, got it with an exchange in flight")
+        self._mixing.round = value
 
     # --- training ---
 
@@ -376,16 +409,21 @@ class DecentralizedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         if self._has_mixed:  # a closure that the optimizer evaluates once more in its step
             return
-        if self._mixing.has_begun and self._step_was_skipped():
+        if self._mixing.has_begun and self._gradients_were_reset():
             self._mixing.mix()
         if self._is_exchanging and not self._mixing.has_begun:
             self._check_places()
-            self._saw_gradient = False
+            self._saw_gradient = self._saw_nonzero = False
             self._mixing.begin()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
         self._has_mixed = False
+        if self._scaled_steps is not None:
+            self._scaled_steps.begin()
+        self._only_makes_state = only_makes_state(self.optimizer, args[1:], kwargs)
+        if self._only_makes_state:
+            return None
         if len(args) > 1 and args[1] is not None:
             return (args[0], partial(self._evaluate, args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
@@ -409,29 +447,32 @@ class DecentralizedDataParallel(nn.Module):
             self._mixing.discard()
 
     def _after_step(self) -> None:
+        if self._scaled_steps is not None:
+            self._scaled_steps.end()
+        if self._only_makes_state:
+            return
         if not self._has_mixed:  # the closure was not evaluated
             self._mix()
         self._has_mixed = False
         if self._is_iteration:
             self._mixing.after_step()
 
-    def _after_gradient(self) -> None:
+    def _after_gradient(self, gradient: Tensor | None) -> None:
         self._saw_gradient = True
+        if not self._saw_nonzero and gradient is not None and self._mixing.has_begun:
+            self._saw_nonzero = _has_nonzero(gradient)  # of the first one, mostly, and of no more
 
-    def _step_was_skipped(self) -> bool:
+    def _gradients_were_reset(self) -> bool:
         """Whether an iteration with an exchange in flight is over without a step.
 
         Otherwise a forward pass meets such an exchange where a gradient is accumulated without `no_sync`, and
-        where the module is called several times before one backward pass.
+        where the module is called several times before a step. Values of gradients do not tell, which may be
+        zero, or not finite, on one rank only; but that they are gone does.
         """
         if not self._saw_gradient:
             return False
         gradients = [p.grad for p in self._flat_parameters.tensors if p.grad is not None]
-        if not gradients:
-            return True
-        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        largest = torch.stack([g.abs().max().double().cpu() for g in dense if g.numel() > 0])
-        return bool(not largest.isfinite().all() or not largest.any())
+        return not gradients or (self._saw_nonzero and not any(map(_has_nonzero, gradients)))
 
     def _check_places(self) -> None:
         """Takes replaced memory back; raises RuntimeError for replaced parameters, which mixing misses."""
@@ -492,6 +533,11 @@ def _optimizer_of(
     return optimizer
 
 
+def _has_nonzero(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+    return bool(values.any())
+
+
 def _has_average(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -513,28 +559,31 @@ def _hook_up(
     # Optimizer and parameters may outlive the wrapper: their hooks must not keep it alive.
     reference = weakref.ref(wrapper)
 
-    def before_step(_: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alive = reference()
         return None if alive is None else alive._before_step(args, kwargs)
 
-    def after_step(_: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step() -> None:
         alive = reference()
         if alive is not None:
             alive._after_step()
 
-    def after_gradient(_: Tensor) -> None:
+    def after_gradient(parameter: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            alive._after_gradient()
+            alive._after_gradient(parameter.grad)
 
     return [
-        optimizer.register_step_pre_hook(before_step),
-        optimizer.register_step_post_hook(after_step),
+        *hook_steps(optimizer, before_step, after_step),
         *(p.register_post_accumulate_grad_hook(after_gradient) for p in parameters),  # type: ignore[no-untyped-call]
     ]
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+def _remove(handles: Iterable[_Removable]) -> None:
     for handle in handles:
         handle.remove()
 

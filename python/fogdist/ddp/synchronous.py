@@ -9,6 +9,10 @@ from torch import Tensor
 from fogdist.context import Context
 from fogdist.rounds import Rounds
 
+# Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
+# The backend remembers every name, so they come again.
+_SIGNS = 64
+
 
 class SynchronousMixing:
     """Exchanges of the flat buffers of a model, one after the other.
@@ -35,7 +39,7 @@ class SynchronousMixing:
         self._context = context
         self._name = name
         self._rounds = rounds
-        self._round = 0
+        self.round = 0  # of the next exchange
         self._flats = parameters
         self._buffers = buffers
         self._copies = [torch.empty_like(flat) for flat in self._buffers]
@@ -53,10 +57,10 @@ class SynchronousMixing:
         """Starts the next round's exchange, of the values that there are now."""
         for copy, flat in zip(self._copies, self._buffers, strict=True):
             copy.copy_(flat)
-        plan = self._rounds.plan(self._round)
-        self._round += 1
+        plan, sign = self._rounds.plan(self.round), self.round % _SIGNS
+        self.round += 1
         for place, (source, result) in enumerate(zip(self._sources, self._results, strict=True)):
-            name = f"{self._name}.{place}"
+            name = f"{self._name}.{place} round {sign}"
             work = self._context.backend.neighbor_allreduce(source, plan, output=result, name=name)
             self._in_flight.append(work)
 
@@ -82,7 +86,7 @@ class SynchronousMixing:
 
     def follow(self, rounds: Rounds) -> None:
         """Exchanges by other rounds from the next one on, which is their round 0."""
-        self._rounds, self._round = rounds, 0
+        self._rounds, self.round = rounds, 0
 
     def after_step(self) -> None:
         """Nothing: the next exchange begins at the next forward pass."""
