@@ -61,7 +61,7 @@ class ParameterAverage:
         self._names = names
         self._bucket_bytes = bucket_bytes
         self._buckets: FlatBuckets | None = None
-        self._in_flight: list[tuple[Tensor, int]] | None = None
+        self._in_flight: list[tuple[int, Tensor, int]] | None = None
         self._versions: list[int] = []
         self._has_warned = False
 
@@ -122,7 +122,7 @@ class ParameterAverage:
         if kind is not CommunicationType.empty:
             flat = self._buckets.flats[number]
             handle = _post(flat, kind, weights, f"{self._name}.{number}", in_place)
-            self._in_flight = [*(self._in_flight or []), (flat, handle)]
+            self._in_flight = [*(self._in_flight or []), (number, flat, handle)]
 
     def finish(self) -> None:
         """Waits for what was sent, after which the parameters have the average."""
@@ -132,9 +132,9 @@ class ParameterAverage:
         if self._versions:
             self._check_unchanged(self._buckets)
             self._versions = []
-        for flat, handle in in_flight:
+        for number, flat, handle in in_flight:
             average = wait(handle)
-            if average is not flat:
+            if average is not flat and not self._buckets.swap(number, average):
                 flat.copy_(average)
 
     def _check_unchanged(self, buckets: FlatBuckets) -> None:
