@@ -198,6 +198,7 @@ class FlatBuckets:
         """
         flat, members = self._flats[bucket], self._tensors[bucket]
         views = self.views(flat_like, bucket)
+        ours = 1 + len(members) + len(self._views[bucket])
         if (
             flat.device.type != "cpu"
             or flat.nbytes < _WORTH_SWAPPING * len(members)
@@ -205,8 +206,7 @@ class FlatBuckets:
             or flat_like.storage_offset() != 0
             or not is_shared(flat_like)
             or any(t.data_ptr() != v.data_ptr() for t, v in zip(members, self._views[bucket], strict=True))
-            or _tensors_in(flat)
-            != 1 + 2 * len(members)  # the buffer, the members, the views of them kept here
+            or _tensors_in(flat) != ours
         ):
             return False
         self._flats[bucket], self._views[bucket] = flat_like, views
@@ -295,9 +295,9 @@ def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:
 def _tensors_in(flat: Tensor) -> int | None:
     """How many tensors are in a buffer's memory; None where this torch does not tell."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    return (
-        None if count is None else count(flat.untyped_storage()._cdata) - 1
-    )  # less the storage asked for here
+    if count is None:
+        return None
+    return count(flat.untyped_storage()._cdata) - 1  # less the storage that is asked for here
 
 
 def _kind(tensor: Tensor) -> str:
