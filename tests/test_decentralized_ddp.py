@@ -23,6 +23,7 @@ import math
 import os
 import signal
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -478,6 +479,50 @@ def test_a_step_that_calls_its_base_class_mixes_once(worlds, with_closure):
     worlds(2).run(step_of_a_base_class, with_closure)
 
 
+def change_early(kind: str) -> None:
+    """Values that change while the neighbors read them."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    if kind == "max_norm":
+        model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1))
+        x = torch.arange(4)
+    else:
+        model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    for p in model.parameters():
+        nn.init.constant_(p, 1.0 + rank)
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.0), topologies.FullyConnectedGraph(size), broadcast=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            wrapper.optimizer.zero_grad()
+            wrapper(x).sum().backward()
+            with torch.no_grad():
+                if kind == "in place":
+                    model.weight.clamp_(-0.5, 0.5)
+                elif kind == "replaced":
+                    model.weight.data = torch.zeros(1, 2)
+            wrapper.optimizer.step()
+    messages = [str(w.message) for w in caught]
+    if kind == "max_norm":
+        # All rows have the largest norm from the first forward pass on, so their mean has it too.
+        torch.testing.assert_close(model[0].weight.detach().norm(dim=1), torch.full((4,), 0.1))
+        assert messages == []
+    else:
+        # It happens at each step, and is said once.
+        which = "'weight'" if kind == "in place" else "a parameter"
+        assert [m.startswith(f"{which} was changed between the forward pass and step()") for m in messages] == [
+            True
+        ]
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", ["max_norm", "in place", "replaced"])
+def test_parameters_that_change_before_the_step(worlds, kind):
+    worlds(3).run(change_early, kind)
+
+
 class Norm(nn.Module):
     """Has batch statistics of its own, and a buffer of integers."""
 
@@ -561,6 +606,31 @@ def average_globally(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_global_average(worlds, mode):
     worlds(3).run(average_globally, mode)
+
+
+def average_with_one_forward_pass() -> None:
+    """Rank 1 alone has begun an exchange; the steps after it go together again."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, float(rank))
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.0), topologies.one_peer_exponential(size), broadcast=False
+    )
+    for number in range(3):
+        if rank == 1:
+            wrapper(torch.ones(1, 1, dtype=torch.float64))
+        wrapper.global_average()
+        assert model.weight.item() == pytest.approx((size - 1) / 2)
+        assert wrapper.round == 2 * number + 1
+        wrapper(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        wrapper.optimizer.step()
+    wrapper.global_average()
+    assert wrapper.round == 6
+
+
+def test_global_average_after_a_forward_pass_on_one_rank(worlds):
+    worlds(4).run(average_with_one_forward_pass)
 
 
 def mix_dtypes(mode: str) -> None:

@@ -116,6 +116,10 @@ class FlatBuckets:
             )
         return self._bucket_of[tensor]
 
+    def label_of(self, tensor: Tensor) -> str:
+        """Returns what messages call one of the tensors: its name, quoted, or its place."""
+        return self._labels[tensor]
+
     def views(self, flat_like: Tensor, bucket: int) -> list[Tensor]:
         """Returns views of another buffer as the bucket's tensors are views of theirs.
 

@@ -138,6 +138,9 @@ class AsynchronousMixing:
             for window in self._windows:
                 window.update(own, neighbors, timeout=self._timeout)
 
+    def finish(self) -> None:
+        """Nothing: no rank waits for another one's step."""
+
     def after_step(self) -> None:
         """Puts the flat buffers to the out-neighbors."""
         destinations = [rank for rank, _ in self._rounds.plan(self.round).destinations]

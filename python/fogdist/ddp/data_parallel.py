@@ -33,6 +33,7 @@ from fogdist.optim.wrapper import (
     owners,
     reject_lbfgs,
 )
+from fogdist.parameter_changes import ChangeWatch, forward_changes_parameters
 from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
 
@@ -73,7 +74,9 @@ class DecentralizedDataParallel(nn.Module):
 
     Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
     and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
-    always saw. Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
+    always saw. In mode "sync" they must not be changed between forward pass and step, which warns: what the
+    neighbors get is in them, and the mix replaces them. (Where a forward pass itself changes them, by an
+    embedding's `max_norm`, the exchange starts at its end.) Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
     those of floating-point dtypes are mixed like parameters, with what forward changed in them kept.
 
     `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to
@@ -183,6 +186,8 @@ class DecentralizedDataParallel(nn.Module):
         self._flat_parameters = FlatBuckets(list(trained.values()), bucket_bytes, names=list(trained))
         self._flat_buffers = FlatBuckets(list(buffers.values()), bucket_bytes, names=list(buffers))
         mixed = {*trained.values(), *buffers.values()}
+        self._changes = ChangeWatch()
+        self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)
         self._slots = _slots_of(module, mixed)
         self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
         others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
@@ -243,9 +248,13 @@ class DecentralizedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        if self._release is not None and self.training and torch.is_grad_enabled():
+        trains = self._release is not None and self.training and torch.is_grad_enabled()
+        if trains:
             self._before_forward()
-        return self.module(*args, **kwargs)
+        result = self.module(*args, **kwargs)
+        if trains and self._begins_after_forward:
+            self._begin_if_due()
+        return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -281,7 +290,8 @@ class DecentralizedDataParallel(nn.Module):
     def global_average(self, buffers: bool | None = None) -> None:
         """Overwrites the trained parameters with their average over all ranks. Collective.
 
-        In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
+        In mode "sync" an exchange that has begun on some rank, whose last training forward pass no step has
+        followed, is ended before, with the other ranks taking part in it. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
 
         Args:
             buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's
@@ -293,9 +303,9 @@ class DecentralizedDataParallel(nn.Module):
         if self._is_alone:
             return
         self._check_open("global_average")
-        if self._mixing.has_begun:
-            self._mixing.mix()
+        self._changes.end(self._flat_parameters, stacklevel=3)  # through no_grad's function
         self._check_places()
+        self._mixing.finish()
         self._mixing.pause()
         rest: list[Tensor] = []
         if self._averages_buffers if buffers is None else buffers:
@@ -363,6 +373,7 @@ class DecentralizedDataParallel(nn.Module):
             raise ValueError("assign must be False: parameters have to stay in the memory that is exchanged")
         if self._release is not None:
             self._mixing.discard()
+            self._changes.forget()
         return self.module.load_state_dict(state_dict, strict)
 
     def named_parameters(
@@ -410,11 +421,18 @@ class DecentralizedDataParallel(nn.Module):
         if self._has_mixed:  # a closure that the optimizer evaluates once more in its step
             return
         if self._mixing.has_begun and self._gradients_were_reset():
+            self._changes.end(self._flat_parameters, stacklevel=4)
             self._mixing.mix()
-        if self._is_exchanging and not self._mixing.has_begun:
+        if not self._begins_after_forward:
+            self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        if self._is_exchanging and not self._has_mixed and not self._mixing.has_begun:
             self._check_places()
             self._saw_gradient = self._saw_nonzero = False
             self._mixing.begin()
+            if self._mixing.has_begun:
+                self._changes.begin(self._flat_parameters)
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
@@ -441,6 +459,7 @@ class DecentralizedDataParallel(nn.Module):
         self._has_mixed = True
         self._is_iteration = self._is_exchanging or self._mixing.has_begun
         if self._is_iteration:
+            self._changes.end(self._flat_parameters, stacklevel=6)  # of the user's call of step()
             self._check_places()
             self._mixing.mix()
         else:
@@ -450,6 +469,8 @@ class DecentralizedDataParallel(nn.Module):
         if self._scaled_steps is not None:
             self._scaled_steps.end()
         if self._only_makes_state:
+            if self._mixing.has_begun:
+                self._changes.begin(self._flat_parameters)
             return
         if not self._has_mixed:  # the closure was not evaluated
             self._mix()

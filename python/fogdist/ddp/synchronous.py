@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fogdist.agreement import gather_numbers
 from fogdist.context import Context
 from fogdist.flat_buckets import FlatBuckets
 from fogdist.memory import empty
@@ -42,6 +43,7 @@ class SynchronousMixing:
         self._name = name
         self._rounds = rounds
         self.round = 0  # of the next exchange
+        self._begun = 0
         self._parameters = parameters
         self._buffers = buffers
         self._copies = [torch.empty_like(flat) for flat in self._buffers]
@@ -64,6 +66,7 @@ class SynchronousMixing:
             copy.copy_(flat)
         plan, sign = self._rounds.plan(self.round), self.round % _SIGNS
         self.round += 1
+        self._begun += 1
         for place, (source, result) in enumerate(zip(self._sources, self._results, strict=True)):
             name = f"{self._name}.{place} round {sign}"
             work = self._context.backend.neighbor_allreduce(source, plan, output=result, name=name)
@@ -85,6 +88,15 @@ class SynchronousMixing:
                 self._results[place] = flats[place]
             else:
                 flats[place].copy_(result)
+
+    def finish(self) -> None:
+        """Mixes if an exchange is in flight, here or on another rank only; collective."""
+        numbers = gather_numbers(self._context.backend, [self._begun], f"{self._name}.begun")
+        if self._in_flight:
+            self.mix()
+        # Those who have begun one more than this rank cannot end it alone.
+        while [self._begun] < max(numbers):
+            self.mix()
 
     def discard(self) -> None:
         """Waits for the exchange in flight, if any, and forgets what came."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
 from fogdist.hierarchical import hierarchical_neighbor_allreduce_nonblocking
 from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
+from fogdist.parameter_changes import ChangeWatch
 
 
 class CommunicationType(enum.Enum):
@@ -59,8 +59,7 @@ class ParameterAverage:
         self._bucket_bytes = bucket_bytes
         self._buckets: FlatBuckets | None = None
         self._in_flight: list[tuple[int, Tensor, int]] | None = None
-        self._versions: list[int] = []
-        self._has_warned = False
+        self._changes = ChangeWatch()
 
     @property
     def is_started(self) -> bool:
@@ -104,9 +103,10 @@ class ParameterAverage:
             TypeError: As the operation.
             ValueError: As the operation and `hold`.
         """
-        for number in range(len(self.hold(parameters).flats)):
+        buckets = self.hold(parameters)
+        for number in range(len(buckets.flats)):
             self.add(number, kind, weights)
-        self._versions = [parameter._version for parameter in parameters]
+        self._changes.begin(buckets)
         self._in_flight = self._in_flight or []
 
     def add(self, number: int, kind: CommunicationType, weights: NeighborWeights) -> None:
@@ -122,31 +122,11 @@ class ParameterAverage:
         in_flight, self._in_flight = self._in_flight, None
         if not in_flight or self._buckets is None:
             return
-        if self._versions:
-            self._check_unchanged(self._buckets)
-            self._versions = []
+        self._changes.end(self._buckets, stacklevel=3)
         for number, flat, handle in in_flight:
             average = wait(handle)
             if not self._buckets.swap(number, average):
                 flat.copy_(average)
-
-    def _check_unchanged(self, buckets: FlatBuckets) -> None:
-        """Warns once if a parameter changed while its old value was averaged, which takes that value's place."""
-        was_replaced = buckets.rehome()
-        now = [parameter._version for parameter in buckets.tensors]
-        if (was_replaced or now != self._versions) and not self._has_warned:
-            self._has_warned = True
-            changed = [
-                self._names[parameter]
-                for parameter, new, old in zip(buckets.tensors, now, self._versions, strict=True)
-                if new != old
-            ]
-            which = repr(changed[0]) if changed else "a parameter"
-            warnings.warn(
-                f"{which} was changed between the forward pass and step(); the average of the values that it "
-                "had before replaces them. Change parameters after step().",
-                stacklevel=4,
-            )
 
 
 def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str) -> int:
