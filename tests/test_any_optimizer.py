@@ -342,6 +342,84 @@ def test_gradients_that_overflow_on_some_ranks(worlds, kind, form):
     worlds(3).run(scaled, kind, form)
 
 
+def averaged_and_scaled(form: str) -> None:
+    """With averaged gradients an overflow on one rank is everybody's: as in one process with the mean of the losses."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model, reference = single_net(0), single_net(0)
+
+    def make(model: nn.Module) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.02, fused=form == "fused")
+
+    every = 2 if form == "accumulated" else 1
+    optimizer = fogdist.DistributedGradientAllreduceOptimizer(make(model), model, every)
+    base = make(reference)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+
+    def loss_of_rank(model: nn.Module, r: int, number: int) -> Tensor:
+        x, y = (t.float() for t in batch(r, number))
+        loss = (model(x) - y).square().mean()
+        return loss * float("inf") if (r, number // every) in OVERFLOWS else loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(6):
+            optimizer.zero_grad()
+            base.zero_grad()
+            for number in range(every * step, every * (step + 1)):
+                scalers[0].scale(loss_of_rank(model, rank, number)).backward()
+                mean = sum(loss_of_rank(reference, r, number) for r in range(size)) / size
+                scalers[1].scale(mean).backward()
+            if form in ("synchronized", "clipped"):
+                optimizer.synchronize()
+            for scaler, each, net in zip(scalers, (optimizer, base), (model, reference), strict=True):
+                if form == "clipped":
+                    scaler.unscale_(each)
+                    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                scaler.step(each)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            torch.testing.assert_close(snapshot(model), snapshot(reference), rtol=1e-4, atol=1e-5)
+    assert scalers[0].get_scale() == 1024.0 / 2 / 2 * 2
+    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer._fog_wrapped, "found_inf")
+
+
+@pytest.mark.parametrize("form", ["scaled", "synchronized", "clipped", "accumulated", "fused"])
+def test_gradients_that_are_averaged_and_scaled(worlds, form):
+    worlds(3).run(averaged_and_scaled, form)
+
+
+def unscaled_too_early() -> None:
+    """What a scaler unscales before the average is refused, on all ranks, and the next iteration is sound."""
+    fogdist.init()
+    rank = fogdist.rank()
+    model = single_net(0)
+    optimizer = fogdist.DistributedGradientAllreduceOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        x, y = (t.float() for t in batch(rank, step))
+        scaler.scale((model(x) - y).square().mean()).backward()
+        if step % 2 == 0:
+            before = snapshot(model)
+            scaler.unscale_(optimizer)
+            with pytest.raises(RuntimeError, match=r"synchronize\(\) before"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                scaler.step(optimizer)
+            assert torch.equal(snapshot(model), before)
+        else:
+            scaler.step(optimizer)
+            assert not torch.equal(snapshot(model), before)
+        scaler.update()
+    assert fogdist.consensus_distance(model) == 0
+
+
+def test_a_scaler_must_not_unscale_before_the_average(worlds):
+    worlds(2).run(unscaled_too_early)
+
+
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import io
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -1006,6 +1008,84 @@ def optimizer_dropped(kind: str) -> None:
 @pytest.mark.parametrize("kind", FACTORIES)
 def test_a_dropped_optimizer_leaves_the_model(worlds, kind):
     worlds(2).run(optimizer_dropped, kind)
+
+
+HOOKED = {
+    "awc": FACTORIES["awc"],
+    "atc": FACTORIES["atc"],
+    "gradient": FACTORIES["gradient"],
+    "win_put": fogdist.DistributedWinPutOptimizer,
+}
+
+
+def stored(model: nn.Module) -> nn.Module:
+    """What comes back from a file."""
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    loaded: nn.Module = torch.load(stream, weights_only=False)
+    return loaded
+
+
+def copied_models(kind: str) -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = HOOKED[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer.turn_on_timeline()
+    for step in range(2):
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), stored(model)):
+            torch.testing.assert_close(snapshot(copied), snapshot(model), rtol=0, atol=0)
+            # On one rank only: were these passes the model's own, they would begin an exchange there.
+            if rank == 0:
+                with torch.profiler.profile() as profile, warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    for number in range(3):
+                        loss_of(copied, rank, number).backward()
+                assert not [event for event in profile.events() if event.name.startswith("fogdist.")]
+        fogdist.barrier()
+        if kind in ("awc", "win_put"):
+            assert not optimizer._fog_is_begun(0)
+        loss = loss_of(model, rank, step)
+        if kind in ("awc", "win_put"):
+            assert optimizer._fog_is_begun(0)
+        loss.backward()
+        optimizer.step()
+    if kind == "win_put":
+        optimizer.unregister_window()
+
+
+@pytest.mark.parametrize("kind", HOOKED)
+def test_copies_of_a_model_are_not_of_its_optimizer(worlds, kind):
+    worlds(2).run(copied_models, kind)
+
+
+def function_transforms(kind: str) -> None:
+    """Gradients by torch.func are nobody's passes; given to `step`, they do as others."""
+    fogdist.init()
+    rank = fogdist.rank()
+    models = [make_net(rank) for _ in range(2)]
+    optimizers = [FACTORIES[kind](torch.optim.SGD(m.parameters(), lr=0.1), m) for m in models]
+    for number in range(3):
+
+        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return (torch.func.functional_call(models[0], parameters, (x,)) - y).square().mean()
+
+        gradients = torch.func.grad(loss)(dict(models[0].named_parameters()), *batch(rank, number))
+        for name, parameter in models[0].named_parameters():
+            if parameter.requires_grad and "unused" not in name:
+                parameter.grad = gradients[name].detach()
+        for optimizer in optimizers:
+            if optimizer is optimizers[1]:
+                optimizer.zero_grad()
+                loss_of(models[1], rank, number).backward()
+            optimizer.step()
+    torch.testing.assert_close(snapshot(models[0]), snapshot(models[1]), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_function_transforms(worlds, kind):
+    worlds(2).run(function_transforms, kind)
 
 
 def gradient_scaler(kind: str) -> None:

@@ -210,7 +210,7 @@ class DecentralizedDataParallel(nn.Module):
         name = f"fogdist.DecentralizedDataParallel {next(_numbers)}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
-                self._context, self._flat_parameters.flats, self._flat_buffers.flats, self._rounds, name
+                self._context, self._flat_parameters, self._flat_buffers.flats, self._rounds, name
             )
         else:
             self._mixing = AsynchronousMixing(

@@ -29,7 +29,9 @@ def DistributedGradientAllreduceOptimizer(
     `step` averages what is missing, and waits. A parameter without a gradient on some rank counts as zero
     there; one without a gradient on every rank is left alone. (As Horovod: Sergeev and Del Balso, 2018.)
 
-    To clip gradients, or unscale them with a gradient scaler, call `synchronize` first.
+    A gradient scaler is used as in one process: its `step` looks for overflows in the averaged gradients, so one
+    rank's overflow is everybody's, all leave out the same steps, and their scales stay the same. To clip
+    gradients, call `synchronize` first, then the scaler's `unscale_` if there is one, then clip.
 
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
@@ -64,9 +66,23 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
     _fog_average: GradientAverage
     _fog_counter: PassCounter
     _fog_is_synchronized: bool
+    _fog_scaler_synchronized: bool
     _fog_has_warned_passes: bool
     _fog_has_warned_local: bool
     _fog_is_alone: bool
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # What a gradient scaler's step() asks for before it looks for overflows in the gradients, and the only
+        # moment between these and the backward pass. It has to find the average there, as it keeps what it found for
+        # the next scale, which must stay the same on all ranks.
+        if (
+            not (self._fog_is_alone or self._fog_is_synchronized)
+            and self._fog_counter.passes_of_step >= self._fog_steps
+        ):
+            self.synchronize()
+            self._fog_scaler_synchronized = True
+        return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
@@ -76,11 +92,15 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
+
+        Raises:
+            RuntimeError: A gradient scaler's `unscale_` was called without `synchronize` before it.
         """
         loss = evaluated(closure)
+        self._fog_check_scaler()
         if not (self._fog_is_alone or self._fog_only_makes_state()):
             self._fog_average_if_due()
-        result = self._fog_wrapped.step()
+        result = self._fog_local_step()
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -120,6 +140,7 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
     def _fog_start(self, is_alone: bool) -> None:
         self._fog_is_alone = is_alone
         self._fog_is_synchronized = False
+        self._fog_scaler_synchronized = False
         self._fog_has_warned_passes = False
         self._fog_has_warned_local = False
         self._fog_average = GradientAverage(
@@ -129,6 +150,18 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         if not is_alone:
             self._fog_average.hold(self._fog_parameters())
             self._fog_counter.watch(self._fog_parameters())
+
+    def _fog_check_scaler(self) -> None:
+        came_late, self._fog_scaler_synchronized = self._fog_scaler_synchronized, False
+        # A scaler that has unscaled gradients already leaves no scale.
+        was_unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        if came_late and was_unscaled:
+            self._fog_is_synchronized = False
+            self._fog_forget_scaler()
+            raise RuntimeError(
+                "a gradient scaler's unscale_() needs a call of synchronize() before it: it has unscaled this rank's "
+                "own gradients, and what all ranks average is still scaled"
+            )
 
     def _fog_average_if_due(self) -> None:
         if not self._fog_is_synchronized:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
-import torch
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from fogdist.optim.forward_hook import ForwardHook
 from fogdist.optim.pass_counter import warn_too_many_passes
 from fogdist.optim.wrapper import DistributedOptimizer, evaluated
 from fogdist.parameter_changes import forward_changes_parameters
@@ -98,9 +97,15 @@ class OverlappingOptimizer(DistributedOptimizer):
         self._fog_has_warned = False
         self._fog_hooks = []
         if not is_alone:
-            self._fog_hooks = [_hook(model, place, self) for place, model in enumerate(self._fog_models)]
+            self._fog_hooks = [self._fog_hook(place) for place in range(len(self._fog_models))]
             for hook in self._fog_hooks:
                 weakref.finalize(self, hook.remove).atexit = False
+
+    def _fog_hook(self, place: int) -> RemovableHandle:
+        model, hook = self._fog_models[place], ForwardHook(self._fog_count_forward, place)
+        if self._begins_with_forward and not forward_changes_parameters(model):
+            return model.register_forward_pre_hook(hook)
+        return model.register_forward_hook(hook)
 
     def _fog_count_forward(self, place: int) -> None:
         self._fog_saw_forward = True
@@ -130,18 +135,3 @@ class OverlappingOptimizer(DistributedOptimizer):
             if self._fog_is_begun(place):
                 self._fog_passes[place] = 0
                 self._fog_end(place)
-
-
-def _hook(model: Module, place: int, optimizer: OverlappingOptimizer) -> RemovableHandle:
-    # The model outlives its optimizer: its hook must not keep the optimizer alive.
-    reference = weakref.ref(optimizer)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model calls it as it is
-    def count(module: Module, *_: Any) -> None:
-        alive = reference()
-        if alive is not None and module.training and torch.is_grad_enabled():
-            alive._fog_count_forward(place)
-
-    if optimizer._begins_with_forward and not forward_changes_parameters(model):
-        return model.register_forward_pre_hook(count)
-    return model.register_forward_hook(count)

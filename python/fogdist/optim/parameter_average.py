@@ -10,14 +10,11 @@ from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.buckets import are_same
-from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
+from fogdist.collectives import allreduce_nonblocking, wait
 from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.hierarchical import (
-    hierarchical_neighbor_allreduce_nonblocking,
-    hierarchical_neighbor_allreduce_nonblocking_,
-)
-from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking, neighbor_allreduce_nonblocking_
+from fogdist.hierarchical import hierarchical_neighbor_allreduce_nonblocking
+from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
 from fogdist.parameter_changes import ChangeWatch
 
 
@@ -61,7 +58,7 @@ class ParameterAverage:
         self._names = names
         self._bucket_bytes = bucket_bytes
         self._buckets: FlatBuckets | None = None
-        self._in_flight: list[tuple[Tensor, int]] | None = None
+        self._in_flight: list[tuple[int, Tensor, int]] | None = None
         self._changes = ChangeWatch()
 
     @property
@@ -92,19 +89,15 @@ class ParameterAverage:
         parameters: Sequence[Tensor],
         kind: CommunicationType,
         weights: NeighborWeights,
-        *,
-        in_place: bool = False,
     ) -> None:
         """Sends the values that the parameters have now, from where they are.
 
-        They must not change until `finish`.
+        They must not change until `finish`, and keep their values until then.
 
         Args:
             parameters: What is averaged.
             kind: With whom.
             weights: For neighbors.
-            in_place: Whether the average may be written over the parameters as it comes, so that they must
-                not be read either until `finish`. Else they keep their values until then.
 
         Raises:
             TypeError: As the operation.
@@ -112,18 +105,17 @@ class ParameterAverage:
         """
         buckets = self.hold(parameters)
         for number in range(len(buckets.flats)):
-            self.add(number, kind, weights, in_place=in_place)
-        if not in_place:
-            self._changes.begin(buckets)
+            self.add(number, kind, weights)
+        self._changes.begin(buckets)
         self._in_flight = self._in_flight or []
 
-    def add(self, number: int, kind: CommunicationType, weights: NeighborWeights, *, in_place: bool) -> None:
+    def add(self, number: int, kind: CommunicationType, weights: NeighborWeights) -> None:
         """Sends one of the buckets that `hold` gave, as `start` does with all of them; in any order."""
         assert self._buckets is not None
         if kind is not CommunicationType.empty:
             flat = self._buckets.flats[number]
-            handle = _post(flat, kind, weights, f"{self._name}.{number}", in_place)
-            self._in_flight = [*(self._in_flight or []), (flat, handle)]
+            handle = _post(flat, kind, weights, f"{self._name}.{number}")
+            self._in_flight = [*(self._in_flight or []), (number, flat, handle)]
 
     def finish(self) -> None:
         """Waits for what was sent, after which the parameters have the average."""
@@ -131,23 +123,17 @@ class ParameterAverage:
         if not in_flight or self._buckets is None:
             return
         self._changes.end(self._buckets, stacklevel=3)
-        for flat, handle in in_flight:
+        for number, flat, handle in in_flight:
             average = wait(handle)
-            if average is not flat:
+            if not self._buckets.swap(number, average):
                 flat.copy_(average)
 
 
-def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str, in_place: bool) -> int:
+def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str) -> int:
     if kind is CommunicationType.allreduce:
-        start = allreduce_nonblocking_ if in_place else allreduce_nonblocking
-        return start(flat, average=True, name=name)
+        return allreduce_nonblocking(flat, average=True, name=name)
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
-        between = (
-            hierarchical_neighbor_allreduce_nonblocking_
-            if in_place
-            else hierarchical_neighbor_allreduce_nonblocking
-        )
-        return between(
+        return hierarchical_neighbor_allreduce_nonblocking(
             flat,
             self_weight=weights.self_weight,
             src_machine_weights=weights.src_machine_weights,
@@ -155,8 +141,7 @@ def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name:
             enable_topo_check=weights.enable_topo_check,
             name=name,
         )
-    among = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
-    return among(
+    return neighbor_allreduce_nonblocking(
         flat,
         self_weight=weights.self_weight,
         src_weights=weights.src_weights,

@@ -53,9 +53,14 @@ class PassCounter:
         """Returns the passes since the last communication; since the last step, those of this parameter."""
         return self._until_last_step + self._since_last_step.get(parameter, 0)
 
+    @property
+    def passes_of_step(self) -> int:
+        """All passes since the last communication if step() comes now."""
+        return self._until_last_step + max(1, max(self._since_last_step.values(), default=0))
+
     def count_step(self) -> int:
         """Closes the passes of one step() and returns all passes since the last communication."""
-        self._until_last_step += max(1, max(self._since_last_step.values(), default=0))
+        self._until_last_step = self.passes_of_step
         self._since_last_step.clear()
         return self._until_last_step
 

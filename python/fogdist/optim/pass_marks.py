@@ -9,6 +9,8 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from fogdist.optim.forward_hook import ForwardHook
+
 
 class PassMarks:
     """Ranges of training passes in the trace of ``torch.profiler``: one a forward pass, one from there to the step.
@@ -27,30 +29,17 @@ class PassMarks:
         self._open: torch.profiler.record_function | None = None
         self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
         for model in models:
-            self._hooks.append(model.register_forward_pre_hook(self._before_forward))
+            before, after = ForwardHook(self._begin, self.FORWARD), ForwardHook(self._begin, self.GRADIENT)
+            self._hooks.append(model.register_forward_pre_hook(before))
             # Also for a pass that raises: a range left open would take in all that follows.
-            self._hooks.append(model.register_forward_hook(self._after_forward, always_call=True))
+            self._hooks.append(model.register_forward_hook(ForwardHook(self._end), always_call=True))
+            self._hooks.append(model.register_forward_hook(after))
 
     def remove(self) -> None:
         """Ends the range that is open and marks nothing more."""
         self._end()
         for hook in self._hooks:
             hook.remove()
-
-    def __deepcopy__(self, memo: object) -> PassMarks:
-        return self  # a copied model's passes count too
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled model calls it as it is
-    def _before_forward(self, module: Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._begin(self.FORWARD)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _after_forward(self, module: Module, args: Any, output: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._end()
-            if output is not None:  # else the pass raised
-                self._begin(self.GRADIENT)
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self._end()

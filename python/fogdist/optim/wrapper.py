@@ -144,6 +144,12 @@ class DistributedOptimizer(Optimizer):
                         parameter.grad.mul_(1.0 / float(scale))
         return overflow is not None and float(overflow) != 0
 
+    def _fog_forget_scaler(self) -> None:
+        """Removes what a gradient scaler has left: it does so itself only where `step` returns."""
+        for mark in self._scaler_marks:
+            if hasattr(self, mark):
+                delattr(self, mark)
+
     def _fog_only_makes_state(self) -> bool:
         """Whether a step now would move nothing and only make state.
 

@@ -1,0 +1,44 @@
+"""What an optimizer hangs on a model to hear of its training passes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+
+class ForwardHook:
+    """A forward hook, or forward pre-hook, that calls a method of an optimizer at each training pass.
+
+    ::
+
+        handle = model.register_forward_pre_hook(ForwardHook(self._fog_before_step))
+        weakref.finalize(self, handle.remove).atexit = False
+
+    A training pass is one in training mode with gradients enabled, outside of transforms of ``torch.func``, whose
+    passes are of a function that no step of the optimizer follows. The hook belongs to one model and one
+    optimizer: it does not keep the optimizer alive, and a copy of it, in a copied, pickled or saved model, does
+    nothing. ``torch.compile`` leaves it out of its graphs and calls it as it is.
+
+    Args:
+        method: A bound method, called in place of the hook; None for a hook that does nothing.
+        *arguments: What it is called with; it gets nothing of the pass.
+    """
+
+    def __init__(self, method: Callable[..., None] | None = None, *arguments: Any) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._arguments = arguments
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: Module, *_: Any) -> None:
+        method = None if self._method is None else self._method()
+        if method is None or not module.training or not torch.is_grad_enabled():
+            return
+        if not torch._C._are_functorch_transforms_active():
+            method(*self._arguments)
+
+    def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
+        return ForwardHook, ()
