@@ -1,4 +1,4 @@
-"""Changes of parameters while their values are on the way to other ranks, which an average then overwrites."""
+"""Changes of parameters while their values are on the way to other ranks: an average then overwrites them."""
 
 from __future__ import annotations
 

@@ -57,33 +57,34 @@ class DecentralizedDataParallel(nn.Module):
 
     Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, the gradient of the old parameters
     on top of mixed ones. With mode "sync" all ranks take their steps together: the exchange of round t starts
-    at the training forward pass (called as a function, gradients enabled, not within ``torch.func``), travels during forward and
-    backward, and is awaited by the step. With "async" each rank goes at its own pace: a step mixes with what
-    the neighbors have put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the
-    scheme of Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et
-    al., ICML 2018, arXiv 1710.06952, with one-sided windows.)
+    at the training forward pass (called as a function, gradients enabled, outside of ``torch.func``), travels
+    during forward and backward, and is awaited by the step. With "async" each rank goes at its own pace: a
+    step mixes with what the neighbors have put last, makes the optimizer's step and puts the result; see
+    `staleness`. (Sync: the scheme of Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the
+    manner of AD-PSGD, Lian et al., ICML 2018, arXiv 1710.06952, with one-sided windows.)
 
     One step, one exchange, in mode "sync": all ranks must make equally many. A step without a forward pass
     exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the
     last part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler
     would skip on some rank holds nobody up: the scaler is made to call it, and that rank's parameters become
     ``Mix(x)``. A step that the training loop leaves out is noticed at the next forward pass if gradients were
-    reset meanwhile (``zero_grad``), and then the rank mixes as well; if they were not, that pass counts as one
-    more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a step that is
-    skipped is no iteration.
+    reset meanwhile (``zero_grad``), and then the rank mixes as well; if they were not, that pass counts as
+    one more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a step
+    that is skipped is no iteration.
 
     Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
     and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
     always saw. In mode "sync" they must not be changed between forward pass and step, which warns: what the
     neighbors get is in them, and the mix replaces them. (Where a forward pass itself changes them, by an
-    embedding's `max_norm`, the exchange starts at its end.) Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
-    those of floating-point dtypes are mixed like parameters, with what forward changed in them kept.
+    embedding's `max_norm`, the exchange starts at its end.) Frozen ones are not exchanged. Buffers stay each
+    rank's own unless `average_buffers`; then those of floating-point dtypes are mixed like parameters, with
+    what forward changed in them kept.
 
-    `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read from
-    the wrapper, so ``torch.distributed.checkpoint.state_dict`` takes either; `module` is the module, which is what to
-    copy (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is
-    wrapped. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer without state, to
-    save or load it, exchanges nothing. With one rank it is only the module.
+    `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read
+    from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. `module` is the module, which
+    is what to copy (``copy.deepcopy``, averaged models) and compile, before it is wrapped: ``module =
+    torch.compile(module)``. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer
+    without state, to save or load it, exchanges nothing. With one rank it is only the module.
 
     Args:
         module: On the CPU, the same on all ranks up to values.
@@ -114,8 +115,8 @@ class DecentralizedDataParallel(nn.Module):
         module: The module.
         optimizer: The optimizer.
         round: The topology's round of the next exchange, in mode "async" of this rank's next iteration. It is
-            part of no state dict: save it beside, and set it, on all ranks alike, before training goes on. Always
-            0 with one rank.
+            part of no state dict: save it beside, and set it, on all ranks alike, before training goes on.
+            Always 0 with one rank.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -298,7 +299,8 @@ class DecentralizedDataParallel(nn.Module):
         """Overwrites the trained parameters with their average over all ranks. Collective.
 
         In mode "sync" an exchange that has begun on some rank, whose last training forward pass no step has
-        followed, is ended before, with the other ranks taking part in it. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
+        followed, is ended before, with the other ranks taking part in it. In mode "async" a rank that waits
+        here for others is paused for its neighbors, see `pause`.
 
         Args:
             buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's
@@ -396,8 +398,7 @@ class DecentralizedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint.state_dict which part of names the state dict leaves out, by what
-        follows it."""
+        """Tells torch.distributed.checkpoint.state_dict what the state dict's names leave out, before what."""
         parts = self.module
         return dict.fromkeys([*parts._modules, *parts._parameters, *parts._buffers], "module")
 

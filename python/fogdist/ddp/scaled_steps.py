@@ -17,10 +17,10 @@ _MARKS = ("grad_scale", "found_inf")
 class ScaledSteps:
     """Makes a ``torch.amp.GradScaler`` call `step` in any case; a step after an overflow moves nothing.
 
-    A scaler leaves out the step of a rank whose gradients overflowed, unless the optimizer says that it sees to
-    that: then it leaves scale and overflow in attributes of the optimizer, which here are taken away for as long as
-    the step takes. So the rank leaves out its own update, and still takes part in what its neighbors do. An
-    optimizer that does say so, as fused ones do, is left alone.
+    A scaler leaves out the step of a rank whose gradients overflowed, unless the optimizer says that it sees
+    to that: then it leaves scale and overflow in attributes of the optimizer, which here are taken away while
+    the step lasts. So the rank leaves out its own update, and still takes part in what its neighbors
+    do. An optimizer that says so by itself, as fused ones do, is left alone.
 
     Args:
         optimizer: Whose steps; not kept alive.

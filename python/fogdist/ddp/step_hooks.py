@@ -1,7 +1,7 @@
 """What a wrapper does around an optimizer's steps: once a step, however many `step` methods are in it.
 
-torch puts hooks into the `step` of every class that it makes an optimizer of. So they are called twice where the
-`step` of a class calls that of its base class, of which there is an optimizer too.
+torch puts hooks into the `step` of every class that it makes an optimizer of. So they are called twice where
+the `step` of a class calls that of its base class, of which there is an optimizer too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def hook_steps(
 
     Args:
         optimizer: Whose steps.
-        before: Given the positional and the keyword arguments of the step, the optimizer first; returns None or
-            others, as a tuple of both.
+        before: Given the positional and the keyword arguments of the step, the optimizer first; returns None
+            or others, as a tuple of both.
         after: Not called for a step that raises.
 
     Returns:

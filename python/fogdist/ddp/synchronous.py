@@ -43,6 +43,7 @@ class SynchronousMixing:
         self._name = name
         self._rounds = rounds
         self.round = 0  # of the next exchange
+        self._last = 0  # round of the last exchange
         self._begun = 0
         self._parameters = parameters
         self._buffers = buffers
@@ -65,6 +66,7 @@ class SynchronousMixing:
         for copy, flat in zip(self._copies, self._buffers, strict=True):
             copy.copy_(flat)
         plan, sign = self._rounds.plan(self.round), self.round % _SIGNS
+        self._last = self.round
         self.round += 1
         self._begun += 1
         for place, (source, result) in enumerate(zip(self._sources, self._results, strict=True)):
@@ -80,7 +82,10 @@ class SynchronousMixing:
         works, self._in_flight = self._in_flight, []
         flats = self._parameters.flats
         for place, (work, result) in enumerate(zip(works, self._results, strict=True)):
-            work.wait()
+            try:
+                work.wait()
+            except dist.DistBackendError as error:
+                raise dist.DistBackendError(f"in round {self._last} of {self._name}: {error}") from error
             if place >= len(flats):
                 flat, copy = (tensors[place - len(flats)] for tensors in (self._buffers, self._copies))
                 flat.add_(result.sub_(copy))
