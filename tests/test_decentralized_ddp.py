@@ -43,8 +43,12 @@ from reference import mix
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 STEPS = 6
@@ -512,9 +516,9 @@ def change_early(kind: str) -> None:
     else:
         # It happens at each step, and is said once.
         which = "'weight'" if kind == "in place" else "a parameter"
-        assert [m.startswith(f"{which} was changed between the forward pass and step()") for m in messages] == [
-            True
-        ]
+        assert [
+            m.startswith(f"{which} was changed between the forward pass and step()") for m in messages
+        ] == [True]
         assert caught[0].filename == __file__
 
 
@@ -740,6 +744,84 @@ def state_dicts(directory: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_state_dicts(worlds, tmp_path):
     worlds(2).run(state_dicts, str(tmp_path))
+
+
+def checkpoint_functions() -> None:
+    """torch.distributed.checkpoint.state_dict takes the wrapper, and finds what it finds of the module."""
+    fogdist.init()
+    rank = fogdist.rank()
+    for make in (torch.optim.Adam, torch.optim.SGD):
+
+        def made(make: Any = make) -> tuple[nn.Module, Any, DecentralizedDataParallel]:
+            model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
+            optimizer = make(model.parameters(), lr=0.1)
+            return model, optimizer, DecentralizedDataParallel(model, optimizer, broadcast=False)
+
+        model, optimizer, wrapper = made()
+        loss_of(wrapper, rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = copy.deepcopy(model.state_dict())
+        state, optimizer_state = copy.deepcopy(get_state_dict(wrapper, optimizer))
+        for found in (state, get_model_state_dict(wrapper), get_state_dict(model, optimizer)[0]):
+            assert list(found) == list(expected)
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+        of_module = get_optimizer_state_dict(model, optimizer)
+        assert str(optimizer_state) == str(of_module)
+        assert "0.weight" in optimizer_state["param_groups"][0]["params"]
+        for loads_wrapper in (False, True):
+            twin, twin_optimizer, twin_wrapper = made()
+            target = twin_wrapper if loads_wrapper else twin
+            addresses = [p.data_ptr() for p in twin.parameters()]
+            if loads_wrapper:
+                set_model_state_dict(target, state)
+                twin.zero_grad()
+                for p in twin.parameters():
+                    p.detach().zero_()
+            set_state_dict(
+                target,
+                twin_optimizer,
+                model_state_dict=state,
+                optim_state_dict=copy.deepcopy(optimizer_state),
+            )
+            assert all(torch.equal(value, expected[key]) for key, value in twin.state_dict().items())
+            assert str(get_optimizer_state_dict(twin, twin_optimizer)) == str(of_module)
+            assert [p.data_ptr() for p in twin.parameters()] == addresses
+            assert twin_wrapper.round == 0
+    assert wrapper.get_parameter("0.weight") is model[0].weight
+    # Inside of another module too.
+    outer = nn.Sequential(nn.Linear(1, 1), wrapper)
+    assert list(get_model_state_dict(outer)) == list(outer.state_dict())
+    set_model_state_dict(outer, get_model_state_dict(outer))
+    with pytest.raises(AttributeError, match="'DecentralizedDataParallel' object has no attribute 'missing'"):
+        wrapper.missing  # noqa: B018
+
+
+def test_checkpoint_functions_take_the_wrapper(worlds):
+    worlds(2).run(checkpoint_functions)
+
+
+def transform() -> None:
+    """A function of the model is transformed on one rank only: no exchange."""
+    fogdist.init()
+    model = nn.Linear(2, 1).double()
+    wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(3, 2, dtype=torch.float64)
+    if fogdist.rank() == 0:
+        gradient = torch.func.grad(lambda x: wrapper(x).sum())(x)
+        torch.testing.assert_close(gradient, model.weight.detach().expand(3, 2))
+        values = {f"module.{name}": p.detach() for name, p in wrapper.named_parameters()}
+        gradients = torch.func.grad(lambda v: torch.func.functional_call(wrapper, v, (x,)).sum())(values)
+        torch.testing.assert_close(gradients["module.weight"], x.sum(0, keepdim=True))
+    assert not wrapper._mixing.has_begun
+    assert wrapper.round == 0
+    wrapper(x).sum().backward()
+    wrapper.optimizer.step()
+    assert wrapper.round == 1
+
+
+def test_transforms_of_functions_exchange_nothing(worlds):
+    worlds(2).run(transform)
 
 
 def checkpoint_on_one_rank(mode: str) -> None:

@@ -152,6 +152,34 @@ def fail() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
+def share_a_state(what: str, together: bool) -> None:
+    """Two models with one state: it says so at the second one's first bucket, on all ranks alike."""
+    fogdist.init()
+    rank = fogdist.rank()
+    state = fogdist.GossipState(what=what)
+    models = []
+    for _ in range(2):
+        # Several buckets, from the second backward pass on.
+        model = DistributedDataParallel(
+            make_net(), broadcast_buffers=False, bucket_cap_mb=0.0001, find_unused_parameters=True
+        )
+        model.register_comm_hook(state, fogdist.gossip_hook)
+        models.append(model)
+    if not together:
+        for number in range(3):
+            loss_of(models[0], rank, number).backward()
+        assert state.round == 3
+    with pytest.raises(RuntimeError, match="state must be of one DistributedDataParallel only"):
+        (loss_of(models[0], rank, 4) + loss_of(models[1], rank, 4)).backward()
+    fogdist.barrier()
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_state_serves_one_model(new_world, what, together):
+    new_world(2, timeout=20.0).run(share_a_state, what, together)
+
+
 def test_errors(new_world):
     outcomes = new_world(2, timeout=3.0).run_raw(fail)
     assert [o.state for o in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))

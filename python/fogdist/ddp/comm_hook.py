@@ -60,8 +60,24 @@ class GossipState:
         self.round = 0
         # By DDP's buckets, which it makes anew after the first backward pass.
         self._flats: dict[int, FlatBuckets] = {}
+        # The parameters of the one DDP that it serves, all of them after a whole backward pass.
+        self._parameters: set[Tensor] = set()
+        self._has_all = False
         items = [f"what: {self._what.value}", *self._rounds.items()]
         check_same_everywhere(self._context.backend, "state", items)
+
+    def _check_model(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Raises RuntimeError for a bucket of another DDP than before."""
+        parameters = bucket.parameters()
+        # The buckets of a pass come in order. A first one may come again where a pass has failed.
+        if self._has_all or (bucket.index() == 0 and self._parameters):
+            if not self._parameters.issuperset(parameters):
+                raise RuntimeError(
+                    "state must be of one DistributedDataParallel only, got a bucket of another one; make a "
+                    "GossipState for each"
+                )
+        self._parameters.update(parameters)
+        self._has_all = self._has_all or bucket.is_last()
 
     def _average(self, tensor: Tensor, bucket: int) -> dist.Work:
         """Starts to overwrite a tensor with its average."""
@@ -119,7 +135,11 @@ def gossip_hook(
     Returns:
         A future of the gradients for this rank's optimizer; it fails with torch.distributed.DistBackendError
         if the exchange does, and then ``backward`` raises. The hook itself waits for nothing.
+
+    Raises:
+        RuntimeError: The state serves another DDP already; nothing of the bucket is sent.
     """
+    state._check_model(bucket)
     gradients: Tensor = bucket.buffer()
     if state._what is Gossip.gradients:
         work = state._average(gradients, bucket.index())

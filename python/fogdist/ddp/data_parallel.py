@@ -57,7 +57,7 @@ class DecentralizedDataParallel(nn.Module):
 
     Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, the gradient of the old parameters
     on top of mixed ones. With mode "sync" all ranks take their steps together: the exchange of round t starts
-    at the training forward pass (called as a function, gradients enabled), travels during forward and
+    at the training forward pass (called as a function, gradients enabled, not within ``torch.func``), travels during forward and
     backward, and is awaited by the step. With "async" each rank goes at its own pace: a step mixes with what
     the neighbors have put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the
     scheme of Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et
@@ -79,7 +79,8 @@ class DecentralizedDataParallel(nn.Module):
     embedding's `max_norm`, the exchange starts at its end.) Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
     those of floating-point dtypes are mixed like parameters, with what forward changed in them kept.
 
-    `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to
+    `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read from
+    the wrapper, so ``torch.distributed.checkpoint.state_dict`` takes either; `module` is the module, which is what to
     copy (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is
     wrapped. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer without state, to
     save or load it, exchanges nothing. With one rank it is only the module.
@@ -248,7 +249,13 @@ class DecentralizedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        trains = self._release is not None and self.training and torch.is_grad_enabled()
+        trains = (
+            self._release is not None
+            and self.training
+            and torch.is_grad_enabled()
+            # A pass of a function that torch.func transforms, which no step follows.
+            and not torch._C._are_functorch_transforms_active()
+        )
         if trains:
             self._before_forward()
         result = self.module(*args, **kwargs)
@@ -387,6 +394,22 @@ class DecentralizedDataParallel(nn.Module):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the module's buffers, by the module's names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch.distributed.checkpoint.state_dict which part of names the state dict leaves out, by what
+        follows it."""
+        parts = self.module
+        return dict.fromkeys([*parts._modules, *parts._parameters, *parts._buffers], "module")
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what the wrapper itself lacks: the names of its parameters lead to them (`get_parameter`).
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+        return getattr(module, name)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
