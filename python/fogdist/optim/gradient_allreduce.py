@@ -38,7 +38,8 @@ def DistributedGradientAllreduceOptimizer(
         model: The model, or a list of models, that hold its parameters.
         num_steps_per_communication: J: the number of backward passes that accumulate gradients before a step;
             their sum is averaged. A step after fewer passes is local: it takes this rank's own gradients,
-            after which the ranks' parameters differ. That is warned about once.
+            after which the ranks' parameters differ. More passes than J, on any rank, are averaged too, but
+            once more and in `step`, where nothing hides it. Each is warned about once.
         bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
 
     Returns:
@@ -175,6 +176,8 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
                     "takes this rank's own gradients; the parameters of the ranks differ from now on",
                     stacklevel=3,
                 )
+        if self._fog_is_synchronized:
+            self._fog_average.end_step()
         self._fog_is_synchronized = False
 
     def _fog_after_gradient(self, parameter: Tensor) -> None:
