@@ -43,7 +43,9 @@ def DistributedAdaptWithCombineOptimizer(
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
-            buffers are not.
+            buffers are not. Of a list, all ranks run the same models between two steps: each model has its
+            own average, which begins with its own forward pass, and ranks that run others wait in vain, until
+            the group's timeout.
         communication_type: Whom to average with.
         num_steps_per_communication: J: an average every J forward passes of the model. With J = 3 both three
             passes and one step, and three passes with a step after each, make one average.
