@@ -392,22 +392,29 @@ def gradients_changed_after_their_step(how: str) -> None:
     model = make_net(rank)
     optimizer = distribute("atc", model, step_in_backward=True, bucket_cap_mb=1e-4)
     scaler = torch.amp.GradScaler("cpu")
+    loss = loss_of(model, rank, 0)
+    (scaler.scale(loss) if how == "scaler" else loss).backward()
     if how == "passes":
-        loss_of(model, rank, 0).backward()
         with pytest.raises(RuntimeError, match="got more gradient after step_in_backward"):
             loss_of(model, rank, 1).backward()
-        return
-    loss = scaler.scale(loss_of(model, rank, 0))
-    loss.backward()
+    elif how == "clipping":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "zero_grad":
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"step_in_backward"):
-        if how == "clipping":
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.step()
-        elif how == "zero_grad":
-            optimizer.zero_grad()
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
+        scaler.step(optimizer) if how == "scaler" else optimizer.step()
+    # The error is over with that step.
+    models = fogdist.allgather(snapshot(model)[None])
+    nets = [copy.deepcopy(model) for _ in models]
+    for net, values in zip(nets, models, strict=True):
+        nn.utils.vector_to_parameters(values, net.parameters())
+    optimizer._fog_wrapped.state.clear()  # momentum
+    expected = simulate("atc", nets, 3)[rank]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    torch.testing.assert_close(snapshot(model), expected, **EXACT)
 
 
 @pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])

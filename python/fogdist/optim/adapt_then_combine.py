@@ -103,7 +103,8 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
             What the optimizer's own step returns, or the closure with `step_in_backward`.
 
         Raises:
-            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass.
+            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass. Where the step
+                was not made in that pass it is left out, but parameters are averaged; training may go on.
         """
         arguments = () if closure is None else (closure,)
         if self._fog_is_alone or self._fog_only_makes_state():
@@ -128,9 +129,16 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         """Makes the optimizer's step for all parameters whose step the backward pass has not made."""
         if self._fog_backward is None:
             return self._fog_local_step()
-        if getattr(self, "found_inf", None) is not None:
-            raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
-        self._fog_backward.check()
+        try:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
+            self._fog_backward.check()
+        except RuntimeError:
+            # The next iteration begins anew, and no rank waits for the rest of the average.
+            self._fog_forget_scaler()
+            self._fog_combine(self._fog_parameters())
+            self._fog_counter.reset()
+            raise
         applied = self._fog_backward.applied
         groups = self._fog_wrapped.param_groups
         return step_of(
