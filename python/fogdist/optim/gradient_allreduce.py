@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.optim.gradient_average import GradientAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer, Models, evaluated, reject_lbfgs, wrap
+from fogdist.optim.wrapper import DistributedOptimizer, Models, closure_of, evaluated, reject_lbfgs, wrap
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -85,11 +85,12 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
             self._fog_scaler_synchronized = True
         return True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *arguments: Any, **options: Any) -> Any:
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
 
         Args:
-            closure: Evaluated once, before the gradients are averaged.
+            *arguments: A closure, evaluated once, before the gradients are averaged; or nothing.
+            **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
@@ -97,11 +98,12 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         Raises:
             RuntimeError: A gradient scaler's `unscale_` was called without `synchronize` before it.
         """
+        closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
         self._fog_check_scaler()
         if not (self._fog_is_alone or self._fog_only_makes_state()):
             self._fog_average_if_due()
-        result = self._fog_local_step()
+        result = self._fog_local_step(**others)
         return result if closure is None else loss
 
     def synchronize(self) -> None:
