@@ -73,10 +73,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the flags, checked; by default those of the command line."""
     parser = make_parser(
-        "Train a tiny GPT on Python's sources, in any mode.", steps=400, batch_size=8, lr=3e-3
+        "Train a tiny GPT on Python's sources, in any mode.", steps=600, batch_size=8, lr=6e-3
     )
     add = parser.add_argument
-    add("--beta2", type=float, default=0.999, help="AdamW's, of the mean of squared gradients")
+    add("--beta2", type=float, default=0.95, help="AdamW's, of the mean of squared gradients")
     add("--context", type=int, default=64, help="bytes that the model sees")
     add("--width", type=int, default=64)
     add("--layers", type=int, default=2)

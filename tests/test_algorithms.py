@@ -1191,6 +1191,30 @@ def test_a_dropped_algorithm_leaves_the_model(worlds):
     worlds(2).run(hooks_end_with_the_optimizer)
 
 
+def compiled_and_not(order: str) -> None:
+    fogdist.init()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    ends = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        model = Quadratic(fogdist.rank(), 0)
+        called = torch.compile(model, backend="aot_eager") if compiles else model
+        optimizer = algorithms.DecentralizedSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, order=order
+        )
+        for k in range(4):
+            optimizer.zero_grad()
+            called(k).backward()
+            optimizer.step()
+        ends.append(model.x().detach().clone())
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", ["awc", "cta"])
+def test_compiled_models(worlds, order):
+    worlds(2).run(compiled_and_not, order)
+
+
 def when_exchanges_begin() -> None:
     fogdist.init()
     for order in ("awc", "cta"):

@@ -23,6 +23,7 @@ import math
 import os
 import signal
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,10 @@ from harness import World
 from reference import mix
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 STEPS = 6
 LONG = timedelta(seconds=20)
@@ -262,6 +267,7 @@ def skip_a_step(unscale: bool, zero_first: bool, accumulate: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     matrix = topologies.mixing_matrix(topologies.RingGraph(size))
     for step in range(5):
+        assert wrapper.round == step  # in the step, not at the next forward pass
         overflows = rank == 1 and step in (1, 4)
         if zero_first:
             optimizer.zero_grad()
@@ -324,6 +330,197 @@ def several_passes() -> None:
 
 def test_several_passes_before_a_step(worlds):
     worlds(3).run(several_passes)
+
+
+def resume(mode: str) -> None:
+    """A wrapper that is made anew halfway goes on with the topology's round that is next."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    topology = topologies.one_peer_exponential(size)
+
+    def values(stops: bool) -> list[Tensor]:
+        found = []
+        model, optimizer, wrapper = nn.Linear(1, 1), None, None
+        nn.init.constant_(model.weight, float(rank))
+        for number in range(5):
+            if wrapper is None:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+                options = {"max_staleness": 0} if mode == "async" else {}
+                wrapper = DecentralizedDataParallel(
+                    model, optimizer, topology, mode, broadcast=False, **options
+                )
+                assert wrapper.round == 0
+                wrapper.round = number
+            wrapper(torch.ones(1, 1)).sum().backward()
+            if mode == "sync":
+                with pytest.raises(RuntimeError, match="round must be set before a forward pass"):
+                    wrapper.round = 3
+            optimizer.step()
+            fogdist.barrier()
+            assert wrapper.round == number + 1
+            found.append(model.weight.detach().clone())
+            if stops and number == 0:
+                fogdist.barrier()
+                wrapper.close()
+                wrapper = None
+        with pytest.raises(ValueError, match="round must be"):
+            wrapper.round = -1
+        wrapper.set_topology(topology)
+        assert wrapper.round == 0
+        fogdist.barrier()
+        wrapper.close()
+        return found
+
+    at_once, in_parts = values(stops=False), values(stops=True)
+    if mode == "sync":
+        assert torch.equal(torch.stack(at_once), torch.stack(in_parts))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_rounds_go_on(worlds, mode):
+    worlds(4).run(resume, mode)
+
+
+def accumulate_oddly(kind: str) -> None:
+    """Rank 0's first part has gradients that look like those of a skipped step; there are two in each step."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    models = [make_net(r) for r in range(size)]
+    model = make_net(rank)
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.Adam(p, lr=0.05), topologies.RingGraph(size), broadcast=False
+    )
+    adams = [torch.optim.Adam(trained(m), lr=0.05) for m in models]
+    for step in range(4):
+        odd = step == 1
+        for m, run in [(wrapper, rank), *((m, r) for r, m in enumerate(models))]:
+            m.zero_grad()
+            factor = {"zero": 0.0, "inf": math.inf, "scaler": math.inf}[kind] if odd and run == 0 else 1.0
+            (loss_of(m, run, step) * factor).backward()
+            loss_of(m, run, 10 + step)  # of a log
+            (loss_of(m, run, 20 + step) * (factor if kind == "zero" else 1.0)).backward()
+        mix_models(models, topologies.mixing_matrix(topologies.RingGraph(size)))
+        is_finite = all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+        for r, adam in enumerate(adams):
+            if not (odd and r == 0 and kind != "zero"):
+                adam.step()
+        if kind == "scaler":
+            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+            gradients = [p.grad for p in trained(model)]
+            scaler.scale(torch.zeros(()))
+            scaler.step(wrapper.optimizer)
+            assert all(p.grad is g for p, g in zip(trained(model), gradients, strict=True))
+            scaler.update()
+            assert scaler.get_scale() == (1.0 if is_finite else 0.5)
+        elif is_finite:
+            wrapper.optimizer.step()
+        if kind != "inf" or not odd:
+            torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+    assert wrapper.round == 4
+    wrapper.close()
+    assert not getattr(wrapper.optimizer, "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("kind", ["zero", "inf", "scaler"])
+def test_odd_gradients_are_no_skipped_step(worlds, kind):
+    worlds(3).run(accumulate_oddly, kind)
+
+
+class Nested(torch.optim.Adam):
+    """Its step is that of its base class; raises in between or at its end when it is told to."""
+
+    fails: str = ""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails == "before":
+            raise RuntimeError("before")
+        result = super().step(closure)
+        if self.fails == "after":
+            raise RuntimeError("after")
+        return result
+
+
+def step_of_a_base_class(with_closure: bool) -> None:
+    """One exchange a step, even if torch calls hooks in the base class's step too."""
+    fogdist.init()
+    rank = fogdist.rank()
+    if rank == 0:
+        torch.optim.Adam(make_net(0).parameters())  # from now on it calls hooks on this rank
+    model = make_net(rank)
+    optimizer = Nested(model.parameters(), lr=0.01)
+    wrapper = DecentralizedDataParallel(model, optimizer)
+    other = torch.optim.SGD(make_net(1).parameters(), lr=0.1)
+    # A step within another optimizer's is a step all the same.
+    other.register_step_post_hook(lambda *_: optimizer.step())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(wrapper, rank, 0)
+        loss.backward()
+        return loss
+
+    for number, fails in enumerate(["", "before", "", "after", "after", ""]):
+        optimizer.fails = fails
+        if with_closure and fails != "before":
+            arguments = (closure,)
+        else:
+            closure()
+            arguments = ()
+        with pytest.raises(RuntimeError, match=fails) if fails else nullcontext():
+            optimizer.step(*arguments)
+        assert wrapper.round == number + 1
+    closure()
+    other.step()
+    assert wrapper.round == 7
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_step_that_calls_its_base_class_mixes_once(worlds, with_closure):
+    worlds(2).run(step_of_a_base_class, with_closure)
+
+
+def change_early(kind: str) -> None:
+    """Values that change while the neighbors read them."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    if kind == "max_norm":
+        model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1))
+        x = torch.arange(4)
+    else:
+        model, x = nn.Linear(2, 1), torch.ones(1, 2)
+    for p in model.parameters():
+        nn.init.constant_(p, 1.0 + rank)
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.0), topologies.FullyConnectedGraph(size), broadcast=False
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            wrapper.optimizer.zero_grad()
+            wrapper(x).sum().backward()
+            with torch.no_grad():
+                if kind == "in place":
+                    model.weight.clamp_(-0.5, 0.5)
+                elif kind == "replaced":
+                    model.weight.data = torch.zeros(1, 2)
+            wrapper.optimizer.step()
+    messages = [str(w.message) for w in caught]
+    if kind == "max_norm":
+        # All rows have the largest norm from the first forward pass on, so their mean has it too.
+        torch.testing.assert_close(model[0].weight.detach().norm(dim=1), torch.full((4,), 0.1))
+        assert messages == []
+    else:
+        # It happens at each step, and is said once.
+        which = "'weight'" if kind == "in place" else "a parameter"
+        assert [m.startswith(f"{which} was changed between the forward pass and step()") for m in messages] == [
+            True
+        ]
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", ["max_norm", "in place", "replaced"])
+def test_parameters_that_change_before_the_step(worlds, kind):
+    worlds(3).run(change_early, kind)
 
 
 class Norm(nn.Module):
@@ -409,6 +606,31 @@ def average_globally(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_global_average(worlds, mode):
     worlds(3).run(average_globally, mode)
+
+
+def average_with_one_forward_pass() -> None:
+    """Rank 1 alone has begun an exchange; the steps after it go together again."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(model.weight, float(rank))
+    wrapper = DecentralizedDataParallel(
+        model, lambda p: torch.optim.SGD(p, lr=0.0), topologies.one_peer_exponential(size), broadcast=False
+    )
+    for number in range(3):
+        if rank == 1:
+            wrapper(torch.ones(1, 1, dtype=torch.float64))
+        wrapper.global_average()
+        assert model.weight.item() == pytest.approx((size - 1) / 2)
+        assert wrapper.round == 2 * number + 1
+        wrapper(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
+        wrapper.optimizer.step()
+    wrapper.global_average()
+    assert wrapper.round == 6
+
+
+def test_global_average_after_a_forward_pass_on_one_rank(worlds):
+    worlds(4).run(average_with_one_forward_pass)
 
 
 def mix_dtypes(mode: str) -> None:
@@ -518,6 +740,38 @@ def state_dicts(directory: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_state_dicts(worlds, tmp_path):
     worlds(2).run(state_dicts, str(tmp_path))
+
+
+def checkpoint_on_one_rank(mode: str) -> None:
+    """An SGD has no state, so every checkpoint steps it; the training does not notice."""
+    fogdist.init()
+    rank = fogdist.rank()
+    for saves in (False, True):
+        model = make_net(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapper = DecentralizedDataParallel(
+            model, optimizer, mode=mode, **({"max_staleness": 0} if mode == "async" else {})
+        )
+        for number in range(4):
+            optimizer.zero_grad()
+            if saves and rank == 0:
+                state = get_optimizer_state_dict(wrapper.module, optimizer)
+                set_optimizer_state_dict(wrapper.module, optimizer, state)
+            loss_of(wrapper, rank, number).backward()
+            if number == 2:
+                optimizer.zero_grad(set_to_none=False)
+                # A rank whose gradients vanish in a warm-up still makes a step with the others.
+                optimizer.param_groups[0]["lr"] = 0.0
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.1
+        assert wrapper.round == 4
+        fogdist.barrier()
+        wrapper.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_checkpoint_on_one_rank_is_no_step(worlds, mode):
+    worlds(2).run(checkpoint_on_one_rank, mode)
 
 
 def disagree() -> None:

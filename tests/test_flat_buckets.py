@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 
+import fogdist
 import pytest
 import torch
 from fog_pg import _C
@@ -303,3 +304,81 @@ def test_alignment_counts_in_buckets() -> None:
     flats = FlatBuckets([column, torch.tensor([1 + 2j]), torch.tensor([True, False])])
     assert column.stride() == (1,) and column.tolist() == [1, 4, 7, 10]
     assert [flat.dtype for flat in flats.flats] == [torch.float32, torch.complex64, torch.bool]
+
+
+# --- other memory -------------------------------------------------------------------------------------------
+
+
+def large(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300, bias=False))
+
+
+def next_values(flats: FlatBuckets, add: float) -> Tensor:
+    """A buffer in shared memory with other values in each tensor's place."""
+    flat = flats.flats[0]
+    buffer = fogdist.empty(flat.numel()).zero_()
+    for view, now in zip(flats.views(buffer, 0), flats.views(flat, 0), strict=True):
+        view.copy_(now + add)
+    return buffer
+
+
+def test_swap_gives_tensors_another_memory() -> None:
+    model, reference = large(), large()
+    flats = FlatBuckets(list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        for net, steps in ((model, optimizer), (reference, expected)):
+            steps.zero_grad()
+            net(torch.ones(2, 300)).square().sum().backward()
+        buffer = next_values(flats, 0.5)
+        assert flats.swap(0, buffer), step
+        assert flats.flats[0] is buffer
+        check_views(flats)
+        assert not flats.rehome()  # they are where they belong
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.add_(0.5)
+        optimizer.step()
+        expected.step()
+    for parameter, value in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.is_leaf and torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize("what", ["state dict", "array", "view", "graph", "buffer"])
+def test_memory_that_others_are_in_is_not_swapped(what: str) -> None:
+    model = large()
+    flats = FlatBuckets(list(model.parameters()))
+    weight = model[0].weight
+    held = {
+        "state dict": lambda: model.state_dict(),
+        "array": lambda: weight.detach().numpy(),
+        "view": lambda: weight.data[3:5],
+        "graph": lambda: model(torch.ones(2, 300, requires_grad=True)),
+        "buffer": lambda: flats.flats[0][:7],
+    }[what]()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    assert not flats.swap(0, next_values(flats, 0.5))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    check_views(flats)
+    del held
+    assert flats.swap(0, next_values(flats, 0.5))
+
+
+def test_swaps_that_do_not_pay_or_cannot_be() -> None:
+    small = nn.Linear(20, 20)
+    flats = FlatBuckets(list(small.parameters()))
+    assert not flats.swap(0, next_values(flats, 1.0))  # dearer than a copy
+    model = large()
+    flats = FlatBuckets(list(model.parameters()))
+    flat = flats.flats[0]
+    assert not flats.swap(0, torch.empty_like(flat))  # exchanges would have to copy it
+    assert not flats.swap(0, fogdist.empty(2 * flat.numel())[flat.numel() :])
+    with pytest.raises(ValueError, match="flat_like must be contiguous of shape"):
+        flats.swap(0, fogdist.empty(flat.numel() + 1))
+    # One parameter elsewhere, one more view of the buffer: as many tensors as usual.
+    alias = model[1].weight.data
+    model[0].weight.data = model[0].weight.data.clone()
+    assert not flats.swap(0, next_values(flats, 1.0))
+    assert alias.data_ptr() == model[1].weight.data_ptr()

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 # Large enough that a message's start-up does not count, small enough that the first messages travel while the
-# next are packed. A larger tensor is a bucket by itself.
-BUCKET_CAP_MB = 8
+# next are packed, or their gradients computed: benchmarks/overlap.py says how much is hidden. A larger tensor is a
+# bucket by itself.
+BUCKET_CAP_MB = 4
 BUCKET_BYTES = BUCKET_CAP_MB * 2**20
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fogdist.buckets import BUCKET_BYTES, make_buckets
-from fogdist.memory import empty
+from fogdist.memory import empty, is_shared
 
 # A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
 ALIGNMENT = 64
+# To give a tensor other memory takes some microseconds of Python, to copy so many bytes no less.
+_WORTH_SWAPPING = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class FlatBuckets:
     changes the buffer, and the other way round. CPU buffers are in memory that the host's other ranks can read
     (`fogdist.empty`), so exchanges of them copy nothing. Autograd does not see what is written to a buffer: do
     that between backward and the next forward pass.
+
+    A tensor's memory may become another one (`swap`), but not while anything else that torch knows of is in it:
+    another view, an entry of a state dict, a NumPy array. Only bare addresses, such as that of ``data_ptr()``, and
+    processes forked earlier keep the old one.
 
     ``copy.deepcopy`` of a model gives parameters of their own. ``torch.save`` writes whole storages: each buffer
     once for a state dict that has all its tensors, and a whole buffer for one tensor of it; save a clone of
@@ -110,6 +116,10 @@ class FlatBuckets:
             )
         return self._bucket_of[tensor]
 
+    def label_of(self, tensor: Tensor) -> str:
+        """Returns what messages call one of the tensors: its name, quoted, or its place."""
+        return self._labels[tensor]
+
     def views(self, flat_like: Tensor, bucket: int) -> list[Tensor]:
         """Returns views of another buffer as the bucket's tensors are views of theirs.
 
@@ -174,6 +184,39 @@ class FlatBuckets:
                 astray.append(tensor)
         self._move(astray)
         return bool(astray)
+
+    def swap(self, bucket: int, flat_like: Tensor) -> bool:
+        """Makes another buffer that of a bucket, and its values the tensors', if that is safe and pays.
+
+        It is safe if nothing but the bucket's tensors is in the old buffer. Otherwise copy the values.
+
+        Args:
+            bucket: Place in `flats`.
+            flat_like: As in `views`. If the answer is True it belongs to the bucket, and the old buffer to the caller.
+
+        Returns:
+            Whether it was done; else nothing was.
+
+        Raises:
+            ValueError: As `views`.
+        """
+        flat, members = self._flats[bucket], self._tensors[bucket]
+        views = self.views(flat_like, bucket)
+        ours = 1 + len(members) + len(self._views[bucket])
+        if (
+            flat.device.type != "cpu"
+            or flat.nbytes < _WORTH_SWAPPING * len(members)
+            or flat_like.dtype != flat.dtype
+            or flat_like.storage_offset() != 0
+            or not is_shared(flat_like)
+            or any(t.data_ptr() != v.data_ptr() for t, v in zip(members, self._views[bucket], strict=True))
+            or _tensors_in(flat) != ours
+        ):
+            return False
+        self._flats[bucket], self._views[bucket] = flat_like, views
+        for tensor, view in zip(members, views, strict=True):
+            tensor.data = view
+        return True
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors to their places and makes them views of these."""
@@ -251,6 +294,14 @@ def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:
     return tensor.untyped_storage().data_ptr() == views[0].untyped_storage().data_ptr()
+
+
+def _tensors_in(flat: Tensor) -> int | None:
+    """How many tensors are in a buffer's memory; None where this torch does not tell."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None
+    return count(flat.untyped_storage()._cdata) - 1  # less the storage that is asked for here
 
 
 def _kind(tensor: Tensor) -> str:

@@ -42,6 +42,13 @@ def empty(
     return empty_shared(shape, dtype or torch.get_default_dtype())
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor is in memory of `empty` or `share_`, or of an exchange's result."""
+    from fog_pg import _C
+
+    return _C.is_shared(tensor)
+
+
 def share_(tensor: Tensor) -> Tensor:
     """Moves a tensor's memory to where the other ranks of this host can read it; returns the tensor.
 
@@ -58,7 +65,7 @@ def share_(tensor: Tensor) -> Tensor:
         ValueError: It is on another device, or in `torch.multiprocessing`'s shared memory, where others would
             no longer see it change.
     """
-    from fog_pg._C import is_shared, share
+    from fog_pg._C import share
 
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, got {type(tensor).__name__}")

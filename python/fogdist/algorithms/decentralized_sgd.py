@@ -6,13 +6,12 @@ import weakref
 from typing import Any, Literal, get_args
 
 import torch
-from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fogdist.algorithms.flats import Flats
 from fogdist.algorithms.frame import Algorithm
 from fogdist.algorithms.mixing import AllRanks, Finish, MixingLike
+from fogdist.optim.forward_hook import ForwardHook
 from fogdist.optim.wrapper import Models
 
 Order = Literal["atc", "awc", "cta"]
@@ -66,7 +65,8 @@ class DecentralizedSGD(Algorithm):
         self._fog_begin(optimizer, mixing, local_steps, order=order)
         if order != "atc":
             for each in self._fog_models:
-                weakref.finalize(self, _hook(each, self).remove).atexit = False
+                handle = each.register_forward_pre_hook(ForwardHook(self._fog_before_step))
+                weakref.finalize(self, handle.remove).atexit = False
 
     def _fog_advance(self) -> Any:
         if self._fog_order == "atc":
@@ -136,15 +136,3 @@ class LocalSGD(Algorithm):
         local_steps: int = 8,
     ) -> None:
         self._fog_begin(optimizer, AllRanks() if mixing is None else mixing, local_steps)
-
-
-def _hook(model: Module, algorithm: DecentralizedSGD) -> RemovableHandle:
-    # The model outlives its optimizer: its hook must not keep the optimizer alive.
-    reference = weakref.ref(algorithm)
-
-    def before_forward(module: Module, args: Any) -> None:
-        alive = reference()
-        if alive is not None and module.training and torch.is_grad_enabled():
-            alive._fog_before_step()
-
-    return model.register_forward_pre_hook(before_forward)

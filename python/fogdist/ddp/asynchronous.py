@@ -55,7 +55,7 @@ class _Sign(NamedTuple):
 class AsynchronousMixing:
     """Windows of the flat buffers of a model, and when this rank reads and writes them.
 
-    In its iteration t a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of round t, makes
+    In each iteration a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of its round, makes
     the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
     values have not arrived yet, who is paused or lost, goes to this rank's own x.
 
@@ -91,6 +91,7 @@ class AsynchronousMixing:
         self._timeout = timeout
         self._patience = (timeout or context.backend.options._timeout).total_seconds()
         self._iteration = 0
+        self._first_round = 0
         self._generation = 0
         self._is_paused = False
         self._lost: set[int] = set()
@@ -104,6 +105,15 @@ class AsynchronousMixing:
         """No: there is nothing that the next step has to wait for."""
         return False
 
+    @property
+    def round(self) -> int:
+        """The round of the next iteration."""
+        return self._first_round + self._iteration
+
+    @round.setter
+    def round(self, value: int) -> None:
+        self._first_round = value - self._iteration
+
     def begin(self) -> None:
         """Tells neighbors on other hosts as soon as may be what has arrived there."""
         self._sign_if_put()
@@ -116,7 +126,7 @@ class AsynchronousMixing:
             self._is_paused = False
             self._iteration = max([self._iteration, *(self._read(rank).done for rank in self._peers)])
         self._wait_for_neighbors()
-        plan = self._rounds.plan(self._iteration)
+        plan = self._rounds.plan(self.round)
         own, neighbors = plan.self_weight, []
         for rank, weight in plan.sources:
             staleness = self._staleness(rank)
@@ -128,9 +138,12 @@ class AsynchronousMixing:
             for window in self._windows:
                 window.update(own, neighbors, timeout=self._timeout)
 
+    def finish(self) -> None:
+        """Nothing: no rank waits for another one's step."""
+
     def after_step(self) -> None:
         """Puts the flat buffers to the out-neighbors."""
-        destinations = [rank for rank, _ in self._rounds.plan(self._iteration).destinations]
+        destinations = [rank for rank, _ in self._rounds.plan(self.round).destinations]
         self._iteration += 1
         self._put(destinations)
 
@@ -167,6 +180,7 @@ class AsynchronousMixing:
         self.close()
         self._open(rounds)
         self.after_global_average()
+        self.round = 0
 
     def after_global_average(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number; collective."""

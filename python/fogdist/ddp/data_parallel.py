@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,19 @@ from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, unf
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
+from fogdist.ddp.scaled_steps import ScaledSteps
+from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.optim.wrapper import DistributedOptimizer, check_ownership, owners, reject_lbfgs
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    check_ownership,
+    only_makes_state,
+    owners,
+    reject_lbfgs,
+)
+from fogdist.parameter_changes import ChangeWatch, forward_changes_parameters
 from fogdist.rounds import Rounds, TopologyLike, topology_of
 from fogdist.topology.validation import check_int
 
@@ -57,19 +66,23 @@ class DecentralizedDataParallel(nn.Module):
     One step, one exchange, in mode "sync": all ranks must make equally many. A step without a forward pass
     exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the
     last part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler
-    skips on some rank holds nobody up: that rank's parameters become ``Mix(x)``, when the next forward pass
-    begins at the latest. It is recognized by its gradients, which are infinite or were reset; leaving out
-    steps for other reasons leaves the neighbors waiting, until the group's timeout. In mode "async" a step
-    that is skipped is no iteration.
+    would skip on some rank holds nobody up: the scaler is made to call it, and that rank's parameters become
+    ``Mix(x)``. A step that the training loop leaves out is noticed at the next forward pass if gradients were
+    reset meanwhile (``zero_grad``), and then the rank mixes as well; if they were not, that pass counts as one
+    more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a step that is
+    skipped is no iteration.
 
     Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
     and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
-    always saw. Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
+    always saw. In mode "sync" they must not be changed between forward pass and step, which warns: what the
+    neighbors get is in them, and the mix replaces them. (Where a forward pass itself changes them, by an
+    embedding's `max_norm`, the exchange starts at its end.) Frozen ones are not exchanged. Buffers stay each rank's own unless `average_buffers`; then
     those of floating-point dtypes are mixed like parameters, with what forward changed in them kept.
 
     `state_dict` has the module's own keys, and loads the module's; `module` is the module, which is what to
     copy (``copy.deepcopy``, averaged models) and compile: ``module = torch.compile(module)`` before it is
-    wrapped. With one rank it is only the module.
+    wrapped. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer without state, to
+    save or load it, exchanges nothing. With one rank it is only the module.
 
     Args:
         module: On the CPU, the same on all ranks up to values.
@@ -99,6 +112,9 @@ class DecentralizedDataParallel(nn.Module):
     Attributes:
         module: The module.
         optimizer: The optimizer.
+        round: The topology's round of the next exchange, in mode "async" of this rank's next iteration. It is
+            part of no state dict: save it beside, and set it, on all ranks alike, before training goes on. Always
+            0 with one rank.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -152,8 +168,10 @@ class DecentralizedDataParallel(nn.Module):
         self._is_alone = self._context.size == 1
         self._is_exchanging = True  # not in no_sync()
         self._has_mixed = False  # since the step in progress began
+        self._only_makes_state = False  # the step in progress is a checkpoint's
         self._is_iteration = False  # the step in progress exchanges
         self._saw_gradient = False  # since the exchange in flight began
+        self._saw_nonzero = False
         self._release: Callable[[], None] | None = None
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
@@ -168,6 +186,8 @@ class DecentralizedDataParallel(nn.Module):
         self._flat_parameters = FlatBuckets(list(trained.values()), bucket_bytes, names=list(trained))
         self._flat_buffers = FlatBuckets(list(buffers.values()), bucket_bytes, names=list(buffers))
         mixed = {*trained.values(), *buffers.values()}
+        self._changes = ChangeWatch()
+        self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)
         self._slots = _slots_of(module, mixed)
         self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
         others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
@@ -189,7 +209,7 @@ class DecentralizedDataParallel(nn.Module):
         name = f"fogdist.DecentralizedDataParallel {next(_numbers)}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
-                self._context, self._flat_parameters.flats, self._flat_buffers.flats, self._rounds, name
+                self._context, self._flat_parameters, self._flat_buffers.flats, self._rounds, name
             )
         else:
             self._mixing = AsynchronousMixing(
@@ -202,17 +222,39 @@ class DecentralizedDataParallel(nn.Module):
                 skip_lost=skip_lost,
                 timeout=timeout,
             )
-        handles = _hook_up(self, self.optimizer, trained.values())
+        handles: list[_Removable] = [*_hook_up(self, self.optimizer, trained.values())]
+        self._scaled_steps: ScaledSteps | None = None
+        if mode == "sync":
+            self._scaled_steps = ScaledSteps(self.optimizer)
+            handles.append(self._scaled_steps)
         self._release = weakref.finalize(self, _remove, handles)
         self._release.atexit = False
+
+    @property
+    def round(self) -> int:
+        """The topology's round of the next exchange; see the class."""
+        return 0 if self._is_alone else self._mixing.round
+
+    @round.setter
+    def round(self, value: int) -> None:
+        check_int(value, "round", minimum=0)
+        if self._is_alone:
+            return
+        if self._mixing.has_begun:
+            raise RuntimeError("round must be set before a forward pass, got it with an exchange in flight")
+        self._mixing.round = value
 
     # --- training ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        if self._release is not None and self.training and torch.is_grad_enabled():
+        trains = self._release is not None and self.training and torch.is_grad_enabled()
+        if trains:
             self._before_forward()
-        return self.module(*args, **kwargs)
+        result = self.module(*args, **kwargs)
+        if trains and self._begins_after_forward:
+            self._begin_if_due()
+        return result
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -248,7 +290,8 @@ class DecentralizedDataParallel(nn.Module):
     def global_average(self, buffers: bool | None = None) -> None:
         """Overwrites the trained parameters with their average over all ranks. Collective.
 
-        In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
+        In mode "sync" an exchange that has begun on some rank, whose last training forward pass no step has
+        followed, is ended before, with the other ranks taking part in it. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
 
         Args:
             buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's
@@ -260,9 +303,9 @@ class DecentralizedDataParallel(nn.Module):
         if self._is_alone:
             return
         self._check_open("global_average")
-        if self._mixing.has_begun:
-            self._mixing.mix()
+        self._changes.end(self._flat_parameters, stacklevel=3)  # through no_grad's function
         self._check_places()
+        self._mixing.finish()
         self._mixing.pause()
         rest: list[Tensor] = []
         if self._averages_buffers if buffers is None else buffers:
@@ -330,6 +373,7 @@ class DecentralizedDataParallel(nn.Module):
             raise ValueError("assign must be False: parameters have to stay in the memory that is exchanged")
         if self._release is not None:
             self._mixing.discard()
+            self._changes.forget()
         return self.module.load_state_dict(state_dict, strict)
 
     def named_parameters(
@@ -376,16 +420,28 @@ class DecentralizedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         if self._has_mixed:  # a closure that the optimizer evaluates once more in its step
             return
-        if self._mixing.has_begun and self._step_was_skipped():
+        if self._mixing.has_begun and self._gradients_were_reset():
+            self._changes.end(self._flat_parameters, stacklevel=4)
             self._mixing.mix()
-        if self._is_exchanging and not self._mixing.has_begun:
+        if not self._begins_after_forward:
+            self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        if self._is_exchanging and not self._has_mixed and not self._mixing.has_begun:
             self._check_places()
-            self._saw_gradient = False
+            self._saw_gradient = self._saw_nonzero = False
             self._mixing.begin()
+            if self._mixing.has_begun:
+                self._changes.begin(self._flat_parameters)
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
         self._has_mixed = False
+        if self._scaled_steps is not None:
+            self._scaled_steps.begin()
+        self._only_makes_state = only_makes_state(self.optimizer, args[1:], kwargs)
+        if self._only_makes_state:
+            return None
         if len(args) > 1 and args[1] is not None:
             return (args[0], partial(self._evaluate, args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
@@ -403,35 +459,41 @@ class DecentralizedDataParallel(nn.Module):
         self._has_mixed = True
         self._is_iteration = self._is_exchanging or self._mixing.has_begun
         if self._is_iteration:
+            self._changes.end(self._flat_parameters, stacklevel=6)  # of the user's call of step()
             self._check_places()
             self._mixing.mix()
         else:
             self._mixing.discard()
 
     def _after_step(self) -> None:
+        if self._scaled_steps is not None:
+            self._scaled_steps.end()
+        if self._only_makes_state:
+            if self._mixing.has_begun:
+                self._changes.begin(self._flat_parameters)
+            return
         if not self._has_mixed:  # the closure was not evaluated
             self._mix()
         self._has_mixed = False
         if self._is_iteration:
             self._mixing.after_step()
 
-    def _after_gradient(self) -> None:
+    def _after_gradient(self, gradient: Tensor | None) -> None:
         self._saw_gradient = True
+        if not self._saw_nonzero and gradient is not None and self._mixing.has_begun:
+            self._saw_nonzero = _has_nonzero(gradient)  # of the first one, mostly, and of no more
 
-    def _step_was_skipped(self) -> bool:
+    def _gradients_were_reset(self) -> bool:
         """Whether an iteration with an exchange in flight is over without a step.
 
         Otherwise a forward pass meets such an exchange where a gradient is accumulated without `no_sync`, and
-        where the module is called several times before one backward pass.
+        where the module is called several times before a step. Values of gradients do not tell, which may be
+        zero, or not finite, on one rank only; but that they are gone does.
         """
         if not self._saw_gradient:
             return False
         gradients = [p.grad for p in self._flat_parameters.tensors if p.grad is not None]
-        if not gradients:
-            return True
-        dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        largest = torch.stack([g.abs().max().double().cpu() for g in dense if g.numel() > 0])
-        return bool(not largest.isfinite().all() or not largest.any())
+        return not gradients or (self._saw_nonzero and not any(map(_has_nonzero, gradients)))
 
     def _check_places(self) -> None:
         """Takes replaced memory back; raises RuntimeError for replaced parameters, which mixing misses."""
@@ -492,6 +554,11 @@ def _optimizer_of(
     return optimizer
 
 
+def _has_nonzero(gradient: Tensor) -> bool:
+    values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+    return bool(values.any())
+
+
 def _has_average(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -513,28 +580,31 @@ def _hook_up(
     # Optimizer and parameters may outlive the wrapper: their hooks must not keep it alive.
     reference = weakref.ref(wrapper)
 
-    def before_step(_: Optimizer, args: Any, kwargs: Any) -> Any:
+    def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alive = reference()
         return None if alive is None else alive._before_step(args, kwargs)
 
-    def after_step(_: Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step() -> None:
         alive = reference()
         if alive is not None:
             alive._after_step()
 
-    def after_gradient(_: Tensor) -> None:
+    def after_gradient(parameter: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            alive._after_gradient()
+            alive._after_gradient(parameter.grad)
 
     return [
-        optimizer.register_step_pre_hook(before_step),
-        optimizer.register_step_post_hook(after_step),
+        *hook_steps(optimizer, before_step, after_step),
         *(p.register_post_accumulate_grad_hook(after_gradient) for p in parameters),  # type: ignore[no-untyped-call]
     ]
 
 
-def _remove(handles: Iterable[RemovableHandle]) -> None:
+class _Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+def _remove(handles: Iterable[_Removable]) -> None:
     for handle in handles:
         handle.remove()
 

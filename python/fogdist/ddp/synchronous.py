@@ -6,8 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fogdist.agreement import gather_numbers
 from fogdist.context import Context
+from fogdist.flat_buckets import FlatBuckets
+from fogdist.memory import empty
 from fogdist.rounds import Rounds
+
+# Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
+# The backend remembers every name, so they come again.
+_SIGNS = 64
 
 
 class SynchronousMixing:
@@ -18,7 +25,7 @@ class SynchronousMixing:
 
     Args:
         context: The group.
-        parameters: Flat buffers of parameters.
+        parameters: The parameters; an exchange's result may become their memory.
         buffers: Flat buffers of the module's buffers that are to be mixed, if any.
         rounds: Whom to exchange with.
         name: What all ranks call it; no other mixing of the group has the same.
@@ -27,7 +34,7 @@ class SynchronousMixing:
     def __init__(
         self,
         context: Context,
-        parameters: list[Tensor],
+        parameters: FlatBuckets,
         buffers: list[Tensor],
         rounds: Rounds,
         name: str,
@@ -35,12 +42,12 @@ class SynchronousMixing:
         self._context = context
         self._name = name
         self._rounds = rounds
-        self._round = 0
-        self._flats = parameters
+        self.round = 0  # of the next exchange
+        self._begun = 0
+        self._parameters = parameters
         self._buffers = buffers
         self._copies = [torch.empty_like(flat) for flat in self._buffers]
-        self._sources = [*self._flats, *self._copies]
-        self._results = [torch.empty_like(flat) for flat in self._sources]
+        self._results = [_receiving(flat) for flat in self._sources]
         self._in_flight: list[dist.Work] = []
 
     @property
@@ -48,15 +55,20 @@ class SynchronousMixing:
         """Whether an exchange is in flight."""
         return bool(self._in_flight)
 
+    @property
+    def _sources(self) -> list[Tensor]:
+        return [*self._parameters.flats, *self._copies]
+
     @torch.no_grad()
     def begin(self) -> None:
         """Starts the next round's exchange, of the values that there are now."""
         for copy, flat in zip(self._copies, self._buffers, strict=True):
             copy.copy_(flat)
-        plan = self._rounds.plan(self._round)
-        self._round += 1
+        plan, sign = self._rounds.plan(self.round), self.round % _SIGNS
+        self.round += 1
+        self._begun += 1
         for place, (source, result) in enumerate(zip(self._sources, self._results, strict=True)):
-            name = f"{self._name}.{place}"
+            name = f"{self._name}.{place} round {sign}"
             work = self._context.backend.neighbor_allreduce(source, plan, output=result, name=name)
             self._in_flight.append(work)
 
@@ -66,13 +78,25 @@ class SynchronousMixing:
         if not self._in_flight:
             self.begin()
         works, self._in_flight = self._in_flight, []
+        flats = self._parameters.flats
         for place, (work, result) in enumerate(zip(works, self._results, strict=True)):
             work.wait()
-            if place < len(self._flats):
-                self._flats[place].copy_(result)
-            else:
-                flat, copy = (tensors[place - len(self._flats)] for tensors in (self._buffers, self._copies))
+            if place >= len(flats):
+                flat, copy = (tensors[place - len(flats)] for tensors in (self._buffers, self._copies))
                 flat.add_(result.sub_(copy))
+            elif self._parameters.swap(place, result):
+                self._results[place] = flats[place]
+            else:
+                flats[place].copy_(result)
+
+    def finish(self) -> None:
+        """Mixes if an exchange is in flight, here or on another rank only; collective."""
+        numbers = gather_numbers(self._context.backend, [self._begun], f"{self._name}.begun")
+        if self._in_flight:
+            self.mix()
+        # Those who have begun one more than this rank cannot end it alone.
+        while [self._begun] < max(numbers):
+            self.mix()
 
     def discard(self) -> None:
         """Waits for the exchange in flight, if any, and forgets what came."""
@@ -82,7 +106,7 @@ class SynchronousMixing:
 
     def follow(self, rounds: Rounds) -> None:
         """Exchanges by other rounds from the next one on, which is their round 0."""
-        self._rounds, self._round = rounds, 0
+        self._rounds, self.round = rounds, 0
 
     def after_step(self) -> None:
         """Nothing: the next exchange begins at the next forward pass."""
@@ -100,3 +124,8 @@ class SynchronousMixing:
 
     def after_global_average(self) -> None:
         """Nothing: the next exchange sends what there is then."""
+
+
+def _receiving(flat: Tensor) -> Tensor:
+    """Memory for an average of buffers like this one."""
+    return empty(flat.numel(), dtype=flat.dtype) if flat.device.type == "cpu" else torch.empty_like(flat)

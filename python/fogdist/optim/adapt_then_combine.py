@@ -27,14 +27,17 @@ def DistributedAdaptThenCombineOptimizer(
     """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
     `step` makes the optimizer's own step, with whatever was done to the gradients before (accumulation,
-    clipping, unscaling), and then averages the parameters, in place. (Chen and Sayed, "Diffusion adaptation strategies
+    clipping, unscaling), and then averages the parameters. (Chen and Sayed, "Diffusion adaptation strategies
     for distributed optimization and learning over networks", IEEE Transactions on Signal Processing 60,
     2012.) Where a gradient scaler finds an overflow, the rank leaves out its own step but not the average.
 
     The parameters move into flat buffers, of which they are views from then on: the same tensors with their
     values, strides and state, but no longer in memory that they shared with others, such as a NumPy array. A
-    parameter may get other values in any way; its dtype, device and shape stay. Once made, and whenever
-    parameters are added, frozen or unfrozen, which all ranks must do alike, ranks compare what they hold.
+    parameter may get other values in any way; its dtype, device and shape stay. On the CPU `step` moves large
+    ones into the memory of the average, which saves a copy, unless something else is in theirs, such as a
+    state dict in hand or a NumPy array: then it copies. So do not keep a bare ``data_ptr()``. Once made, and
+    whenever parameters are added, frozen or unfrozen, which all ranks must do alike, ranks compare what they
+    hold.
 
     Args:
         optimizer: Any torch optimizer; it keeps its state.
@@ -155,10 +158,10 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         """Averages all parameters, or those buckets of them that are not on their way."""
         kind, weights = self.communication_type, self._fog_weights()
         if self._fog_backward is None:
-            self._fog_average.start(parameters, kind, weights, in_place=True)
+            self._fog_average.start(parameters, kind, weights)
         else:
             for number in self._fog_backward.left:
-                self._fog_average.add(number, kind, weights, in_place=True)
+                self._fog_average.add(number, kind, weights)
         self._fog_backward = None
         self._fog_average.finish()
 
@@ -190,4 +193,4 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         number = self._fog_backward.complete(parameter)
         if number is not None:
             self._fog_backward.step(self._fog_wrapped, number)
-            self._fog_average.add(number, self.communication_type, self._fog_weights(), in_place=True)
+            self._fog_average.add(number, self.communication_type, self._fog_weights())

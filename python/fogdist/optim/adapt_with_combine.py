@@ -33,8 +33,11 @@ def DistributedAdaptWithCombineOptimizer(
 
     The parameters move into flat buffers, of which they are views from then on: the same tensors with their
     values, strides and state, but no longer in memory that they shared with others, such as a NumPy array. A
-    parameter may get other values in any way; its dtype, device and shape stay. Once made, and whenever
-    parameters are added, frozen or unfrozen, which all ranks must do alike, ranks compare what they hold.
+    parameter may get other values in any way; its dtype, device and shape stay. On the CPU `step` moves large
+    ones into the memory of the average, which saves a copy, unless something else is in theirs, such as a
+    state dict in hand or a NumPy array: then it copies. So do not keep a bare ``data_ptr()``. Once made, and
+    whenever parameters are added, frozen or unfrozen, which all ranks must do alike, ranks compare what they
+    hold.
 
     Only forward passes in training mode with gradients enabled count, and the model must be called as a
     function, not by its `forward` method; a step without any such pass averages on the spot. Where a

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
-from torch import nn
-from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.optim.forward_hook import ForwardHook
 from fogdist.optim.pass_counter import warn_too_many_passes
 from fogdist.optim.wrapper import DistributedOptimizer, closure_of, evaluated
+from fogdist.parameter_changes import forward_changes_parameters
 
 
 class OverlappingOptimizer(DistributedOptimizer):
@@ -106,7 +105,7 @@ class OverlappingOptimizer(DistributedOptimizer):
 
     def _fog_hook(self, place: int) -> RemovableHandle:
         model, hook = self._fog_models[place], ForwardHook(self._fog_count_forward, place)
-        if self._begins_with_forward and not _changes_parameters(model):
+        if self._begins_with_forward and not forward_changes_parameters(model):
             return model.register_forward_pre_hook(hook)
         return model.register_forward_hook(hook)
 
@@ -138,11 +137,3 @@ class OverlappingOptimizer(DistributedOptimizer):
             if self._fog_is_begun(place):
                 self._fog_passes[place] = 0
                 self._fog_end(place)
-
-
-def _changes_parameters(model: Module) -> bool:
-    """Whether a forward pass changes parameters: embeddings with a largest norm rescale what they look up."""
-    return any(
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        for module in model.modules()
-    )

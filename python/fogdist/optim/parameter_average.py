@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,14 +10,12 @@ from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.buckets import are_same
-from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
+from fogdist.collectives import allreduce_nonblocking, wait
 from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.hierarchical import (
-    hierarchical_neighbor_allreduce_nonblocking,
-    hierarchical_neighbor_allreduce_nonblocking_,
-)
-from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking, neighbor_allreduce_nonblocking_
+from fogdist.hierarchical import hierarchical_neighbor_allreduce_nonblocking
+from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
+from fogdist.parameter_changes import ChangeWatch
 
 
 class CommunicationType(enum.Enum):
@@ -61,9 +58,8 @@ class ParameterAverage:
         self._names = names
         self._bucket_bytes = bucket_bytes
         self._buckets: FlatBuckets | None = None
-        self._in_flight: list[tuple[Tensor, int]] | None = None
-        self._versions: list[int] = []
-        self._has_warned = False
+        self._in_flight: list[tuple[int, Tensor, int]] | None = None
+        self._changes = ChangeWatch()
 
     @property
     def is_started(self) -> bool:
@@ -93,80 +89,51 @@ class ParameterAverage:
         parameters: Sequence[Tensor],
         kind: CommunicationType,
         weights: NeighborWeights,
-        *,
-        in_place: bool = False,
     ) -> None:
         """Sends the values that the parameters have now, from where they are.
 
-        They must not change until `finish`.
+        They must not change until `finish`, and keep their values until then.
 
         Args:
             parameters: What is averaged.
             kind: With whom.
             weights: For neighbors.
-            in_place: Whether the average may be written over the parameters as it comes, so that they must
-                not be read either until `finish`. Else they keep their values until then.
 
         Raises:
             TypeError: As the operation.
             ValueError: As the operation and `hold`.
         """
-        for number in range(len(self.hold(parameters).flats)):
-            self.add(number, kind, weights, in_place=in_place)
-        self._versions = [] if in_place else [parameter._version for parameter in parameters]
+        buckets = self.hold(parameters)
+        for number in range(len(buckets.flats)):
+            self.add(number, kind, weights)
+        self._changes.begin(buckets)
         self._in_flight = self._in_flight or []
 
-    def add(self, number: int, kind: CommunicationType, weights: NeighborWeights, *, in_place: bool) -> None:
+    def add(self, number: int, kind: CommunicationType, weights: NeighborWeights) -> None:
         """Sends one of the buckets that `hold` gave, as `start` does with all of them; in any order."""
         assert self._buckets is not None
         if kind is not CommunicationType.empty:
             flat = self._buckets.flats[number]
-            handle = _post(flat, kind, weights, f"{self._name}.{number}", in_place)
-            self._in_flight = [*(self._in_flight or []), (flat, handle)]
+            handle = _post(flat, kind, weights, f"{self._name}.{number}")
+            self._in_flight = [*(self._in_flight or []), (number, flat, handle)]
 
     def finish(self) -> None:
         """Waits for what was sent, after which the parameters have the average."""
         in_flight, self._in_flight = self._in_flight, None
         if not in_flight or self._buckets is None:
             return
-        if self._versions:
-            self._check_unchanged(self._buckets)
-            self._versions = []
-        for flat, handle in in_flight:
+        self._changes.end(self._buckets, stacklevel=3)
+        for number, flat, handle in in_flight:
             average = wait(handle)
-            if average is not flat:
+            if not self._buckets.swap(number, average):
                 flat.copy_(average)
 
-    def _check_unchanged(self, buckets: FlatBuckets) -> None:
-        """Warns once if a parameter changed while its old value was averaged, which takes that value's place."""
-        was_replaced = buckets.rehome()
-        now = [parameter._version for parameter in buckets.tensors]
-        if (was_replaced or now != self._versions) and not self._has_warned:
-            self._has_warned = True
-            changed = [
-                self._names[parameter]
-                for parameter, new, old in zip(buckets.tensors, now, self._versions, strict=True)
-                if new != old
-            ]
-            which = repr(changed[0]) if changed else "a parameter"
-            warnings.warn(
-                f"{which} was changed between the forward pass and step(); the average of the values that it "
-                "had before replaces them. Change parameters after step().",
-                stacklevel=4,
-            )
 
-
-def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str, in_place: bool) -> int:
+def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str) -> int:
     if kind is CommunicationType.allreduce:
-        start = allreduce_nonblocking_ if in_place else allreduce_nonblocking
-        return start(flat, average=True, name=name)
+        return allreduce_nonblocking(flat, average=True, name=name)
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
-        between = (
-            hierarchical_neighbor_allreduce_nonblocking_
-            if in_place
-            else hierarchical_neighbor_allreduce_nonblocking
-        )
-        return between(
+        return hierarchical_neighbor_allreduce_nonblocking(
             flat,
             self_weight=weights.self_weight,
             src_machine_weights=weights.src_machine_weights,
@@ -174,8 +141,7 @@ def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name:
             enable_topo_check=weights.enable_topo_check,
             name=name,
         )
-    among = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
-    return among(
+    return neighbor_allreduce_nonblocking(
         flat,
         self_weight=weights.self_weight,
         src_weights=weights.src_weights,

@@ -1,0 +1,77 @@
+"""What makes a gradient scaler step an optimizer whether gradients overflowed or not."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+# Whether a scaler leaves scale and overflow to the optimizer, and where it puts them then.
+_SUPPORT = "_step_supports_amp_scaling"
+_MARKS = ("grad_scale", "found_inf")
+
+
+class ScaledSteps:
+    """Makes a ``torch.amp.GradScaler`` call `step` in any case; a step after an overflow moves nothing.
+
+    A scaler leaves out the step of a rank whose gradients overflowed, unless the optimizer says that it sees to
+    that: then it leaves scale and overflow in attributes of the optimizer, which here are taken away for as long as
+    the step takes. So the rank leaves out its own update, and still takes part in what its neighbors do. An
+    optimizer that does say so, as fused ones do, is left alone.
+
+    Args:
+        optimizer: Whose steps; not kept alive.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._is_on = not getattr(optimizer, _SUPPORT, False)
+        self._marks: dict[str, Any] = {}
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        if self._is_on:
+            setattr(optimizer, _SUPPORT, True)
+
+    def begin(self) -> None:
+        """Call it before a step: unscales gradients, or hides them from the step if they overflowed."""
+        self.end()  # that of a step that raised
+        optimizer = self._optimizer()
+        if not self._is_on or optimizer is None:
+            return
+        members = vars(optimizer)
+        self._marks = {name: members.pop(name) for name in _MARKS if name in members}
+        scale, overflow = self._marks.get("grad_scale"), self._marks.get("found_inf")
+        pairs = [
+            (parameter, parameter.grad)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if overflow is not None and float(overflow) != 0:
+            # What has no gradient is not updated, whatever algorithm it is.
+            self._gradients = pairs
+            for parameter, _ in pairs:
+                parameter.grad = None
+        elif scale is not None:
+            with torch.no_grad():
+                for _, gradient in pairs:
+                    gradient.mul_(1.0 / float(scale))
+
+    def end(self) -> None:
+        """Call it after a step: gradients and the scaler's attributes are there again."""
+        marks, self._marks = self._marks, {}
+        gradients, self._gradients = self._gradients, []
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            vars(optimizer).update(marks)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    def remove(self) -> None:
+        """Leaves the optimizer as it was."""
+        optimizer = self._optimizer()
+        if self._is_on and optimizer is not None:
+            vars(optimizer).pop(_SUPPORT, None)
+        self._is_on = False
