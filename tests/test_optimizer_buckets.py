@@ -194,6 +194,57 @@ def test_parameters_that_overlap(worlds, kind):
     worlds(2).run(overlapping_parameters, kind)
 
 
+def make_owner(kind: str, model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "wrapper":
+        return fogdist.DecentralizedDataParallel(model, optimizer)
+    if kind == "algorithm":
+        return fogdist.algorithms.ExactDiffusion(optimizer, model)
+    if kind == "win_put":
+        return fogdist.DistributedWinPutOptimizer(optimizer, model)
+    return FACTORIES[kind](optimizer, model)
+
+
+OWNERS = ["awc", "atc", "win_put", "algorithm", "wrapper"]
+
+
+def second_owner(kind: str) -> None:
+    fogdist.init(lambda size: topologies.FullyConnectedGraph(size))
+    model = make_net(0)
+    first = make_owner(kind, model)
+    for other in OWNERS:
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):
+            make_owner(other, model)
+        assert torch.equal(snapshot(model), before)
+    # Others may have it after the first, even if that was in a cycle.
+    cycle = [first]
+    cycle.append(cycle)
+    if kind == "win_put":
+        first.unregister_window()
+        kept = first
+    else:
+        kept = None
+    del first, cycle
+    for other in OWNERS:
+        second = make_owner(other, model)
+        if other == "win_put":
+            second.unregister_window()
+        del second
+    assert kept is None or not kept._fog_is_begun(0)
+    # A copy of the model is another one.
+    first = make_owner(kind, model)
+    second = make_owner("atc", copy.deepcopy(model))
+    if kind == "win_put":
+        first.unregister_window()
+    del first, second
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_a_model_has_one_owner(worlds, kind):
+    worlds(2).run(second_owner, kind)
+
+
 def grown(kind: str) -> None:
     """A head that the model did not have when its optimizer was distributed."""
     fogdist.init()

@@ -63,9 +63,9 @@ def DistributedAdaptWithCombineOptimizer(
     Raises:
         TypeError: An argument has a wrong type; a parameter is not an ordinary dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name or overlap in memory;
-            `num_steps_per_communication` is below 1, or `bucket_cap_mb` not above 0; ranks hold different
-            parameters (on all ranks alike); before `init`.
+            model; two parameters have the same name or overlap in memory; one is held by another living
+            optimizer or wrapper; `num_steps_per_communication` is below 1, or `bucket_cap_mb` not above 0;
+            ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """
     context = current()
