@@ -18,6 +18,7 @@ class Flats:
     Args:
         groups: The parameters of each parameter group.
         names: Of the parameters, for messages.
+        owner: As of `FlatBuckets`.
 
     Attributes:
         group_of: The parameter group of each flat vector, by its place.
@@ -27,9 +28,13 @@ class Flats:
         ValueError: As `FlatBuckets`.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str], owner: object
+    ) -> None:
         self._groups = [list(group) for group in groups]
-        self._buckets = [FlatBuckets(group, names=[names[each] for each in group]) for group in groups]
+        self._buckets = [
+            FlatBuckets(group, names=[names[each] for each in group], owner=owner) for group in groups
+        ]
         self._values = [flat for buckets in self._buckets for flat in buckets.flats]
         self.group_of = [place for place, buckets in enumerate(self._buckets) for _ in buckets.flats]
 

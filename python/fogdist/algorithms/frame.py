@@ -142,7 +142,7 @@ class Algorithm(DistributedOptimizer):
         self._fog_step_count = 0
         self._fog_rounds = 0
         self._fog_numbers_now = dict(self._fog_numbers)
-        self._fog_flats = Flats(self._fog_trained(), self._fog_names)
+        self._fog_flats = Flats(self._fog_trained(), self._fog_names, self)
         self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
@@ -229,7 +229,7 @@ class Algorithm(DistributedOptimizer):
         # What was loaded, or what was remembered of the parameters that are still here.
         known = self._fog_loaded or self._fog_pieces()
         if not is_known:
-            self._fog_flats = Flats(groups, self._fog_names)
+            self._fog_flats = Flats(groups, self._fog_names, self)
         for name in self._fog_buffers:
             self._fog_state[name] = self._fog_initial(name)
             for parameter, piece in self._fog_flats.views(self._fog_state[name]):
