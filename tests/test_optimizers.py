@@ -1208,3 +1208,27 @@ def marked_passes(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*FACTORIES, "ExactDiffusion"])
 def test_timeline(worlds, kind):
     worlds(2).run(marked_passes, kind)
+
+
+# --- a learning rate of 0 -----------------------------------------------------------------------------------
+
+
+def warm_up(kind: str, factor: float) -> Tensor:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(rank).double()
+    optimizer = FACTORIES[kind](torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: k / 4)
+    for k in range(4):
+        optimizer.zero_grad()
+        (loss_of(model, rank, k) * (factor if k == 0 and rank == 1 else 1.0)).backward()
+        optimizer.step()
+        scheduler.step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("kind", FACTORIES)
+def test_a_step_of_a_warm_up_is_no_checkpoint(worlds, kind):
+    """Gradients of zero on one rank do not matter where the learning rate is 0, and count as a step."""
+    for got, expected in zip(worlds(2).run(warm_up, kind, 0.0), worlds(2).run(warm_up, kind, 1.0)):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -13,7 +13,7 @@ from fogdist.optim.backward_steps import BackwardSteps, step_of
 from fogdist.optim.combining import CombiningOptimizer
 from fogdist.optim.parameter_average import CommunicationType, ParameterAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import Models, closure_of, evaluated, reject_lbfgs, wrap
+from fogdist.optim.wrapper import Models, closure_of, evaluated, only_makes_state, reject_lbfgs, wrap
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -118,7 +118,7 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
             raise TypeError(
                 f"step() takes a closure only with step_in_backward=True, got {', '.join(sorted(others))}"
             )
-        if self._fog_is_alone or self._fog_only_makes_state():
+        if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_local_step(*arguments, **options)
         if closure is None:
             result = self._fog_adapt(others)

@@ -14,7 +14,15 @@ from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.optim.gradient_average import GradientAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer, Models, closure_of, evaluated, reject_lbfgs, wrap
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    Models,
+    closure_of,
+    evaluated,
+    only_makes_state,
+    reject_lbfgs,
+    wrap,
+)
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -101,7 +109,7 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
         self._fog_check_scaler()
-        if not (self._fog_is_alone or self._fog_only_makes_state()):
+        if not (self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options)):
             self._fog_average_if_due()
         result = self._fog_local_step(**others)
         return result if closure is None else loss
@@ -157,7 +165,9 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
     def _fog_check_scaler(self) -> None:
         came_late, self._fog_scaler_synchronized = self._fog_scaler_synchronized, False
         # A scaler that has unscaled gradients already leaves no scale.
-        was_unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        was_unscaled = (
+            getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        )
         if came_late and was_unscaled:
             self._fog_is_synchronized = False
             self._fog_forget_scaler()

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fogdist.optim.forward_hook import ForwardHook
 from fogdist.optim.pass_counter import warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer, closure_of, evaluated
+from fogdist.optim.wrapper import DistributedOptimizer, closure_of, evaluated, only_makes_state
 from fogdist.parameter_changes import forward_changes_parameters
 
 
@@ -44,7 +44,7 @@ class OverlappingOptimizer(DistributedOptimizer):
         """
         closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
-        if self._fog_is_alone or self._fog_only_makes_state():
+        if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
             result = self._fog_local_step(**others)
         else:
             self._fog_catch_up()

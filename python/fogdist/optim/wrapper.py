@@ -150,18 +150,6 @@ class DistributedOptimizer(Optimizer):
             if hasattr(self, mark):
                 delattr(self, mark)
 
-    def _fog_only_makes_state(self) -> bool:
-        """Whether a step now would move nothing and only make state.
-
-        ``torch.distributed.checkpoint`` makes such a step on an optimizer without state before it loads one:
-        with learning rates and gradients of zero. It is no step of the training, so nothing is exchanged.
-        """
-        groups = self._fog_wrapped.param_groups
-        if self._fog_wrapped.state or any(group.get("lr", 1) != 0 for group in groups):
-            return False
-        gradients = [parameter.grad for parameter in self._fog_parameters()]
-        return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
-
     def _fog_parameters(self, model: int | None = None) -> list[Tensor]:
         """The optimizer's parameters that are not frozen now, of all models or of one of them."""
         return [
