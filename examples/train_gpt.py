@@ -28,7 +28,6 @@ from training import describe, end, make_parser, make_trainer, parse, report, st
 
 HELD_OUT_EVERY = 20  # every so many-th file is for the test, and the one half way to the next for validation
 HELD_OUT_PIECES = 256  # that the loss is taken of
-WEIGHT_DECAY = 0.1
 
 
 def read_sources(largest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,6 +76,7 @@ def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--beta2", type=float, default=0.95, help="AdamW's, of the mean of squared gradients")
+    add("--weight-decay", type=float, default=0.1, help="AdamW's, which it multiplies by the learning rate")
     add("--context", type=int, default=64, help="bytes that the model sees")
     add("--width", type=int, default=64)
     add("--layers", type=int, default=2)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
         args,
         model,
         lambda parameters: torch.optim.AdamW(
-            parameters, lr=args.lr, betas=(0.9, args.beta2), weight_decay=WEIGHT_DECAY
+            parameters, lr=args.lr, betas=(0.9, args.beta2), weight_decay=args.weight_decay
         ),
     )
     source = batches(part, args.context, args.batch_size, seed=args.seed * size + rank)

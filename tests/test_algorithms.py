@@ -1215,6 +1215,38 @@ def test_compiled_models(worlds, order):
     worlds(2).run(compiled_and_not, order)
 
 
+def changes_on_the_way() -> None:
+    """Values that change while older ones travel are lost, which is said; those that a forward pass changes are not."""
+    fogdist.init()
+    model = Quadratic(0, 0)
+    optimizer = algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), lr=0.0), model, order="awc")
+    for _ in range(2):
+        model(0).backward()
+        with torch.no_grad():
+            model.bias.zero_()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        if _ == 0:
+            assert ["'bias' was changed" in str(each.message) for each in caught] == [True]
+            assert caught[0].filename == __file__
+        else:
+            assert not caught
+    embedding = nn.Embedding(3, 4, max_norm=0.1)
+    optimizer = algorithms.DecentralizedSGD(
+        torch.optim.SGD(embedding.parameters(), lr=0.0), embedding, order="awc"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        embedding(torch.arange(3)).sum().backward()
+        optimizer.step()
+    assert embedding.weight.norm(dim=1).max() < 0.101
+
+
+def test_values_that_change_while_they_travel(worlds):
+    worlds(2).run(changes_on_the_way)
+
+
 def when_exchanges_begin() -> None:
     fogdist.init()
     for order in ("awc", "cta"):

@@ -285,6 +285,62 @@ def test_lbfgs(worlds):
     worlds(3).run(lbfgs, "atc")
 
 
+class WithOptions(torch.optim.SGD):
+    """Its step takes more than a closure."""
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Any] | None = None, *, scale: float = 1.0
+    ) -> tuple[Any, float]:
+        loss = None if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.sub_(parameter.grad, alpha=scale * group["lr"])
+        return loss, scale
+
+
+VIEWS = {**FACTORIES, "win_put": fogdist.DistributedWinPutOptimizer}
+
+
+def options_of_step(kind: str) -> None:
+    fogdist.init(lambda size: topologies.FullyConnectedGraph(size))
+    rank = fogdist.rank()
+    model = make_net(0)
+    options = {"force_barrier": True} if kind == "win_put" else {}
+    optimizer = VIEWS[kind](WithOptions(model.parameters(), lr=0.1), model)
+    for name, value in options.items():
+        setattr(optimizer, name, value)
+    scales = [2.0, 0.5, 0.0, 1.0]
+    for step, scale in enumerate(scales):
+        optimizer.zero_grad()
+        before = snapshot(model)
+        loss = loss_of(model, 0, step)
+        loss.backward()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        gradient = torch.cat([each.reshape(-1) for each in gradients])
+        result = optimizer.step(scale=scale) if step < 3 else optimizer.step()
+        assert result == (None, scale)
+        # Ranks are alike, so averages change nothing.
+        torch.testing.assert_close(snapshot(model), before - 0.1 * scale * gradient, rtol=1e-11, atol=1e-12)
+    for arguments, named in (((None, 3), {}), ((None,), {"closure": None})):
+        with pytest.raises(TypeError, match="one argument without a name"):
+            optimizer.step(*arguments, **named)
+    with pytest.raises(TypeError, match="unknown"):
+        optimizer.step(unknown=rank)
+    if kind == "win_put":
+        optimizer.unregister_window()
+    if kind == "atc":
+        optimizer = VIEWS[kind](WithOptions(model.parameters(), lr=0.1), model, step_in_backward=True)
+        with pytest.raises(TypeError, match=r"step_in_backward=True, got scale"):
+            optimizer.step(scale=2.0)
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_options_of_step(worlds, kind):
+    worlds(2).run(options_of_step, kind)
+
+
 # --- gradient scalers ---------------------------------------------------------------------------------------
 
 OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # rank and step

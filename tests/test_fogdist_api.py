@@ -37,9 +37,9 @@ def test_every_public_name_exists():
 
 def test_every_module_imports_only_what_is_below_it():
     order = ["legacy", "topology", "launch", "handles", "agreement", "static_topology", "context", "machines"]
-    order += ["exchange", "verification", "arguments", "averaging", "collectives", "neighbor_collectives"]
+    order += ["rounds", "exchange", "verification", "arguments", "averaging", "collectives", "neighbor_collectives"]
     order += ["hierarchical", "windows", "ops", "inference", "memory", "buckets", "flat_buckets", "parameters"]
-    order += ["consensus", "optim", "algorithms", "ddp", "__init__"]
+    order += ["parameter_changes", "consensus", "optim", "algorithms", "ddp", "__init__"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):
         layer = file.relative_to(folder).parts[0].removesuffix(".py")

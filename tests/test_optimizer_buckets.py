@@ -194,6 +194,57 @@ def test_parameters_that_overlap(worlds, kind):
     worlds(2).run(overlapping_parameters, kind)
 
 
+def make_owner(kind: str, model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "wrapper":
+        return fogdist.DecentralizedDataParallel(model, optimizer)
+    if kind == "algorithm":
+        return fogdist.algorithms.ExactDiffusion(optimizer, model)
+    if kind == "win_put":
+        return fogdist.DistributedWinPutOptimizer(optimizer, model)
+    return FACTORIES[kind](optimizer, model)
+
+
+OWNERS = ["awc", "atc", "win_put", "algorithm", "wrapper"]
+
+
+def second_owner(kind: str) -> None:
+    fogdist.init(lambda size: topologies.FullyConnectedGraph(size))
+    model = make_net(0)
+    first = make_owner(kind, model)
+    for other in OWNERS:
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):
+            make_owner(other, model)
+        assert torch.equal(snapshot(model), before)
+    # Others may have it after the first, even if that was in a cycle.
+    cycle = [first]
+    cycle.append(cycle)
+    if kind == "win_put":
+        first.unregister_window()
+        kept = first
+    else:
+        kept = None
+    del first, cycle
+    for other in OWNERS:
+        second = make_owner(other, model)
+        if other == "win_put":
+            second.unregister_window()
+        del second
+    assert kept is None or not kept._fog_is_begun(0)
+    # A copy of the model is another one.
+    first = make_owner(kind, model)
+    second = make_owner("atc", copy.deepcopy(model))
+    if kind == "win_put":
+        first.unregister_window()
+    del first, second
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+def test_a_model_has_one_owner(worlds, kind):
+    worlds(2).run(second_owner, kind)
+
+
 def grown(kind: str) -> None:
     """A head that the model did not have when its optimizer was distributed."""
     fogdist.init()
@@ -444,22 +495,29 @@ def gradients_changed_after_their_step(how: str) -> None:
     model = make_net(rank)
     optimizer = distribute("atc", model, step_in_backward=True, bucket_cap_mb=1e-4)
     scaler = torch.amp.GradScaler("cpu")
+    loss = loss_of(model, rank, 0)
+    (scaler.scale(loss) if how == "scaler" else loss).backward()
     if how == "passes":
-        loss_of(model, rank, 0).backward()
         with pytest.raises(RuntimeError, match="got more gradient after step_in_backward"):
             loss_of(model, rank, 1).backward()
-        return
-    loss = scaler.scale(loss_of(model, rank, 0))
-    loss.backward()
+    elif how == "clipping":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif how == "zero_grad":
+        optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"step_in_backward"):
-        if how == "clipping":
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            optimizer.step()
-        elif how == "zero_grad":
-            optimizer.zero_grad()
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
+        scaler.step(optimizer) if how == "scaler" else optimizer.step()
+    # The error is over with that step.
+    models = fogdist.allgather(snapshot(model)[None])
+    nets = [copy.deepcopy(model) for _ in models]
+    for net, values in zip(nets, models, strict=True):
+        nn.utils.vector_to_parameters(values, net.parameters())
+    optimizer._fog_wrapped.state.clear()  # momentum
+    expected = simulate("atc", nets, 3)[rank]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    torch.testing.assert_close(snapshot(model), expected, **EXACT)
 
 
 @pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])

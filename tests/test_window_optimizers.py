@@ -709,7 +709,7 @@ def test_before_init(kind):
 def other_devices() -> None:
     start()
     with pytest.raises(ValueError, match="'w' must be on the CPU, got device meta"):
-        BucketWindows([torch.empty(2, device="meta")], ["w"], "w", 0, zero_init=True)
+        BucketWindows([torch.empty(2, device="meta")], ["w"], "w", 0, zero_init=True, bucket_bytes=8)
 
 
 def test_other_devices(worlds):

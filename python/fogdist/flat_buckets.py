@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fogdist.buckets import BUCKET_BYTES, make_buckets
 from fogdist.memory import empty, is_shared
@@ -21,6 +24,8 @@ from fogdist.memory import empty, is_shared
 ALIGNMENT = 64
 # To give a tensor other memory takes some microseconds of Python, to copy so many bytes no less.
 _WORTH_SWAPPING = 128 << 10
+# Of each tensor with an owner: the buckets that it is in, and the owner. It counts while both are alive.
+_holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -53,16 +58,23 @@ class FlatBuckets:
             are kept where they are dense (channels_last, transposed); others become contiguous ones.
         max_bytes: A bucket takes no further tensor that would make it larger.
         names: Of the tensors, for messages; by default their places in the list.
+        owner: Who exchanges the buffers. While it lives, and these buckets do, no other owner gets the tensors, as two
+            would each mix them; it may put them into other buckets itself. None for nobody.
 
     Raises:
         TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, such as DTensor, or
             no tensor.
         ValueError: It is on the device meta or without a shape yet, is expanded, or overlaps in memory with
-            another one; `max_bytes` is below 1; as many names as tensors are needed.
+            another one; it has another owner; `max_bytes` is below 1; as many names as tensors are needed.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], max_bytes: int = BUCKET_BYTES, *, names: Sequence[str] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        max_bytes: int = BUCKET_BYTES,
+        *,
+        names: Sequence[str] | None = None,
+        owner: object | None = None,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
@@ -74,6 +86,8 @@ class FlatBuckets:
             _check(tensor, label)
             self._labels.setdefault(tensor, label)
         _check_apart(self._labels)
+        if owner is not None:
+            _check_free(self._labels, owner)
         self._flats: list[Tensor] = []
         self._tensors: list[list[Tensor]] = []
         self._places: list[list[_Place]] = []
@@ -89,6 +103,16 @@ class FlatBuckets:
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
         self._bucket_of = {tensor: i for i, members in enumerate(self._tensors) for tensor in members}
         self._move(distinct)
+        if owner is not None:
+            for tensor in distinct:
+                _holders[tensor] = weakref.ref(self), weakref.ref(owner)
+
+    def release(self) -> None:
+        """Lets other owners have the tensors, which stay where they are."""
+        for tensor in self._labels:
+            buckets, _ = _holders.get(tensor, (None, None))
+            if buckets is not None and buckets() is self:
+                del _holders[tensor]
 
     @property
     def flats(self) -> list[Tensor]:
@@ -245,6 +269,28 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must have memory, got one on the device meta")
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
+
+
+def _check_free(labels: Mapping[Tensor, str], owner: object) -> None:
+    """Raises ValueError if a tensor is in living buckets of another living owner."""
+    if _held(labels, owner) is None:
+        return
+    gc.collect()  # an owner that was dropped may be in a cycle of references
+    label = _held(labels, owner)
+    if label is not None:
+        raise ValueError(
+            f"{label} must belong to one distributed optimizer, algorithm or wrapper, got it while another one has "
+            "it: both would mix it in each step. Delete that one before (`del`, or `unregister_window`)"
+        )
+
+
+def _held(labels: Mapping[Tensor, str], owner: object) -> str | None:
+    for tensor, label in labels.items():
+        if tensor in _holders:
+            buckets, other = _holders[tensor]
+            if buckets() is not None and other() not in (None, owner):
+                return label
+    return None
 
 
 def _check_apart(labels: dict[Tensor, str]) -> None:

@@ -13,6 +13,7 @@ from fogdist.algorithms.frame import Algorithm
 from fogdist.algorithms.mixing import AllRanks, Finish, MixingLike
 from fogdist.optim.forward_hook import ForwardHook
 from fogdist.optim.wrapper import Models
+from fogdist.parameter_changes import forward_changes_parameters
 
 Order = Literal["atc", "awc", "cta"]
 
@@ -65,7 +66,11 @@ class DecentralizedSGD(Algorithm):
         self._fog_begin(optimizer, mixing, local_steps, order=order)
         if order != "atc":
             for each in self._fog_models:
-                handle = each.register_forward_pre_hook(ForwardHook(self._fog_before_step))
+                hook = ForwardHook(self._fog_before_step)
+                if order == "awc" and forward_changes_parameters(each):
+                    handle = each.register_forward_hook(hook)
+                else:
+                    handle = each.register_forward_pre_hook(hook)
                 weakref.finalize(self, handle.remove).atexit = False
 
     def _fog_advance(self) -> Any:
@@ -96,12 +101,15 @@ class DecentralizedSGD(Algorithm):
                 self._fog_flats.values, self._fog_rounds, self._fog_weights(), self._fog_name
             )
             self._fog_in_flight = (self._fog_flats, finish)
+            self._fog_flats.watch()
 
     def _fog_arrive(self) -> None:
         if self._fog_in_flight is not None:
             # Of the parameters that it began with, whatever was frozen or added since.
             (flats, finish), self._fog_in_flight = self._fog_in_flight, None
-            flats.write(finish())
+            average = finish()
+            flats.end_watch()
+            flats.write(average)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Algorithm.load_state_dict`; an exchange in flight is waited for first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -86,16 +87,16 @@ class DiLoCo(Algorithm):
         ]
 
     def _fog_combine(self) -> None:
-        self._fog_accelerate(mixed := self._fog_average(self._fog_targets()), mixed)
+        mixed = self._fog_average(self._fog_targets(), in_place=True)
+        self._fog_accelerate(mixed, mixed)
 
     def _fog_accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
         """Goes to `mixed` and on along what `targets` have changed since the last round."""
-        anchors = [
-            v.add(target.sub(before), alpha=self._fog_outer_momentum)
-            for v, target, before in zip(mixed, targets, self._fog_state["previous"], strict=True)
-        ]
+        anchors = self._fog_state["previous"]  # their memory is free after this: new memory costs more than the sums
+        for x, v, target, before in zip(self._fog_flats.values, mixed, targets, anchors, strict=True):
+            torch.sub(v, before.sub_(target), alpha=self._fog_outer_momentum, out=x)
+            before.copy_(x)
         self._fog_state = {"anchor": anchors, "previous": targets}
-        self._fog_flats.write(anchors)
 
 
 class GASLoC(DiLoCo):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fogdist.flat_buckets import FlatBuckets
+from fogdist.parameter_changes import ChangeWatch
 
 
 class Flats:
@@ -18,6 +19,7 @@ class Flats:
     Args:
         groups: The parameters of each parameter group.
         names: Of the parameters, for messages.
+        owner: As of `FlatBuckets`.
 
     Attributes:
         group_of: The parameter group of each flat vector, by its place.
@@ -27,10 +29,15 @@ class Flats:
         ValueError: As `FlatBuckets`.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str]) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[Tensor]], names: Mapping[Tensor, str], owner: object
+    ) -> None:
         self._groups = [list(group) for group in groups]
-        self._buckets = [FlatBuckets(group, names=[names[each] for each in group]) for group in groups]
+        self._buckets = [
+            FlatBuckets(group, names=[names[each] for each in group], owner=owner) for group in groups
+        ]
         self._values = [flat for buckets in self._buckets for flat in buckets.flats]
+        self._watches = [ChangeWatch() for _ in self._buckets]
         self.group_of = [place for place, buckets in enumerate(self._buckets) for _ in buckets.flats]
 
     def hold(self, groups: Sequence[Sequence[Tensor]]) -> bool:
@@ -53,6 +60,16 @@ class Flats:
     def values(self) -> list[Tensor]:
         """The flat vectors themselves: what is written to them is in the parameters."""
         return list(self._values)
+
+    def watch(self) -> None:
+        """From now on parameters must not change until `end_watch`, as their values are on the way to other ranks."""
+        for watch, buckets in zip(self._watches, self._buckets, strict=True):
+            watch.begin(buckets)
+
+    def end_watch(self) -> None:
+        """Warns if they did, once."""
+        for watch, buckets in zip(self._watches, self._buckets, strict=True):
+            watch.end(buckets, stacklevel=5)
 
     def copies(self) -> list[Tensor]:
         """Returns the values that the parameters have now, in memory of the caller's own."""

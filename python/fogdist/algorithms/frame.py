@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from fogdist.optim.parameter_average import NeighborWeights
 from fogdist.optim.wrapper import (
     DistributedOptimizer,
     Models,
+    closure_of,
     evaluated,
     only_makes_state,
     reject_lbfgs,
@@ -111,11 +112,10 @@ class Algorithm(DistributedOptimizer):
         """
         if only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_wrapped.step(**options)
-        closure = _closure_of(*arguments, **options)
+        closure, self._fog_step_options = closure_of(arguments, options)
         loss = evaluated(closure)
         with torch.no_grad():
             self._fog_overflowed = self._fog_unscale()
-            self._fog_step_options = {name: value for name, value in options.items() if name != "closure"}
             self._fog_refresh()
             result = self._fog_advance()
         return result if closure is None else loss
@@ -142,7 +142,7 @@ class Algorithm(DistributedOptimizer):
         self._fog_step_count = 0
         self._fog_rounds = 0
         self._fog_numbers_now = dict(self._fog_numbers)
-        self._fog_flats = Flats(self._fog_trained(), self._fog_names)
+        self._fog_flats = Flats(self._fog_trained(), self._fog_names, self)
         self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
@@ -229,7 +229,7 @@ class Algorithm(DistributedOptimizer):
         # What was loaded, or what was remembered of the parameters that are still here.
         known = self._fog_loaded or self._fog_pieces()
         if not is_known:
-            self._fog_flats = Flats(groups, self._fog_names)
+            self._fog_flats = Flats(groups, self._fog_names, self)
         for name in self._fog_buffers:
             self._fog_state[name] = self._fog_initial(name)
             for parameter, piece in self._fog_flats.views(self._fog_state[name]):
@@ -326,10 +326,6 @@ class Algorithm(DistributedOptimizer):
     def _fog_algorithm(self) -> str:
         # The class itself is named as the user's optimizer, see `wrap`.
         return type(self).__mro__[1].__name__
-
-
-def _closure_of(closure: Callable[[], Any] | None = None, **options: Any) -> Callable[[], Any] | None:
-    return closure
 
 
 def check_count(value: int, argument: str) -> None:

@@ -90,7 +90,7 @@ class GossipState:
         flats = self._flats.get(bucket.index())
         if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
             whole = sum(-(-p.numel() * p.element_size() // ALIGNMENT) * ALIGNMENT for p in parameters)
-            flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1))
+            flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
         flats.rehome()
         return flats.flats[0]
 

@@ -185,8 +185,12 @@ class DecentralizedDataParallel(nn.Module):
             if average_buffers and _has_average(buffer)
         }
         self._averages_buffers = average_buffers
-        self._flat_parameters = FlatBuckets(list(trained.values()), bucket_bytes, names=list(trained))
-        self._flat_buffers = FlatBuckets(list(buffers.values()), bucket_bytes, names=list(buffers))
+        self._flat_parameters = FlatBuckets(
+            list(trained.values()), bucket_bytes, names=list(trained), owner=self
+        )
+        self._flat_buffers = FlatBuckets(
+            list(buffers.values()), bucket_bytes, names=list(buffers), owner=self
+        )
         mixed = {*trained.values(), *buffers.values()}
         self._changes = ChangeWatch()
         self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)

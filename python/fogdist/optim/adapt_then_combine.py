@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from fogdist.optim.backward_steps import BackwardSteps, step_of
 from fogdist.optim.combining import CombiningOptimizer
 from fogdist.optim.parameter_average import CommunicationType, ParameterAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import Models, evaluated, reject_lbfgs, wrap
+from fogdist.optim.wrapper import Models, closure_of, evaluated, only_makes_state, reject_lbfgs, wrap
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -63,9 +62,11 @@ def DistributedAdaptThenCombineOptimizer(
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not an ordinary dense tensor.
-        ValueError: `optimizer` is distributed already, an LBFGS with `step_in_backward`, or has a parameter that is not in the model; two
-            parameters have the same name or overlap in memory; `num_steps_per_communication` is below 1, or
-            `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
+        ValueError: `optimizer` is distributed already, an LBFGS with `step_in_backward`, or has a parameter
+            that is not in the model; two parameters have the same name or overlap in memory; one is held by
+            another living optimizer or wrapper; `num_steps_per_communication` is below 1, or
+            `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before
+            `init`.
         RuntimeError: After `shutdown`.
     """
     context = current()
@@ -95,30 +96,38 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
     _fog_step_in_backward: bool
     _fog_backward: BackwardSteps | None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *arguments: Any, **options: Any) -> Any:
         """Makes the optimizer's step and then the average, if one is due.
 
         Args:
-            closure: Given to the optimizer; counts as one pass, however often it is evaluated. With
-                `step_in_backward` evaluated once, before the rest.
+            *arguments: A closure, given to the optimizer, or nothing. It counts as one pass, however often it is
+                evaluated. With `step_in_backward` it is evaluated once, before the rest.
+            **options: The closure as `closure`, and what else the optimizer's own step takes; with
+                `step_in_backward`, which makes steps before they are known, nothing else.
 
         Returns:
             What the optimizer's own step returns, or the closure with `step_in_backward`.
 
         Raises:
-            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass.
+            TypeError: With `step_in_backward`, there are other options than the closure.
+            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass. Where the step
+                was not made in that pass it is left out, but parameters are averaged; training may go on.
         """
-        arguments = () if closure is None else (closure,)
-        if self._fog_is_alone or self._fog_only_makes_state():
-            return self._fog_local_step(*arguments)
+        closure, others = closure_of(arguments, options)
+        if self._fog_step_in_backward and others:
+            raise TypeError(
+                f"step() takes a closure only with step_in_backward=True, got {', '.join(sorted(others))}"
+            )
+        if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
+            return self._fog_local_step(*arguments, **options)
         if closure is None:
-            result = self._fog_adapt()
+            result = self._fog_adapt(others)
         elif self._fog_step_in_backward:
             result = evaluated(closure)
-            self._fog_adapt()
+            self._fog_adapt({})
         else:
             with self._fog_counter.paused():
-                result = self._fog_local_step(closure)
+                result = self._fog_local_step(*arguments, **options)
         passes = self._fog_counter.count_step()
         parameters = self._fog_parameters()
         if passes >= self._fog_steps:
@@ -127,13 +136,20 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         self._fog_counter.watch(parameters)
         return result
 
-    def _fog_adapt(self) -> Any:
+    def _fog_adapt(self, options: dict[str, Any]) -> Any:
         """Makes the optimizer's step for all parameters whose step the backward pass has not made."""
         if self._fog_backward is None:
-            return self._fog_local_step()
-        if getattr(self, "found_inf", None) is not None:
-            raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
-        self._fog_backward.check()
+            return self._fog_local_step(**options)
+        try:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
+            self._fog_backward.check()
+        except RuntimeError:
+            # The next iteration begins anew, and no rank waits for the rest of the average.
+            self._fog_forget_scaler()
+            self._fog_combine(self._fog_parameters())
+            self._fog_counter.reset()
+            raise
         applied = self._fog_backward.applied
         groups = self._fog_wrapped.param_groups
         return step_of(

@@ -46,7 +46,9 @@ def DistributedAdaptWithCombineOptimizer(
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
-            buffers are not.
+            buffers are not. Of a list, all ranks run the same models between two steps: each model has its
+            own average, which begins with its own forward pass, and ranks that run others wait in vain, until
+            the group's timeout.
         communication_type: Whom to average with.
         num_steps_per_communication: J: an average every J forward passes of the model. With J = 3 both three
             passes and one step, and three passes with a step after each, make one average.
@@ -61,9 +63,9 @@ def DistributedAdaptWithCombineOptimizer(
     Raises:
         TypeError: An argument has a wrong type; a parameter is not an ordinary dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name or overlap in memory;
-            `num_steps_per_communication` is below 1, or `bucket_cap_mb` not above 0; ranks hold different
-            parameters (on all ranks alike); before `init`.
+            model; two parameters have the same name or overlap in memory; one is held by another living
+            optimizer or wrapper; `num_steps_per_communication` is below 1, or `bucket_cap_mb` not above 0;
+            ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """
     context = current()

@@ -46,7 +46,7 @@ class BucketWindows:
         for parameter, name in zip(parameters, names, strict=True):
             if parameter.device.type != "cpu":
                 raise ValueError(f"parameter {name!r} must be on the CPU, got device {parameter.device}")
-        self.flats = FlatBuckets(parameters, bucket_bytes, names=names)
+        self.flats = FlatBuckets(parameters, bucket_bytes, names=names, owner=self)
         check_same_everywhere(current().backend, "model", self.flats.layout())
         self.windows = [
             Window(flat, name=f"{prefix}.{number}", zero_init=zero_init)
@@ -55,6 +55,7 @@ class BucketWindows:
 
     def free(self) -> None:
         """Frees the windows, all of them even if it fails; the parameters stay in their buckets."""
+        self.flats.release()
         error: Exception | None = None
         for window in self.windows:
             try:

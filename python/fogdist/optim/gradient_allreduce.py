@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,15 @@ from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.optim.gradient_average import GradientAverage
 from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer, Models, evaluated, reject_lbfgs, wrap
+from fogdist.optim.wrapper import (
+    DistributedOptimizer,
+    Models,
+    closure_of,
+    evaluated,
+    only_makes_state,
+    reject_lbfgs,
+    wrap,
+)
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -38,7 +46,8 @@ def DistributedGradientAllreduceOptimizer(
         model: The model, or a list of models, that hold its parameters.
         num_steps_per_communication: J: the number of backward passes that accumulate gradients before a step;
             their sum is averaged. A step after fewer passes is local: it takes this rank's own gradients,
-            after which the ranks' parameters differ. That is warned about once.
+            after which the ranks' parameters differ. More passes than J, on any rank, are averaged too, but
+            once more and in `step`, where nothing hides it. Each is warned about once.
         bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
 
     Returns:
@@ -84,11 +93,12 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
             self._fog_scaler_synchronized = True
         return True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *arguments: Any, **options: Any) -> Any:
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
 
         Args:
-            closure: Evaluated once, before the gradients are averaged.
+            *arguments: A closure, evaluated once, before the gradients are averaged; or nothing.
+            **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
@@ -96,11 +106,12 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         Raises:
             RuntimeError: A gradient scaler's `unscale_` was called without `synchronize` before it.
         """
+        closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
         self._fog_check_scaler()
-        if not (self._fog_is_alone or self._fog_only_makes_state()):
+        if not (self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options)):
             self._fog_average_if_due()
-        result = self._fog_local_step()
+        result = self._fog_local_step(**others)
         return result if closure is None else loss
 
     def synchronize(self) -> None:
@@ -154,7 +165,9 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
     def _fog_check_scaler(self) -> None:
         came_late, self._fog_scaler_synchronized = self._fog_scaler_synchronized, False
         # A scaler that has unscaled gradients already leaves no scale.
-        was_unscaled = getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        was_unscaled = (
+            getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
+        )
         if came_late and was_unscaled:
             self._fog_is_synchronized = False
             self._fog_forget_scaler()
@@ -175,6 +188,8 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
                     "takes this rank's own gradients; the parameters of the ranks differ from now on",
                     stacklevel=3,
                 )
+        if self._fog_is_synchronized:
+            self._fog_average.end_step()
         self._fog_is_synchronized = False
 
     def _fog_after_gradient(self, parameter: Tensor) -> None:

@@ -15,6 +15,9 @@ from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.memory import empty
 
+# The backend remembers each name that it has seen: numbers in names come again after so many.
+_NUMBERS = 64
+
 
 @dataclass(frozen=True)
 class _InFlight:
@@ -33,7 +36,8 @@ class GradientAverage:
     """One average of the gradients of a list of parameters after the other.
 
     All ranks average the same buckets, whichever parameters have a gradient there; a missing gradient counts
-    as zero.
+    as zero. The number of the step is in the name of what is sent: a rank that averages once more within a step than
+    the others gets an error, and not what they average in the next step.
 
     Args:
         name: What all ranks call it.
@@ -58,6 +62,8 @@ class GradientAverage:
         self._waiting_for: list[set[Tensor]] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._outdated: set[int] = set()
+        self._step = 0
+        self._begun_in_step = 0
         self.has_begun = False
         self._has_warned = False
 
@@ -91,6 +97,7 @@ class GradientAverage:
     def begin(self, parameters: Sequence[Tensor]) -> None:
         """Starts an average of the gradients of `parameters`; raises as `hold`."""
         held = self.hold(parameters)
+        self._begun_in_step = (self._begun_in_step + 1) % _NUMBERS
         self.has_begun = True
         self._waiting_for = [{held[i] for i in bucket.places} for bucket in self._buckets]
 
@@ -102,7 +109,7 @@ class GradientAverage:
             self._send(number)
 
     def outdate(self, parameter: Tensor) -> None:
-        """Takes note that `parameter` got more gradient: its bucket must be sent again."""
+        """Takes note that `parameter` got more gradient: all ranks send its bucket again in `finish`."""
         if self._bucket_of[parameter] in self._in_flight:
             self._outdated.add(self._bucket_of[parameter])
 
@@ -111,22 +118,42 @@ class GradientAverage:
 
         A parameter that has a gradient on any rank has one on all of them afterwards.
         """
-        for number in sorted(self._outdated):
-            wait(self._in_flight.pop(number).handle)
-        for number, average in self._complete():
+        self._send_missing()
+        again = self._outdated_anywhere()
+        for number in again:
+            wait(self._in_flight[number].handle)
+            self._send(number)
+        for number, average in self._completed():
             wait(average.handle)
             self._write(number, average)
 
+    def end_step(self) -> None:
+        """Takes note that a step was made with what was averaged, on all ranks alike."""
+        self._step = (self._step + 1) % _NUMBERS
+        self._begun_in_step = 0
+
     def discard(self) -> None:
         """Sends what was not sent, as other ranks may have done already, waits, and forgets the average."""
-        for _, average in self._complete():
+        self._send_missing()
+        for _, average in self._completed():
             wait(average.handle)
 
-    def _complete(self) -> list[tuple[int, _InFlight]]:
-        """Sends what was not sent and returns all that is in flight, in order; the next average may begin."""
+    def _send_missing(self) -> None:
         for number in range(len(self._buckets)):
             if number not in self._in_flight:
                 self._send(number)
+
+    def _outdated_anywhere(self) -> list[int]:
+        """Returns the buckets that some rank has to send again, so that all do."""
+        if not self._buckets:
+            return []
+        flags = torch.zeros(len(self._buckets))
+        flags[sorted(self._outdated)] = 1
+        wait(allreduce_nonblocking_(flags, average=True, name=f"{self._label}.outdated"))
+        return [number for number, flag in enumerate(flags.tolist()) if flag > 0]
+
+    def _completed(self) -> list[tuple[int, _InFlight]]:
+        """Returns all that is in flight, in order; the next average may begin."""
         in_flight, self._in_flight = self._in_flight, {}
         self._outdated.clear()
         self.has_begun = False
@@ -150,7 +177,7 @@ class GradientAverage:
             piece.view(parameter.shape).copy_(gradient.detach())
             presence[i] = 1
             sent.append((gradient, gradient._version))
-        handle = allreduce_nonblocking_(self._flats[number], average=True, name=f"{self._name}.{number}")
+        handle = allreduce_nonblocking_(self._flats[number], average=True, name=f"{self._label}.{number}")
         self._in_flight[number] = _InFlight(handle, sent)
 
     def _write(self, number: int, average: _InFlight) -> None:
@@ -170,6 +197,10 @@ class GradientAverage:
             else:
                 with torch.no_grad():
                     gradient.copy_(piece.view(parameter.shape))
+
+    @property
+    def _label(self) -> str:
+        return f"{self._name}.{self._step}.{self._begun_in_step}"
 
     def _split(self, number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """A bucket's parameters, the places of their gradients in its buffer, and the elements after them."""

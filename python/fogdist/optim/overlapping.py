@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fogdist.optim.forward_hook import ForwardHook
 from fogdist.optim.pass_counter import warn_too_many_passes
-from fogdist.optim.wrapper import DistributedOptimizer, evaluated
+from fogdist.optim.wrapper import DistributedOptimizer, closure_of, evaluated, only_makes_state
 from fogdist.parameter_changes import forward_changes_parameters
 
 
@@ -32,23 +32,25 @@ class OverlappingOptimizer(DistributedOptimizer):
     _fog_is_alone: bool
     _fog_hooks: list[RemovableHandle]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, *arguments: Any, **options: Any) -> Any:
         """Ends the exchange, if one is due, and makes the optimizer's step from what it gave.
 
         Args:
-            closure: Evaluated once, before the exchange is awaited.
+            *arguments: A closure, evaluated once, before the exchange is awaited; or nothing.
+            **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
         """
+        closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
-        if self._fog_is_alone or self._fog_only_makes_state():
-            result = self._fog_local_step()
+        if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
+            result = self._fog_local_step(**others)
         else:
             self._fog_catch_up()
             self._fog_end_all()
             with self._fog_stepping():
-                result = self._fog_local_step()
+                result = self._fog_local_step(**others)
         return result if closure is None else loss
 
     def synchronize(self) -> None:

@@ -79,7 +79,7 @@ class ParameterAverage:
             self._buckets.rehome()
             return self._buckets
         names = [self._names[parameter] for parameter in parameters]
-        buckets = FlatBuckets(parameters, self._bucket_bytes, names=names)
+        buckets = FlatBuckets(parameters, self._bucket_bytes, names=names, owner=self)
         check_same_everywhere(current().backend, "model", buckets.layout())
         self._buckets = buckets
         return buckets

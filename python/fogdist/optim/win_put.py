@@ -53,9 +53,10 @@ def DistributedWinPutOptimizer(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name or overlap in memory; a parameter is not on the CPU;
-            `num_steps_per_communication` is below 1, `bucket_cap_mb` not above 0; there are windows of this
-            prefix; ranks have other models (on all ranks alike); before `init`.
+            model; two parameters have the same name or overlap in memory; one is held by another living
+            optimizer or wrapper; a parameter is not on the CPU; `num_steps_per_communication` is below 1,
+            `bucket_cap_mb` not above 0; there are windows of this prefix; ranks have other models (on all
+            ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
     made = make(WinPutOptimizer, optimizer, model, num_steps_per_communication, window_prefix, bucket_cap_mb)

@@ -121,13 +121,13 @@ class DistributedOptimizer(Optimizer):
             return not getattr(self._fog_wrapped, "_step_supports_amp_scaling", False)
         return name.startswith("_fog") or name in self._public or name in self._scheduler_marks
 
-    def _fog_local_step(self, *arguments: Any) -> Any:
+    def _fog_local_step(self, *arguments: Any, **options: Any) -> Any:
         """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
 
         Args:
-            *arguments: A closure, or nothing.
+            *arguments, **options: What it is called with.
         """
-        return None if self._fog_unscale() else self._fog_wrapped.step(*arguments)
+        return None if self._fog_unscale() else self._fog_wrapped.step(*arguments, **options)
 
     def _fog_unscale(self) -> bool:
         """Divides gradients by a gradient scaler's scale, if one has called; returns whether they overflowed.
@@ -149,18 +149,6 @@ class DistributedOptimizer(Optimizer):
         for mark in self._scaler_marks:
             if hasattr(self, mark):
                 delattr(self, mark)
-
-    def _fog_only_makes_state(self) -> bool:
-        """Whether a step now would move nothing and only make state.
-
-        ``torch.distributed.checkpoint`` makes such a step on an optimizer without state before it loads one:
-        with learning rates and gradients of zero. It is no step of the training, so nothing is exchanged.
-        """
-        groups = self._fog_wrapped.param_groups
-        if self._fog_wrapped.state or any(group.get("lr", 1) != 0 for group in groups):
-            return False
-        gradients = [parameter.grad for parameter in self._fog_parameters()]
-        return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
 
     def _fog_parameters(self, model: int | None = None) -> list[Tensor]:
         """The optimizer's parameters that are not frozen now, of all models or of one of them."""
@@ -250,6 +238,21 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def closure_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the closure that `step` was called with, None for none, and its other options.
+
+    Raises:
+        TypeError: There are other arguments without a name.
+    """
+    if len(arguments) + ("closure" in options) > 1:
+        raise TypeError(
+            f"step() takes one argument without a name, its closure, got {len(arguments)}"
+            + (" and closure=" if "closure" in options else "")
+        )
+    others = {name: value for name, value in options.items() if name != "closure"}
+    return (arguments[0] if arguments else options.get("closure")), others
 
 
 def reject_lbfgs(optimizer: Optimizer) -> None:
