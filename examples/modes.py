@@ -229,6 +229,10 @@ MODES: dict[str, Mode] = {
     ),
     "d2": Mode(_algorithm(algorithms.D2), "algorithm", topology="ring", can_be_dynamic=False),
     "gradient_tracking": Mode(_algorithm(algorithms.GradientTracking), "algorithm"),
+    "aug_dgm": Mode(
+        _algorithm(algorithms.GradientTracking, order="aug-dgm"),
+        "algorithm, gradient tracking with two exchanges",
+    ),
     "push_sum_sgd": Mode(_algorithm(algorithms.PushSumSGD), "algorithm"),
     "asynchronous_gossip": Mode(
         _algorithm(algorithms.AsynchronousGossip, has_mixing=False),

@@ -289,18 +289,23 @@ def d2(s: Simulation) -> Iterator[np.ndarray]:
 
 
 def gradient_tracking(s: Simulation) -> Iterator[np.ndarray]:
-    X = s.X
+    X, order = s.X, s.option.get("order", "atc")
     G = Y = s.gradient(X, 0)
     for k in range(STEPS):
         W = s.mix(k)
-        if s.option.get("order", "atc") == "atc":
+        if order == "aug-dgm":
+            Y = W @ Y
             X = W @ (X + s.base(X, Y, s.rates(k)))
         else:
-            X = W @ X
-            X = X + s.base(X, Y, s.rates(k))
+            if order == "atc":
+                X = W @ (X + s.base(X, Y, s.rates(k)))
+            else:
+                X = W @ X
+                X = X + s.base(X, Y, s.rates(k))
+            Y = W @ Y
         yield X
         new = s.gradient(X, k + 1)
-        Y, G = W @ Y + new - G, new
+        Y, G = Y + new - G, new
 
 
 def push_sum(s: Simulation) -> Iterator[np.ndarray]:
@@ -502,15 +507,15 @@ CASES = [
     Case("D2", "star", "sgd", decays=True),
     *(
         Case("GradientTracking", g, "sgd", order(o))
-        for o in ("atc", "awc")
+        for o in ("atc", "awc", "aug-dgm")
         for g in ("star", "exp", "base", "attributes")
     ),
     *(
         Case("GradientTracking", "pairs", b, order(o), decays=True)
-        for o in ("atc", "awc")
+        for o in ("atc", "awc", "aug-dgm")
         for b in ("momentum", "adamw")
     ),
-    *(Case("GradientTracking", "ring", "sgd", order(o), every=3) for o in ("atc", "awc")),
+    *(Case("GradientTracking", "ring", "sgd", order(o), every=3) for o in ("atc", "awc", "aug-dgm")),
     *(Case("PushSumSGD", g, b) for g in ("exp", "lopsided", "lopsided rounds") for b in ("sgd", "momentum")),
     Case("PushSumSGD", "lopsided", "adamw", every=3, decays=True),
     Case("PushSumSGD", "attributes", "sgd"),
@@ -558,6 +563,7 @@ STATEFUL = [
     Case("ExactDiffusion", "ring", "momentum", decays=True),
     Case("D2", "star", "sgd", decays=True),
     Case("GradientTracking", "pairs", "adamw", every=2),
+    Case("GradientTracking", "ring", "adamw", order("aug-dgm")),
     Case("PushSumSGD", "lopsided", "momentum"),
     Case("QuasiGlobalMomentum", "pairs", "sgd", every=2),
     Case("SlowMo", "one-peer", "momentum", SLOW),
@@ -1112,6 +1118,7 @@ def converge(name: str, options: dict[str, Any]) -> np.ndarray:
         ("ExactDiffusion", {}, True),
         ("GradientTracking", {}, True),
         ("GradientTracking", {"order": "awc"}, True),
+        ("GradientTracking", {"order": "aug-dgm"}, True),
     ],
 )
 def test_what_is_exact_ends_at_the_optimum_whatever_the_scheduler_did(worlds, name, options, is_exact):

@@ -92,7 +92,9 @@ class DiLoCo(Algorithm):
 
     def _fog_accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
         """Goes to `mixed` and on along what `targets` have changed since the last round."""
-        anchors = self._fog_state["previous"]  # their memory is free after this: new memory costs more than the sums
+        anchors = self._fog_state[
+            "previous"
+        ]  # their memory is free after this: new memory costs more than the sums
         for x, v, target, before in zip(self._fog_flats.values, mixed, targets, anchors, strict=True):
             torch.sub(v, before.sub_(target), alpha=self._fog_outer_momentum, out=x)
             before.copy_(x)

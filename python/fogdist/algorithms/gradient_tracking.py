@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 from fogdist.algorithms.frame import Algorithm
 from fogdist.algorithms.mixing import MixingLike
 from fogdist.optim.wrapper import Models
+
+TrackingOrder: TypeAlias = Literal["atc", "awc", "aug-dgm"]
 
 
 class GradientTracking(Algorithm):
@@ -20,10 +22,15 @@ class GradientTracking(Algorithm):
       Mathematical Programming 187, 2021, arXiv 1805.11454), before as NEXT (Di Lorenzo and Scutari, 2016).
     - "awc": ``x+ = W x - g y``: DIGing (Nedic, Olshevsky and Shi, SIAM Journal on Optimization 27, 2017,
       arXiv 1607.03218), which is for time-varying graphs.
+    - "aug-dgm": ``y+ = W (y + grad f(x+) - grad f(x))`` and ``x+ = W (x - g y)``: Aug-DGM (Xu, Zhu, Soh and Xie,
+      "Augmented distributed gradient methods for multi-agent optimization under uncoordinated constant
+      stepsizes", CDC 2015). The step is along what is averaged already, which is less noisy, and on the complete
+      graph the mean gradient itself: so for optimizers that divide by the size of gradients, such as AdamW. It
+      costs a second exchange, which ranks wait for between the backward pass and the step.
 
     The mean of all y is the mean of all gradients at any time, so the fixed point is the optimum of the sum,
-    with any doubly stochastic W, one after the other too. x and y travel in one exchange, twice the bytes of
-    `DecentralizedSGD`. The learning rate is the optimizer's in each step; other optimizers than SGD make
+    with any doubly stochastic W, one after the other too. x and y travel in one exchange ("aug-dgm": one each), twice
+    the bytes of `DecentralizedSGD`. The learning rate is the optimizer's in each step; other optimizers than SGD make
     their own step along y (with momentum SGD, the momentum is of y). In local steps W is I.
 
     During the optimizer's step the parameters' gradients are y; afterwards they are what they were.
@@ -31,15 +38,15 @@ class GradientTracking(Algorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        order: "atc" or "awc".
+        order: "atc", "awc" or "aug-dgm".
         mixing: As in `Algorithm`.
         local_steps: As in `Algorithm`.
 
     Raises:
-        ValueError: `order` is neither; and as `Algorithm`. In `step`: a gradient is sparse.
+        ValueError: `order` is none of them; and as `Algorithm`. In `step`: a gradient is sparse.
     """
 
-    # `tracker` is W y after a round, and y after a local step.
+    # `tracker` is W y after a round, and y after a local step; with "aug-dgm" y.
     _fog_buffers: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
 
     def __init__(
@@ -47,12 +54,13 @@ class GradientTracking(Algorithm):
         optimizer: Optimizer,
         model: Models,
         *,
-        order: Literal["atc", "awc"] = "atc",
+        order: TrackingOrder = "atc",
         mixing: MixingLike = None,
         local_steps: int = 1,
     ) -> None:
-        if order not in ("atc", "awc"):
-            raise ValueError(f"order must be 'atc' or 'awc', got {order!r}")
+        if order not in get_args(TrackingOrder):
+            allowed = ", ".join(map(repr, get_args(TrackingOrder)))
+            raise ValueError(f"order must be one of {allowed}, got {order!r}")
         self._fog_order = order
         self._fog_begin(optimizer, mixing, local_steps, order=order)
 
@@ -67,12 +75,16 @@ class GradientTracking(Algorithm):
         ]
         self._fog_state = {"tracker": tracked, "gradient": gradients}
         is_due = self._fog_count()
+        if is_due and self._fog_order == "aug-dgm":
+            self._fog_average(tracked, in_place=True)
         directions = [y.clone() for y in tracked]
         if is_due and self._fog_order == "awc":
             self._fog_exchange(tracked)
         result = self._fog_step_along(directions)
         if is_due and self._fog_order == "atc":
             self._fog_exchange(tracked)
+        elif is_due and self._fog_order == "aug-dgm":
+            self._fog_average(self._fog_flats.values, in_place=True)
         self._fog_rounds += is_due
         return result
 
