@@ -398,7 +398,7 @@ class DecentralizedDataParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the module's buffers, by the module's names."""
+        """Tells torch.distributed.checkpoint.state_dict what its names leave out, by what comes next in them."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
