@@ -398,11 +398,11 @@ class DecentralizedDataParallel(nn.Module):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tells torch.distributed.checkpoint.state_dict what its names leave out, by what comes next in them."""
+        """Yields the module's buffers, by the module's names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint.state_dict what the state dict's names leave out, before what."""
+        """Tells torch.distributed.checkpoint.state_dict what names leave out, by what follows it."""
         parts = self.module
         return dict.fromkeys([*parts._modules, *parts._parameters, *parts._buffers], "module")
 
