@@ -402,7 +402,7 @@ class DecentralizedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint.state_dict what the state dict's names leave out, before what."""
+        """Tells torch.distributed.checkpoint.state_dict what names leave out, by what follows it."""
         parts = self.module
         return dict.fromkeys([*parts._modules, *parts._parameters, *parts._buffers], "module")
 
