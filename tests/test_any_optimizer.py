@@ -331,6 +331,7 @@ def options_of_step(kind: str) -> None:
     if kind == "win_put":
         optimizer.unregister_window()
     if kind == "atc":
+        del optimizer
         optimizer = VIEWS[kind](WithOptions(model.parameters(), lr=0.1), model, step_in_backward=True)
         with pytest.raises(TypeError, match=r"step_in_backward=True, got scale"):
             optimizer.step(scale=2.0)

@@ -538,10 +538,11 @@ def wrong_arguments(kind: str) -> None:
         ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
-        ((make(base, model), model), {}, ValueError, "distributed already"),
     ]:
         with pytest.raises(error, match=message):
             make(*arguments, **options)
+    with pytest.raises(ValueError, match="distributed already"):
+        make(make(base, model), model)
     if kind == "atc":
         with pytest.raises(TypeError, match=r"step_in_backward.*int"):
             make(base, model, step_in_backward=1)

@@ -110,8 +110,7 @@ class FlatBuckets:
     def release(self) -> None:
         """Lets other owners have the tensors, which stay where they are."""
         for tensor in self._labels:
-            buckets, _ = _holders.get(tensor, (None, None))
-            if buckets is not None and buckets() is self:
+            if tensor in _holders and _holders[tensor][0]() is self:
                 del _holders[tensor]
 
     @property
