@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import argparse
 
-import torch
-
 import fogdist
+import torch
 from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
 
 

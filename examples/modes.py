@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import fogdist
 import torch.distributed as dist
+from fogdist import algorithms
+from fogdist.topology import Topology
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-
-import fogdist
-from fogdist import algorithms
-from fogdist.topology import Topology
 
 OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -192,7 +191,7 @@ _WEIGHTS = ("self_weight", "src_weights", "dst_weights")
 MODES: dict[str, Mode] = {
     "none": Mode(_alone, "no communication", follows_topology=False, can_be_dynamic=False),
     "ddp": Mode(_ddp, "torch's DistributedDataParallel", follows_topology=False, can_be_dynamic=False),
-    "gossip_hook": Mode(_ddp_with_gossip, "the same with fogdist.gossip_hook"),
+    "gossip_hook": Mode(_ddp_with_gossip, "torch's DistributedDataParallel with fogdist.gossip_hook"),
     "awc": Mode(
         _optimizer(fogdist.DistributedAdaptWithCombineOptimizer, _WEIGHTS), "adapt with combine, optimizer"
     ),
@@ -218,52 +217,58 @@ MODES: dict[str, Mode] = {
     ),
     "push_sum": Mode(_push_sum, "push-sum over windows, optimizer"),
     "ddp_sync": Mode(_wrapper("sync"), "DecentralizedDataParallel"),
-    "ddp_async": Mode(_wrapper("async"), "the same, asynchronous", is_asynchronous=True),
+    "ddp_async": Mode(
+        _wrapper("async"), "DecentralizedDataParallel, each rank at its own pace", is_asynchronous=True
+    ),
     "decentralized_sgd": Mode(
         _algorithm(algorithms.DecentralizedSGD, has_local_steps=True),
-        "algorithm, adapt then combine",
+        "decentralized SGD, adapt then combine",
         local_steps=1,
     ),
     "exact_diffusion": Mode(
-        _algorithm(algorithms.ExactDiffusion), "algorithm", topology="ring", can_be_dynamic=False
+        _algorithm(algorithms.ExactDiffusion), "exact diffusion", topology="ring", can_be_dynamic=False
     ),
-    "d2": Mode(_algorithm(algorithms.D2), "algorithm", topology="ring", can_be_dynamic=False),
-    "gradient_tracking": Mode(_algorithm(algorithms.GradientTracking), "algorithm"),
+    "d2": Mode(
+        _algorithm(algorithms.D2), "D2, exact diffusion's faster form", topology="ring", can_be_dynamic=False
+    ),
+    "gradient_tracking": Mode(_algorithm(algorithms.GradientTracking), "gradient tracking"),
     "aug_dgm": Mode(
         _algorithm(algorithms.GradientTracking, order="aug-dgm"),
-        "algorithm, gradient tracking with two exchanges",
+        "Aug-DGM, gradient tracking with two exchanges a step",
     ),
-    "push_sum_sgd": Mode(_algorithm(algorithms.PushSumSGD), "algorithm"),
+    "push_sum_sgd": Mode(_algorithm(algorithms.PushSumSGD), "push-sum SGD, in step"),
     "asynchronous_gossip": Mode(
         _algorithm(algorithms.AsynchronousGossip, has_mixing=False),
-        "algorithm, AD-PSGD",
+        "gossip in the manner of AD-PSGD, each rank at its own pace",
         is_asynchronous=True,
         can_be_dynamic=False,
         topology="ring",
     ),
-    "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "algorithm, periodic exact averages"),
-    "quasi_global_momentum": Mode(_algorithm(algorithms.QuasiGlobalMomentum), "algorithm", has_momentum=True),
-    "slowmo": Mode(_algorithm(algorithms.SlowMo), "algorithm, local steps, slow momentum"),
+    "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "gossip with periodic exact averages"),
+    "quasi_global_momentum": Mode(
+        _algorithm(algorithms.QuasiGlobalMomentum), "quasi-global momentum", has_momentum=True
+    ),
+    "slowmo": Mode(_algorithm(algorithms.SlowMo), "SlowMo: local steps, slow momentum"),
     "local_sgd": Mode(
         _algorithm(algorithms.LocalSGD, has_mixing=False, has_local_steps=True),
-        "algorithm",
+        "local SGD: local steps, then the exact average",
         follows_topology=False,
         can_be_dynamic=False,
         local_steps=8,
     ),
     "diloco": Mode(
         _algorithm(algorithms.DiLoCo, has_local_steps=True),
-        "algorithm, local steps, outer Nesterov momentum",
+        "DiLoCo: local steps, outer Nesterov momentum",
         local_steps=16,
     ),
     "noloco": Mode(
         _algorithm(algorithms.NoLoCo, has_local_steps=True),
-        "algorithm, the same in random pairs",
+        "NoLoCo: DiLoCo in random pairs",
         local_steps=16,
     ),
     "gasloc": Mode(
         _algorithm(algorithms.GASLoC, has_local_steps=True),
-        "algorithm, the same in random pairs",
+        "GASLoC: DiLoCo in random pairs",
         local_steps=16,
     ),
 }

@@ -28,14 +28,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import fogdist
 import networkx as nx
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
-
-import fogdist
 from fogdist import algorithms
 from fogdist.topology import TOPOLOGY_NAMES, by_name
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 ROWS = 40  # samples of each rank
 FEATURES = 8

@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import time
 
-import torch
-
 import fogdist
+import torch
 from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
 
 

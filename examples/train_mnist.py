@@ -26,11 +26,21 @@ from typing import Any
 import torch
 from images import ImageSet, load_digits, load_mnist
 from models import convolutional
-from modes import MODES
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
-from training import describe, end, make_parser, make_trainer, parse, report, shuffled, start, train
+from training import (
+    describe,
+    end,
+    make_parser,
+    make_trainer,
+    parse,
+    report,
+    sgd,
+    shuffled,
+    start,
+    train,
+)
 
 WEIGHT_DECAY = 5e-4
 VALIDATION_FRACTION = 0.2  # of the training images
@@ -70,31 +80,31 @@ def batches(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Itera
 
 def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the flags, checked; by default those of the command line."""
-    parser = make_parser("Train on MNIST, in any mode.", steps=1200, batch_size=32, lr=0.1)
+    parser = make_parser("Train on MNIST, in any mode.", steps=1200, batch_size=32, lr=0.1, momentum=0.0)
     add = parser.add_argument
     add("--data", type=Path, metavar="DIR", help="MNIST's files; default: scikit-learn's digits")
     add("--split", choices=("labels", "even"), default="labels", help="of the training images")
     add("--validation", action="store_true", help="test on images held out of the training set")
-    add("--momentum", type=float, default=0.0, help="of SGD on each rank")
     args = parse(parser, arguments)
-    if MODES[args.mode].has_momentum and args.momentum:
-        parser.error(f"--mode {args.mode} has momentum of its own: --momentum must be 0, got {args.momentum}")
+    parser.load(lambda: read_images(args))  # what is missing is said before training
     return args
+
+
+def read_images(args: argparse.Namespace) -> ImageSet:
+    """Returns the images that the flags name."""
+    data = load_digits() if args.data is None else load_mnist(args.data)
+    return hold_out(data) if args.validation else data
 
 
 def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
     """Trains and reports, after `start`; all ranks call this together. Rank 0 gets what --json gets."""
-    data = load_digits() if args.data is None else load_mnist(args.data)
-    if args.validation:
-        data = hold_out(data)
+    data = read_images(args)
     images, labels = share(data, args.split, rank, size)
     model = convolutional(images.shape[-1])
     trainer = make_trainer(
         args,
         model,
-        lambda parameters: torch.optim.SGD(
-            parameters, lr=args.lr, momentum=args.momentum, weight_decay=WEIGHT_DECAY
-        ),
+        sgd(args, weight_decay=WEIGHT_DECAY),
     )
     source = batches(images, labels, args.batch_size, seed=args.seed * size + rank)
     history = train(args, trainer, source, cross_entropy)

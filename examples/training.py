@@ -13,13 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import fogdist
 import torch
 import torch.distributed as dist
+from fogdist.topology import TOPOLOGY_NAMES, by_name, one_peer
 from modes import MODES, OptimizerFunction, Setup, Trainer
 from torch import Tensor, nn
-
-import fogdist
-from fogdist.topology import TOPOLOGY_NAMES, by_name, one_peer
 
 WARMUP_FRACTION = 0.1
 PROGRESS_LINES = 10  # of a training that is not watched
