@@ -1084,11 +1084,11 @@ def copied_models(kind: str) -> None:
             torch.testing.assert_close(snapshot(copied), snapshot(model), rtol=0, atol=0)
             # On one rank only: were these passes the model's own, they would begin an exchange there.
             if rank == 0:
-                with torch.profiler.profile() as profile, warnings.catch_warnings():
+                with warnings.catch_warnings():
                     warnings.simplefilter("error")
                     for number in range(3):
                         loss_of(copied, rank, number).backward()
-                assert not [event for event in profile.events() if event.name.startswith("fogdist.")]
+                assert optimizer._fog_marks._open is None  # the range of a pass would go on to the step
         fogdist.barrier()
         if kind in ("awc", "win_put"):
             assert not optimizer._fog_is_begun(0)
