@@ -1424,3 +1424,64 @@ def test_nothing_is_left(no_shared_memory_left, new_world, mode):
     world = new_world(3)
     world.run(leave, mode)
     world.close()
+
+
+# --- after errors, and after the end ------------------------------------------------------------------------
+
+
+def wrapped_again() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []  # with the frames of the error, as a notebook keeps them
+    for make in (
+        lambda: DecentralizedDataParallel(model, sgd, mode="async" if rank else "sync"),
+        lambda: fogdist.algorithms.LocalSGD(sgd, model, local_steps=2 + rank),
+    ):
+        with pytest.raises(ValueError, match="same on all ranks|differ|rank") as caught:
+            make()
+        kept.append(caught)
+    for _ in range(2):
+        wrapper = DecentralizedDataParallel(model, sgd)
+        wrapper(torch.ones(1, 2)).sum().backward()
+        sgd.step()
+        with pytest.raises(ValueError, match="close"):
+            DecentralizedDataParallel(model, sgd)
+        wrapper.close()
+    assert len(kept) == 2
+
+
+def test_a_module_is_wrapped_again_after_an_error_and_after_close(worlds):
+    worlds(2).run(wrapped_again)
+
+
+def scaler_after_an_error() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = DecentralizedDataParallel(model, sgd)
+    fails = [True]
+
+    def fail_once(*_: Any) -> None:
+        if fails and fails.pop():
+            raise RuntimeError("of the user")
+
+    sgd.register_step_pre_hook(fail_once)
+    for overflows in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        sgd.zero_grad()
+        scaler.scale(wrapper(torch.ones(1, 2)).sum()).backward()
+        if overflows:
+            if rank == 0:
+                model.weight.grad.fill_(torch.inf)
+            scaler.step(sgd)
+        else:
+            with pytest.raises(RuntimeError, match="of the user"):
+                scaler.step(sgd)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_scaler_after_a_step_that_raised(worlds):
+    worlds(2).run(scaler_after_an_error)

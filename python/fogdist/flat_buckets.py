@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -106,6 +107,15 @@ class FlatBuckets:
         if owner is not None:
             for tensor in distinct:
                 _holders[tensor] = weakref.ref(self), weakref.ref(owner)
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """Around what may fail of making an owner, which would else have the tensors as long as the error lives."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Lets other owners have the tensors, which stay where they are."""
@@ -279,7 +289,7 @@ def _check_free(labels: Mapping[Tensor, str], owner: object) -> None:
     if label is not None:
         raise ValueError(
             f"{label} must belong to one distributed optimizer, algorithm or wrapper, got it while another one has "
-            "it: both would mix it in each step. Delete that one before (`del`, or `unregister_window`)"
+            "it: both would mix it in each step. Delete that one before (`del`), or end it (`close`, `unregister_window`)"
         )
 
 

@@ -87,7 +87,11 @@ class DecentralizedSGD(Algorithm):
         """Begins what precedes the next step, once: by the model's forward pass, or else by the step."""
         if self._fog_has_begun:
             return
-        self._fog_has_begun = True
+        self._fog_begin_step()
+        self._fog_has_begun = True  # not before: weights that were refused may be mended
+
+    def _fog_begin_step(self) -> None:
+        """Begins the exchange that is due with the next step, or makes it (cta)."""
         # In the step that completes a round, as with atc.
         if (self._fog_step_count + 1) % self._fog_local_steps != 0 or self._fog_is_alone:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -39,6 +40,13 @@ class Flats:
         self._values = [flat for buckets in self._buckets for flat in buckets.flats]
         self._watches = [ChangeWatch() for _ in self._buckets]
         self.group_of = [place for place, buckets in enumerate(self._buckets) for _ in buckets.flats]
+
+    def released_on_error(self) -> ExitStack:
+        """As of `FlatBuckets`."""
+        stack = ExitStack()
+        for buckets in self._buckets:
+            stack.enter_context(buckets.released_on_error())
+        return stack
 
     def hold(self, groups: Sequence[Sequence[Tensor]]) -> bool:
         """Returns whether these are the parameters of exactly these groups."""

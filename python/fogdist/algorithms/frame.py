@@ -62,7 +62,7 @@ class Algorithm(DistributedOptimizer):
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name; a number is out of its range; a topology of another
+            model; two parameters have the same name; another living optimizer or wrapper has one; a number is out of its range; a topology of another
             number of ranks; ranks disagree on the algorithm, its options or the parameters' shapes (on all
             ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
@@ -114,7 +114,7 @@ class Algorithm(DistributedOptimizer):
             return self._fog_wrapped.step(**options)
         closure, self._fog_step_options = closure_of(arguments, options)
         loss = evaluated(closure)
-        with torch.no_grad():
+        with self._fog_scaler_forgotten_on_error(), torch.no_grad():
             self._fog_overflowed = self._fog_unscale()
             self._fog_refresh()
             result = self._fog_advance()
@@ -146,7 +146,8 @@ class Algorithm(DistributedOptimizer):
         self._fog_has_state = False
         self._fog_state: dict[str, list[Tensor]] = {name: [] for name in self._fog_buffers}
         self._fog_loaded: dict[str, dict[Tensor, Tensor]] = {}
-        _check_same_start(context, self, items, self._fog_parameters())
+        with self._fog_flats.released_on_error():
+            _check_same_start(context, self, items, self._fog_parameters())
 
     def _fog_advance(self) -> Any:
         """One step: adapts, and combines if it is due."""

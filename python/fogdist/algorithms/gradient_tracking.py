@@ -33,6 +33,9 @@ class GradientTracking(Algorithm):
     the bytes of `DecentralizedSGD`. The learning rate is the optimizer's in each step; other optimizers than SGD make
     their own step along y (with momentum SGD, the momentum is of y). In local steps W is I.
 
+    "aug-dgm" begins at ``y = W grad f(x)``. Where a gradient scaler finds an overflow, the last gradient stands in for
+    the rank's own, and it makes its step along y.
+
     During the optimizer's step the parameters' gradients are y; afterwards they are what they were.
 
     Args:

@@ -118,6 +118,9 @@ class AsynchronousMixing:
         """Tells neighbors on other hosts as soon as may be what has arrived there."""
         self._sign_if_put()
 
+    def arrive(self) -> None:
+        """Nothing: there is no exchange that the next step has to wait for."""
+
     @torch.no_grad()
     def mix(self) -> None:
         """Mixes with what neighbors have put; waits for neighbors that are too far behind."""

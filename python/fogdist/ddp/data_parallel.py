@@ -121,7 +121,7 @@ class DecentralizedDataParallel(nn.Module):
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: The optimizer is distributed or an LBFGS, or has a parameter that the module lacks; the
-            module has nothing to train; options that do not go with the mode; an unfit topology, also in mode
+            module has nothing to train; another living optimizer or wrapper has a parameter; options that do not go with the mode; an unfit topology, also in mode
             "async" one without a period; ranks disagree, naming the parameters (on all ranks alike).
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In
             training: if an exchange fails.
@@ -197,17 +197,15 @@ class DecentralizedDataParallel(nn.Module):
         self._slots = _slots_of(module, mixed)
         self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
         others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
-        check_same_everywhere(
-            self._context.backend,
-            "module",
-            [
-                f"mode: {mode}",
-                *self._rounds.items(),
-                *self._flat_parameters.layout(),
-                *(f"buffer {line}" for line in self._flat_buffers.layout()),
-                *(f"{n!r}, not mixed: {t.dtype} of shape {tuple(t.shape)}" for n, t in others.items()),
-            ],
-        )
+        items = [
+            f"mode: {mode}",
+            *self._rounds.items(),
+            *self._flat_parameters.layout(),
+            *(f"buffer {line}" for line in self._flat_buffers.layout()),
+            *(f"{n!r}, not mixed: {t.dtype} of shape {tuple(t.shape)}" for n, t in others.items()),
+        ]
+        with self._flat_parameters.released_on_error(), self._flat_buffers.released_on_error():
+            check_same_everywhere(self._context.backend, "module", items)
         if broadcast:
             self._broadcast(others.values())
         self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
@@ -365,6 +363,8 @@ class DecentralizedDataParallel(nn.Module):
             release, self._release = self._release, None
             release()
             self._mixing.close()
+            self._flat_parameters.release()
+            self._flat_buffers.release()
 
     # --- a module like the wrapped one ---
 
@@ -449,6 +449,7 @@ class DecentralizedDataParallel(nn.Module):
         if self._has_mixed:  # a closure that the optimizer evaluates once more in its step
             return
         if self._mixing.has_begun and self._gradients_were_reset():
+            self._mixing.arrive()
             self._changes.end(self._flat_parameters, stacklevel=4)
             self._mixing.mix()
         if not self._begins_after_forward:
@@ -487,6 +488,7 @@ class DecentralizedDataParallel(nn.Module):
         self._has_mixed = True
         self._is_iteration = self._is_exchanging or self._mixing.has_begun
         if self._is_iteration:
+            self._mixing.arrive()  # neighbors read the values that were sent until then
             self._changes.end(self._flat_parameters, stacklevel=6)  # of the user's call of step()
             self._check_places()
             self._mixing.mix()

@@ -36,7 +36,7 @@ class ScaledSteps:
 
     def begin(self) -> None:
         """Call it before a step: unscales gradients, or hides them from the step if they overflowed."""
-        self.end()  # that of a step that raised
+        self._marks, self._gradients = {}, []  # of a step that raised, if there are any: others are there now
         optimizer = self._optimizer()
         if not self._is_on or optimizer is None:
             return

@@ -74,18 +74,27 @@ class SynchronousMixing:
             work = self._context.backend.neighbor_allreduce(source, plan, output=result, name=name)
             self._in_flight.append(work)
 
+    def arrive(self) -> None:
+        """Waits for the exchange in flight, if any: until then neighbors read what it sent."""
+        failure = None
+        for work in self._in_flight:
+            try:
+                work.wait()
+            except dist.DistBackendError as error:
+                failure = failure or error
+        if failure is not None:
+            self._in_flight = []
+            raise dist.DistBackendError(f"in round {self._last} of {self._name}: {failure}") from failure
+
     @torch.no_grad()
     def mix(self) -> None:
         """Waits for the exchange in flight, or for a new one, and writes it into the flat buffers."""
         if not self._in_flight:
             self.begin()
-        works, self._in_flight = self._in_flight, []
+        self.arrive()
+        self._in_flight = []
         flats = self._parameters.flats
-        for place, (work, result) in enumerate(zip(works, self._results, strict=True)):
-            try:
-                work.wait()
-            except dist.DistBackendError as error:
-                raise dist.DistBackendError(f"in round {self._last} of {self._name}: {error}") from error
+        for place, result in enumerate(list(self._results)):
             if place >= len(flats):
                 flat, copy = (tensors[place - len(flats)] for tensors in (self._buffers, self._copies))
                 flat.add_(result.sub_(copy))
@@ -105,9 +114,8 @@ class SynchronousMixing:
 
     def discard(self) -> None:
         """Waits for the exchange in flight, if any, and forgets what came."""
-        works, self._in_flight = self._in_flight, []
-        for work in works:
-            work.wait()
+        self.arrive()
+        self._in_flight = []
 
     def follow(self, rounds: Rounds) -> None:
         """Exchanges by other rounds from the next one on, which is their round 0."""

@@ -118,23 +118,24 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
             raise TypeError(
                 f"step() takes a closure only with step_in_backward=True, got {', '.join(sorted(others))}"
             )
-        if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
-            return self._fog_local_step(*arguments, **options)
-        if closure is None:
-            result = self._fog_adapt(others)
-        elif self._fog_step_in_backward:
-            result = evaluated(closure)
-            self._fog_adapt({})
-        else:
-            with self._fog_counter.paused():
-                result = self._fog_local_step(*arguments, **options)
-        passes = self._fog_counter.count_step()
-        parameters = self._fog_parameters()
-        if passes >= self._fog_steps:
-            self._fog_combine(parameters)
-            self._fog_counter.reset()
-        self._fog_counter.watch(parameters)
-        return result
+        with self._fog_scaler_forgotten_on_error():
+            if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
+                return self._fog_local_step(*arguments, **options)
+            if closure is None:
+                result = self._fog_adapt(others)
+            elif self._fog_step_in_backward:
+                result = evaluated(closure)
+                self._fog_adapt({})
+            else:
+                with self._fog_counter.paused():
+                    result = self._fog_local_step(*arguments, **options)
+            passes = self._fog_counter.count_step()
+            parameters = self._fog_parameters()
+            if passes >= self._fog_steps:
+                self._fog_combine(parameters)
+                self._fog_counter.reset()
+            self._fog_counter.watch(parameters)
+            return result
 
     def _fog_adapt(self, options: dict[str, Any]) -> Any:
         """Makes the optimizer's step for all parameters whose step the backward pass has not made."""

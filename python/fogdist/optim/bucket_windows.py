@@ -47,11 +47,12 @@ class BucketWindows:
             if parameter.device.type != "cpu":
                 raise ValueError(f"parameter {name!r} must be on the CPU, got device {parameter.device}")
         self.flats = FlatBuckets(parameters, bucket_bytes, names=names, owner=self)
-        check_same_everywhere(current().backend, "model", self.flats.layout())
-        self.windows = [
-            Window(flat, name=f"{prefix}.{number}", zero_init=zero_init)
-            for number, flat in enumerate(self.flats.flats, first)
-        ]
+        with self.flats.released_on_error():
+            check_same_everywhere(current().backend, "model", self.flats.layout())
+            self.windows = [
+                Window(flat, name=f"{prefix}.{number}", zero_init=zero_init)
+                for number, flat in enumerate(self.flats.flats, first)
+            ]
 
     def free(self) -> None:
         """Frees the windows, all of them even if it fails; the parameters stay in their buckets."""

@@ -44,13 +44,14 @@ class OverlappingOptimizer(DistributedOptimizer):
         """
         closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
-        if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
-            result = self._fog_local_step(**others)
-        else:
-            self._fog_catch_up()
-            self._fog_end_all()
-            with self._fog_stepping():
+        with self._fog_scaler_forgotten_on_error():
+            if self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options):
                 result = self._fog_local_step(**others)
+            else:
+                self._fog_catch_up()
+                self._fog_end_all()
+                with self._fog_stepping():
+                    result = self._fog_local_step(**others)
         return result if closure is None else loss
 
     def synchronize(self) -> None:

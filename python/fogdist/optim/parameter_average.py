@@ -6,14 +6,17 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.buckets import are_same
-from fogdist.collectives import allreduce_nonblocking, wait
+from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
 from fogdist.hierarchical import hierarchical_neighbor_allreduce_nonblocking
+from fogdist.memory import empty
 from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
 from fogdist.parameter_changes import ChangeWatch
 
@@ -80,7 +83,8 @@ class ParameterAverage:
             return self._buckets
         names = [self._names[parameter] for parameter in parameters]
         buckets = FlatBuckets(parameters, self._bucket_bytes, names=names, owner=self)
-        check_same_everywhere(current().backend, "model", buckets.layout())
+        with buckets.released_on_error():
+            check_same_everywhere(current().backend, "model", buckets.layout())
         self._buckets = buckets
         return buckets
 
@@ -122,16 +126,26 @@ class ParameterAverage:
         in_flight, self._in_flight = self._in_flight, None
         if not in_flight or self._buckets is None:
             return
+        averages, failure = [], None
+        for _, _, handle in in_flight:
+            try:
+                averages.append(wait(handle))
+            except dist.DistBackendError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        # Not before: neighbors read the values that were sent until then.
         self._changes.end(self._buckets, stacklevel=3)
-        for number, flat, handle in in_flight:
-            average = wait(handle)
+        for (number, flat, _), average in zip(in_flight, averages, strict=True):
             if not self._buckets.swap(number, average):
                 flat.copy_(average)
 
 
 def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str) -> int:
     if kind is CommunicationType.allreduce:
-        return allreduce_nonblocking(flat, average=True, name=name)
+        # A copy in shared memory, which may become the parameters'.
+        copy = empty(flat.numel(), dtype=flat.dtype) if flat.device.type == "cpu" else torch.empty_like(flat)
+        return allreduce_nonblocking_(copy.copy_(flat), average=True, name=name)
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
         return hierarchical_neighbor_allreduce_nonblocking(
             flat,

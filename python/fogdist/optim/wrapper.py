@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -143,6 +144,15 @@ class DistributedOptimizer(Optimizer):
                     if parameter.grad is not None:
                         parameter.grad.mul_(1.0 / float(scale))
         return overflow is not None and float(overflow) != 0
+
+    @contextmanager
+    def _fog_scaler_forgotten_on_error(self) -> Iterator[None]:
+        """Around a step: a scaler multiplies its next scale by one that is still there."""
+        try:
+            yield
+        except BaseException:
+            self._fog_forget_scaler()
+            raise
 
     def _fog_forget_scaler(self) -> None:
         """Removes what a gradient scaler has left: it does so itself only where `step` returns."""
