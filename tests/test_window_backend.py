@@ -1090,6 +1090,7 @@ def free_in_different_orders() -> None:
         match=rf"win_free of window '{'ab'[rank]}' .* timed out.*not there: rank {1 - rank} .*same order",
     ):
         first.free(timedelta(milliseconds=300))
+    dist.barrier()  # or a rank whose time ends first would free what the other one still waits for
     second.free(SOON)  # the other rank is done with this one
     dist.barrier()
     create(full(0), "a").free()
