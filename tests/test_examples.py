@@ -99,10 +99,11 @@ def test_demo_in_short(tmp_path: Path, arguments: tuple[str, ...], launcher: str
         assert found["consensus distance"] < 1e-6
 
 
-def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
+def lose_a_rank(log: Path) -> tuple[str, float]:
+    """Returns what the demo printed, and how long it took to end, in seconds, after rank 1 was killed."""
     # The agent ends all ranks once it has noticed: not before these have had time to say what they noticed.
     launcher = [*launcher_command("torchrun", 3), "--monitor-interval", "5"]
-    job = Job([TRAIN_DIGITS, "--steps", "1000000"], 3, tmp_path / "log.txt", launcher)
+    job = Job([TRAIN_DIGITS, "--steps", "1000000"], 3, log, launcher)
     try:
         job.wait_for(lambda output: "epoch 3, " in output, 120)
         os.kill(job.worker(1), signal.SIGKILL)
@@ -112,8 +113,16 @@ def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
     finally:
         job.stop()
     assert status != 0
-    errors = [line for line in job.output.splitlines() if "DistBackendError" in line]
-    assert any(re.search(r"rank 1\b", line) for line in errors), f"after {seconds:.1f} s:\n{job.output}"
+    return job.output, seconds
+
+
+def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
+    for attempt in range(3):
+        output, seconds = lose_a_rank(tmp_path / f"log{attempt}.txt")
+        errors = [line for line in output.splitlines() if "DistBackendError" in line]
+        if errors or seconds > 2:  # else the agent happened to look just then, and was first
+            break
+    assert any(re.search(r"rank 1\b", line) for line in errors), f"after {seconds:.1f} s:\n{output}"
 
 
 @pytest.mark.parametrize("arguments", [(), ("--dynamic",)], ids=["static", "dynamic"])
