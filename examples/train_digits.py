@@ -16,16 +16,16 @@ where x_i is the vector of all parameters of rank i.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from images import load_digits, load_mnist
 from models import mlp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
 from training import (
     Watch,
+    batches,
     check_batch_size,
     describe,
     end,
@@ -34,18 +34,11 @@ from training import (
     parse,
     report,
     sgd,
-    shuffled,
     start,
     train,
 )
 
 WEIGHT_DECAY = 5e-4
-
-
-def batches(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches without end."""
-    for chosen in shuffled(len(images), batch_size, seed):
-        yield images[chosen], labels[chosen]
 
 
 @record  # torchrun then shows this rank's exception, a lost peer for one, in its closing summary

@@ -19,7 +19,8 @@ more of the steps: in total as many as elsewhere.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
 from training import (
+    batches,
     describe,
     end,
     make_parser,
@@ -37,7 +39,6 @@ from training import (
     parse,
     report,
     sgd,
-    shuffled,
     start,
     train,
 )
@@ -72,12 +73,6 @@ def share(data: ImageSet, split: str, rank: int, size: int) -> tuple[Tensor, Ten
     return images[mask][place :: len(ranks)][:count], labels[mask][place :: len(ranks)][:count]
 
 
-def batches(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields batches without end."""
-    for chosen in shuffled(len(images), batch_size, seed):
-        yield images[chosen], labels[chosen]
-
-
 def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the flags, checked; by default those of the command line."""
     parser = make_parser("Train on MNIST, in any mode.", steps=1200, batch_size=32, lr=0.1, momentum=0.0)
@@ -86,26 +81,23 @@ def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--split", choices=("labels", "even"), default="labels", help="of the training images")
     add("--validation", action="store_true", help="test on images held out of the training set")
     args = parse(parser, arguments)
-    parser.load(lambda: read_images(args))  # what is missing is said before training
+    parser.load(lambda: read_images(args.data, args.validation))  # what is missing is said before training
     return args
 
 
-def read_images(args: argparse.Namespace) -> ImageSet:
-    """Returns the images that the flags name."""
-    data = load_digits() if args.data is None else load_mnist(args.data)
-    return hold_out(data) if args.validation else data
+@cache
+def read_images(folder: Path | None, is_validation: bool) -> ImageSet:
+    """Returns the images that the flags --data and --validation name."""
+    data = load_digits() if folder is None else load_mnist(folder)
+    return hold_out(data) if is_validation else data
 
 
 def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
     """Trains and reports, after `start`; all ranks call this together. Rank 0 gets what --json gets."""
-    data = read_images(args)
+    data = read_images(args.data, args.validation)
     images, labels = share(data, args.split, rank, size)
     model = convolutional(images.shape[-1])
-    trainer = make_trainer(
-        args,
-        model,
-        sgd(args, weight_decay=WEIGHT_DECAY),
-    )
+    trainer = make_trainer(args, model, sgd(args, weight_decay=WEIGHT_DECAY))
     source = batches(images, labels, args.batch_size, seed=args.seed * size + rank)
     history = train(args, trainer, source, cross_entropy)
 

@@ -553,3 +553,9 @@ def shuffled(count: int, batch_size: int, seed: int) -> Iterator[Tensor]:
     while True:
         order = torch.randperm(count, generator=generator)
         yield from torch.split(order[: count - count % batch_size], batch_size)
+
+
+def batches(images: Tensor, labels: Tensor, batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields batches of `shuffled` places, without end."""
+    for chosen in shuffled(len(images), batch_size, seed):
+        yield images[chosen], labels[chosen]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fogdist.buckets import BUCKET_BYTES, make_buckets
-from fogdist.memory import empty, is_shared
+from fogdist.memory import empty_flat, is_shared
 
 # A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
 ALIGNMENT = 64
@@ -100,7 +100,7 @@ class FlatBuckets:
             self._tensors.append(members)
             last = self._places[-1][-1]
             length = _aligned(last.offset + last.shape.numel(), bucket.dtype)
-            self._flats.append(_zeros(length, bucket.dtype, bucket.device))
+            self._flats.append(empty_flat(length, bucket.dtype, bucket.device).zero_())
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
         self._bucket_of = {tensor: i for i, members in enumerate(self._tensors) for tensor in members}
         self._move(distinct)
@@ -339,12 +339,6 @@ def _places(tensors: Sequence[Tensor]) -> list[_Place]:
 def _aligned(elements: int, dtype: torch.dtype) -> int:
     step = ALIGNMENT // dtype.itemsize
     return -(-elements // step) * step
-
-
-def _zeros(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return empty(length, dtype=dtype).zero_()
-    return torch.zeros(length, dtype=dtype, device=device)
 
 
 def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:

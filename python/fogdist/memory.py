@@ -42,6 +42,13 @@ def empty(
     return empty_shared(shape, dtype or torch.get_default_dtype())
 
 
+def empty_flat(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns an uninitialised vector: memory of `empty` on the CPU, ordinary memory of other devices."""
+    if device.type == "cpu":
+        return empty(length, dtype=dtype)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
 def is_shared(tensor: Tensor) -> bool:
     """Whether a tensor is in memory of `empty` or `share_`, or of an exchange's result."""
     from fog_pg import _C

@@ -6,14 +6,14 @@ import weakref
 from typing import Any, Literal, get_args
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.algorithms.flats import Flats
 from fogdist.algorithms.frame import Algorithm
 from fogdist.algorithms.mixing import AllRanks, Finish, MixingLike
-from fogdist.optim.forward_hook import ForwardHook
+from fogdist.optim.forward_hook import ForwardHook, register_before_forward
 from fogdist.optim.wrapper import Models
-from fogdist.parameter_changes import forward_changes_parameters
 
 Order = Literal["atc", "awc", "cta"]
 
@@ -67,10 +67,8 @@ class DecentralizedSGD(Algorithm):
         if order != "atc":
             for each in self._fog_models:
                 hook = ForwardHook(self._fog_before_step)
-                if order == "awc" and forward_changes_parameters(each):
-                    handle = each.register_forward_hook(hook)
-                else:
-                    handle = each.register_forward_pre_hook(hook)
+                register = register_before_forward if order == "awc" else Module.register_forward_pre_hook
+                handle = register(each, hook)
                 weakref.finalize(self, handle.remove).atexit = False
 
     def _fog_advance(self) -> Any:

@@ -26,6 +26,7 @@ from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
+from fogdist.optim.forward_hook import is_training_pass
 from fogdist.optim.wrapper import (
     DistributedOptimizer,
     check_ownership,
@@ -252,13 +253,7 @@ class DecentralizedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        trains = (
-            self._release is not None
-            and self.training
-            and torch.is_grad_enabled()
-            # A pass of a function that torch.func transforms, which no step follows.
-            and not torch._C._are_functorch_transforms_active()
-        )
+        trains = self._release is not None and is_training_pass(self)
         if trains:
             self._before_forward()
         result = self.module(*args, **kwargs)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from fogdist.optim.wrapper import unscale
 
 # Whether a scaler leaves scale and overflow to the optimizer, and where it puts them then.
 _SUPPORT = "_step_supports_amp_scaling"
@@ -43,21 +44,18 @@ class ScaledSteps:
         members = vars(optimizer)
         self._marks = {name: members.pop(name) for name in _MARKS if name in members}
         scale, overflow = self._marks.get("grad_scale"), self._marks.get("found_inf")
-        pairs = [
-            (parameter, parameter.grad)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
         if overflow is not None and float(overflow) != 0:
             # What has no gradient is not updated, whatever algorithm it is.
-            self._gradients = pairs
-            for parameter, _ in pairs:
+            self._gradients = [
+                (parameter, parameter.grad)
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            for parameter, _ in self._gradients:
                 parameter.grad = None
         elif scale is not None:
-            with torch.no_grad():
-                for _, gradient in pairs:
-                    gradient.mul_(1.0 / float(scale))
+            unscale(optimizer, scale)
 
     def end(self) -> None:
         """Call it after a step: gradients and the scaler's attributes are there again."""

@@ -33,9 +33,9 @@ def hook_steps(
     """
     depth = 0
 
-    def before_step(_: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_step(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal depth
-        if depth > 0 and not _is_within_step(optimizer, sys._getframe(1)):
+        if depth > 0 and not _is_within_step(stepped, sys._getframe(1)):
             depth = 0  # a step has raised, and its hook after it was not called
         depth += 1
         return before(args, kwargs) if depth == 1 else None

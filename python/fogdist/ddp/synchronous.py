@@ -9,7 +9,7 @@ from torch import Tensor
 from fogdist.agreement import gather_numbers
 from fogdist.context import Context
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.memory import empty
+from fogdist.memory import empty_flat
 from fogdist.rounds import Rounds
 
 # Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
@@ -48,7 +48,7 @@ class SynchronousMixing:
         self._parameters = parameters
         self._buffers = buffers
         self._copies = [torch.empty_like(flat) for flat in self._buffers]
-        self._results = [_receiving(flat) for flat in self._sources]
+        self._results = [empty_flat(flat.numel(), flat.dtype, flat.device) for flat in self._sources]
         self._in_flight: list[dist.Work] = []
 
     @property
@@ -137,8 +137,3 @@ class SynchronousMixing:
 
     def after_global_average(self) -> None:
         """Nothing: the next exchange sends what there is then."""
-
-
-def _receiving(flat: Tensor) -> Tensor:
-    """Memory for an average of buffers like this one."""
-    return empty(flat.numel(), dtype=flat.dtype) if flat.device.type == "cpu" else torch.empty_like(flat)

@@ -8,6 +8,17 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from fogdist.parameter_changes import forward_changes_parameters
+
+
+def is_training_pass(module: Module) -> bool:
+    """Whether a forward pass of a module now is one that a step of its optimizer follows.
+
+    It is in training mode with gradients enabled, outside of transforms of ``torch.func``.
+    """
+    return module.training and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 class ForwardHook:
@@ -18,8 +29,7 @@ class ForwardHook:
         handle = model.register_forward_pre_hook(ForwardHook(self._fog_before_step))
         weakref.finalize(self, handle.remove).atexit = False
 
-    A training pass is one in training mode with gradients enabled, outside of transforms of ``torch.func``, whose
-    passes are of a function that no step of the optimizer follows. The hook belongs to one model and one
+    What a training pass is, `is_training_pass` says. The hook belongs to one model and one
     optimizer: it does not keep the optimizer alive, and a copy of it, in a copied, pickled or saved model, does
     nothing. ``torch.compile`` leaves it out of its graphs and calls it as it is.
 
@@ -35,10 +45,15 @@ class ForwardHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: Module, *_: Any) -> None:
         method = None if self._method is None else self._method()
-        if method is None or not module.training or not torch.is_grad_enabled():
-            return
-        if not torch._C._are_functorch_transforms_active():
+        if method is not None and is_training_pass(module):
             method(*self._arguments)
 
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
         return ForwardHook, ()
+
+
+def register_before_forward(model: Module, hook: ForwardHook) -> RemovableHandle:
+    """Has a hook that sends parameters called before forward passes, or after them where these change parameters."""
+    if forward_changes_parameters(model):
+        return model.register_forward_hook(hook)
+    return model.register_forward_pre_hook(hook)

@@ -13,7 +13,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.buckets import Bucket, are_same, make_buckets
 from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
-from fogdist.memory import empty
+from fogdist.memory import empty_flat
 
 # The backend remembers each name that it has seen: numbers in names come again after so many.
 _NUMBERS = 64
@@ -223,6 +223,4 @@ class GradientAverage:
 
 def _buffer(bucket: Bucket, parameters: Sequence[Tensor]) -> Tensor:
     length = sum(parameters[place].numel() for place in bucket.places) + len(bucket.places)
-    if bucket.device.type == "cpu":
-        return empty(length, dtype=bucket.dtype)
-    return torch.empty(length, dtype=bucket.dtype, device=bucket.device)
+    return empty_flat(length, bucket.dtype, bucket.device)

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 from torch.utils.hooks import RemovableHandle
 
-from fogdist.optim.forward_hook import ForwardHook
+from fogdist.optim.forward_hook import ForwardHook, register_before_forward
 from fogdist.optim.pass_counter import warn_too_many_passes
 from fogdist.optim.wrapper import DistributedOptimizer, closure_of, evaluated, only_makes_state
-from fogdist.parameter_changes import forward_changes_parameters
 
 
 class OverlappingOptimizer(DistributedOptimizer):
@@ -106,8 +105,8 @@ class OverlappingOptimizer(DistributedOptimizer):
 
     def _fog_hook(self, place: int) -> RemovableHandle:
         model, hook = self._fog_models[place], ForwardHook(self._fog_count_forward, place)
-        if self._begins_with_forward and not forward_changes_parameters(model):
-            return model.register_forward_pre_hook(hook)
+        if self._begins_with_forward:
+            return register_before_forward(model, hook)
         return model.register_forward_hook(hook)
 
     def _fog_count_forward(self, place: int) -> None:

@@ -6,7 +6,6 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.flat_buckets import FlatBuckets
 from fogdist.hierarchical import hierarchical_neighbor_allreduce_nonblocking
-from fogdist.memory import empty
+from fogdist.memory import empty_flat
 from fogdist.neighbor_collectives import neighbor_allreduce_nonblocking
 from fogdist.parameter_changes import ChangeWatch
 
@@ -144,7 +143,7 @@ class ParameterAverage:
 def _post(flat: Tensor, kind: CommunicationType, weights: NeighborWeights, name: str) -> int:
     if kind is CommunicationType.allreduce:
         # A copy in shared memory, which may become the parameters'.
-        copy = empty(flat.numel(), dtype=flat.dtype) if flat.device.type == "cpu" else torch.empty_like(flat)
+        copy = empty_flat(flat.numel(), flat.dtype, flat.device)
         return allreduce_nonblocking_(copy.copy_(flat), average=True, name=name)
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
         return hierarchical_neighbor_allreduce_nonblocking(

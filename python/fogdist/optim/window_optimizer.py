@@ -104,16 +104,12 @@ class WindowOptimizer(OverlappingOptimizer):
 
     def _fog_make_windows(self) -> None:
         """Makes windows of the parameters that are not in one: trained ones, of each model by itself."""
-        names: dict[torch.Tensor, str] = {}
-        for model in self._fog_models:
-            for name, parameter in model.named_parameters():
-                names.setdefault(parameter, name)
         for place, buckets in enumerate(self._fog_buckets):
             missing = [p for p in self._fog_parameters(place) if p not in self._fog_known]
             first = sum(len(each.windows) for each in self._fog_each())
             made = BucketWindows(
                 missing,
-                [names[p] for p in missing],
+                [self._fog_names[p] for p in missing],
                 self._fog_prefix,
                 first,
                 zero_init=self._zero_init,

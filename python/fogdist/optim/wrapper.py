@@ -139,10 +139,7 @@ class DistributedOptimizer(Optimizer):
         """
         scale, overflow = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         if scale is not None:
-            for group in self._fog_wrapped.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(1.0 / float(scale))
+            unscale(self._fog_wrapped, scale)
         return overflow is not None and float(overflow) != 0
 
     @contextmanager
@@ -221,6 +218,15 @@ def wrap(
     distributed._fog_number = next(_numbers)
     distributed._fog_steps = steps
     return distributed
+
+
+@torch.no_grad()
+def unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divides an optimizer's gradients by a gradient scaler's scale."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / float(scale))
 
 
 def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
