@@ -6,7 +6,7 @@ NeighborPlan works.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -76,6 +76,12 @@ class ProcessGroupFog(Backend):
             a disagreement raises on both sides at once; without it, those that only send learn of it at their
             next operation. Default is the group's option.
         timeout: Of this operation; default is the group's.
+
+    Tensors of another device than the CPU go by messages of that device's delegate, with these differences:
+    calls are matched in their order, whatever their names are; a Work's wait() orders the current stream and
+    does not block; `timeout` holds for what is done on the host only. `confirm` compares signatures on the
+    host beforehand, by name where one is given, and so do gathers in any case: then the call itself waits, and
+    raises. The first operation on a device waits until all ranks have come to one.
     """
 
     class Options(Backend.Options):
@@ -112,7 +118,8 @@ class ProcessGroupFog(Backend):
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
         Sums run in float64 for float32 and float64 and in float32 for float16 and bfloat16, and are rounded
-        once.
+        once. On other devices than the CPU a sender's weight other than 1 is applied before it sends, and
+        rounded to the dtype.
 
         A list is exchanged as one: a single exchange for all tensors of one dtype, dtypes in the order in
         which they first appear. It costs no copy where the tensors of a dtype lie one after the other,
@@ -253,6 +260,9 @@ class ProcessGroupFog(Backend):
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Does nothing: what torch calls on ranks outside of a new group, which some backends need for a split."""
 
+    def delegate(self, device_type: str) -> Backend | None:
+        """The backend that serves tensors of a type of device, such as "cuda"; None if none has been made yet."""
+
     @property
     def options(self) -> ProcessGroupFog.Options:
         """A copy of the group's options; changing it changes nothing."""
@@ -275,6 +285,10 @@ class Window:
     is lost or counted twice. `get` never sees a half-done `update`, but it does see arithmetic of the owner's
     own as it goes on; with the mutex on both sides it does not. A `get` and a `put` into one slot at a time
     replace one another in either order.
+
+    Windows of device tensors do the same, with the same arguments. In "peer memory" the device of the caller does
+    all of it, in the order of streams, and what fails there raises in a later call if nobody waits for its Work;
+    "staged" they are done on the host, with copies in the order of streams.
 
     With each value goes p, the weight of push-sum, always of the same state: `p` is this rank's own, 1.0 at
     first, and slots start with 0.0.
@@ -417,6 +431,9 @@ class Window:
     @property
     def name(self) -> str: ...
     @property
+    def transport(self) -> str:
+        """How data goes between ranks: "shared memory" (CPU tensors; between hosts by messages), "peer memory" or "staged"."""
+    @property
     def in_neighbors(self) -> list[int]: ...
     @property
     def out_neighbors(self) -> list[int]: ...
@@ -459,6 +476,38 @@ def share(tensor: Tensor) -> None:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether all of the tensor's storage is in such memory."""
+
+def set_delegate_factory(
+    device_type: str, make: Callable[[Store, int, int, Backend.Options, torch.device, bool], Backend] | None
+) -> None:
+    """Sets what makes a group's backend for tensors of a type of device.
+
+    It is called when a first such tensor comes, with the group's store, rank, size and options, the tensor's device and whether
+    all ranks come together. Only if they do may it communicate. It holds for all groups of the process.
+
+    Args:
+        device_type: Such as "cuda".
+        make: None for no backend.
+    """
+
+def set_device_driver(device_type: str, driver: str, compilers: list[str]) -> None:
+    """Names the driver of a type of device and the run-time compiler of its kernels; opens neither.
+
+    Args:
+        device_type: Such as "cuda".
+        driver: What dlopen takes: a library with the functions of libcuda.
+        compilers: Libraries with the functions of NVRTC, tried in this order.
+    """
+
+def kernel_source() -> str:
+    """The CUDA C++ source of fog's kernels, as the run-time compiler gets it."""
+
+def compile_kernels(device_type: str, major: int, minor: int) -> bytes:
+    """Machine code of fog's kernels for a compute capability, such as 9, 0; needs no GPU.
+
+    Raises:
+        RuntimeError: There is no compiler for this type of device, or it fails: with its log.
+    """
 
 def broadcast_from_rank_zero(text: str) -> str:
     """Rank 0's text on every rank of the launcher's world; after start_from_launcher.

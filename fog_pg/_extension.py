@@ -92,6 +92,10 @@ def load() -> ModuleType:
         ImportError: If the extension is missing or built for another torch, or if no MPI library can be used.
     """
     _check_build()
+    import torch
+
+    from fog_pg import _driver, _nccl
+
     try:
         from fog_pg import _C
     except ImportError as error:
@@ -103,6 +107,9 @@ def load() -> ModuleType:
         _C.load_mpi("" if _C.native_mpi else find_mpi_library())
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
+    _C.set_delegate_factory("cuda", _nccl.create)
+    if torch.version.cuda is not None:
+        _C.set_device_driver("cuda", _driver.DRIVER, _driver.compilers(torch.version.cuda))
     # Before the interpreter goes: the progress thread may run Python callbacks.
     atexit.register(_C.shutdown)
     return _C

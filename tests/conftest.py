@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import device_double
 import harness
 
 # A shell that starts this in the background has SIGINT ignored, and all ranks would inherit that.
@@ -66,6 +67,12 @@ def no_shared_memory_left() -> Iterator[None]:
     before = harness.shared_memory_entries()
     yield
     _fail_unless_clean(before, worlds_run=True)
+
+
+@pytest.fixture(scope="session")
+def compiled_double() -> None:
+    """For tests whose ranks load the device double."""
+    device_double.compile_double()
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,8 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + number)
     x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
     y = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    return (model(x) - y).square().mean()
+    there = next(model.parameters()).device
+    return (model(x.to(there)) - y.to(there)).square().mean()
 
 
 def snapshot(model: nn.Module) -> Tensor:

@@ -170,16 +170,6 @@ def test_bad_arguments(worlds: WorldPool) -> None:
     worlds(3).run(bad_arguments)
 
 
-def cuda_tensor() -> None:
-    with pytest.raises((ValueError, RuntimeError), match=r"(?i)cuda"):
-        dist.all_reduce(torch.ones(2, device="cuda"))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_tensor_is_refused_clearly(worlds: WorldPool) -> None:
-    worlds(1).run(cuda_tensor)
-
-
 # Ranks that disagree. Each case runs in a group of its own, so that one does not disturb the next.
 
 

@@ -37,8 +37,26 @@ def test_every_public_name_exists():
 
 def test_every_module_imports_only_what_is_below_it():
     order = ["legacy", "topology", "launch", "handles", "agreement", "static_topology", "context", "machines"]
-    order += ["rounds", "exchange", "verification", "arguments", "averaging", "collectives", "neighbor_collectives"]
-    order += ["hierarchical", "windows", "ops", "inference", "memory", "buckets", "flat_buckets", "parameters"]
+    order += [
+        "rounds",
+        "exchange",
+        "verification",
+        "arguments",
+        "averaging",
+        "collectives",
+        "neighbor_collectives",
+    ]
+    order += [
+        "hierarchical",
+        "windows",
+        "ops",
+        "inference",
+        "streams",
+        "memory",
+        "buckets",
+        "flat_buckets",
+        "parameters",
+    ]
     order += ["parameter_changes", "consensus", "optim", "algorithms", "ddp", "__init__"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):

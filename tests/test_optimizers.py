@@ -74,7 +74,8 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
-    x, y = batch(rank, number)
+    there = next(model.parameters()).device
+    x, y = (part.to(there) for part in batch(rank, number))
     return (model(x) - y).square().mean()
 
 

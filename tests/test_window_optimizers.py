@@ -708,7 +708,7 @@ def test_before_init(kind):
 
 def other_devices() -> None:
     start()
-    with pytest.raises(ValueError, match="'w' must be on the CPU, got device meta"):
+    with pytest.raises(ValueError, match="'w' must have memory, got one on the device meta"):
         BucketWindows([torch.empty(2, device="meta")], ["w"], "w", 0, zero_init=True, bucket_bytes=8)
 
 

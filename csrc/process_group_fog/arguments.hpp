@@ -11,6 +11,11 @@
 
 namespace fog {
 
+// The device of a tensor that is still to be checked.
+inline at::Device where_is(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.device() : at::Device(at::kCPU);
+}
+
 // Throws ValueError unless `tensor` has the dtype of `like`, the operation's input.
 void check_same(const char* op, const char* argument, const at::Tensor& tensor, const at::Tensor& like);
 

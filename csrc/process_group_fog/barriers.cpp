@@ -1,6 +1,7 @@
 // barrier and monitoredBarrier.
 #include "process_group_fog.hpp"
 
+#include <ATen/DeviceAccelerator.h>
 #include <c10/util/Exception.h>
 
 #include "mpi/collectives/barrier.hpp"
@@ -31,6 +32,21 @@ std::string name_ranks(const std::vector<int>& ranks, bool all) {
 } // namespace
 
 WorkPtr ProcessGroupFog::barrier(const c10d::BarrierOptions& options) {
+  // Of a device only where the program names one, on all ranks alike: one that torch guesses may not be named by all, and a delegate
+  // would wait for those for ever. torch's dispatch passes `device_ids` on, but not `device`.
+  auto given = options;
+  if (const auto bound = getBoundDeviceId()) {
+    given.device = bound;
+  } else if (options.device_ids.empty()) {
+    given.device.reset();
+  } else if (const auto type = at::getAccelerator(); type && !options.device) {
+    given.device = at::Device(*type, static_cast<c10::DeviceIndex>(options.device_ids[0]));
+  }
+  if (given.device && !given.device->is_cpu()) {
+    if (const auto delegate = delegates_.serving("barrier", *given.device)) {
+      return delegate->barrier(given);
+    }
+  }
   return submit(std::make_shared<mpi::Barrier>(), {OpType::BARRIER, "fog:barrier", {}, {}}, call_options(options));
 }
 

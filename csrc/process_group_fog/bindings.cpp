@@ -7,6 +7,9 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
+#include "cuda/driver.hpp"
+#include "cuda/kernels.hpp"
+#include "delegates.hpp"
 #include "mpi/api.hpp"
 #include "mpi/engine.hpp"
 #include "mpi/runtime.hpp"
@@ -61,6 +64,38 @@ void check_interrupt() {
   }
 }
 
+// Calls a Python function, which may outlive the interpreter's last code: then it is kept for ever.
+fog::DelegateFactory delegate_factory(py::function make) {
+  const auto held = std::shared_ptr<py::function>(new py::function(std::move(make)), [](py::function* function) {
+    if (Py_IsInitialized() == 0) {
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    delete function;
+  });
+  return [held](
+             const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+             const c10::intrusive_ptr<c10d::Backend::Options>& options, const at::Device& device, bool eager) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(store, rank, size, options, device, eager).cast<fog::BackendPtr>();
+  };
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> copy_options(const fog::BackendPtr& backend) {
+  const py::gil_scoped_acquire gil;
+  const auto copied = py::module_::import("copy").attr("deepcopy")(py::cast(backend->getBackendOptions()));
+  return copied.cast<c10::intrusive_ptr<c10d::Backend::Options>>();
+}
+
+void without_gil(const std::function<void()>& function) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    function();
+    return;
+  }
+  const py::gil_scoped_release released;
+  function();
+}
+
 std::string mpi_version() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
   int length = 0;
@@ -73,6 +108,7 @@ std::string mpi_version() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
   fog::mpi::Engine::instance().set_interrupt_check(check_interrupt);
+  fog::set_delegate_support({copy_options, without_gil});
 
   module.attr("torch_version") = TORCH_VERSION;
 #ifdef FOG_NATIVE_MPI
@@ -241,6 +277,7 @@ PYBIND11_MODULE(_C, module) {
           [](ProcessGroupFog& self) {
             return c10::static_intrusive_pointer_cast<ProcessGroupFog::Options>(self.getBackendOptions());
           })
+      .def("delegate", &ProcessGroupFog::delegate, py::arg("device_type"))
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
 
@@ -335,8 +372,8 @@ PYBIND11_MODULE(_C, module) {
       .def("version", &Window::version, py::arg("rank"), release_gil)
       .def(
           "lock",
-          [](Window& self, Ranks ranks, bool own, Timeout timeout) {
-            self.lock(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
+          [](Window& self, const Ranks& ranks, bool own, Timeout timeout) {
+            self.lock(ranks, own, checked(timeout.value_or(self.timeout())));
           },
           py::arg("ranks"),
           py::kw_only(),
@@ -354,7 +391,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("timeout") = py::none(),
           release_gil)
       .def(
-          "unlock", [](Window& self, Ranks ranks, bool own) { self.unlock(std::move(ranks), own); }, py::arg("ranks"), py::kw_only(),
+          "unlock", [](Window& self, const Ranks& ranks, bool own) { self.unlock(ranks, own); }, py::arg("ranks"), py::kw_only(),
           py::arg("own") = false, release_gil)
       .def(
           "free", [](Window& self, Timeout timeout) { self.free(checked(timeout.value_or(self.timeout()))); },
@@ -362,6 +399,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property("p", &Window::p, &Window::set_p)
       .def_property_readonly("tensor", &Window::tensor)
       .def_property_readonly("name", &Window::name)
+      .def_property_readonly("transport", &Window::transport)
       .def_property_readonly("in_neighbors", &Window::in_neighbors)
       .def_property_readonly("out_neighbors", &Window::out_neighbors);
   group.def(
@@ -391,6 +429,31 @@ PYBIND11_MODULE(_C, module) {
       py::arg("dtype"));
   module.def("share", &fog::share, py::arg("tensor"));
   module.def("is_shared", &fog::is_shared, py::arg("tensor"));
+  module.def(
+      "set_delegate_factory",
+      [](const std::string& device_type, std::optional<py::function> make) {
+        fog::set_delegate_factory(at::Device(device_type).type(), make ? delegate_factory(std::move(*make)) : nullptr);
+      },
+      py::arg("device_type"),
+      py::arg("make"));
+  module.def(
+      "set_device_driver",
+      [](const std::string& device_type, const std::string& driver, std::vector<std::string> compilers) {
+        fog::cuda::set_driver(at::Device(device_type).type(), driver, std::move(compilers));
+      },
+      py::arg("device_type"),
+      py::arg("driver"),
+      py::arg("compilers"));
+  module.def("kernel_source", &fog::cuda::kernel_source);
+  module.def(
+      "compile_kernels",
+      [](const std::string& device_type, int major, int minor) {
+        const auto& compiler = fog::cuda::Compiler::of(at::Device(device_type).type());
+        return py::bytes(compiler.compile(fog::cuda::kernel_source(), major, minor));
+      },
+      py::arg("device_type"),
+      py::arg("major"),
+      py::arg("minor"));
   module.def("load_mpi", &fog::mpi::load, py::arg("path"));
   module.def("mpi_library", &fog::mpi::library_path);
   module.def("mpi_version", &mpi_version);

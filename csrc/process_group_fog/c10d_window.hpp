@@ -21,7 +21,7 @@ class C10dWindow final : public c10d::Window {
 
   C10dWindow(Create create, int rank) : create_(std::move(create)), rank_(rank) {}
 
-  // The tensor's storage moves into shared memory. With `owning` false the window keeps the storage all the same: others may
+  // The tensor's storage moves to where the others reach it. With `owning` false the window keeps the storage all the same: others may
   // write to it.
   void tensor_register(const at::Tensor& tensor, bool owning = true) override;
   void tensor_deregister() override;

@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 
 #include "arguments.hpp"
+#include "cuda/neighbors.hpp"
 #include "mpi/collectives/broadcast.hpp"
 #include "mpi/collectives/gather_scatter.hpp"
 #include "staging.hpp"
@@ -67,6 +68,9 @@ std::vector<mpi::Block> split_rows(
 } // namespace
 
 WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+  if (const auto delegate = delegate_of("broadcast", tensors)) {
+    return delegate->broadcast(tensors, options);
+  }
   if (tensors.size() == 1) {
     return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options));
   }
@@ -94,12 +98,22 @@ WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d:
 }
 
 WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const CallOptions& options) {
-  check_output("broadcast", "tensor", tensor);
+  check_output("broadcast", "tensor", tensor, where_is(tensor));
   check_root("broadcast", root);
-  Staging staging;
-  const auto staged = rank_ == root ? staging.input(tensor) : staging.output(tensor);
   auto signature = Signature::of(OpKind::kBroadcast, tensor);
   signature.root = root;
+  if (const auto device = neighbors_of("broadcast", tensor)) {
+    compare_everywhere(signature, options);
+    return device->collective(
+        "broadcast", "fog:broadcast", OpType::BROADCAST, tensor, [&](c10d::Backend& delegate, std::vector<at::Tensor>& tensors) {
+          c10d::BroadcastOptions given;
+          given.rootRank = root;
+          given.timeout = options.timeout.value_or(c10d::kUnsetTimeout);
+          return delegate.broadcast(tensors, given);
+        });
+  }
+  Staging staging;
+  const auto staged = rank_ == root ? staging.input(tensor) : staging.output(tensor);
   const auto block = block_of(staged);
   auto operation = std::make_shared<mpi::Broadcast>(signature, block.data, block.bytes);
   operation->keep(staged);
@@ -109,6 +123,9 @@ WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const Cal
 
 WorkPtr ProcessGroupFog::allgather(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather", output_lists, inputs)) {
+    return delegate->allgather(output_lists, inputs, options);
+  }
   if (inputs.size() != 1) {
     // Every list of outputs takes all tensors of all ranks.
     check_list("allgather", "inputs", inputs);
@@ -139,6 +156,9 @@ WorkPtr ProcessGroupFog::allgather(
 }
 
 WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather_into_tensor", output, input)) {
+    return delegate->_allgather_base(output, input, options);
+  }
   check_allgather_base(output, input, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
@@ -153,6 +173,9 @@ WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, 
 
 WorkPtr ProcessGroupFog::allgather_coalesced(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather_coalesced", output_lists, inputs)) {
+    return delegate->allgather_coalesced(output_lists, inputs, options);
+  }
   // output_lists[rank][i] is rank's i-th input.
   TORCH_CHECK_VALUE(!inputs.empty(), "allgather_coalesced: inputs: got an empty list");
   TORCH_CHECK_VALUE(
@@ -208,6 +231,9 @@ WorkPtr ProcessGroupFog::allgather_flat(
 
 WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather_into_tensor_coalesced", outputs, inputs)) {
+    return delegate->allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "allgather_into_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
@@ -223,6 +249,9 @@ WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
 
 WorkPtr ProcessGroupFog::gather(
     std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::GatherOptions& options) {
+  if (const auto delegate = delegate_of("gather", output_lists, inputs)) {
+    return delegate->gather(output_lists, inputs, options);
+  }
   const auto input = only_tensor("gather", "inputs", inputs);
   check_tensor("gather", "inputs", input);
   check_root("gather", options.rootRank);
@@ -259,6 +288,9 @@ WorkPtr ProcessGroupFog::gather(
 
 #ifdef C10D_BACKEND_HAS_WINDOW
 WorkPtr ProcessGroupFog::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) {
+  if (const auto delegate = delegate_of("gather_single", output, input)) {
+    return delegate->gather_single(output, input, options);
+  }
   std::vector<std::vector<at::Tensor>> outputs;
   if (rank_ == options.rootRank) {
     check_output("gather_single", "output", output);
@@ -275,6 +307,9 @@ WorkPtr ProcessGroupFog::gather_single(at::Tensor& output, at::Tensor& input, co
 
 WorkPtr ProcessGroupFog::scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& input_lists, const c10d::ScatterOptions& options) {
+  if (const auto delegate = delegate_of("scatter", outputs, input_lists)) {
+    return delegate->scatter(outputs, input_lists, options);
+  }
   const auto output = only_tensor("scatter", "outputs", outputs);
   check_output("scatter", "outputs", output);
   check_root("scatter", options.rootRank);
@@ -315,6 +350,9 @@ WorkPtr ProcessGroupFog::alltoall_base(
     std::vector<int64_t>& output_splits,
     std::vector<int64_t>& input_splits,
     const c10d::AllToAllOptions& options) {
+  if (const auto delegate = delegate_of("alltoall_base", output, input)) {
+    return delegate->alltoall_base(output, input, output_splits, input_splits, options);
+  }
   check_output("alltoall_base", "output", output);
   check_tensor("alltoall_base", "input", input);
   check_same("alltoall_base", "output", output, input);
@@ -336,6 +374,9 @@ WorkPtr ProcessGroupFog::alltoall_base(
 
 WorkPtr ProcessGroupFog::alltoall(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) {
+  if (const auto delegate = delegate_of("alltoall", outputs, inputs)) {
+    return delegate->alltoall(outputs, inputs, options);
+  }
   for (const auto& [argument, tensors] : {std::make_pair("inputs", &inputs), std::make_pair("outputs", &outputs)}) {
     TORCH_CHECK_VALUE(
         static_cast<int>(tensors->size()) == size_, "alltoall: ", argument, ": got ", tensors->size(), " tensors; allowed is one for each of the ",

@@ -9,7 +9,10 @@
 
 #include "arguments.hpp"
 #include "arithmetic.hpp"
+#include "cuda/neighbors.hpp"
+#include "cuda/reduce.hpp"
 #include "machines.hpp"
+#include "mpi/collectives/agreement.hpp"
 #include "mpi/collectives/gather_concat.hpp"
 #include "mpi/collectives/hierarchical_neighbor_allreduce.hpp"
 #include "mpi/collectives/neighbor_allreduce.hpp"
@@ -62,7 +65,7 @@ void check_outputs(const char* op, const Tensors& tensors, const Tensors& output
   const Spans spans(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto name = numbered("output", i, tensors);
-    check_output(op, name.c_str(), outputs[i]);
+    check_output(op, name.c_str(), outputs[i], tensors[i].device());
     check_same(op, name.c_str(), outputs[i], tensors[i]);
     TORCH_CHECK_VALUE(
         outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(), "; allowed is that of the tensor, ",
@@ -73,13 +76,24 @@ void check_outputs(const char* op, const Tensors& tensors, const Tensors& output
   }
 }
 
-// The places of the tensors of each dtype and device, in the order of their first appearance.
+// Of tensors that are all on the first one's device.
+void check_mix(const char* op, const Tensors& tensors, const std::optional<Tensors>& outputs) {
+  TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensor: got an empty list");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_tensor(op, numbered("tensor", i, tensors).c_str(), tensors[i], where_is(tensors[0]));
+    check_weighted_sum(tensors[i].scalar_type());
+  }
+  if (outputs) {
+    check_outputs(op, tensors, *outputs);
+  }
+}
+
+// The places of the tensors of each dtype, in the order of their first appearance.
 std::vector<std::vector<size_t>> by_dtype(const Tensors& tensors) {
   std::vector<std::vector<size_t>> parts;
   for (size_t i = 0; i < tensors.size(); ++i) {
     auto part = std::find_if(parts.begin(), parts.end(), [&](const std::vector<size_t>& places) {
-      const auto& first = tensors[places[0]];
-      return first.scalar_type() == tensors[i].scalar_type() && first.device() == tensors[i].device();
+      return tensors[places[0]].scalar_type() == tensors[i].scalar_type();
     });
     (part == parts.end() ? parts.emplace_back() : *part).push_back(i);
   }
@@ -122,7 +136,74 @@ Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensor
   return signature;
 }
 
+// New tensors like these in memory of their device; those of one dtype lie together.
+Tensors empty_like(const Tensors& tensors, const std::vector<std::vector<size_t>>& parts) {
+  Tensors results(tensors.size());
+  for (const auto& places : parts) {
+    const auto part = pick(tensors, places);
+    int64_t numel = 0;
+    for (const auto& tensor : part) {
+      numel += tensor.numel();
+    }
+    const auto views = views_of(at::empty({numel}, part[0].options().requires_grad(false)), part);
+    for (size_t i = 0; i < places.size(); ++i) {
+      results[places[i]] = views[i];
+    }
+  }
+  return results;
+}
+
+std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
+  std::vector<int> ranks;
+  for (const auto& peer : peers) {
+    ranks.push_back(peer.rank);
+  }
+  return ranks;
+}
+
 } // namespace
+
+std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(
+    const char* op, const std::vector<const at::Tensor*>& tensors) {
+  const auto device = tensors[0]->device();
+  TORCH_CHECK_VALUE(
+      !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
+      "; allowed are those of torch.distributed");
+  auto delegate = delegates_.serving(op, tensors);
+  if (!delegate) {
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(neighbors_mutex_);
+  for (const auto& [known, neighbors] : neighbors_) {
+    if (known == device) {
+      return neighbors;
+    }
+  }
+  auto neighbors = std::make_shared<cuda::Neighbors>(std::move(delegate), rank_, group_->name, device);
+  neighbors_.emplace_back(device, neighbors);
+  return neighbors;
+}
+
+std::vector<int64_t> ProcessGroupFog::compare(
+    const Signature& signature, int64_t number, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
+  auto operation = std::make_shared<mpi::Agreement>(signature, number, std::move(sources), std::move(destinations));
+  auto call = options;
+  call.confirm = true;
+  call.waits = true;
+  const auto work = submit(operation, {OpType::UNKNOWN, nullptr, {}, {}}, call);
+  work->wait();
+  const auto numbers = work->result().at(0);
+  const auto* begin = numbers.const_data_ptr<int64_t>();
+  return {begin, begin + numbers.numel()};
+}
+
+void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallOptions& options) {
+  if (confirms(options)) {
+    std::vector<int> everyone(size_);
+    std::iota(everyone.begin(), everyone.end(), 0);
+    compare(signature, 0, everyone, everyone, options);
+  }
+}
 
 WorkPtr ProcessGroupFog::mix(
     OpKind kind,
@@ -131,15 +212,6 @@ WorkPtr ProcessGroupFog::mix(
     const std::optional<Tensors>& outputs,
     const CallOptions& options,
     const MakeMix& make) {
-  const char* op = name_of(kind);
-  TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensor: got an empty list");
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    check_tensor(op, numbered("tensor", i, tensors).c_str(), tensors[i]);
-    check_weighted_sum(tensors[i].scalar_type());
-  }
-  if (outputs) {
-    check_outputs(op, tensors, *outputs);
-  }
   const auto parts = by_dtype(tensors);
   Tensors results(tensors.size());
   std::vector<WorkPtr> works;
@@ -181,12 +253,60 @@ WorkPtr ProcessGroupFog::mix(
 
 WorkPtr ProcessGroupFog::neighbor_allreduce(
     const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options) {
-  check_plan("neighbor_allreduce", plan, "rank", rank_, size_);
+  constexpr auto kKind = OpKind::kNeighborAllreduce;
+  const char* op = name_of(kKind);
+  check_plan(op, plan, "rank", rank_, size_);
+  check_mix(op, tensors, outputs);
+  if (const auto device = neighbors_of(op, tensors, outputs)) {
+    const auto parts = by_dtype(tensors);
+    if (confirms(options)) {
+      const auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
+      compare(signature, 0, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
+    }
+    return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts));
+  }
   return mix(
-      OpKind::kNeighborAllreduce, "fog:neighbor_allreduce", tensors, outputs, options,
+      kKind, "fog:neighbor_allreduce", tensors, outputs, options,
       [&](Signature signature, const void* in, void* out, size_t numel) {
         return std::make_shared<mpi::NeighborAllreduce>(signature, plan, in, out, numel);
       });
+}
+
+// Each rank of a machine mixes a slice of its own: with different plans the slices would not belong together.
+void ProcessGroupFog::compare_plans(
+    const Signature& signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options) {
+  auto sources = machines.local();
+  auto destinations = machines.local();
+  for (const auto& source : plan.sources()) {
+    sources.push_back(machines.rank(source.rank, machines.place()));
+  }
+  for (const auto& destination : plan.destinations()) {
+    destinations.push_back(machines.rank(destination.rank, machines.place()));
+  }
+  const int64_t own = mark(hash_of(plan));
+  const auto plans = compare(signature, own, std::move(sources), std::move(destinations), options);
+  for (size_t place = 0; place < machines.local().size(); ++place) {
+    TORCH_CHECK_WITH(
+        DistBackendError, plans[place] == own, "ranks disagree: this rank called ", name_of(signature.kind), " with ", plan.describe(),
+        " for its machine, rank ", machines.local()[place], " of the same machine with another plan");
+  }
+}
+
+WorkPtr ProcessGroupFog::local_allreduce(
+    at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options) {
+  constexpr const char* kOp = "local_allreduce";
+  check_output(kOp, "tensor", tensor, where_is(tensor));
+  const Machines layout(kOp, std::move(machines), rank_, size_);
+  auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
+  layout.sign(signature);
+  if (const auto device = neighbors_of(kOp, tensor)) {
+    cuda::check_reduction_on_device(kOp, op.op_, tensor);
+    if (confirms(options)) {
+      compare(signature, 0, layout.local(), layout.local(), options);
+    }
+    return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
+  }
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
 }
 
 WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
@@ -200,6 +320,17 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
   const Machines layout(op, std::move(machines), rank_, size_);
   layout.check_equal(op);
   check_plan(op, plan, "rank's machine", layout.machine(), layout.count());
+  check_mix(op, tensors, outputs);
+  if (const auto device = neighbors_of(op, tensors, outputs)) {
+    const auto parts = by_dtype(tensors);
+    if (confirms(options)) {
+      auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
+      layout.sign(signature);
+      compare_plans(signature, layout, plan, options);
+    }
+    return device->hierarchical_neighbor_allreduce(
+        tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts));
+  }
   return mix(
       kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options,
       [&](Signature signature, const void* in, void* out, size_t numel) {
@@ -216,30 +347,25 @@ WorkPtr ProcessGroupFog::gather_concat(
     std::vector<int> destinations,
     const CallOptions& options) {
   const char* op = name_of(kind);
-  check_tensor(op, "tensor", tensor);
-  TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": tensor: got one without dimensions; allowed are 1 or more, results are joined along dimension 0");
+  check_tensor(op, "tensor", tensor, where_is(tensor));
+  TORCH_CHECK_VALUE(
+      tensor.dim() > 0, op, ": tensor: got one without dimensions; allowed are 1 or more, results are joined along dimension 0");
+  const bool all = kind == OpKind::kAllgatherConcat;
+  const auto type = all ? OpType::ALLGATHER : OpType::UNKNOWN;
+  const char* title = all ? "fog:allgather_concat" : "fog:neighbor_allgather";
+  const auto signature = Signature::of(kind, tensor);
+  if (const auto device = neighbors_of(op, tensor)) {
+    const auto rows = compare(signature, tensor.size(0), sources, destinations, options);
+    return device->gather(op, title, type, tensor, sources, rows, destinations);
+  }
   Staging staging;
   const auto staged = staging.input(tensor);
-  auto operation = std::make_shared<mpi::GatherConcat>(
-      Signature::of(kind, tensor), staged, std::move(sources), std::move(destinations));
-  return submit(
-      operation,
-      {kind == OpKind::kAllgatherConcat ? OpType::ALLGATHER : OpType::UNKNOWN,
-       kind == OpKind::kAllgatherConcat ? "fog:allgather_concat" : "fog:neighbor_allgather",
-       {tensor},
-       {}},
-      options);
+  auto operation = std::make_shared<mpi::GatherConcat>(signature, staged, std::move(sources), std::move(destinations));
+  return submit(operation, {type, title, {tensor}, {}}, options);
 }
 
 WorkPtr ProcessGroupFog::neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options) {
   check_plan("neighbor_allgather", plan, "rank", rank_, size_);
-  auto ranks_of = [](const std::vector<WeightedPeer>& peers) {
-    std::vector<int> ranks;
-    for (const auto& peer : peers) {
-      ranks.push_back(peer.rank);
-    }
-    return ranks;
-  };
   return gather_concat(tensor, OpKind::kNeighborAllgather, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
 }
 

@@ -4,21 +4,47 @@
 #include <cstring>
 #include <numeric>
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
 #include "c10d_window.hpp"
+#include "cuda/device_window.hpp"
+#include "host_window.hpp"
 #include "mpi/engine.hpp"
-#include "window.hpp"
 
 namespace fog {
 
 using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+namespace {
+
+// torch's newer classes for NCCL have nothing to time with; their operations are to go on.
+void enable_timing(c10d::Backend& delegate) {
+  try {
+    delegate.enableCollectivesTiming();
+  } catch (const c10::Error& error) {
+    TORCH_WARN_ONCE("fog: ", delegate.getBackendName(), " does not time its operations: ", error.what_without_backtrace());
+  }
+}
+
+} // namespace
+
 ProcessGroupFog::ProcessGroupFog(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
-    : Backend(rank, size), options_(std::move(options)) {
+    : Backend(rank, size),
+      options_(std::move(options)),
+      delegates_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
+        delegate->setGroupUid(getGroupUid());
+        delegate->setGroupDesc(getGroupDesc());
+        if (const auto bound = getBoundDeviceId(); bound && bound->type() == device.type()) {
+          delegate->setBoundDeviceId(bound);
+        }
+        if (is_timing_) {
+          enable_timing(*delegate);
+        }
+      }) {
   init();
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
   group_ = mpi::Engine::instance().connect(store, rank, size, options_->timeout, name);
@@ -37,18 +63,32 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
         rank >= 0 && rank < size_, "split: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
     TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split: ranks: got rank ", rank, " more than once");
   }
-  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
-  if (mine == ranks.end()) {
-    return nullptr;
-  }
   auto child = child_options("split", options);
   child->global_ranks_in_group.clear();
   for (const int rank : ranks) {
     const auto& global = options_->global_ranks_in_group; // empty in the default group
     child->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global[rank]);
   }
-  return c10::make_intrusive<ProcessGroupFog>(
-      store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), std::move(child));
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  const bool is_member = mine != ranks.end();
+  // ProcessGroup::splitGroup() comes once for each type of device; the new group has one backend for all of them.
+  if (!child->group_name.empty() && child->group_name == last_split_.first) {
+    auto same = last_split_.second.lock();
+    if (same || !is_member) {
+      return same;
+    }
+  }
+  last_split_.first = child->group_name;
+  if (!is_member) {
+    last_split_.second.reset();
+    delegates_.split(store, ranks, *child, nullptr);
+    return nullptr;
+  }
+  auto group = c10::make_intrusive<ProcessGroupFog>(
+      store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child);
+  delegates_.split(store, ranks, *child, &group->delegates_);
+  last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
+  return group;
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::merge(
@@ -71,15 +111,116 @@ c10::intrusive_ptr<ProcessGroupFog::Options> ProcessGroupFog::child_options(
   return c10::make_intrusive<Options>(*given); // the caller may use his for several groups
 }
 
+void ProcessGroupFog::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  for (const auto& delegate : delegates_.made()) {
+    delegate->setTimeout(timeout);
+  }
+}
+
+void ProcessGroupFog::setGroupUid(const std::string& uid) {
+  c10d::Backend::setGroupUid(uid);
+  for (const auto& delegate : delegates_.made()) {
+    delegate->setGroupUid(uid);
+  }
+}
+
+void ProcessGroupFog::enableCollectivesTiming() {
+  is_timing_ = true; // fog's own operations are timed anyway
+  for (const auto& delegate : delegates_.made()) {
+    enable_timing(*delegate);
+  }
+}
+
+void ProcessGroupFog::eagerConnectSingleDevice(at::Device device) {
+  if (!device.is_cpu()) {
+    delegates_.connect("eager_connect_single_device", device);
+  }
+}
+
+at::Device ProcessGroupFog::accelerator(const char* op) const {
+  if (const auto bound = getBoundDeviceId()) {
+    return *bound;
+  }
+  const auto type = at::getAccelerator();
+  TORCH_CHECK_VALUE(type, op, ": this torch knows no accelerator; allowed is a process with one");
+  return {*type, at::accelerator::getDeviceIndex()};
+}
+
+std::shared_ptr<c10::Allocator> ProcessGroupFog::getMemAllocator() {
+  const auto delegate = delegates_.serving("mem_allocator", accelerator("mem_allocator"));
+  TORCH_CHECK_VALUE(delegate, "mem_allocator: nobody but fog serves this group's tensors; allowed is a group of an accelerator's");
+  return delegate->getMemAllocator();
+}
+
+at::Tensor ProcessGroupFog::allocateTensor(long size, at::TensorOptions options) {
+  const auto delegate = delegates_.serving("allocate_tensor", options.device());
+  TORCH_CHECK_VALUE(
+      delegate, "allocate_tensor: device: got ", options.device(), "; allowed is an accelerator, whose backend has memory of its own");
+  return delegate->allocateTensor(size, options);
+}
+
+bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
+  if (!getBoundDeviceId() && !at::getAccelerator()) {
+    return false;
+  }
+  const auto delegate =
+      delegates_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
+  return delegate && delegate->supportsTensorAlloc(index);
+}
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+void ProcessGroupFog::suspend() {
+  for (const auto& delegate : delegates_.made()) {
+    delegate->suspend();
+  }
+}
+
+void ProcessGroupFog::resume() {
+  for (const auto& delegate : delegates_.made()) {
+    delegate->resume();
+  }
+}
+
+std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
+  std::unordered_map<std::string, uint64_t> all;
+  for (const auto& delegate : delegates_.made()) {
+    for (const auto& [name, value] : delegate->getMemoryStats()) {
+      all[name] += value;
+    }
+  }
+  return all;
+}
+#endif
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void ProcessGroupFog::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  for (const auto& delegate : delegates_.made()) {
+    delegate->addEphemeralTimeout(timeout);
+  }
+}
+#endif
+
 void ProcessGroupFog::shutdown() {
+  for (const auto& delegate : delegates_.close()) {
+    delegate->shutdown();
+  }
   mpi::Engine::instance().close(group_);
 }
 
 void ProcessGroupFog::abort() {
+  for (const auto& delegate : delegates_.close()) {
+    delegate->abort();
+  }
   mpi::Engine::instance().abort(group_, c10::str("rank ", rank_, " aborted group '", group_->name, "'"));
 }
 
 c10d::ErrorType ProcessGroupFog::getError() {
+  for (const auto& delegate : delegates_.made()) {
+    if (const auto error = delegate->getError(); error != c10d::ErrorType::SUCCESS) {
+      return error;
+    }
+  }
   return mpi::Engine::instance().failure(group_).type;
 }
 
@@ -106,7 +247,11 @@ std::shared_ptr<Window> ProcessGroupFog::create_window(
     const auto all = work->result().at(0);
     return std::string(static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(all.numel()));
   };
-  return Window::create(group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout, gather);
+  Window::Recipe recipe{group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout};
+  if (!tensor.defined() || tensor.device().is_cpu()) {
+    return HostWindow::create(std::move(recipe), gather);
+  }
+  return cuda::create_window(std::move(recipe), gather);
 }
 
 #ifdef C10D_BACKEND_HAS_WINDOW
@@ -195,10 +340,14 @@ void ProcessGroupFog::startCoalescing() {
   // Operations start at once on CPU; coalescing only joins their Works.
   coalescing_ = true;
   coalesced_.clear();
+  delegates_.start_coalescing();
 }
 
 WorkPtr ProcessGroupFog::endCoalescing() {
   coalescing_ = false;
+  if (auto work = delegates_.end_coalescing()) {
+    return work;
+  }
   return when_all(OpType::COALESCED, std::exchange(coalesced_, {}));
 }
 

@@ -3,23 +3,31 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/version.h>
 
+#include "delegates.hpp"
 #include "mpi/group.hpp"
 #include "neighbor_plan.hpp"
 #include "work.hpp"
 
 namespace fog {
 
+class Machines;
 class Window;
+
+namespace cuda {
+class Neighbors;
+}
 
 // Serves every collective of c10d for CPU tensors over MPI, and neighbor collectives beside them. It checks arguments,
 // stages tensors that are not contiguous, and hands operations to the engine, which runs them for as long as their Work or
-// the engine needs; it owns no thread.
+// the engine needs; it owns no thread. Collectives of tensors of other devices are their delegate's: see Delegates.
 //
 // Contract: operations of one group start in program order, the same on every rank; several may be in flight. Bad
 // arguments raise ValueError or TypeError before anything is sent. A failure in flight raises DistBackendError on every
@@ -147,11 +155,24 @@ class ProcessGroupFog : public c10d::Backend {
 
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
-  void setTimeout(std::chrono::milliseconds timeout) override {
-    options_->timeout = timeout;
-  }
-  // Every operation is timed anyway.
-  void enableCollectivesTiming() override {}
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  // Makes the delegate of a device now, and connects it: from then on split() splits it too.
+  void eagerConnectSingleDevice(at::Device device) override;
+  // The next three are the delegate's of the process's accelerator.
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
+  bool supportsTensorAlloc(c10::DeviceIndex index) override;
+  // Those that follow are delegates' too, of which there may be none.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+  void suspend() override;
+  void resume() override;
+  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
+#endif
+#ifdef C10D_BACKEND_HAS_HOOKS
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
+#endif
+  void enableCollectivesTiming() override;
+  void setGroupUid(const std::string& uid) override;
   // Sequence numbers count from 0 on every rank; there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
@@ -160,6 +181,10 @@ class ProcessGroupFog : public c10d::Backend {
   void shutdown() override;
 
   // --- fog's own operations ---
+  // Those on tensors of other devices are groups of the delegate's messages: see cuda::Neighbors. There the order of calls counts
+  // whatever their names are, and the time-out is the delegate's. With `confirm` the peers compare beforehand, on the host, what they
+  // call, where `name` and `timeout` hold; so do those of a gather, who need each other's numbers of rows.
+  //
   // `name`, if given, is the operation's rendezvous key instead of its place in program order.
   struct CallOptions {
     std::string name;
@@ -202,6 +227,10 @@ class ProcessGroupFog : public c10d::Backend {
       bool zero_init,
       std::optional<std::chrono::milliseconds> timeout);
 
+  // The backend that serves tensors of this type of device, if one has been made.
+  BackendPtr delegate(const std::string& device_type) const {
+    return delegates_.made(at::Device(device_type).type());
+  }
   // Ranks of the group on this process's host, this one included, ascending.
   std::vector<int> local_ranks() const;
   // Host number of every rank, by first appearance.
@@ -241,6 +270,28 @@ class ProcessGroupFog : public c10d::Backend {
       const std::optional<Tensors>& outputs,
       const CallOptions& options,
       const MakeMix& make);
+  // What serves fog's own operations on the tensors' device, which is the same for all; null if their transport is fog's. Throws as
+  // Delegates::serving(), and ValueError within a coalesced group.
+  template <typename... Given>
+  std::shared_ptr<cuda::Neighbors> neighbors_of(const char* op, const Given&... given) {
+    std::vector<const at::Tensor*> tensors;
+    (collect(tensors, given), ...);
+    return neighbors_serving(op, tensors);
+  }
+  std::shared_ptr<cuda::Neighbors> neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors);
+  // What this rank's `sources` give as numbers; the peers' signatures agree. Blocks.
+  std::vector<int64_t> compare(
+      const Signature& signature,
+      int64_t number,
+      std::vector<int> sources,
+      std::vector<int> destinations,
+      const CallOptions& options);
+  // Among all ranks, where calls are to be confirmed.
+  void compare_everywhere(const Signature& signature, const CallOptions& options);
+  void compare_plans(const Signature& signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
+  bool confirms(const CallOptions& options) const {
+    return options.confirm.value_or(options_->confirm);
+  }
   c10::intrusive_ptr<c10d::Work> allreduce_among(
       Signature signature,
       const char* title,
@@ -260,10 +311,41 @@ class ProcessGroupFog : public c10d::Backend {
       const std::vector<at::Tensor>& inputs,
       const std::vector<std::vector<at::Tensor>>& outputs,
       const CallOptions& options);
+  // The delegate that serves the tensors given, in lists or lists of lists; null if this does.
+  template <typename... Given>
+  BackendPtr delegate_of(const char* op, const Given&... given) {
+    std::vector<const at::Tensor*> tensors;
+    (collect(tensors, given), ...);
+    return delegates_.serving(op, tensors);
+  }
+  static void collect(std::vector<const at::Tensor*>& tensors, const at::Tensor& tensor) {
+    tensors.push_back(&tensor);
+  }
+  template <typename Given>
+  static void collect(std::vector<const at::Tensor*>& tensors, const std::optional<Given>& given) {
+    if (given) {
+      collect(tensors, *given);
+    }
+  }
+  template <typename Given>
+  static void collect(std::vector<const at::Tensor*>& tensors, const std::vector<Given>& list) {
+    for (const auto& each : list) {
+      collect(tensors, each);
+    }
+  }
+  // The device that this group is bound to, or else that of the process.
+  at::Device accelerator(const char* op) const;
   void check_root(const char* op, int64_t root) const;
   void check_peer(const char* op, int peer, int tag) const;
 
   const c10::intrusive_ptr<Options> options_;
+  bool is_timing_ = false;
+  Delegates delegates_;
+  std::mutex neighbors_mutex_;
+  std::vector<std::pair<at::Device, std::shared_ptr<cuda::Neighbors>>> neighbors_; // by device
+  // The group that was split off last, by its name.
+  std::pair<std::string, c10::weak_intrusive_ptr<c10d::Backend>> last_split_{
+      std::string(), c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>())};
   std::shared_ptr<mpi::Group> group_;
   bool coalescing_ = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;

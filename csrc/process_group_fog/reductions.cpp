@@ -3,7 +3,7 @@
 
 #include "arguments.hpp"
 #include "arithmetic.hpp"
-#include "machines.hpp"
+#include "cuda/neighbors.hpp"
 #include "mpi/collectives/allreduce.hpp"
 #include "mpi/collectives/reduce.hpp"
 #include "mpi/collectives/reduce_scatter.hpp"
@@ -27,6 +27,10 @@ void check_reduce_scatter_base(const at::Tensor& output, const at::Tensor& input
 } // namespace
 
 WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  if (const auto delegate = delegate_of("allreduce", tensors)) {
+    const bool is_sparse = tensors[0].defined() && tensors[0].layout() == at::kSparse;
+    return is_sparse ? delegate->allreduce_sparse(tensors, options) : delegate->allreduce(tensors, options);
+  }
   if (!tensors.empty() && tensors[0].defined() && tensors[0].layout() == at::kSparse) {
     return allreduce_sparse(tensors, options);
   }
@@ -60,17 +64,19 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
 }
 
 WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options) {
-  check_output("allreduce", "tensor", tensor);
-  return allreduce_among(reduction_signature(OpKind::kAllreduce, tensor, op), "fog:all_reduce", tensor, op, {}, options);
-}
-
-WorkPtr ProcessGroupFog::local_allreduce(
-    at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options) {
-  check_output("local_allreduce", "tensor", tensor);
-  const Machines layout("local_allreduce", std::move(machines), rank_, size_);
-  auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
-  layout.sign(signature);
-  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+  check_output("allreduce", "tensor", tensor, where_is(tensor));
+  const auto signature = reduction_signature(OpKind::kAllreduce, tensor, op);
+  if (const auto device = neighbors_of("allreduce", tensor)) {
+    compare_everywhere(signature, options);
+    return device->collective(
+        "allreduce", "fog:all_reduce", OpType::ALLREDUCE, tensor, [&](c10d::Backend& delegate, std::vector<at::Tensor>& tensors) {
+          c10d::AllreduceOptions given;
+          given.reduceOp = op;
+          given.timeout = options.timeout.value_or(c10d::kUnsetTimeout);
+          return delegate.allreduce(tensors, given);
+        });
+  }
+  return allreduce_among(signature, "fog:all_reduce", tensor, op, {}, options);
 }
 
 WorkPtr ProcessGroupFog::allreduce_among(
@@ -92,6 +98,9 @@ WorkPtr ProcessGroupFog::allreduce_among(
 
 WorkPtr ProcessGroupFog::allreduce_coalesced(
     std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  if (const auto delegate = delegate_of("allreduce_coalesced", tensors)) {
+    return delegate->allreduce_coalesced(tensors, options);
+  }
   TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_coalesced: tensors: got an empty list");
   for (const auto& tensor : tensors) {
     check_output("allreduce_coalesced", "tensors", tensor);
@@ -108,6 +117,9 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(
 }
 
 WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
+  if (const auto delegate = delegate_of("reduce", tensors)) {
+    return delegate->reduce(tensors, options);
+  }
   const auto tensor = only_tensor("reduce", "tensors", tensors);
   check_output("reduce", "tensors", tensor);
   check_root("reduce", options.rootRank);
@@ -124,6 +136,9 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
 
 WorkPtr ProcessGroupFog::reduce_scatter(
     std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& input_lists, const c10d::ReduceScatterOptions& options) {
+  if (const auto delegate = delegate_of("reduce_scatter", outputs, input_lists)) {
+    return delegate->reduce_scatter(outputs, input_lists, options);
+  }
   const auto output = only_tensor("reduce_scatter", "outputs", outputs);
   const auto& inputs = only_list("reduce_scatter", "inputs", input_lists);
   check_output("reduce_scatter", "outputs", output);
@@ -161,6 +176,9 @@ WorkPtr ProcessGroupFog::reduce_scatter(
 
 WorkPtr ProcessGroupFog::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  if (const auto delegate = delegate_of("reduce_scatter_tensor", output, input)) {
+    return delegate->_reduce_scatter_base(output, input, options);
+  }
   check_reduce_scatter_base(output, input, options.reduceOp, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
@@ -183,6 +201,9 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(
     std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
+  if (const auto delegate = delegate_of("reduce_scatter_tensor_coalesced", outputs, inputs)) {
+    return delegate->reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  }
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");

@@ -11,6 +11,9 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 WorkPtr ProcessGroupFog::send(std::vector<at::Tensor>& tensors, int destination, int tag) {
+  if (const auto delegate = delegate_of("send", tensors)) {
+    return delegate->send(tensors, destination, tag);
+  }
   const auto tensor = only_tensor("send", "tensors", tensors);
   check_tensor("send", "tensors", tensor);
   check_peer("send", destination, tag);
@@ -24,6 +27,9 @@ WorkPtr ProcessGroupFog::send(std::vector<at::Tensor>& tensors, int destination,
 }
 
 WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
+  if (const auto delegate = delegate_of("recv", tensors)) {
+    return delegate->recv(tensors, source, tag);
+  }
   const auto tensor = only_tensor("recv", "tensors", tensors);
   check_output("recv", "tensors", tensor);
   check_peer("recv", source, tag);
@@ -38,6 +44,9 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
 }
 
 WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  if (const auto delegate = delegate_of("recvAnysource", tensors)) {
+    return delegate->recvAnysource(tensors, tag);
+  }
   const auto tensor = only_tensor("recvAnysource", "tensors", tensors);
   check_output("recvAnysource", "tensors", tensor);
   TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; nobody can send to it");

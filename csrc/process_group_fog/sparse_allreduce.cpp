@@ -48,6 +48,9 @@ Signature entries_signature(const at::Tensor& values, at::IntArrayRef sizes, con
 } // namespace
 
 WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  if (const auto delegate = delegate_of("allreduce", tensors)) {
+    return delegate->allreduce_sparse(tensors, options);
+  }
   TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_sparse: tensors: got an empty list");
   for (const auto& tensor : tensors) {
     check_sparse(tensor, tensors[0]);

@@ -21,42 +21,19 @@ int64_t total_numel(const std::vector<at::Tensor>& tensors) {
   return numel;
 }
 
-// The memory of tensors that lie one after the other, without gaps, in one storage.
-std::optional<at::Tensor> adjacent(const std::vector<at::Tensor>& tensors) {
-  const at::Tensor* first = nullptr; // that has elements
-  const char* end = nullptr;
-  for (const auto& tensor : tensors) {
-    if (tensor.numel() == 0) {
-      continue;
-    }
-    if (!tensor.is_contiguous() ||
-        (first != nullptr && (tensor.const_data_ptr() != end || !tensor.storage().is_alias_of(first->storage())))) {
-      return std::nullopt;
-    }
-    first = first == nullptr ? &tensor : first;
-    end = static_cast<const char*>(tensor.const_data_ptr()) + tensor.nbytes();
-  }
-  if (first == nullptr) {
-    return std::nullopt;
-  }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return first->as_strided({total_numel(tensors)}, {1});
-}
-
 } // namespace
 
-void check_tensor(const char* op, const char* argument, const at::Tensor& tensor) {
+void check_tensor(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device) {
   TORCH_CHECK_VALUE(tensor.defined(), op, ": ", argument, ": got an undefined tensor");
   TORCH_CHECK_VALUE(
       tensor.layout() == at::kStrided, op, ": ", argument, ": got a tensor of layout ", tensor.layout(), "; allowed are dense tensors");
   TORCH_CHECK_VALUE(
-      tensor.device().is_cpu(), op, ": ", argument, ": got a tensor on ", tensor.device(),
-      "; this version of fog serves tensors on cpu (its CUDA transport does not exist yet)");
+      tensor.device() == device, op, ": ", argument, ": got a tensor on ", tensor.device(), "; allowed are tensors on ", device);
   TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), op, ": ", argument, ": got a lazily conjugated or negated tensor; call resolve_conj().resolve_neg() first");
 }
 
-void check_output(const char* op, const char* argument, const at::Tensor& tensor) {
-  check_tensor(op, argument, tensor);
+void check_output(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device) {
+  check_tensor(op, argument, tensor, device);
   TORCH_CHECK_VALUE(
       at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": ", argument,
       ": got a tensor whose elements share memory (an expanded one?); results cannot be written to it, call clone() first");
@@ -122,6 +99,27 @@ void check_list(const char* op, const char* argument, const std::vector<at::Tens
 void copy_tensor(const at::Tensor& to, const at::Tensor& from) {
   at::AutoDispatchBelowADInplaceOrView guard;
   to.copy_(from);
+}
+
+std::optional<at::Tensor> adjacent(const std::vector<at::Tensor>& tensors) {
+  const at::Tensor* first = nullptr; // that has elements
+  const char* end = nullptr;
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() == 0) {
+      continue;
+    }
+    if (!tensor.is_contiguous() ||
+        (first != nullptr && (tensor.const_data_ptr() != end || !tensor.storage().is_alias_of(first->storage())))) {
+      return std::nullopt;
+    }
+    first = first == nullptr ? &tensor : first;
+    end = static_cast<const char*>(tensor.const_data_ptr()) + tensor.nbytes();
+  }
+  if (first == nullptr) {
+    return std::nullopt;
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return first->as_strided({total_numel(tensors)}, {1});
 }
 
 at::Tensor flatten(const std::vector<at::Tensor>& tensors) {

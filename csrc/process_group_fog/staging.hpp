@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,11 +10,11 @@
 
 namespace fog {
 
-// Throws unless `tensor` is a dense CPU tensor: ValueError naming `op`, `argument`, what came and what is allowed.
-void check_tensor(const char* op, const char* argument, const at::Tensor& tensor);
+// Throws unless `tensor` is a dense tensor on `device`: ValueError naming `op`, `argument`, what came and what is allowed.
+void check_tensor(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device = at::kCPU);
 
 // The same for a tensor that is written to; its elements must not share memory with each other (expanded tensors).
-void check_output(const char* op, const char* argument, const at::Tensor& tensor);
+void check_output(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device = at::kCPU);
 
 // Whether two tensors are the same elements of the same memory, in the same order.
 bool same_memory(const at::Tensor& one, const at::Tensor& other);
@@ -46,6 +47,9 @@ void check_list(const char* op, const char* argument, const std::vector<at::Tens
 
 // Copies as collectives do: neither autograd nor the version counter sees it.
 void copy_tensor(const at::Tensor& to, const at::Tensor& from);
+
+// The memory of tensors of one dtype that lie one after the other, without gaps, in one storage, as a vector.
+std::optional<at::Tensor> adjacent(const std::vector<at::Tensor>& tensors);
 
 // Tensors of one dtype, one after the other in new memory.
 at::Tensor flatten(const std::vector<at::Tensor>& tensors);

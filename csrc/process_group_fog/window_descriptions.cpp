@@ -102,6 +102,14 @@ void check_agreement(const std::vector<WindowDescription>& ranks) {
   }
 }
 
+std::string list_ranks(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  }
+  return ranks.empty() ? "no rank" : text;
+}
+
 std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out) {
   std::set<int> all(in.begin(), in.end());
   all.insert(out.begin(), out.end());

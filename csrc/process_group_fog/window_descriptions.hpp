@@ -30,6 +30,9 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
 // Throws ValueError, with the same text on every rank, unless they agree.
 void check_agreement(const std::vector<WindowDescription>& ranks);
 
+// "rank 1", "ranks 0, 2"
+std::string list_ranks(const std::vector<int>& ranks);
+
 // In- and out-neighbors, ascending.
 std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out);
 

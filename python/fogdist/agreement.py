@@ -81,7 +81,8 @@ def gather_numbers(backend: ProcessGroupFog, numbers: Iterable[int], name: str =
         name: As of an operation; "" for the order of calls.
     """
     mine = list(numbers)
-    table = iter(_gather(backend, torch.tensor([len(mine), *mine]), name).tolist())
+    counted = torch.tensor([len(mine), *mine], dtype=torch.int64, device="cpu")
+    table = iter(_gather(backend, counted, name).tolist())
     return [[next(table) for _ in range(length)] for length in table]
 
 
@@ -89,7 +90,8 @@ def gather_texts(backend: ProcessGroupFog, text: str, name: str = "") -> list[st
     """Returns the text of every rank, in order of ranks; collective, arguments as of `gather_numbers`."""
     data = text.encode()
     lengths = [length for (length,) in gather_numbers(backend, [len(data)], name)]
-    table = bytes(_gather(backend, torch.tensor(list(data), dtype=torch.uint8), name).tolist())
+    mine = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+    table = bytes(_gather(backend, mine, name).tolist())
     texts, place = [], 0
     for length in lengths:
         texts.append(table[place : place + length].decode())

@@ -55,6 +55,11 @@ def make_buckets(
     return buckets
 
 
+def on_device(tensor: Tensor) -> str:
+    """Returns " on cuda" and the like, and "" for the CPU: what ranks compare, as transports are by type of device."""
+    return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+
+
 def cap_bytes(bucket_cap_mb: float) -> int:
     """Returns a user's size of buckets, which is in MiB as in torch's DistributedDataParallel, in bytes.
 

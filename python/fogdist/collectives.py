@@ -3,7 +3,8 @@
 Every operation has a nonblocking form that returns an int handle; `wait` of the handle gives the output. The
 tensors it was called with must not be changed before that. Operations are matched in the order in which ranks
 call them, or, where all ranks give the same `name`, by that name: named operations may be called in different
-orders.
+orders. Of a GPU's tensors the order counts in any case, and `wait` orders the current stream after the
+operation without waiting for the device.
 
 Every operation takes the keyword `group`: by default the group of `init`, else any group with a fog backend
 that this rank is in. Ranks in arguments and results are those of the group. All operations work on detached

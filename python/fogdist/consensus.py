@@ -61,7 +61,7 @@ def consensus_distance(
         return 0.0
     items = [f"parameter {place}: {t.dtype} of shape {tuple(t.shape)}" for place, t in enumerate(tensors)]
     check_same_everywhere(context.backend, "model", items)
-    square = torch.zeros(1, dtype=torch.float64)
+    square = torch.zeros(1, dtype=torch.float64, device="cpu")
     with torch.no_grad():
         for bucket in make_buckets(tensors):
             flat = flatten(bucket, tensors)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fogdist.buckets import BUCKET_BYTES, make_buckets
+from fogdist.buckets import BUCKET_BYTES, make_buckets, on_device
 from fogdist.memory import empty_flat, is_shared
 
 # A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
@@ -129,6 +129,21 @@ class FlatBuckets:
         return list(self._flats)
 
     @property
+    def sending_order(self) -> list[int]:
+        """The places of the buffers in `flats`, in the order in which ranks are to send them.
+
+        Where all are on the CPU any order is right, as messages have names. On other devices it is that in which a
+        backward pass completes gradients, the last parameters first.
+        """
+        places = range(len(self._flats))
+        return list(reversed(places)) if self.is_ordered else list(places)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all ranks must send in `sending_order`: not if all buffers are on the CPU."""
+        return any(flat.device.type != "cpu" for flat in self._flats)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors, each once, in the order in which they were given."""
         return list(self._labels)
@@ -179,7 +194,7 @@ class FlatBuckets:
         """Returns a line for each tensor; where these are the same on two ranks, so is what buffers mean."""
         return [
             f"{self._labels[tensor]}: bucket {i} at {place.offset}, {tensor.dtype} of shape "
-            f"{tuple(place.shape)} and strides {place.stride}"
+            f"{tuple(place.shape)} and strides {place.stride}{on_device(tensor)}"
             for i, members in enumerate(self._tensors)
             for tensor, place in zip(members, self._places[i], strict=True)
         ]

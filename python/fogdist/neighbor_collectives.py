@@ -4,6 +4,9 @@ Forms, handles, names and groups are those of `fogdist.collectives`. Operations 
 or a list of tensors, of any shapes and dtypes: a list is one exchange, in which each peer gets one message a
 dtype, and the output is a list. The forms whose names end in "_" write the averages into the tensors they
 were given.
+
+Tensors of a GPU are matched in the order of calls, whatever their names are; with `enable_topo_check`, the
+default, ranks compare on the host what they call before each exchange: docs/device_neighbors.md.
 """
 
 from __future__ import annotations
@@ -98,7 +101,9 @@ def neighbor_allreduce(
     """
     reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
     result: Tensor | list[Tensor] = wait(
-        _start(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True)
+        _start(
+            tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True
+        )
     )
     return result
 
@@ -157,7 +162,9 @@ def neighbor_allreduce_(
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
     result: Tensor | list[Tensor] = wait(
-        _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True)
+        _start(
+            tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True
+        )
     )
     return result
 

@@ -154,8 +154,6 @@ for _schema, _kernel, _backward in (
     ),
 ):
     _name, _, _signature = _schema.partition("(")
-    _operation = torch.library.custom_op(
-        f"fog::{_name}", _kernel, mutates_args=(), device_types="cpu", schema=f"({_signature}"
-    )
+    _operation = torch.library.custom_op(f"fog::{_name}", _kernel, mutates_args=(), schema=f"({_signature}")
     _operation.register_fake(_fake)
     _operation.register_autograd(_backward, setup_context=_keep_arguments)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import flatten, make_buckets, unflatten
+from fogdist.buckets import flatten, make_buckets, on_device, unflatten
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import PreconditionError, current
 from fogdist.topology.validation import check_rank
@@ -130,7 +130,7 @@ def _take_tensors(state: Any, tensors: list[Tensor]) -> Any:
 def _make_tensors(state: Any, tensors: list[Tensor]) -> Any:
     """Returns `state` with new tensors in its slots, which are appended to `tensors` in order of taking."""
     if isinstance(state, _TensorSlot):
-        tensors.append(torch.empty(state.shape, dtype=state.dtype))
+        tensors.append(torch.empty(state.shape, dtype=state.dtype, device="cpu"))
         return tensors[-1]
     return _map_containers(state, lambda value: _make_tensors(value, tensors))
 
@@ -177,7 +177,7 @@ def _check_same_signatures(named: list[tuple[str, Tensor]]) -> None:
         current().backend,
         "params",
         [
-            f"item {place} {name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}"
+            f"item {place} {name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}{on_device(tensor)}"
             for place, (name, tensor) in enumerate(named)
         ],
     )

@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from fogdist.algorithms.frame import Algorithm
 from fogdist.collectives import barrier
 from fogdist.context import current
-from fogdist.memory import empty
+from fogdist.memory import empty_flat
 from fogdist.optim.wrapper import Models
+from fogdist.streams import Mark
 from fogdist.windows import Window
 
 
@@ -94,6 +95,7 @@ class AsynchronousGossip(Algorithm):
         """
         if self._fog_windows is None:
             return
+        self._fog_windows.tell()
         barrier()
         with torch.no_grad():
             self._fog_windows.collect(self._fog_flats.values)
@@ -121,6 +123,7 @@ class AsynchronousGossip(Algorithm):
         if windows is None:
             return result
         values = self._fog_flats.values
+        windows.tell()
         windows.collect(values)
         # By the number of steps, and not by how many draws there were: those depend on the others' speed.
         ready = windows.ready() if is_due else []
@@ -152,19 +155,25 @@ class _Windows:
         self._rank = rank
         # Moves that were sent to each peer, and moves that were taken of each rank.
         self._sent = dict.fromkeys(peers, 0)
-        self._taken = torch.zeros(size, dtype=torch.float64)
-        self._one = torch.zeros(size, dtype=torch.float64)
+        self._taken = torch.zeros(size, dtype=torch.float64, device="cpu")
+        self._one = torch.zeros(size, dtype=torch.float64, device="cpu")
         self._one[rank] = 1.0
         self._values: list[Window] = []
         self._inboxes: list[Window] = []
         for place, x in enumerate(values):
-            shown = empty(x.numel(), dtype=x.dtype).copy_(x)
+            shown = empty_flat(x.numel(), x.dtype, x.device).copy_(x)
             self._values.append(Window(shown, name=f"{name}.values.{place}"))
-            inbox = empty(x.numel(), dtype=x.dtype).zero_()
+            inbox = empty_flat(x.numel(), x.dtype, x.device).zero_()
             self._inboxes.append(Window(inbox, name=f"{name}.inbox.{place}", zero_init=True))
         # Which moves are in the inboxes, and, told to the others, which of theirs have been taken and shown.
         self._arrivals = Window(torch.zeros_like(self._one), name=f"{name}.arrivals", zero_init=True)
         self._receipts = Window(torch.zeros_like(self._one), name=f"{name}.receipts", zero_init=True)
+        # What peers have not been told yet: to whom this rank has moved, and whose moves it shows by now. These are
+        # numbers on the CPU, which must not overtake what a device has yet to do.
+        self._devices = {x.device for x in values if x.device.type != "cpu"}
+        self._marks: list[Mark] = []
+        self._moved_to: list[int] = []
+        self._shown: Tensor | None = None
 
     def collect(self, values: list[Tensor]) -> None:
         """Adds to `values` what neighbors have left."""
@@ -191,15 +200,32 @@ class _Windows:
             move = shown.update(self_weight=0.0, neighbor_weights={peer: 1.0}, clone=True).sub_(x).mul_(share)
             x.add_(move)
             inbox.accumulate(move, dst_weights={peer: -1.0}, skip_lost=True)
-        # After the moves, and in order with them.
-        self._arrivals.accumulate(self._one, dst_weights=[peer], skip_lost=True)
+        self._moved_to.append(peer)
         self._sent[peer] += 1
 
     def publish(self, values: list[Tensor]) -> None:
-        """Shows the peers this rank's values, and then that their moves are in these."""
+        """Shows the peers this rank's values, and then that their moves are in these.
+
+        What a device does is told of with the next step, when it is mostly done, so that the host need not wait.
+        """
         for shown, x in zip(self._values, values, strict=True):
             shown.tensor.copy_(x)
-        self._receipts.put(self._taken, dst_weights=list(self._sent), skip_lost=True)
+            if x.device.type != "cpu":
+                shown.update(self_weight=1.0, neighbor_weights={})  # else it may not be what neighbors get
+        self._shown = self._taken.clone()
+        self._marks = [Mark(device) for device in self._devices]
+        if not self._devices:
+            self.tell()
+
+    def tell(self) -> None:
+        """Tells the peers of the last moves, and whose are shown, once the devices have come so far."""
+        for mark in self._marks:
+            mark.wait()
+        for peer in self._moved_to:
+            self._arrivals.accumulate(self._one, dst_weights=[peer], skip_lost=True)
+        if self._shown is not None:
+            self._receipts.put(self._shown, dst_weights=list(self._sent), skip_lost=True)
+        self._marks, self._moved_to, self._shown = [], [], None
 
     def free(self) -> None:
         """Frees the windows; collective."""

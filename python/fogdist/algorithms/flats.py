@@ -95,13 +95,17 @@ class Flats:
             ValueError: A gradient is not dense.
         """
         flats = self.zeros()
+        gradients, places = [], []
         for parameter, piece in self.views(flats):
             gradient = parameter.grad
             if gradient is None:
                 continue
             if gradient.layout is not torch.strided:
                 raise ValueError(f"gradients must be dense for this algorithm, got layout {gradient.layout}")
-            piece.copy_(gradient)
+            gradients.append(gradient.detach())
+            places.append(piece)
+        if gradients:
+            torch._foreach_copy_(places, gradients)
         return flats
 
     def zeros(self) -> list[Tensor]:

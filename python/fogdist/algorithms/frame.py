@@ -16,6 +16,7 @@ from fogdist.agreement import check_same_everywhere, gather_numbers
 from fogdist.algorithms.flats import Flats
 from fogdist.algorithms.mixing import Mixing, MixingLike, Nobody, as_mixing
 from fogdist.arguments import plain
+from fogdist.buckets import on_device
 from fogdist.context import Context, current
 from fogdist.optim.parameter_average import NeighborWeights
 from fogdist.optim.wrapper import (
@@ -204,10 +205,12 @@ class Algorithm(DistributedOptimizer):
         Args:
             directions: Flat vectors; the optimizer may overwrite them.
         """
-        kept = []
-        for parameter, direction in self._fog_flats.views(directions):
-            kept.append((parameter, parameter.grad))
-            if parameter.grad is not None or bool(direction.any()):
+        pairs = list(self._fog_flats.views(directions))
+        kept = [(parameter, parameter.grad) for parameter, _ in pairs]
+        missing = [direction for parameter, direction in pairs if parameter.grad is None]
+        moves = iter(_have_nonzero(missing))
+        for parameter, direction in pairs:
+            if parameter.grad is not None or next(moves):
                 parameter.grad = direction
         try:
             return self._fog_wrapped.step(**self._fog_step_options)
@@ -353,6 +356,20 @@ def check_factor(value: float, argument: str, *, below: float = math.inf, positi
     return float(value)
 
 
+def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether each tensor has an element that is not 0; the host waits for each device once at most."""
+    answers = [tensor.any() for tensor in tensors]
+    of_device: dict[torch.device, list[int]] = {}
+    for place, answer in enumerate(answers):
+        of_device.setdefault(answer.device, []).append(place)
+    result = [False] * len(answers)
+    for places in of_device.values():
+        found = torch.stack([answers[place] for place in places]).tolist()
+        for place, value in zip(places, found, strict=True):
+            result[place] = value
+    return result
+
+
 def _without_prefix(entries: Any) -> Any:
     if not isinstance(entries, dict):
         return entries
@@ -368,7 +385,10 @@ def _check_same_start(
     if context.size == 1:
         return
     items = [algorithm._fog_algorithm, *options]
-    items += [f"parameter {place}: {p.dtype} of shape {tuple(p.shape)}" for place, p in enumerate(parameters)]
+    items += [
+        f"parameter {place}: {p.dtype} of shape {tuple(p.shape)}{on_device(p)}"
+        for place, p in enumerate(parameters)
+    ]
     check_same_everywhere(context.backend, "algorithm", items)
     versions: dict[int, list[int]] = {}
     for rank, (number,) in enumerate(gather_numbers(context.backend, [_digest(parameters)])):

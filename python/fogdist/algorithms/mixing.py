@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import networkx as nx
+import torch
 from torch import Tensor
 
 from fogdist.averaging import Average
@@ -171,30 +172,47 @@ def as_mixing(mixing: MixingLike) -> Mixing:
 
 
 def _exchange(tensors: Sequence[Tensor], weights: NeighborWeights, name: str, in_place: bool) -> Finish:
-    if not tensors:
-        return list
     begin = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
-    handle = begin(
-        list(tensors),
-        self_weight=weights.self_weight,
-        src_weights=weights.src_weights,
-        dst_weights=weights.dst_weights,
-        enable_topo_check=weights.enable_topo_check,
-        name=name,
+    return _by_device(
+        tensors,
+        name,
+        lambda those, name: begin(
+            those,
+            self_weight=weights.self_weight,
+            src_weights=weights.src_weights,
+            dst_weights=weights.dst_weights,
+            enable_topo_check=weights.enable_topo_check,
+            name=name,
+        ),
     )
-    return lambda: _results(handle)
 
 
 def _planned_exchange(tensors: Sequence[Tensor], plan: NeighborPlan, name: str, in_place: bool) -> Finish:
-    if not tensors:
-        return list
     backend = current().backend
-    handle = Average(tensors, in_place).start(
-        lambda tensors, output: backend.neighbor_allreduce(tensors, plan, output=output, name=name)
+    return _by_device(
+        tensors,
+        name,
+        lambda those, name: Average(those, in_place).start(
+            lambda sent, output: backend.neighbor_allreduce(sent, plan, output=output, name=name)
+        ),
     )
-    return lambda: _results(handle)
 
 
-def _results(handle: int) -> list[Tensor]:
-    results: list[Tensor] = wait(handle)
-    return results
+def _by_device(tensors: Sequence[Tensor], name: str, begin: Callable[[list[Tensor], str], int]) -> Finish:
+    """Begins one exchange for the tensors of each device: of numbers on the CPU beside parameters elsewhere, say."""
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    handles = [
+        begin([tensors[place] for place in mine], f"{name}.{number}" if number else name)
+        for number, mine in enumerate(places.values())
+    ]
+
+    def finish() -> list[Tensor]:
+        results = list(tensors)
+        for mine, handle in zip(places.values(), handles, strict=True):
+            for place, result in zip(mine, wait(handle), strict=True):
+                results[place] = result
+        return results
+
+    return finish

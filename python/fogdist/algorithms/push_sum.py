@@ -56,7 +56,7 @@ class PushSumSGD(Algorithm):
         if self._fog_is_alone:
             return
         # In double, whatever the parameters are: p is a product of all rounds.
-        weight = torch.tensor([self.p], dtype=torch.float64)
+        weight = torch.tensor([self.p], dtype=torch.float64, device="cpu")
         self._fog_mixing.start_push(
             [*self._fog_flats.values, weight],
             self._fog_rounds,

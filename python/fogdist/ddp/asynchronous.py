@@ -3,7 +3,8 @@
 Beside the windows of the model there is one of a few numbers, the signs: which iteration's values a rank has
 put to this neighbor, and how far it is. A sign is put when the values that it speaks of have arrived, so
 values are never older than their sign says. Signs go both ways along each edge, so that a rank learns too
-when one that it only receives from is lost.
+when one that it only receives from is lost. They are on the CPU, also where the model is not: there the host looks
+at each step what the device has done by then, and goes on; it waits in `pause` and in global averages only.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ class _Sign(NamedTuple):
     state: int
 
 
+class _Landing(NamedTuple):
+    """Puts that the flat buffers need not wait for any more, and that may not have arrived."""
+
+    iteration: int
+    destinations: list[int]
+    puts: list[dist.Work]
+
+
 class AsynchronousMixing:
     """Windows of the flat buffers of a model, and when this rank reads and writes them.
 
@@ -97,6 +106,7 @@ class AsynchronousMixing:
         self._lost: set[int] = set()
         self._puts: list[dist.Work] = []
         self._put_to: list[int] = []
+        self._landing: list[_Landing] = []
         self._windows: list[Window] = []
         self._open(rounds)
 
@@ -151,7 +161,10 @@ class AsynchronousMixing:
         self._put(destinations)
 
     def discard(self) -> None:
-        """Waits until what was put has left: from then on the flat buffers may change."""
+        """Waits until what was put has left: from then on the flat buffers may change.
+
+        Flat buffers on a device may be changed by what the device is given then; the host goes on at once.
+        """
         if self._puts:
             puts, self._puts = self._puts, []
             for put in puts:
@@ -162,13 +175,12 @@ class AsynchronousMixing:
                     # is lost besides fails the next put too.
                     if not any(map(self._may_lose, self._put_to)):
                         raise
-            for rank in self._put_to:
-                self._last_put[rank] = self._iteration
-            self._sign()
+            self._landing.append(_Landing(self._iteration, self._put_to, puts))
+        self._sign_landed()
 
     def pause(self) -> None:
         """Tells the neighbors to go on without this rank until its next step."""
-        self.discard()
+        self._arrive()
         self._is_paused = True
         self._sign()
         self._wait_for_signs()  # this rank may end now
@@ -187,12 +199,12 @@ class AsynchronousMixing:
 
     def after_global_average(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number; collective."""
-        done = torch.tensor([self._iteration])
+        done = torch.tensor([self._iteration], device="cpu")
         self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=f"{self._name}.done").wait()
         self._iteration = int(done)
         self._is_paused = False
         self._put(self._out)
-        self.discard()
+        self._arrive()
         self._context.group.barrier().wait()
 
     def close(self) -> None:
@@ -218,7 +230,7 @@ class AsynchronousMixing:
             create(flat, f"{name}.{i}", self._in, self._out, zero_init=True, timeout=self._timeout)
             for i, flat in enumerate(self._flats)
         ]
-        numbers = torch.zeros(len(_Sign._fields), dtype=torch.int64)
+        numbers = torch.zeros(len(_Sign._fields), dtype=torch.int64, device="cpu")
         self._signs: Window = create(
             numbers, f"{name}.signs", self._peers, self._peers, zero_init=True, timeout=self._timeout
         )
@@ -241,13 +253,34 @@ class AsynchronousMixing:
     def _sign_if_put(self) -> None:
         if all(put.is_completed() for put in self._puts):
             self.discard()
+        else:
+            self._sign_landed()
+
+    def _sign_landed(self) -> None:
+        """Signs what has arrived by now."""
+        landed = False
+        while self._landing and all(put.is_completed() for put in self._landing[0].puts):
+            landing = self._landing.pop(0)
+            for rank in landing.destinations:
+                self._last_put[rank] = landing.iteration
+            landed = True
+        if landed:
+            self._sign()
+
+    def _arrive(self) -> None:
+        """As `discard`, and returns when what was put has arrived."""
+        self.discard()
+        while self._landing:
+            time.sleep(_FIRST_SLEEP)
+            self._sign_landed()
 
     def _sign(self) -> None:
         """Tells all neighbors how far this rank is, and learns who of them is lost."""
         state = _State.PAUSED if self._is_paused else _State.ACTIVE
+        done = self._landing[0].iteration - 1 if self._landing else self._iteration
         for rank in self._peers:
             if rank not in self._lost:
-                sign = torch.tensor(_Sign(self._last_put[rank], self._iteration, state))
+                sign = torch.tensor(_Sign(self._last_put[rank], done, state), device="cpu")
                 try:
                     self._signing.append((rank, self._signs.put(sign, [(rank, 1.0)], timeout=self._timeout)))
                 except dist.DistBackendError as error:
@@ -288,6 +321,7 @@ class AsynchronousMixing:
         for rank in self._in:
             sleep, look = _FIRST_SLEEP, time.monotonic() + _ALIVE_EVERY
             while rank not in self._lost:
+                self._sign_landed()
                 sign = self._read(rank)
                 if sign.state == _State.PAUSED or self._iteration - sign.done <= self._max_staleness:
                     break

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, unflatten
+from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, on_device, unflatten
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
@@ -88,7 +88,7 @@ class DecentralizedDataParallel(nn.Module):
     without state, to save or load it, exchanges nothing. With one rank it is only the module.
 
     Args:
-        module: On the CPU, the same on all ranks up to values.
+        module: The same on all ranks up to values, its parameters on devices of the same types.
         optimizer: A torch optimizer of the module's parameters that evaluates its closure once a step; or a
             function that makes one, given the list of the trained parameters.
         topology: A networkx.DiGraph, whose weights are used and must sum to 1 at each receiver; or a
@@ -174,7 +174,7 @@ class DecentralizedDataParallel(nn.Module):
         self._only_makes_state = False  # the step in progress is a checkpoint's
         self._is_iteration = False  # the step in progress exchanges
         self._saw_gradient = False  # since the exchange in flight began
-        self._saw_nonzero = False
+        self._saw_nonzero: bool | Tensor = False  # on a device it stays there until somebody asks
         self._release: Callable[[], None] | None = None
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
@@ -203,7 +203,10 @@ class DecentralizedDataParallel(nn.Module):
             *self._rounds.items(),
             *self._flat_parameters.layout(),
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
-            *(f"{n!r}, not mixed: {t.dtype} of shape {tuple(t.shape)}" for n, t in others.items()),
+            *(
+                f"{n!r}, not mixed: {t.dtype} of shape {tuple(t.shape)}{on_device(t)}"
+                for n, t in others.items()
+            ),
         ]
         with self._flat_parameters.released_on_error(), self._flat_buffers.released_on_error():
             check_same_everywhere(self._context.backend, "module", items)
@@ -505,8 +508,10 @@ class DecentralizedDataParallel(nn.Module):
 
     def _after_gradient(self, gradient: Tensor | None) -> None:
         self._saw_gradient = True
-        if not self._saw_nonzero and gradient is not None and self._mixing.has_begun:
-            self._saw_nonzero = _has_nonzero(gradient)  # of the first one, mostly, and of no more
+        if self._saw_nonzero is False and gradient is not None and self._mixing.has_begun:
+            # Of the first one, mostly, and of no more; on devices of the first one alone, and the host does not wait.
+            nonzero = _any_nonzero(gradient)
+            self._saw_nonzero = bool(nonzero) if gradient.device.type == "cpu" else nonzero
 
     def _gradients_were_reset(self) -> bool:
         """Whether an iteration with an exchange in flight is over without a step.
@@ -518,7 +523,9 @@ class DecentralizedDataParallel(nn.Module):
         if not self._saw_gradient:
             return False
         gradients = [p.grad for p in self._flat_parameters.tensors if p.grad is not None]
-        return not gradients or (self._saw_nonzero and not any(map(_has_nonzero, gradients)))
+        return not gradients or (
+            bool(self._saw_nonzero) and not any(bool(_any_nonzero(g)) for g in gradients)
+        )
 
     def _check_places(self) -> None:
         """Takes replaced memory back; raises RuntimeError for replaced parameters, which mixing misses."""
@@ -579,9 +586,9 @@ def _optimizer_of(
     return optimizer
 
 
-def _has_nonzero(gradient: Tensor) -> bool:
+def _any_nonzero(gradient: Tensor) -> Tensor:
     values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-    return bool(values.any())
+    return values.any()
 
 
 def _has_average(tensor: Tensor) -> bool:

@@ -193,7 +193,6 @@ class AdaptThenCombineOptimizer(CombiningOptimizer):
         """Makes the step of a bucket whose last gradient is that of `parameter`, and starts its average."""
         if self._fog_backward is None:
             self._fog_backward = BackwardSteps(self._fog_average.hold(self._fog_parameters()))
-        number = self._fog_backward.complete(parameter)
-        if number is not None:
+        for number in self._fog_backward.complete(parameter):
             self._fog_backward.step(self._fog_wrapped, number)
             self._fog_average.add(number, self.communication_type, self._fog_weights())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.flat_buckets import FlatBuckets
+from fogdist.streams import StreamJoin
 
 
 def step_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> Any:
@@ -37,7 +38,10 @@ class BackwardSteps:
     def __init__(self, buckets: FlatBuckets) -> None:
         self._buckets = buckets
         self._waiting_for = [set(buckets.tensors_of(number)) for number in range(len(buckets.flats))]
+        self._joins = [StreamJoin(flat.device) for flat in buckets.flats]
         self._stepped: set[int] = set()
+        # Where all ranks must send in one order: what is still to come of it, the next one last.
+        self._to_come = buckets.sending_order[::-1]
         self._applied: dict[Tensor, tuple[Tensor | None, int]] = {}
 
     @property
@@ -48,10 +52,13 @@ class BackwardSteps:
     @property
     def left(self) -> list[int]:
         """The buckets whose step was not made."""
-        return [number for number in range(len(self._waiting_for)) if number not in self._stepped]
+        return [number for number in self._buckets.sending_order if number not in self._stepped]
 
-    def complete(self, parameter: Tensor) -> int | None:
-        """Takes note that a gradient is complete; returns the bucket that had been waiting for this one only.
+    def complete(self, parameter: Tensor) -> list[int]:
+        """Takes note that a gradient is complete; returns the buckets whose step is to be made, in order.
+
+        That is the bucket that had been waiting for this gradient only; on devices when those before it in
+        `FlatBuckets.sending_order` are complete too, and then those after it that had been waiting for it.
 
         Raises:
             RuntimeError: The parameter's step was made already.
@@ -63,13 +70,20 @@ class BackwardSteps:
                 "parameter gets its gradient once"
             )
         number = self._buckets.bucket_of(parameter)
+        self._joins[number].add()
         self._waiting_for[number].discard(parameter)
-        return None if self._waiting_for[number] else number
+        if not self._buckets.is_ordered:
+            return [] if self._waiting_for[number] else [number]
+        ready = []
+        while self._to_come and not self._waiting_for[self._to_come[-1]]:
+            ready.append(self._to_come.pop())
+        return ready
 
     def step(self, optimizer: Optimizer, number: int) -> None:
         """Makes the step of a bucket's parameters."""
         parameters = self._buckets.tensors_of(number)
         self._stepped.add(number)
+        self._joins[number].join()
         step_of(optimizer, set(parameters))
         for parameter in parameters:
             gradient = parameter.grad

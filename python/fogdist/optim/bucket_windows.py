@@ -16,7 +16,7 @@ class BucketWindows:
     """The windows of a list of parameters. Collective to make; `free` is collective too.
 
     Args:
-        parameters: On the CPU; alike on all ranks in number, shapes, dtypes and strides.
+        parameters: Alike on all ranks in number, shapes, dtypes, strides and types of device.
         names: Of the parameters, for messages.
         prefix: The windows are called by it and a number.
         first: Their first number.
@@ -25,8 +25,7 @@ class BucketWindows:
 
     Raises:
         TypeError: As `FlatBuckets`.
-        ValueError: As `FlatBuckets` and `Window`; a parameter is not on the CPU; ranks disagree on the parameters
-            (on all ranks alike).
+        ValueError: As `FlatBuckets` and `Window`; ranks disagree on the parameters (on all ranks alike).
 
     Attributes:
         flats: Where the parameters are.
@@ -43,9 +42,6 @@ class BucketWindows:
         zero_init: bool,
         bucket_bytes: int,
     ) -> None:
-        for parameter, name in zip(parameters, names, strict=True):
-            if parameter.device.type != "cpu":
-                raise ValueError(f"parameter {name!r} must be on the CPU, got device {parameter.device}")
         self.flats = FlatBuckets(parameters, bucket_bytes, names=names, owner=self)
         with self.flats.released_on_error():
             check_same_everywhere(current().backend, "model", self.flats.layout())

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import Bucket, are_same, make_buckets
+from fogdist.buckets import Bucket, are_same, make_buckets, on_device
 from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.memory import empty_flat
+from fogdist.streams import StreamJoin
 
 # The backend remembers each name that it has seen: numbers in names come again after so many.
 _NUMBERS = 64
@@ -36,7 +37,8 @@ class GradientAverage:
     """One average of the gradients of a list of parameters after the other.
 
     All ranks average the same buckets, whichever parameters have a gradient there; a missing gradient counts
-    as zero. The number of the step is in the name of what is sent: a rank that averages once more within a step than
+    as zero. On the CPU a bucket is sent as soon as it is complete; on other devices, where operations have no names
+    and must come in one order on all ranks, once those before it are. The number of the step is in the name of what is sent: a rank that averages once more within a step than
     the others gets an error, and not what they average in the next step.
 
     Args:
@@ -55,9 +57,16 @@ class GradientAverage:
         self._parameters: list[Tensor] | None = None
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._buckets: list[Bucket] = []
-        # Of each bucket the gradients side by side, and after them one element a parameter: 1 where this rank has
-        # a gradient, else 0. Its average tells whether any rank has one.
+        # Of each bucket the gradients side by side, and after them, on the CPU, one element a parameter: 1 where
+        # this rank has a gradient, else 0. Its average tells whether any rank has one. To read it from a device
+        # the host would have to wait for that, so there ranks tell each other beside the buckets.
         self._flats: list[Tensor] = []
+        self._is_ordered = False
+        self._complete: set[int] = set()
+        self._next = 0
+        self._joins: list[StreamJoin] = []
+        # Of buckets on devices, by parameter: whether any rank has a gradient.
+        self._is_anywhere: list[bool] = []
         self._bucket_of: dict[Tensor, int] = {}
         self._waiting_for: list[set[Tensor]] = []
         self._in_flight: dict[int, _InFlight] = {}
@@ -85,12 +94,15 @@ class GradientAverage:
             "model",
             [
                 f"{place}: {self._names[parameter]!r}, {parameter.dtype} of shape {tuple(parameter.shape)}"
+                + on_device(parameter)
                 for place, parameter in enumerate(parameters)
             ],
         )
         self._parameters, self._kinds = last_first, kinds
         self._buckets = make_buckets(last_first, self._bucket_bytes)
         self._flats = [_buffer(bucket, last_first) for bucket in self._buckets]
+        self._is_ordered = any(bucket.device.type != "cpu" for bucket in self._buckets)
+        self._joins = [StreamJoin(bucket.device) for bucket in self._buckets]
         self._bucket_of = {last_first[i]: n for n, bucket in enumerate(self._buckets) for i in bucket.places}
         return last_first
 
@@ -100,13 +112,23 @@ class GradientAverage:
         self._begun_in_step = (self._begun_in_step + 1) % _NUMBERS
         self.has_begun = True
         self._waiting_for = [{held[i] for i in bucket.places} for bucket in self._buckets]
+        self._complete.clear()
+        self._next = 0
 
     def add(self, parameter: Tensor) -> None:
         """Takes note that the gradient of `parameter` is complete; sends its bucket if it is the last one."""
         number = self._bucket_of[parameter]
+        self._joins[number].add()
         self._waiting_for[number].discard(parameter)
-        if not self._waiting_for[number]:
+        if self._waiting_for[number]:
+            return
+        if not self._is_ordered:
             self._send(number)
+            return
+        self._complete.add(number)
+        while self._next in self._complete:
+            self._send(self._next)
+            self._next += 1
 
     def outdate(self, parameter: Tensor) -> None:
         """Takes note that `parameter` got more gradient: all ranks send its bucket again in `finish`."""
@@ -144,13 +166,30 @@ class GradientAverage:
                 self._send(number)
 
     def _outdated_anywhere(self) -> list[int]:
-        """Returns the buckets that some rank has to send again, so that all do."""
+        """Returns the buckets that some rank has to send again, so that all do.
+
+        With buckets on devices it also finds which parameters have a gradient anywhere.
+        """
         if not self._buckets:
             return []
-        flags = torch.zeros(len(self._buckets))
+        count = len(self._buckets)
+        flags = torch.zeros(count, device="cpu")
         flags[sorted(self._outdated)] = 1
+        if self._is_ordered:
+            flags = torch.cat([flags, torch.tensor(self._presence(), dtype=flags.dtype, device="cpu")])
         wait(allreduce_nonblocking_(flags, average=True, name=f"{self._label}.outdated"))
-        return [number for number, flag in enumerate(flags.tolist()) if flag > 0]
+        anywhere = [flag > 0 for flag in flags.tolist()]
+        self._is_anywhere = anywhere[count:]
+        return [number for number, flag in enumerate(anywhere[:count]) if flag]
+
+    def _presence(self) -> list[bool]:
+        """Whether each parameter's gradient was sent, or would be sent now."""
+        assert self._parameters is not None
+        present = [parameter.grad is not None for parameter in self._parameters]
+        for number, bucket in enumerate(self._buckets):
+            for place, sent in zip(bucket.places, self._in_flight[number].sent, strict=True):
+                present[place] = present[place] or sent is not None
+        return present
 
     def _completed(self) -> list[tuple[int, _InFlight]]:
         """Returns all that is in flight, in order; the next average may begin."""
@@ -162,11 +201,12 @@ class GradientAverage:
     def _send(self, number: int) -> None:
         parameters, pieces, presence = self._split(number)
         sent: list[tuple[Tensor, int] | None] = []
-        for i, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
+        gradients, places = [], []
+        self._joins[number].join()
+        for parameter, piece in zip(parameters, pieces, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 piece.zero_()
-                presence[i] = 0
                 sent.append(None)
                 continue
             if gradient.layout is not torch.strided:
@@ -174,29 +214,42 @@ class GradientAverage:
                     f"gradients must be dense to be averaged, got layout {gradient.layout} for a parameter "
                     f"of shape {tuple(parameter.shape)}; an embedding has sparse=False"
                 )
-            piece.view(parameter.shape).copy_(gradient.detach())
-            presence[i] = 1
+            gradients.append(gradient.detach())
+            places.append(piece.view(parameter.shape))
             sent.append((gradient, gradient._version))
+        if gradients:
+            torch._foreach_copy_(places, gradients)
+        if presence.numel() > 0:
+            arrived = [each is not None for each in sent]
+            presence.copy_(torch.tensor(arrived, dtype=presence.dtype, device=presence.device))
         handle = allreduce_nonblocking_(self._flats[number], average=True, name=f"{self._label}.{number}")
         self._in_flight[number] = _InFlight(handle, sent)
 
     def _write(self, number: int, average: _InFlight) -> None:
         parameters, pieces, presence = self._split(number)
+        if presence.numel() > 0:
+            is_anywhere = [part != 0 for part in presence.abs().tolist()]
+        else:
+            is_anywhere = [self._is_anywhere[place] for place in self._buckets[number].places]
+        gradients, averages = [], []
         for parameter, piece, anywhere, sent in zip(
-            parameters, pieces, presence.abs().tolist(), average.sent, strict=True
+            parameters, pieces, is_anywhere, average.sent, strict=True
         ):
             gradient = parameter.grad
             if (gradient is None) != (sent is None) or (
                 sent is not None and (gradient is not sent[0] or gradient._version != sent[1])
             ):
                 self._warn_changed()
-            if anywhere == 0:  # as in one process: no gradient, no step of this parameter
+            if not anywhere:  # as in one process: no gradient, no step of this parameter
                 continue
             if gradient is None:
                 parameter.grad = piece.view(parameter.shape).clone()
             else:
-                with torch.no_grad():
-                    gradient.copy_(piece.view(parameter.shape))
+                gradients.append(gradient)
+                averages.append(piece.view(parameter.shape))
+        if gradients:
+            with torch.no_grad():
+                torch._foreach_copy_(gradients, averages)
 
     @property
     def _label(self) -> str:
@@ -206,9 +259,8 @@ class GradientAverage:
         """A bucket's parameters, the places of their gradients in its buffer, and the elements after them."""
         assert self._parameters is not None
         parameters = [self._parameters[place] for place in self._buckets[number].places]
-        *pieces, presence = torch.split(
-            self._flats[number], [*(p.numel() for p in parameters), len(parameters)]
-        )
+        flat, lengths = self._flats[number], [p.numel() for p in parameters]
+        *pieces, presence = torch.split(flat, [*lengths, flat.numel() - sum(lengths)])
         return parameters, pieces, presence
 
     def _warn_changed(self) -> None:
@@ -222,5 +274,7 @@ class GradientAverage:
 
 
 def _buffer(bucket: Bucket, parameters: Sequence[Tensor]) -> Tensor:
-    length = sum(parameters[place].numel() for place in bucket.places) + len(bucket.places)
+    length = sum(parameters[place].numel() for place in bucket.places)
+    if bucket.device.type == "cpu":
+        length += len(bucket.places)
     return empty_flat(length, bucket.dtype, bucket.device)

@@ -107,7 +107,7 @@ class ParameterAverage:
             ValueError: As the operation and `hold`.
         """
         buckets = self.hold(parameters)
-        for number in range(len(buckets.flats)):
+        for number in buckets.sending_order:
             self.add(number, kind, weights)
         self._changes.begin(buckets)
         self._in_flight = self._in_flight or []

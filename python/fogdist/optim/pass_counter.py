@@ -6,6 +6,7 @@ times a backward pass and a step) alike.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,7 @@ class PassCounter:
         self._since_last_step: dict[Tensor, int] = {}
         self._is_paused = False
         self._on_gradient = weakref.WeakMethod(on_gradient)
+        self._lock = threading.RLock()  # autograd has a thread for each device
         self._hooks: dict[Tensor, RemovableHandle] = {}
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -83,8 +85,9 @@ class PassCounter:
         on_gradient = self._on_gradient()
         if self._is_paused or on_gradient is None:
             return
-        self._since_last_step[parameter] = self._since_last_step.get(parameter, 0) + 1
-        on_gradient(parameter)
+        with self._lock:
+            self._since_last_step[parameter] = self._since_last_step.get(parameter, 0) + 1
+            on_gradient(parameter)
 
 
 def _hook(parameter: Tensor, counter: PassCounter) -> RemovableHandle:

@@ -73,4 +73,4 @@ class PullGetOptimizer(MixingOptimizer):
             for buckets in self._fog_each():
                 for window in buckets.windows:
                     stack.enter_context(window.lock())
-            yield
+            yield  # a lock's end waits for the device, if it is one that steps

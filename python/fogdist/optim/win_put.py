@@ -38,8 +38,8 @@ def DistributedWinPutOptimizer(
 
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
-        model: The model, or a list of models, that hold its parameters, on the CPU. All parameters that are
-            trained now are averaged, buffers are not.
+        model: The model, or a list of models, that hold its parameters. All parameters that are trained now are
+            averaged, buffers are not.
         num_steps_per_communication: J: an exchange every J forward passes of the model.
         window_prefix: What the names of the windows begin with, alike on all ranks; by default a new name.
         bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is a window. A larger
@@ -54,9 +54,8 @@ def DistributedWinPutOptimizer(
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
             model; two parameters have the same name or overlap in memory; one is held by another living
-            optimizer or wrapper; a parameter is not on the CPU; `num_steps_per_communication` is below 1,
-            `bucket_cap_mb` not above 0; there are windows of this prefix; ranks have other models (on all
-            ranks alike); before `init`.
+            optimizer or wrapper; `num_steps_per_communication` is below 1, `bucket_cap_mb` not above 0; there
+            are windows of this prefix; ranks have other models (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
     made = make(WinPutOptimizer, optimizer, model, num_steps_per_communication, window_prefix, bucket_cap_mb)

@@ -222,11 +222,20 @@ def wrap(
 
 @torch.no_grad()
 def unscale(optimizer: Optimizer, scale: Tensor) -> None:
-    """Divides an optimizer's gradients by a gradient scaler's scale."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.mul_(1.0 / float(scale))
+    """Divides an optimizer's gradients by a gradient scaler's scale, which stays on its device."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scale.device.type == "cpu":
+        for gradient in gradients:
+            gradient.mul_(1.0 / float(scale))
+        return
+    # As torch's scaler does. The host waits for nothing.
+    inverse = scale.double().reciprocal().float()
+    of_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        of_device.setdefault(gradient.device, []).append(values)
+    for device, values in of_device.items():
+        torch._foreach_mul_(values, inverse.to(device, non_blocking=device.type != "cpu"))
 
 
 def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:

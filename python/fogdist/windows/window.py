@@ -41,10 +41,16 @@ class Window:
     holds the object. As a context manager it frees itself at the end of the block; if the block raises, it
     ends without waiting for the others.
 
+    A tensor may be on any device, of one type on all ranks; `transport` says how its data goes to the neighbors.
+    Slots are then on the device ("peer memory") or in host memory ("staged"), p and versions alike. Everything is
+    in the order of the device's current stream: what an operation sends is what the stream makes of the tensor by
+    then, and what `update` returns is there for what the stream does next. docs/windows.md says where the host waits.
+
     Args:
-        tensor: Contiguous CPU tensor of integers, float16, bfloat16, float32, float64, complex64 or
-            complex128; of one shape and dtype on all ranks. It stays the same tensor (a parameter stays that
-            parameter), but its memory moves to where neighbors reach it, as with `fogdist.share_`.
+        tensor: Contiguous tensor of integers, float16, bfloat16, float32, float64, complex64 or complex128; of
+            one shape, dtype and type of device on all ranks. It stays the same tensor (a parameter stays that
+            parameter), but its memory moves to where neighbors reach it, as with `fogdist.share_`; that of a tensor
+            that goes "staged" stays where it is.
         group: The group of ranks; by default that of `init`.
         name: The same on all ranks, for messages and for the functions that take names; by default "window 0"
             and so on.
@@ -53,8 +59,8 @@ class Window:
 
     Raises:
         TypeError: `tensor` is not a dense torch.Tensor, `name` not a string, or `group` not a process group.
-        ValueError: `tensor` is not contiguous, not on the CPU or of another dtype; the group has a window of
-            this name; ranks disagree (on all ranks alike); before `init`.
+        ValueError: `tensor` is not contiguous or of another dtype; the group has a window of this name; ranks
+            disagree (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
 
@@ -86,6 +92,7 @@ class Window:
         self._window: _C.Window | None = context.backend.create_window(
             tensor, name, self._in, self._out, zero_init=zero_init, timeout=timeout
         )
+        self._transport = self._window.transport
         self._closed_because = ""
         # The dict of all contexts that the group will have, see fogdist.init.
         self._windows = context.windows
@@ -114,8 +121,21 @@ class Window:
         return list(self._out)
 
     @property
+    def transport(self) -> str:
+        """How data goes between ranks, the same on all of them.
+
+        "shared memory": the tensor is on the CPU; on one host its neighbors map it, between hosts it goes by
+        messages. "peer memory": its devices map each other's memory, and the origin's device does everything.
+        "staged": through host memory, as where devices cannot do that or are on several hosts.
+        """
+        return self._transport
+
+    @property
     def p(self) -> float:
-        """This rank's weight of push-sum, 1.0 at first. It travels where an operation is called `with_p`."""
+        """This rank's weight of push-sum, 1.0 at first. It travels where an operation is called `with_p`.
+
+        Of a window in peer memory it is on the device: the host waits until the window's operations are done.
+        """
         return self._open().p
 
     @p.setter
@@ -125,6 +145,8 @@ class Window:
     def version(self, rank: int) -> int:
         """Returns how many puts and gets the slot of an in-neighbor has taken since the last `update`.
 
+        The host waits as for `p`.
+
         Raises:
             ValueError: `rank` is not an in-neighbor.
             RuntimeError: The window is closed.
@@ -133,7 +155,8 @@ class Window:
 
     def __repr__(self) -> str:
         state = f"closed: it {self._closed_because}" if self._window is None else "open"
-        return f"<fogdist.Window {self._name!r} of {tuple(self._tensor.shape)} {self._tensor.dtype}, {state}>"
+        tensor = f"{tuple(self._tensor.shape)} {self._tensor.dtype} on {self._tensor.device}"
+        return f"<fogdist.Window {self._name!r} of {tensor}, {self._transport}, {state}>"
 
     # --- one-sided operations ---
 

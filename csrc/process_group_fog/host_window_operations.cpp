@@ -1,4 +1,4 @@
-// What a window does: put, accumulate, get, update.
+// What a window of CPU tensors does: put, accumulate, get, update.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,14 +11,14 @@
 #include "linear_combination.hpp"
 #include "shared_memory/futex.hpp"
 #include "staging.hpp"
-#include "window_mutexes.hpp"
-#include "window_parts.hpp"
+#include "host_window_mutexes.hpp"
+#include "host_window_parts.hpp"
 
 namespace fog {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using WorkPtr = Window::WorkPtr;
 using mpi::WindowOp;
 using shared_memory::PairMutex;
 using shared_memory::Slot;
@@ -67,38 +67,26 @@ const char* title_of(WindowOp op) {
 
 } // namespace
 
-c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
+WorkPtr HostWindow::put(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
   return start(WindowOp::kPut, tensor, destinations, options);
 }
 
-c10::intrusive_ptr<c10d::Work> Window::accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
+WorkPtr HostWindow::accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
   return start(WindowOp::kAccumulate, tensor, destinations, options);
 }
 
-c10::intrusive_ptr<c10d::Work> Window::get(const Peers& sources, const Options& options) {
+WorkPtr HostWindow::get(const Peers& sources, const Options& options) {
   return start(WindowOp::kGet, at::Tensor(), sources, options);
 }
 
-WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options) {
+WorkPtr HostWindow::start(WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options) {
   const char* name = name_of(op);
   const bool out = op != WindowOp::kGet;
   check_open(name);
   check_peers(name, out ? "destinations" : "sources", peers, out);
   at::Tensor data;
   if (out) {
-    check_tensor(name, "tensor", tensor);
-    if (tensor.is_same(tensor_)) {
-      check_tensor_in_place(name);
-    } else {
-      TORCH_CHECK_VALUE(
-          tensor.scalar_type() == dtype_ && tensor.numel() == numel_ && layout_of(tensor) == layout_, name, ": tensor: got ",
-          layout_of(tensor), "; allowed is ", layout_, " as window '", name_, "' has it");
-    }
-    TORCH_CHECK_VALUE(
-        std::isfinite(options.self_weight), name, ": self_weight: got ", options.self_weight, "; allowed are finite numbers");
-    if (options.self_weight != 1) {
-      check_output(name, "tensor", tensor);
-    }
+    check_input(name, tensor, options.self_weight);
     data = tensor.is_contiguous() ? tensor : flatten({tensor});
   }
   const auto call = begin(op, out ? std::vector<at::Tensor>{tensor} : std::vector<at::Tensor>());
@@ -109,7 +97,7 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
       return call->work;
     }
   }
-  const double p = this->p();
+  const double p = options.p.value_or(this->p());
   const auto deadline = Clock::now() + options.timeout;
   if (out && options.self_weight != 1) {
     call->then([this, name, tensor, data, p, options, deadline] { keep(name, tensor, data, p, options, deadline); }); // the call keeps the window
@@ -126,15 +114,15 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
   return call->work;
 }
 
-std::shared_ptr<Window::Call> Window::begin(WindowOp op, const std::vector<at::Tensor>& inputs) {
+std::shared_ptr<HostWindow::Call> HostWindow::begin(WindowOp op, const std::vector<at::Tensor>& inputs) {
   auto work = c10::make_intrusive<WorkFog>(
       mpi::Engine::instance(), group_->rank, c10d::OpType::UNKNOWN, title_of(op), inputs, std::vector<at::Tensor>());
-  work->set_describe([self = shared_from_this(), op] { return self->describe(name_of(op)); }); // until it is complete
+  work->set_describe([self = self(), op] { return self->describe(name_of(op)); }); // until it is complete
   begin_call(name_of(op), For::kThisRank);
-  return std::make_shared<Call>(shared_from_this(), std::move(work));
+  return std::make_shared<Call>(self(), std::move(work));
 }
 
-void Window::dispatch(Part part, bool skip_lost) {
+void HostWindow::dispatch(Part part, bool skip_lost) {
   auto& peer = *part.neighbor;
   const auto call = part.call;
   std::exception_ptr error;
@@ -143,7 +131,7 @@ void Window::dispatch(Part part, bool skip_lost) {
       if (!skip_lost) {
         fail(name_of(part.op), why_gone(peer));
       }
-    } else if (!peer.view) {
+    } else if (!peer.view || (receiver_ && (part.op == WindowOp::kWrite || part.op == WindowOp::kSignal))) {
       send(std::move(part));
       return; // its end finishes the part
     } else {
@@ -154,7 +142,7 @@ void Window::dispatch(Part part, bool skip_lost) {
         peer.queue.push_back(std::move(part));
         if (first) {
           peer.running = true;
-          mpi::Engine::instance().run_callbacks([self = shared_from_this(), &peer] { self->run_queue(peer); });
+          mpi::Engine::instance().run_callbacks([self = self(), &peer] { self->run_queue(peer); });
         }
         lock.unlock();
         if (peer.mutex_there->held_here()) { // then nobody else can get at what waits for it
@@ -179,7 +167,7 @@ void Window::dispatch(Part part, bool skip_lost) {
   call->finish(error);
 }
 
-void Window::run_queue(Neighbor& peer) {
+void HostWindow::run_queue(Neighbor& peer) {
   while (true) {
     std::unique_lock<std::mutex> lock(peer.queue_mutex);
     if (peer.queue.empty()) {
@@ -207,7 +195,7 @@ void Window::run_queue(Neighbor& peer) {
   }
 }
 
-bool Window::run_first(Neighbor& peer, bool locked, const Call* failed, std::exception_ptr error) {
+bool HostWindow::run_first(Neighbor& peer, bool locked, const Call* failed, std::exception_ptr error) {
   std::unique_lock<std::mutex> turn(peer.turn);
   std::unique_lock<std::mutex> lock(peer.queue_mutex);
   if (peer.queue.empty()) {
@@ -235,7 +223,7 @@ bool Window::run_first(Neighbor& peer, bool locked, const Call* failed, std::exc
   return !last;
 }
 
-void Window::send(Part part) {
+void HostWindow::send(Part part) {
   auto request = std::make_shared<mpi::WindowRequest>();
   request->group = group_;
   request->window = number_;
@@ -248,7 +236,7 @@ void Window::send(Part part) {
   request->data = part.data;
   request->what = c10::str(describe(name_of(part.op)), part.op == WindowOp::kGet ? " from" : " to", " rank ", part.neighbor->rank);
   if (part.op == WindowOp::kGet) {
-    request->take = [self = shared_from_this(), &peer = *part.neighbor, weight = part.weight](const void* data) {
+    request->take = [self = self(), &peer = *part.neighbor, weight = part.weight](const void* data) {
       const std::lock_guard<std::mutex> owner(self->owner_);
       auto& place = self->memory_->slot(peer.slot);
       if (!self->memory_->provide_owners_buffers(place)) {
@@ -263,7 +251,7 @@ void Window::send(Part part) {
   mpi::Engine::instance().request(request, part.timeout);
 }
 
-void Window::execute(const Part& part) {
+void HostWindow::execute(const Part& part) {
   auto& peer = *part.neighbor;
   if (part.op == WindowOp::kGet) {
     fetch(peer, part.weight, part.deadline);
@@ -283,7 +271,7 @@ void Window::execute(const Part& part) {
   write_slot(*peer.view, peer.slot_there, part.op, part.weight, part.p, part.data.const_data_ptr());
 }
 
-void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
+void HostWindow::write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
   auto& place = view.slot(slot);
   if (op == WindowOp::kPut) {
     const bool read = place.slot.may_have_been_read();
@@ -311,7 +299,7 @@ void Window::write_slot(const WindowView& view, size_t slot, WindowOp op, double
   }
 }
 
-void Window::fetch(Neighbor& source, double weight, Deadline deadline) {
+void HostWindow::fetch(Neighbor& source, double weight, Deadline deadline) {
   const std::lock_guard<std::mutex> owner(owner_);
   auto& place = memory_->slot(source.slot);
   if (!memory_->provide_owners_buffers(place)) {
@@ -346,7 +334,7 @@ void Window::fetch(Neighbor& source, double weight, Deadline deadline) {
   place.slot.replace(buffer);
 }
 
-void Window::keep(
+void HostWindow::keep(
     const char* op, const at::Tensor& tensor, const at::Tensor& data, double p, const Options& options, Deadline deadline) {
   const auto shrink = [&] {
     auto* values = data.mutable_data_ptr();
@@ -368,7 +356,13 @@ void Window::keep(
   }
 }
 
-void Window::change_tensor(Deadline deadline, const std::function<void()>& change) {
+void HostWindow::publish(Milliseconds timeout, const std::function<void()>& change) {
+  const Use use(*this, "win_update", For::kThisRank);
+  const std::lock_guard<std::mutex> owner(owner_);
+  change_tensor(Clock::now() + timeout, change);
+}
+
+void HostWindow::change_tensor(Deadline deadline, const std::function<void()>& change) {
   struct Held {
     std::vector<PairMutex*> mutexes;
     ~Held() {
@@ -393,7 +387,7 @@ void Window::change_tensor(Deadline deadline, const std::function<void()>& chang
   changes.fetch_add(1, std::memory_order_release);
 }
 
-void Window::scale(void* out, const void* data, double weight, bool others_read) const {
+void HostWindow::scale(void* out, const void* data, double weight, bool others_read) const {
   const auto numel = static_cast<size_t>(numel_);
   if (weight == 0) {
     linear_combination(dtype_, out, {}, {}, numel);
@@ -402,17 +396,11 @@ void Window::scale(void* out, const void* data, double weight, bool others_read)
   }
 }
 
-void Window::count_change(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version(); // autograd has to know if it saved the tensor for a backward pass
-  }
-}
-
-at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options) {
+at::Tensor HostWindow::update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options) {
   constexpr const char* op = "win_update";
   const Use use(*this, op, For::kThisRank);
   check_peers(op, "neighbors", neighbors, false);
-  TORCH_CHECK_VALUE(std::isfinite(self_weight), op, ": self_weight: got ", self_weight, "; allowed are finite numbers");
+  check_self_weight(op, self_weight);
   check_tensor_in_place(op);
   const auto deadline = Clock::now() + options.timeout;
   std::vector<int> locked;
@@ -423,7 +411,7 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   }
   lock(locked, true, options.timeout);
   struct Unlock {
-    Window& window;
+    HostWindow& window;
     const std::vector<int>& ranks;
     ~Unlock() {
       window.unlock(ranks, true);
@@ -481,28 +469,26 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   return result;
 }
 
-int64_t Window::version(int rank) {
+int64_t HostWindow::version(int rank) {
   constexpr const char* op = "get_win_version";
   const Use use(*this, op, For::kThisRank);
   return memory_->slot(neighbor(op, "rank", rank, true, false).slot).slot.version();
 }
 
-double Window::p() const {
+double HostWindow::p() {
   const std::lock_guard<std::mutex> lock(p_mutex_);
   return p_;
 }
 
-void Window::set_p(double p) {
+void HostWindow::set_p(double p) {
   const std::lock_guard<std::mutex> lock(p_mutex_);
   p_ = p;
 }
-WorkPtr Window::write(const at::Tensor& tensor, int destination, int64_t offset, const Options& options) {
+
+WorkPtr HostWindow::write(const at::Tensor& tensor, int destination, int64_t offset, const Options& options) {
   const char* op = name_of(WindowOp::kWrite);
-  check_tensor(op, "tensor", tensor);
   auto& peer = neighbor(op, "destination", destination, false, true);
-  TORCH_CHECK_VALUE(
-      tensor.scalar_type() == dtype_ && offset >= 0 && tensor.numel() <= numel_ - offset, op, ": tensor: got ", layout_of(tensor),
-      " for element ", offset, "; window '", name_, "' is ", layout_);
+  check_written(op, tensor, offset);
   const auto call = begin(WindowOp::kWrite, {tensor});
   call->expect();
   dispatch(
@@ -513,7 +499,7 @@ WorkPtr Window::write(const at::Tensor& tensor, int destination, int64_t offset,
   return call->work;
 }
 
-WorkPtr Window::signal(int destination, const Options& options) {
+WorkPtr HostWindow::signal(int destination, const Options& options) {
   auto& peer = neighbor("signal", "destination", destination, false, true);
   const auto call = begin(WindowOp::kSignal, {});
   call->expect();
@@ -523,7 +509,7 @@ WorkPtr Window::signal(int destination, const Options& options) {
   return call->work;
 }
 
-WorkPtr Window::wait_signal(int source, const Options& options) {
+WorkPtr HostWindow::wait_signal(int source, const Options& options) {
   const auto& peer = neighbor("wait_signal", "source", source, true, false);
   const auto call = begin(WindowOp::kSignal, {});
   const auto wait = [this, call, &peer, deadline = Clock::now() + options.timeout] {
@@ -545,7 +531,7 @@ WorkPtr Window::wait_signal(int source, const Options& options) {
   return call->work;
 }
 
-bool Window::take_signal(const Neighbor& source, Deadline deadline) {
+bool HostWindow::take_signal(const Neighbor& source, Deadline deadline) {
   auto& signals = memory_->door(source.door).signals;
   while (true) {
     auto count = signals.load(std::memory_order_acquire);
@@ -566,16 +552,16 @@ bool Window::take_signal(const Neighbor& source, Deadline deadline) {
   }
 }
 
-at::Tensor Window::map_remote(int rank) {
+at::Tensor HostWindow::map_remote(int rank) {
   const auto& peer = neighbor("map_remote_tensor", "rank", rank, true, true);
   if (!peer.view) {
     return {};
   }
   return at::from_blob(
-      peer.view->tensor(), tensor_.sizes(), [self = shared_from_this()](void*) {}, tensor_.options().requires_grad(false));
+      peer.view->tensor(), tensor_.sizes(), [self = self()](void*) {}, tensor_.options().requires_grad(false));
 }
 
-void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) {
+void HostWindow::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) {
   const char* name = name_of(op);
   const Use use(*this, name, For::kNeighbor);
   TORCH_CHECK_VALUE(bytes == bytes_, name, ": got ", bytes, " bytes; window '", name_, "' has ", bytes_);
@@ -584,13 +570,17 @@ void Window::apply(int source, WindowOp op, double weight, std::optional<double>
   write_slot(*memory_, peer.slot, op, weight, p, data);
 }
 
-void Window::write(int source, size_t offset, const void* data, size_t bytes) {
+void HostWindow::write(int source, size_t offset, const void* data, size_t bytes) {
   const Use use(*this, "put", For::kNeighbor);
   TORCH_CHECK_VALUE(offset <= bytes_ && bytes <= bytes_ - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '", name_, "' has ", bytes_);
-  std::memcpy(memory_->tensor() + offset, data, bytes);
+  if (receiver_) {
+    receiver_(offset, data, bytes);
+  } else {
+    std::memcpy(memory_->tensor() + offset, data, bytes);
+  }
 }
 
-void Window::read(void* out) {
+void HostWindow::read(void* out) {
   const Use use(*this, "win_get", For::kNeighbor);
   const std::lock_guard<std::mutex> owner(owner_);
   std::memcpy(out, memory_->tensor(), bytes_);

@@ -1,10 +1,10 @@
-#include "window_mutexes.hpp"
+#include "host_window_mutexes.hpp"
 
 #include <algorithm>
 
 #include <c10/util/Exception.h>
 
-#include "window_parts.hpp"
+#include "host_window_parts.hpp"
 
 namespace fog {
 namespace {
@@ -15,33 +15,33 @@ using shared_memory::PairMutex;
 
 } // namespace
 
-bool Window::MappedMutex::acquire(Deadline deadline) {
+bool HostWindow::MappedMutex::acquire(Deadline deadline) {
   return window_.acquire(shared_, side_, other_, deadline);
 }
 
-bool Window::MappedMutex::try_acquire() {
+bool HostWindow::MappedMutex::try_acquire() {
   return shared_.try_lock(side_);
 }
 
-void Window::MappedMutex::release() {
+void HostWindow::MappedMutex::release() {
   const std::lock_guard<std::mutex> lock(window_.leaving_); // its memory stays meanwhile
   if (!window_.left_ && !mpi::Engine::instance().forked()) { // else leave() has done it, or the parent will
     shared_.unlock(side_);
   }
 }
 
-void Window::MappedMutex::check() {
+void HostWindow::MappedMutex::check() {
   mpi::Engine::instance().check_interrupt();
 }
 
-void Window::MappedMutex::time_out() {
+void HostWindow::MappedMutex::time_out() {
   const bool here = side_ == PairMutex::Side::kFirst;
   const int me = window_.group_->rank;
   window_.fail(
       "win_mutex", c10::str("timed out waiting for the mutex of owner ", here ? me : other_.rank, " and rank ", here ? other_.rank : me));
 }
 
-bool Window::RemoteMutex::acquire(Deadline deadline) {
+bool HostWindow::RemoteMutex::acquire(Deadline deadline) {
   auto& engine = mpi::Engine::instance();
   auto request = std::make_shared<mpi::WindowRequest>();
   request->group = window_.group_;
@@ -72,11 +72,11 @@ bool Window::RemoteMutex::acquire(Deadline deadline) {
   return true;
 }
 
-bool Window::RemoteMutex::try_acquire() {
+bool HostWindow::RemoteMutex::try_acquire() {
   return false;
 }
 
-void Window::RemoteMutex::release() {
+void HostWindow::RemoteMutex::release() {
   if (window_.left_) {
     return;
   }
@@ -86,15 +86,15 @@ void Window::RemoteMutex::release() {
   }
 }
 
-void Window::RemoteMutex::check() {
+void HostWindow::RemoteMutex::check() {
   mpi::Engine::instance().check_interrupt();
 }
 
-void Window::RemoteMutex::time_out() {
+void HostWindow::RemoteMutex::time_out() {
   window_.fail("win_mutex", c10::str("timed out waiting for the mutex of owner ", owner_.rank, " and rank ", window_.group_->rank));
 }
 
-bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const {
+bool HostWindow::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const {
   while (!mutex.lock_or_queue(side)) { // again, as the other side may have seized it
     if (mutex.wait(side, std::min<std::chrono::nanoseconds>(kLook, deadline - Clock::now()))) {
       return true;
@@ -122,7 +122,7 @@ bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& nei
   return true;
 }
 
-std::vector<RankMutex*> Window::mutexes(const char* op, std::vector<int> ranks, bool own) const {
+std::vector<RankMutex*> HostWindow::mutexes(const char* op, std::vector<int> ranks, bool own) const {
   std::sort(ranks.begin(), ranks.end()); // by owner, then by the other
   std::vector<RankMutex*> mutexes;
   for (const int rank : ranks) {
@@ -132,13 +132,13 @@ std::vector<RankMutex*> Window::mutexes(const char* op, std::vector<int> ranks, 
   return mutexes;
 }
 
-void Window::lock(std::vector<int> ranks, bool own, Milliseconds timeout) {
+void HostWindow::lock(const std::vector<int>& ranks, bool own, Milliseconds timeout) {
   constexpr const char* op = "win_mutex";
   const Use use(*this, op, For::kThisRank);
   const auto deadline = Clock::now() + timeout;
   std::vector<RankMutex*> held;
   try {
-    for (auto* mutex : mutexes(op, std::move(ranks), own)) {
+    for (auto* mutex : mutexes(op, ranks, own)) {
       mutex->lock(deadline);
       held.push_back(mutex);
     }
@@ -150,13 +150,8 @@ void Window::lock(std::vector<int> ranks, bool own, Milliseconds timeout) {
   }
 }
 
-std::unique_ptr<Window::Hold> Window::hold(std::vector<int> ranks, bool own, Milliseconds timeout) {
-  lock(ranks, own, timeout);
-  return std::make_unique<Hold>(shared_from_this(), std::move(ranks), own);
-}
-
-void Window::unlock(std::vector<int> ranks, bool own) {
-  const auto held = mutexes("win_mutex", std::move(ranks), own);
+void HostWindow::unlock(const std::vector<int>& ranks, bool own) {
+  const auto held = mutexes("win_mutex", ranks, own);
   const bool all = std::all_of(held.begin(), held.end(), [](RankMutex* mutex) { return mutex->held_here(); });
   TORCH_CHECK_VALUE(all, "win_mutex: ranks: got some whose mutex of window '", name_, "' this thread has not locked");
   for (auto* mutex : held) {

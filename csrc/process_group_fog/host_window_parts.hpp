@@ -1,15 +1,15 @@
-// What a Window is made of: its neighbors, and its calls in flight. For the window's own sources.
+// What a HostWindow is made of: its neighbors, and its calls in flight. For the window's own sources.
 #pragma once
 
 #include "mpi/engine.hpp"
-#include "window.hpp"
+#include "host_window.hpp"
 
 namespace fog {
 
 // How long a wait lasts before it looks whether whom it waits for has gone, and whether it is interrupted.
 constexpr auto kLook = std::chrono::milliseconds(10);
 
-struct Window::Neighbor {
+struct HostWindow::Neighbor {
   int rank = 0;
   bool in = false;
   bool out = false;
@@ -32,9 +32,9 @@ struct Window::Neighbor {
 };
 
 // One call, complete once all its parts are.
-class Window::Call {
+class HostWindow::Call {
  public:
-  Call(std::shared_ptr<Window> window, c10::intrusive_ptr<WorkFog> its_work) : work(std::move(its_work)), window_(std::move(window)) {}
+  Call(std::shared_ptr<HostWindow> window, c10::intrusive_ptr<WorkFog> its_work) : work(std::move(its_work)), window_(std::move(window)) {}
   void expect() {
     pending_.fetch_add(1);
   }
@@ -66,7 +66,7 @@ class Window::Call {
   const c10::intrusive_ptr<WorkFog> work;
 
  private:
-  const std::shared_ptr<Window> window_;
+  const std::shared_ptr<HostWindow> window_;
   std::atomic<size_t> pending_{1};
   std::mutex mutex_;
   std::exception_ptr error_;
@@ -74,9 +74,9 @@ class Window::Call {
 };
 
 // The memory of this rank and of its neighbors stays.
-class Window::Use {
+class HostWindow::Use {
  public:
-  Use(Window& window, const char* op, For whom) : window_(window) {
+  Use(HostWindow& window, const char* op, For whom) : window_(window) {
     window_.begin_call(op, whom);
   }
   ~Use() {
@@ -86,10 +86,10 @@ class Window::Use {
   Use& operator=(const Use&) = delete;
 
  private:
-  Window& window_;
+  HostWindow& window_;
 };
 
-struct Window::Part {
+struct HostWindow::Part {
   mpi::WindowOp op;
   Neighbor* neighbor;
   double weight;

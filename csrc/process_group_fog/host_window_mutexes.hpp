@@ -2,14 +2,14 @@
 #pragma once
 
 #include "rank_mutex.hpp"
-#include "window.hpp"
+#include "host_window.hpp"
 
 namespace fog {
 
 // In memory that this process has mapped.
-class Window::MappedMutex final : public RankMutex {
+class HostWindow::MappedMutex final : public RankMutex {
  public:
-  MappedMutex(const Window& window, const Neighbor& other, shared_memory::PairMutex& shared, shared_memory::PairMutex::Side side)
+  MappedMutex(const HostWindow& window, const Neighbor& other, shared_memory::PairMutex& shared, shared_memory::PairMutex::Side side)
       : window_(window), other_(other), shared_(shared), side_(side) {}
 
  protected:
@@ -20,16 +20,16 @@ class Window::MappedMutex final : public RankMutex {
   void time_out() override;
 
  private:
-  const Window& window_;
+  const HostWindow& window_;
   const Neighbor& other_;
   shared_memory::PairMutex& shared_;
   const shared_memory::PairMutex::Side side_;
 };
 
 // One that this process can only ask for: the owner's engine holds it.
-class Window::RemoteMutex final : public RankMutex {
+class HostWindow::RemoteMutex final : public RankMutex {
  public:
-  RemoteMutex(const Window& window, const Neighbor& owner) : window_(window), owner_(owner) {}
+  RemoteMutex(const HostWindow& window, const Neighbor& owner) : window_(window), owner_(owner) {}
 
  protected:
   bool acquire(Deadline deadline) override;
@@ -39,7 +39,7 @@ class Window::RemoteMutex final : public RankMutex {
   void time_out() override;
 
  private:
-  const Window& window_;
+  const HostWindow& window_;
   const Neighbor& owner_;
 };
 

@@ -1,0 +1,384 @@
+#include "neighbors.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Exception.h>
+
+#include "../staging.hpp"
+#include "reduce.hpp"
+
+namespace fog::cuda {
+
+using c10d::OpType;
+using WorkPtr = Neighbors::WorkPtr;
+using Tensors = Neighbors::Tensors;
+
+namespace {
+
+// Of messages between two ranks; they are matched by their order.
+constexpr int kTag = 0;
+// Elements of a vector that begin on multiples of so many bytes are read at once.
+constexpr size_t kAlignment = 16;
+
+// The place of a list's tensors of one dtype, one after the other: their own memory where that is how they lie.
+class Flat {
+ public:
+  // With the tensors' values if they are to be read.
+  Flat(const Tensors& tensors, bool read) : tensors_(tensors) {
+    if (const auto own = adjacent(tensors)) {
+      vector_ = *own;
+      return;
+    }
+    is_copy_ = true;
+    int64_t numel = 0;
+    for (const auto& tensor : tensors) {
+      numel += tensor.numel();
+    }
+    vector_ = at::empty({numel}, tensors[0].options().requires_grad(false));
+    if (read) {
+      const auto views = views_of(vector_, tensors);
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        views[i].copy_(tensors[i]);
+      }
+    }
+  }
+
+  const at::Tensor& vector() const {
+    return vector_;
+  }
+  // Brings what is in the vector to the tensors.
+  void deliver() const {
+    if (is_copy_) {
+      unflatten(vector_, tensors_);
+    }
+  }
+
+ private:
+  const Tensors tensors_;
+  at::Tensor vector_;
+  bool is_copy_ = false;
+};
+
+Tensors pick(const Tensors& tensors, const std::vector<size_t>& places) {
+  Tensors picked;
+  for (const size_t place : places) {
+    picked.push_back(tensors[place]);
+  }
+  return picked;
+}
+
+// One slice of a vector for each rank of a machine, by place; they begin where elements can be read at once.
+Tensors slices_of(const at::Tensor& vector, size_t count) {
+  const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / vector.element_size()));
+  const int64_t share = (vector.numel() + static_cast<int64_t>(count) - 1) / static_cast<int64_t>(count);
+  const int64_t part = (share + lanes - 1) / lanes * lanes;
+  Tensors slices;
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t begin = std::min(static_cast<int64_t>(i) * part, vector.numel());
+    slices.push_back(vector.narrow(0, begin, std::min(part, vector.numel() - begin)));
+  }
+  return slices;
+}
+
+} // namespace
+
+Neighbors::Neighbors(c10::intrusive_ptr<c10d::Backend> delegate, int rank, std::string group, const at::Device& device)
+    : delegate_(std::move(delegate)),
+      rank_(rank),
+      group_(std::move(group)),
+      device_(device),
+      form_([&] {
+        TORCH_CHECK(
+            !is_capturing(device), "fog: the first of fog's operations of group '", group_, "' on ", device,
+            " cannot be captured into a graph: run it once before");
+        return combine_form(device);
+      }()),
+      stream_(device) {}
+
+WorkPtr Neighbors::run(
+    const Call& call, const Tensors& inputs, const Tensors& outputs, const std::function<void(Works& works)>& body) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const uint64_t sequence = ++sequence_;
+  const auto what = c10::str(call.op, " #", sequence, " of group '", group_, "' on ", device_);
+  const auto launched_on = current_stream(device_);
+  at::AutoDispatchBelowADInplaceOrView no_grad;
+  const Stream::Guard guard(stream_);
+  Works works;
+  const auto finish = [&] {
+    return c10::make_intrusive<Work>(
+        Work::Description{rank_, call.type, call.title, what, sequence}, inputs, outputs, std::move(works), stream_, launched_on);
+  };
+  try {
+    naming(what, [&] { body(works); });
+  } catch (...) {
+    finish(); // which keeps the tensors' memory while the stream uses it
+    throw;
+  }
+  return finish();
+}
+
+// As bytes: a message's dtype is no business of the delegate, which may not know it.
+void Neighbors::exchange(const Messages& sends, const Messages& receives, Works& works) {
+  const auto start = [&](const Messages& messages, auto&& give) {
+    for (const auto& [peer, tensor] : messages) {
+      if (tensor.numel() > 0) {
+        Tensors bytes = {tensor.view({-1}).view(at::kByte)};
+        works.push_back(give(bytes, peer));
+      }
+    }
+  };
+  const auto give_all = [&](const Messages& out, const Messages& in) {
+    start(out, [&](Tensors& bytes, int peer) { return delegate_->send(bytes, peer, kTag); });
+    start(in, [&](Tensors& bytes, int peer) { return delegate_->recv(bytes, peer, kTag); });
+  };
+  const size_t before = works.size();
+  if (!delegate_->supportsCoalescing()) {
+    give_all(sends, receives);
+  } else {
+    Messages out = sends;
+    Messages in = receives;
+    const auto is_empty = [](const Messages& messages) {
+      return std::all_of(messages.begin(), messages.end(), [](const Message& message) { return message.tensor.numel() == 0; });
+    };
+    if (is_empty(out) && is_empty(in)) {
+      if (connected_) {
+        return;
+      }
+      // NCCL connects all ranks of a group in the first operation of each. A rank without a peer takes part by a message to itself.
+      const auto options = at::TensorOptions(device_).dtype(at::kByte);
+      out = {{rank_, at::zeros({1}, options)}};
+      in = {{rank_, at::empty({1}, options)}};
+    }
+    delegate_->startCoalescing();
+    try {
+      give_all(out, in);
+    } catch (...) {
+      try { // or else the delegate would take whatever comes next for part of this group
+        delegate_->endCoalescing();
+      } catch (const std::exception&) { // the first failure is the one to tell
+      }
+      works.resize(before);
+      throw;
+    }
+    works.resize(before); // those of the parts say nothing
+    works.push_back(delegate_->endCoalescing());
+    connected_ = true;
+  }
+  works.erase(std::remove(works.begin() + static_cast<std::ptrdiff_t>(before), works.end(), WorkPtr()), works.end());
+  for (size_t i = before; i < works.size(); ++i) {
+    works[i]->wait(); // orders the stream, which is the current one
+  }
+}
+
+Tensors Neighbors::empty_rows(size_t count, const at::Tensor& like) {
+  const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / like.element_size()));
+  const int64_t stride = (like.numel() + lanes - 1) / lanes * lanes;
+  const auto memory = at::empty({static_cast<int64_t>(count) * stride}, like.options());
+  Tensors rows;
+  for (size_t i = 0; i < count; ++i) {
+    rows.push_back(memory.narrow(0, static_cast<int64_t>(i) * stride, like.numel()));
+  }
+  return rows;
+}
+
+void Neighbors::mix(std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
+  Messages sends;
+  Messages receives;
+  for (auto& [own, out, received] : mixes) {
+    std::vector<std::pair<double, at::Tensor>> scaled = {{1.0, own}};
+    for (const auto& peer : plan.destinations()) {
+      auto found = std::find_if(scaled.begin(), scaled.end(), [&](const auto& made) { return made.first == peer.weight; });
+      if (found == scaled.end()) {
+        const auto product = at::empty_like(own);
+        if (peer.weight == 0.0) {
+          product.zero_();
+        } else {
+          combine(form_, product, {own}, {peer.weight}, false);
+        }
+        found = scaled.insert(scaled.end(), {peer.weight, product});
+      }
+      sends.push_back({rank_of(peer.rank), found->second});
+    }
+    received = empty_rows(plan.sources().size(), own);
+    for (size_t i = 0; i < plan.sources().size(); ++i) {
+      receives.push_back({rank_of(plan.sources()[i].rank), received[i]});
+    }
+  }
+  exchange(sends, receives, works);
+  for (const auto& [own, out, received] : mixes) {
+    Tensors rows;
+    std::vector<double> weights;
+    const auto add = [&](const at::Tensor& row, double weight) {
+      if (plan.mean() || weight != 0.0) { // no edge, no influence, not even of a NaN
+        rows.push_back(row);
+        weights.push_back(weight);
+      }
+    };
+    for (size_t i = 0; i < received.size(); ++i) {
+      add(received[i], plan.sources()[i].weight);
+    }
+    add(own, plan.self_weight());
+    combine(form_, out, rows, weights, plan.mean());
+  }
+}
+
+WorkPtr Neighbors::neighbor_allreduce(
+    const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs) {
+  const Call call = {"neighbor_allreduce", "fog:neighbor_allreduce", OpType::UNKNOWN};
+  return run(call, tensors, outputs, [&](Works& works) {
+    std::vector<Flat> results;
+    std::vector<Mix> mixes;
+    for (const auto& places : parts) {
+      const Flat own(pick(tensors, places), true);
+      results.emplace_back(pick(outputs, places), false);
+      mixes.push_back({own.vector(), results.back().vector(), {}});
+    }
+    mix(mixes, plan, [](int rank) { return rank; }, works);
+    for (const auto& result : results) {
+      result.deliver();
+    }
+  });
+}
+
+WorkPtr Neighbors::hierarchical_neighbor_allreduce(
+    const Tensors& tensors, const Parts& parts, const Machines& machines, const NeighborPlan& plan, const Tensors& outputs) {
+  const Call call = {"hierarchical_neighbor_allreduce", "fog:hierarchical_neighbor_allreduce", OpType::UNKNOWN};
+  const auto& local = machines.local();
+  const auto place = static_cast<size_t>(machines.place());
+  return run(call, tensors, outputs, [&](Works& works) {
+    std::vector<Flat> results;
+    std::vector<Tensors> inputs; // of this rank's slice: one a rank of the machine, by part
+    Messages sends;
+    Messages receives;
+    for (const auto& places : parts) {
+      const Flat own(pick(tensors, places), true);
+      results.emplace_back(pick(outputs, places), false);
+      const auto slices = slices_of(own.vector(), local.size());
+      auto& rows = inputs.emplace_back(empty_rows(local.size(), slices[place]));
+      rows[place] = slices[place];
+      for (size_t i = 0; i < local.size(); ++i) {
+        if (i != place) {
+          sends.push_back({local[i], slices[i]});
+          receives.push_back({local[i], rows[i]});
+        }
+      }
+    }
+    if (local.size() > 1) {
+      exchange(sends, receives, works);
+    }
+    sends.clear();
+    receives.clear();
+    std::vector<Mix> mixes;
+    for (size_t part = 0; part < parts.size(); ++part) {
+      auto mean = inputs[part][place];
+      if (local.size() > 1) {
+        mean = at::empty_like(mean);
+        combine(form_, mean, inputs[part], {}, true);
+      }
+      const auto slices = slices_of(results[part].vector(), local.size());
+      mixes.push_back({mean, slices[place], {}});
+      for (size_t i = 0; i < local.size(); ++i) {
+        if (i != place) {
+          sends.push_back({local[i], slices[place]});
+          receives.push_back({local[i], slices[i]});
+        }
+      }
+    }
+    mix(mixes, plan, [&](int machine) { return machines.rank(machine, machines.place()); }, works);
+    if (local.size() > 1) {
+      exchange(sends, receives, works);
+    }
+    for (const auto& result : results) {
+      result.deliver();
+    }
+  });
+}
+
+WorkPtr Neighbors::local_allreduce(
+    const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor) {
+  const Call call = {"local_allreduce", "fog:local_allreduce", OpType::ALLREDUCE};
+  const auto& local = machines.local();
+  const auto place = static_cast<size_t>(machines.place());
+  return run(call, {tensor}, {tensor}, [&](Works& works) {
+    const Flat flat({tensor}, true);
+    if (op == c10d::ReduceOp::PREMUL_SUM) {
+      flat.vector().mul_(factor);
+    }
+    const auto slices = slices_of(flat.vector(), local.size());
+    auto rows = empty_rows(local.size(), slices[place]);
+    rows[place] = slices[place];
+    Messages sends;
+    Messages receives;
+    Messages results;
+    Messages others;
+    for (size_t i = 0; i < local.size(); ++i) {
+      if (i != place) {
+        sends.push_back({local[i], slices[i]});
+        receives.push_back({local[i], rows[i]});
+        results.push_back({local[i], slices[place]});
+        others.push_back({local[i], slices[i]});
+      }
+    }
+    exchange(sends, receives, works);
+    reduce(op, slices[place], rows);
+    exchange(results, others, works);
+    flat.deliver();
+  });
+}
+
+WorkPtr Neighbors::gather(
+    const char* op,
+    const char* title,
+    OpType type,
+    const at::Tensor& tensor,
+    const std::vector<int>& sources,
+    const std::vector<int64_t>& rows,
+    const std::vector<int>& destinations) {
+  auto sizes = tensor.sizes().vec();
+  sizes[0] = 0;
+  for (const auto count : rows) {
+    sizes[0] += count;
+  }
+  // Before the stream changes: the result belongs to the program's.
+  const auto gathered = at::empty(sizes, tensor.options().requires_grad(false));
+  return run({op, title, type}, {tensor}, {gathered}, [&](Works& works) {
+    const auto own = tensor.contiguous();
+    Messages sends;
+    Messages receives;
+    for (const int peer : destinations) {
+      if (peer != rank_) {
+        sends.push_back({peer, own});
+      }
+    }
+    int64_t begin = 0;
+    for (size_t i = 0; i < sources.size(); ++i) {
+      const auto part = gathered.narrow(0, begin, rows[i]);
+      begin += rows[i];
+      if (sources[i] == rank_) {
+        part.copy_(own);
+      } else {
+        receives.push_back({sources[i], part});
+      }
+    }
+    exchange(sends, receives, works);
+  });
+}
+
+WorkPtr Neighbors::collective(const char* op, const char* title, OpType type, const at::Tensor& tensor, const Start& start) {
+  return run({op, title, type}, {tensor}, {tensor}, [&](Works& works) {
+    Tensors given = {tensor.contiguous()};
+    if (const auto work = start(*delegate_, given)) {
+      work->wait(); // orders the stream, which is the current one
+      works.push_back(work);
+    }
+    connected_ = true;
+    if (!given[0].is_same(tensor)) {
+      tensor.copy_(given[0]);
+    }
+  });
+}
+
+} // namespace fog::cuda

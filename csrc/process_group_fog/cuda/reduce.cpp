@@ -1,0 +1,86 @@
+#include "reduce.hpp"
+
+#include <optional>
+#include <vector>
+
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include "../names.hpp"
+
+namespace fog::cuda {
+namespace {
+
+using RedOp = c10d::ReduceOp::RedOpType;
+
+// The signed type of the same size, whose sums, products and bits are the same; torch has few operations for these.
+std::optional<c10::ScalarType> signed_type(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::UInt16:
+      return at::kShort;
+    case c10::ScalarType::UInt32:
+      return at::kInt;
+    case c10::ScalarType::UInt64:
+      return at::kLong;
+    default:
+      return std::nullopt;
+  }
+}
+
+void add(RedOp op, at::Tensor& result, const at::Tensor& row) {
+  const bool logical = result.scalar_type() == at::kBool;
+  switch (op) {
+    case RedOp::SUM:
+    case RedOp::AVG:
+    case RedOp::PREMUL_SUM:
+      logical ? result.logical_or_(row) : result.add_(row);
+      return;
+    case RedOp::PRODUCT:
+      logical ? result.logical_and_(row) : result.mul_(row);
+      return;
+    case RedOp::MIN:
+      logical ? result.logical_and_(row) : at::minimum_out(result, result, row);
+      return;
+    case RedOp::MAX:
+      logical ? result.logical_or_(row) : at::maximum_out(result, result, row);
+      return;
+    case RedOp::BAND:
+      result.bitwise_and_(row);
+      return;
+    case RedOp::BOR:
+      result.bitwise_or_(row);
+      return;
+    case RedOp::BXOR:
+      result.bitwise_xor_(row);
+      return;
+    default:
+      TORCH_INTERNAL_ASSERT(false, "fog: reduction ", static_cast<int>(op), " passed its check but has no device form");
+  }
+}
+
+} // namespace
+
+void check_reduction_on_device(const char* op, RedOp reduction, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(
+      !((reduction == RedOp::MIN || reduction == RedOp::MAX) && signed_type(tensor.scalar_type())), op, ": op: got ",
+      reduction_name(reduction), " for dtype ", dtype_name(tensor.scalar_type()), " on ", tensor.device(),
+      "; there it allows bool, uint8, signed integer and floating dtypes");
+}
+
+void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {
+  const auto dtype = out.scalar_type();
+  const auto as_signed = signed_type(dtype);
+  const auto wide = c10::isReducedFloatingType(dtype) ? at::kFloat : as_signed.value_or(dtype);
+  const auto read = [&](const at::Tensor& row) { return as_signed ? row.view(*as_signed) : row; };
+  auto result = read(rows[0]).to(wide, false, true);
+  for (const auto& row : rows.slice(1)) {
+    add(op, result, wide == dtype || as_signed ? read(row) : row.to(wide));
+  }
+  if (op == RedOp::AVG) {
+    // By a tensor: a division by a number would be a product with its reciprocal.
+    result.div_(at::full({}, static_cast<double>(rows.size()), result.options()));
+  }
+  read(out).copy_(result);
+}
+
+} // namespace fog::cuda

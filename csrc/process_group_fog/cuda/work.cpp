@@ -1,0 +1,130 @@
+#include "work.hpp"
+
+#include <ATen/core/ivalue_inl.h>
+#include <ATen/core/jit_type.h>
+#include <c10/util/Exception.h>
+
+namespace fog::cuda {
+
+void throw_named(const std::string& what, const std::exception_ptr& error) {
+  std::string reason = "unknown error";
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::ValueError& failure) {
+    C10_THROW_ERROR(ValueError, c10::str(what, ": ", failure.what_without_backtrace()));
+  } catch (const c10::TypeError& failure) {
+    C10_THROW_ERROR(TypeError, c10::str(what, ": ", failure.what_without_backtrace()));
+  } catch (const c10::Error& failure) {
+    reason = failure.what_without_backtrace();
+  } catch (const std::exception& failure) {
+    reason = failure.what();
+  } catch (...) {
+  }
+  C10_THROW_ERROR(DistBackendError, c10::str("fog: ", what, ": ", reason));
+}
+
+Work::Work(
+    Description description,
+    const std::vector<at::Tensor>& inputs,
+    std::vector<at::Tensor> outputs,
+    std::vector<c10::intrusive_ptr<c10d::Work>> parts,
+    const Stream& stream,
+    std::optional<c10::Stream> launched_on)
+    : c10d::Work(description.rank, description.type, description.title, inputs),
+      what_(std::move(description.what)),
+      sequence_(description.sequence),
+      outputs_(std::move(outputs)),
+      parts_(std::move(parts)),
+      stream_(stream.get()),
+      launched_on_(launched_on),
+      end_(stream.record()) {
+  std::vector<at::Device> devices;
+  if (stream_) {
+    devices.push_back(stream_->device());
+    held_ = inputs;
+    held_.insert(held_.end(), outputs_.begin(), outputs_.end());
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  future_->markCompleted(c10::IValue(outputs_)); // it remembers the current stream, on which the operation is
+  if (recordFunctionEndCallback_) {
+    recordFunctionEndCallback_();
+  }
+}
+
+Work::~Work() {
+  // Nobody has waited: the tensors' memory must not be used again before the stream is through.
+  for (const auto& tensor : held_) {
+    try {
+      use_on(*stream_, tensor);
+    } catch (const std::exception&) { // the device is gone, and its memory with it
+    }
+  }
+}
+
+// Once the stream that the call was made on is ordered after the operation, memory that comes free there is free.
+void Work::release() {
+  const std::lock_guard<std::mutex> lock(held_mutex_);
+  if (held_.empty()) {
+    return;
+  }
+  if (current_stream(stream_->device()) != launched_on_) {
+    for (const auto& tensor : held_) {
+      use_on(*stream_, tensor);
+    }
+  }
+  held_.clear();
+}
+
+bool Work::isCompleted() {
+  return exception() != nullptr || has_happened(end_);
+}
+
+bool Work::isSuccess() const {
+  return exception() == nullptr && has_happened(end_);
+}
+
+std::exception_ptr Work::exception() const {
+  for (const auto& part : parts_) {
+    if (const auto failure = part->exception()) {
+      try {
+        throw_named(what_, failure);
+      } catch (...) {
+        return std::current_exception();
+      }
+    }
+  }
+  return nullptr;
+}
+
+std::vector<at::Tensor> Work::result() {
+  return outputs_;
+}
+
+void Work::synchronize() {
+  wait(kNoTimeout);
+}
+
+bool Work::wait(std::chrono::milliseconds /*timeout*/) {
+  if (const auto failure = exception()) {
+    std::rethrow_exception(failure);
+  }
+  order_after(end_);
+  release();
+  return true;
+}
+
+void Work::abort() {
+  for (const auto& part : parts_) {
+    part->abort();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  return future_;
+}
+
+uint64_t Work::getSequencenumber() const {
+  return sequence_;
+}
+
+} // namespace fog::cuda

@@ -1,0 +1,247 @@
+#include "delegates.hpp"
+
+#include <atomic>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace fog {
+namespace {
+
+struct Factories {
+  std::mutex mutex;
+  std::map<at::DeviceType, DelegateFactory> by_type;
+};
+
+// Whether there is one for cpu, whose operations have no time for locks.
+std::atomic<bool> serves_cpu{false};
+
+Factories& factories() {
+  // Never destroyed: a factory may hold objects of an interpreter that ends before.
+  static auto* all = new Factories;
+  return *all;
+}
+
+DelegateSupport& support() {
+  static auto* functions = new DelegateSupport;
+  return *functions;
+}
+
+void without_gil(const std::function<void()>& function) {
+  support().without_gil ? support().without_gil(function) : function();
+}
+
+DelegateFactory factory_for(at::DeviceType type) {
+  const std::lock_guard<std::mutex> lock(factories().mutex);
+  const auto found = factories().by_type.find(type);
+  return found == factories().by_type.end() ? nullptr : found->second;
+}
+
+// "cpu, cuda"
+std::string served() {
+  const std::lock_guard<std::mutex> lock(factories().mutex);
+  std::string text = "cpu";
+  for (const auto& [type, factory] : factories().by_type) {
+    if (type != at::kCPU) {
+      text += ", " + c10::DeviceTypeName(type, true);
+    }
+  }
+  return text;
+}
+
+} // namespace
+
+void set_delegate_factory(at::DeviceType type, DelegateFactory factory) {
+  const std::lock_guard<std::mutex> lock(factories().mutex);
+  if (type == at::kCPU) {
+    serves_cpu = static_cast<bool>(factory);
+  }
+  if (factory) {
+    factories().by_type[type] = std::move(factory);
+  } else {
+    factories().by_type.erase(type);
+  }
+}
+
+void set_delegate_support(DelegateSupport functions) {
+  support() = std::move(functions);
+}
+
+Delegates::Delegates(
+    c10::intrusive_ptr<c10d::Store> store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<c10d::Backend::Options> options,
+    std::function<void(const BackendPtr&, const at::Device&)> prepare)
+    : store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)), prepare_(std::move(prepare)) {}
+
+Delegates::~Delegates() {
+  // Their threads end with them, and may be in Python.
+  without_gil([this] {
+    for (auto& [type, slot] : slots_) {
+      slot.delegate.reset();
+    }
+  });
+}
+
+BackendPtr Delegates::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+  const at::Tensor* first = nullptr;
+  for (const auto* tensor : tensors) {
+    if (!tensor->defined()) {
+      continue; // whoever serves the others says so
+    }
+    first = first == nullptr ? tensor : first;
+    TORCH_CHECK_VALUE(
+        tensor->device().type() == first->device().type(), op, ": tensors: got some on ", first->device(), " and some on ",
+        tensor->device(), "; allowed are those of one type of device in an operation");
+  }
+  return first == nullptr ? nullptr : serving(op, first->device());
+}
+
+BackendPtr Delegates::serving(const char* op, const at::Device& device) {
+  if (device.is_cpu() && !serves_cpu && !is_coalescing_) {
+    return nullptr;
+  }
+  auto delegate = find_or_make(op, device, false);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_coalescing_) {
+    if (!coalesced_type_) {
+      coalesced_type_ = device.type();
+      if (delegate) {
+        delegate->startCoalescing();
+        coalescing_ = delegate;
+      }
+    }
+    TORCH_CHECK_VALUE(
+        *coalesced_type_ == device.type(), op, ": tensors: got some on ", device, " among coalesced operations on ",
+        c10::DeviceTypeName(*coalesced_type_, true), "; allowed is one type of device");
+  }
+  return delegate;
+}
+
+Delegates::Slot& Delegates::slot(at::DeviceType type) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return slots_[type];
+}
+
+BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, bool eager) {
+  const auto type = device.type();
+  if (auto found = made(type)) {
+    return found;
+  }
+  const auto factory = factory_for(type);
+  if (!factory) {
+    TORCH_CHECK_VALUE(type == at::kCPU, op, ": tensors: got one on ", device, "; allowed are tensors on ", served());
+    return nullptr;
+  }
+  auto& place = slot(type);
+  std::unique_lock<std::mutex> making(place.making, std::defer_lock);
+  without_gil([&] { making.lock(); });
+  if (auto found = made(type)) {
+    return found; // another thread came first
+  }
+  auto delegate = factory(store_, rank_, size_, options_, device, eager);
+  TORCH_CHECK_VALUE(delegate, op, ": no backend for tensors on ", device, " was made");
+  prepare_(delegate, device);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_closed_) {
+      return place.delegate = std::move(delegate);
+    }
+  }
+  without_gil([&] {
+    delegate->shutdown();
+    delegate.reset();
+  });
+  C10_THROW_ERROR(DistBackendError, c10::str(op, ": the group was shut down or aborted"));
+}
+
+BackendPtr Delegates::made(at::DeviceType type) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = slots_.find(type);
+  return found == slots_.end() ? nullptr : found->second.delegate;
+}
+
+std::vector<BackendPtr> Delegates::made() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<BackendPtr> all;
+  for (const auto& [type, slot] : slots_) {
+    if (slot.delegate) {
+      all.push_back(slot.delegate);
+    }
+  }
+  return all;
+}
+
+std::vector<BackendPtr> Delegates::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+  }
+  return made();
+}
+
+void Delegates::connect(const char* op, const at::Device& device) {
+  if (const auto delegate = find_or_make(op, device, true)) {
+    delegate->setBoundDeviceId(device);
+    delegate->eagerConnectSingleDevice(device);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    slots_[device.type()].connected = device;
+  }
+}
+
+void Delegates::split(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10d::Backend::Options& options,
+    Delegates* child) {
+  std::map<at::DeviceType, std::pair<BackendPtr, at::Device>> connected; // in the same order on all ranks
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [type, slot] : slots_) {
+      if (slot.connected) {
+        connected.emplace(type, std::make_pair(slot.delegate, *slot.connected));
+      }
+    }
+  }
+  for (const auto& [type, parent] : connected) {
+    const auto& [delegate, device] = parent;
+    if (!delegate->supportsSplitting()) {
+      continue;
+    }
+    auto copy = support().copy_options(delegate); // it is written into, and the parent's are the parent's
+    copy->timeout = options.timeout;
+    copy->group_name = options.group_name;
+    copy->group_desc = options.group_desc;
+    copy->global_ranks_in_group = options.global_ranks_in_group;
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(type, true) + "/", store);
+    auto part = delegate->split(own, ranks, copy);
+    if (child != nullptr) {
+      TORCH_CHECK(part, "split: the delegate for ", device, " made no group for this rank");
+      child->prepare_(part, device);
+      auto& place = child->slot(type);
+      const std::lock_guard<std::mutex> lock(child->mutex_);
+      place.delegate = std::move(part);
+      place.connected = device;
+    }
+  }
+}
+
+void Delegates::start_coalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_coalescing_ = true;
+  coalesced_type_.reset();
+  coalescing_ = nullptr;
+}
+
+c10::intrusive_ptr<c10d::Work> Delegates::end_coalescing() {
+  BackendPtr delegate;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_coalescing_ = false;
+    delegate.swap(coalescing_);
+  }
+  return delegate ? delegate->endCoalescing() : nullptr;
+}
+
+} // namespace fog

@@ -1,0 +1,71 @@
+"""Streams of devices, whatever their kind: what must follow what has been given to a device, and when it is done.
+
+A gradient is ready on the stream that its backward pass runs on, and hooks of autograd run with that stream as the
+current one. What takes several gradients together has to follow all their streams. And what goes to other ranks by
+other ways than the device's, such as a number in a window of the CPU, would overtake what the device has yet to do:
+it has to come after a `Mark`. A CPU has no streams, and there all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class StreamJoin:
+    """The streams on which parts of a whole become ready.
+
+    Args:
+        device: Of the parts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: list[torch.Stream] = []
+
+    def add(self) -> None:
+        """Takes note that a part is ready on the current stream."""
+        stream = current_stream(self._device)
+        if stream is not None and stream not in self._streams:
+            self._streams.append(stream)
+
+    def join(self) -> None:
+        """Lets the current stream follow what is ready, and forgets it. The host waits for nothing."""
+        streams, self._streams = self._streams, []
+        current = current_stream(self._device)
+        if current is not None:
+            for stream in streams:
+                if stream != current:
+                    current.wait_stream(stream)
+
+
+class Mark:
+    """A point in what the current stream of a device has been given to do.
+
+    Args:
+        device: Whose stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.Event | None = None
+        if device.type != "cpu":
+            self._event = torch.Event(device)
+            self._event.record(current_stream(device))
+
+    def is_reached(self) -> bool:
+        """Whether the device has done all that came before."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Returns when it has: the host waits."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Returns the current stream of a device; None for a CPU, and where torch knows no streams of that type."""
+    if device.type == "cpu":
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    return torch.accelerator.current_stream(device)

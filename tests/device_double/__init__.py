@@ -1,0 +1,289 @@
+"""A device of torch for tests that behaves as a GPU does, on the memory of the host.
+
+``load()``, in a rank, registers it with torch as the device type ``gpudouble`` with two devices; the process
+that starts the ranks compiles it before, by ``compile_double()`` (fixture ``compiled_double``). Memory,
+streams, events and autograd are those of a device. Operations of torch run on the host as soon as they are
+called, after what the current stream has been given. What is enqueued on a stream (see streams.hpp) runs on a
+thread of that stream, which a test can hold back: a missing wait shows every time then, as wrong numbers.
+Memory is overwritten when it is freed, except for streams that were recorded on it.
+
+``serve_groups()`` gives groups of fog a ``RecordingDelegate`` each, which stands for ProcessGroupNCCL: it
+communicates over Gloo on streams of its own, connects at a first operation, and remembers every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DEVICE = "gpudouble"
+
+_HERE = Path(__file__).resolve().parent
+_BUILD = _HERE.parents[1] / "build" / "device_double"
+_COMPILE_SECONDS = 600
+
+
+def build(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), library: bool = False) -> Path:
+    """Compiles C++ sources of this folder into a shared object, unless that has been done for just these.
+
+    All processes of a checkout share what is built, under ``build/``; one compiles while the others wait.
+
+    Args:
+        name: Of the shared object; an extension module's own name.
+        sources: Names of files in this folder. What they include from this folder counts as theirs.
+        flags: More arguments for the compiler.
+        library: Whether it is a plain library, without torch.
+
+    Returns:
+        Path of the shared object.
+
+    Raises:
+        RuntimeError: The compiler failed; the message is the compiler's.
+    """
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-O1",
+        "-g0",
+        "-fPIC",
+        "-pthread",
+        "-Wall",
+        "-Wextra",
+        "-Wno-unused-parameter",
+    ]
+    command += ["-fvisibility=hidden", f"-std={_standard()}", *flags]
+    link: list[str] = []
+    if not library:
+        where = Path(torch.__file__).parent
+        command += [f"-I{where / 'include'}", f"-I{where / 'include/torch/csrc/api/include'}"]
+        command += [f"-I{sysconfig.get_paths()['include']}", f"-DTORCH_EXTENSION_NAME={name}"]
+        link = [f"-L{where / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    digest = hashlib.sha256("\0".join([*command, sys.version, torch.__version__, *sources]).encode())
+    for file in sorted(_HERE.glob("*.[ch]*pp")):
+        if file.suffix == ".hpp" or file.name in sources:
+            digest.update(file.name.encode() + file.read_bytes())
+    folder = _BUILD / f"{name}-{digest.hexdigest()[:16]}"
+    target = folder / f"{name}.so"
+    if target.exists():
+        return target
+    _BUILD.mkdir(parents=True, exist_ok=True)
+    with (_BUILD / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it if this process dies
+        if target.exists():
+            return target
+        for old in _BUILD.glob(f"{name}-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir()
+        objects = [folder / f"{Path(source).stem}.o" for source in sources]
+        _run(
+            [
+                [*command, "-c", str(_HERE / source), "-o", str(o)]
+                for source, o in zip(sources, objects, strict=True)
+            ]
+        )
+        unfinished = folder / "unfinished.so"
+        _run([[command[0], "-shared", "-pthread", *map(str, objects), "-o", str(unfinished), *link]])
+        unfinished.rename(target)
+    return target
+
+
+def _run(commands: Sequence[Sequence[str]]) -> None:
+    """Runs compilers side by side."""
+    processes = [
+        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
+    ]
+    outputs = [process.communicate(timeout=_COMPILE_SECONDS)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        if process.returncode != 0:
+            raise RuntimeError(f"cannot compile the device double:\n{output[-8000:]}")
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+def _standard() -> str:
+    return "c++20" if _version() >= (2, 13) else "c++17"  # as torch's headers ask
+
+
+def compile_double() -> Path:
+    """Compiles the double if need be. For the process that starts ranks, which have no time for that."""
+    flags = ["-DDEVICE_DOUBLE_HAS_CAPTURE"] if _version() >= (2, 12) else []
+    return build("_device_double", ["device.cpp", "delegate.cpp"], flags=flags)
+
+
+@functools.cache
+def load() -> Any:
+    """Registers the double as torch's device ``gpudouble`` and returns its extension module.
+
+    For ranks: a process that has a device behaves in another way from then on, for cpu tensors too.
+    """
+    path = compile_double()
+    import torch.distributed  # its types are bases of the double's
+
+    untyped: Any = torch
+    untyped.utils.rename_privateuse1_backend(DEVICE)
+    spec = importlib.util.spec_from_file_location("_device_double", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    untyped._register_device_module(DEVICE, _device_module(module))
+    return module
+
+
+def compile_driver() -> Path:
+    """Compiles the driver's double, with fog's kernels, if need be; as `compile_double`."""
+    from fog_pg import _C
+
+    source = _C.kernel_source()
+    folder = _BUILD / f"kernels-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("kernels.inc", source), ("kernels.text", f'R"text({source})text"')):
+        unfinished = folder / f"{name}.{os.getpid()}"
+        unfinished.write_text(text)
+        unfinished.rename(folder / name)
+    return build("libdevice_double_driver", ["driver.cpp"], flags=["-O2", "-ffp-contract=off", f"-I{folder}"])
+
+
+@functools.cache
+def load_driver() -> ctypes.CDLL:
+    """Makes the driver's double the driver of ``gpudouble``.
+
+    Returns:
+        The library. Besides what a driver has, ``device_double_fail(name, result)`` lets a function fail until the result is 0,
+        ``device_double_calls(name)`` counts calls of one, ``device_double_held()`` what has not been given back.
+    """
+    from fog_pg import _C
+
+    path = compile_driver()
+    _C.set_device_driver(DEVICE, str(path), [str(path)])
+    library = ctypes.CDLL(str(path))
+    library.device_double_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.device_double_calls.argtypes = [ctypes.c_char_p]
+    library.device_double_calls.restype = ctypes.c_long
+    library.device_double_held.restype = ctypes.c_long
+    return library
+
+
+def current_stream(device: int | None = None) -> torch.Stream:
+    """The stream on which this thread's operations of a device (the current one by default) are."""
+    return torch.accelerator.current_stream(None if device is None else torch.device(DEVICE, device))
+
+
+@contextlib.contextmanager
+def held(*streams: torch.Stream) -> Iterator[None]:
+    """Nothing that is enqueued on these streams begins to run before the end."""
+    extension = load()
+    for stream in streams:
+        extension.hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        for stream in streams:
+            extension.release(stream.device_index, stream.stream_id)
+
+
+def serve_groups(made: list[Any] | None = None) -> None:
+    """Lets every group of fog serve the double's tensors through a ``RecordingDelegate`` of its own.
+
+    Args:
+        made: Takes every delegate that is made.
+    """
+    import torch.distributed as dist
+
+    from fog_pg._extension import load as load_fog
+
+    extension = load()
+
+    def connect(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
+        delegate = extension.RecordingDelegate(connect, store, rank, size, options, device)
+        if made is not None:
+            made.append(delegate)
+        return delegate
+
+    load_fog().set_delegate_factory(DEVICE, make)
+
+
+def stream_log() -> list[tuple[str, int, int, int]]:
+    """What the host has done with streams since ``clear_stream_log()``.
+
+    Returns:
+        Tuples of what ("record", "wait", "use" or "synchronize"), device, stream id, and number: an event's,
+        or of "use" the address of the memory. "record" gives an event a number of its own; "wait" names the
+        one that the stream waits for.
+    """
+    log: list[tuple[str, int, int, int]] = load().stream_log()
+    return log
+
+
+def clear_stream_log() -> None:
+    """Forgets what the host has done with streams."""
+    load().clear_stream_log()
+
+
+def _device_module(extension: Any) -> types.ModuleType:
+    """What torch looks up as ``torch.gpudouble``."""
+    module = types.ModuleType(f"torch.{DEVICE}")
+
+    class device_of(contextlib.AbstractContextManager[None]):  # as torch.cuda.device
+        def __init__(self, device: Any) -> None:
+            self.index = _index(device)
+
+        def __enter__(self) -> None:
+            self.before = extension.current_device()
+            extension.set_device(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            extension.set_device(self.before)
+
+    def _index(device: Any) -> int:
+        if device is None:
+            return int(extension.current_device())
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        return int(extension.current_device()) if index is None else index
+
+    attributes: dict[str, Any] = {
+        "Event": torch.Event,
+        "Stream": torch.Stream,
+        "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
+        "current_device": extension.current_device,
+        "current_stream": lambda device=None: current_stream(_index(device)),
+        "device": device_of,
+        "device_count": extension.device_count,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        # Random numbers are the host's.
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "set_device": lambda device: extension.set_device(_index(device)),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "set_stream": torch.accelerator.set_stream,
+        "stream": lambda stream: stream,  # a torch.Stream is its own context manager
+        "synchronize": lambda device=None: extension.synchronize(_index(device)),
+    }
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module

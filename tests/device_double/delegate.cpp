@@ -1,0 +1,821 @@
+// RecordingDelegate: a c10d backend for the double's tensors that behaves as ProcessGroupNCCL does, over Gloo.
+#include <map>
+#include <optional>
+#include <utility>
+#include <variant>
+
+#include <ATen/Functions.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/utils/tensor_dtypes.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Dtype.h>
+
+#include "device.hpp"
+
+namespace py = pybind11;
+
+namespace device_double {
+namespace {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+using Milliseconds = std::chrono::milliseconds;
+
+// --- what is recorded ---
+
+struct TensorInfo {
+  std::vector<int64_t> shape;
+  at::ScalarType dtype;
+  std::string device;
+};
+
+using Value = std::variant<int64_t, bool, std::string, std::vector<int64_t>>;
+
+struct Call {
+  std::string name;
+  std::vector<TensorInfo> tensors;
+  std::map<std::string, Value> options;
+  std::vector<Call> parts; // of a coalesced group
+};
+
+py::dict to_python(const Call& call) {
+  py::dict dict;
+  dict["name"] = call.name;
+  for (const auto& [name, value] : call.options) {
+    dict[name.c_str()] = std::visit([](const auto& each) { return py::cast(each); }, value);
+  }
+  if (call.name == "coalesced") {
+    py::list parts;
+    for (const auto& part : call.parts) {
+      parts.append(to_python(part));
+    }
+    dict["calls"] = parts;
+    return dict;
+  }
+  py::list tensors;
+  for (const auto& [shape, dtype, device] : call.tensors) {
+    tensors.append(py::make_tuple(
+        py::tuple(py::cast(shape)), py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))), device));
+  }
+  dict["tensors"] = tensors;
+  return dict;
+}
+
+std::string name_of(const c10d::ReduceOp& op) {
+  static const char* names[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+  return names[static_cast<int>(op.op_)];
+}
+
+// --- Work ---
+
+// What the streams and the host know of one operation.
+struct Outcome {
+  std::mutex mutex;
+  std::exception_ptr failure;
+};
+
+// As ProcessGroupNCCL's: wait() orders the current stream after the operation; only with a time-out, or of a barrier, does it wait
+// for the device.
+class DelegateWork : public c10d::Work {
+ public:
+  // To be made while the operation's stream is current.
+  DelegateWork(
+      int rank, c10d::OpType type, const Tensors& inputs, Tensors outputs, Tensors stash, std::shared_ptr<Outcome> outcome, bool blocks)
+      : c10d::Work(rank, type, "double", inputs),
+        outputs_(std::move(outputs)),
+        stash_(std::move(stash)),
+        outcome_(std::move(outcome)),
+        blocks_(blocks),
+        end_(kDevice) {
+    const auto stream = current_stream(-1);
+    end_.record(stream);
+    marker_ = queue_of(stream).mark();
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{stream.device()});
+    future_->markCompleted(c10::IValue(outputs_));
+  }
+
+  bool isCompleted() override {
+    return exception() != nullptr || end_.query();
+  }
+  bool isSuccess() const override {
+    return exception() == nullptr && end_.query();
+  }
+  std::exception_ptr exception() const override {
+    const std::lock_guard<std::mutex> lock(outcome_->mutex);
+    return outcome_->failure;
+  }
+  Tensors result() override {
+    return outputs_;
+  }
+  void synchronize() override {
+    end_.block(current_stream(end_.device_index()));
+    stash_.clear();
+  }
+  bool wait(Milliseconds timeout) override {
+    ++waits_;
+    if (timeout > kNoTimeout) {
+      TORCH_CHECK_WITH(DistBackendError, marker_->wait(timeout), "the double timed out after ", timeout.count(), " ms");
+    }
+    if (const auto failure = exception()) {
+      std::rethrow_exception(failure);
+    }
+    synchronize();
+    if (blocks_) {
+      queue_of(current_stream(end_.device_index())).drain();
+    }
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+  int waits() const {
+    return waits_;
+  }
+
+ private:
+  const Tensors outputs_;
+  Tensors stash_; // kept until the current stream comes after
+  const std::shared_ptr<Outcome> outcome_;
+  const bool blocks_;
+  c10::Event end_;
+  MarkerPtr marker_;
+  std::atomic<int> waits_{0};
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// --- the backend ---
+
+// What a stream is to do: start operations of Gloo, wait for them, and finish.
+struct Task {
+  std::function<std::vector<WorkPtr>(const BackendPtr&)> start;
+  std::function<void()> finish = [] {};
+};
+
+struct Operation {
+  c10d::OpType type;
+  Call call;
+  Tensors inputs;
+  Tensors outputs;
+  bool async = true;
+  Task task;
+};
+
+Tensors on_host(const Tensors& tensors) {
+  Tensors all;
+  for (const auto& tensor : tensors) {
+    all.push_back(device_double::on_host(tensor));
+  }
+  return all;
+}
+
+Tensors concat(const Tensors& first, const Tensors& second) {
+  Tensors all = first;
+  all.insert(all.end(), second.begin(), second.end());
+  return all;
+}
+
+Tensors flat(const std::vector<Tensors>& lists) {
+  Tensors all;
+  for (const auto& list : lists) {
+    all.insert(all.end(), list.begin(), list.end());
+  }
+  return all;
+}
+
+// SUM of what a factor was put on, and what is left to do with the sum: Gloo has neither mean nor factors.
+struct Reduction {
+  c10d::ReduceOp op;
+  double before = 1.0;
+  double after = 1.0;
+
+  Reduction(const c10d::ReduceOp& given, int size) : op(given) {
+    if (given.op_ == c10d::ReduceOp::AVG) {
+      op = c10d::ReduceOp::SUM;
+      after = 1.0 / size;
+    } else if (given.op_ == c10d::ReduceOp::PREMUL_SUM) {
+      // In torch 2.11 the class has another name.
+      const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(given.supplement_.get());
+      before = factor->tensor_factor.defined() ? device_double::on_host(factor->tensor_factor).item<double>() : factor->double_factor;
+      op = c10d::ReduceOp::SUM;
+    }
+  }
+  void prepare(const at::Tensor& tensor) const {
+    if (before != 1.0) {
+      tensor.mul_(before);
+    }
+  }
+  void finish(const at::Tensor& tensor) const {
+    if (after != 1.0) {
+      tensor.mul_(after);
+    }
+  }
+};
+
+class RecordingDelegate : public c10d::Backend {
+ public:
+  // Makes what talks to other processes, among `size` ranks that meet at `store`; it may block until all of them have come.
+  using Maker = std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout)>;
+
+  RecordingDelegate(
+      Maker maker,
+      c10::intrusive_ptr<c10d::Store> store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<c10d::Backend::Options> options,
+      at::Device device)
+      : c10d::Backend(rank, size),
+        maker_(std::move(maker)),
+        store_(std::move(store)),
+        options_(std::move(options)),
+        device_(device),
+        stream_(c10::impl::VirtualGuardImpl(kDevice).getStreamFromGlobalPool(device)) {}
+
+  const std::string getBackendName() const override {
+    return "recording";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options_;
+  }
+  bool supportsSplitting() const override {
+    return true;
+  }
+  bool supportsCoalescing() const override {
+    return true;
+  }
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool isInitialized() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return communicators_.count("") > 0;
+  }
+#endif
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    auto call = describe("broadcast", tensors, options);
+    call.options["root"] = options.rootRank;
+    return run({c10d::OpType::BROADCAST, std::move(call), tensors, tensors, options.asyncOp,
+                {[host = on_host(tensors), options = async(options)](const BackendPtr& gloo) mutable {
+                  return std::vector<WorkPtr>{gloo->broadcast(host, options)};
+                }}});
+  }
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    return allreduce_each("allreduce", c10d::OpType::ALLREDUCE, tensors, options);
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    return allreduce_each("allreduce_coalesced", c10d::OpType::COALESCED, tensors, options);
+  }
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    record({"allreduce_sparse", {}, {}, {}});
+    return c10d::Backend::allreduce_sparse(tensors, options);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    auto call = describe("reduce", tensors, options);
+    call.options["root"] = options.rootRank;
+    call.options["op"] = name_of(options.reduceOp);
+    const Reduction reduction(options.reduceOp, size_);
+    const auto host = device_double::on_host(tensors.at(0));
+    auto sum = std::make_shared<Tensors>();
+    auto given = async(options);
+    given.reduceOp = reduction.op;
+    return run({c10d::OpType::REDUCE, std::move(call), tensors, tensors, options.asyncOp,
+                {[=](const BackendPtr& gloo) {
+                   *sum = {host.clone()};
+                   reduction.prepare(sum->at(0));
+                   return std::vector<WorkPtr>{gloo->reduce(*sum, given)};
+                 },
+                 [=, is_root = rank_ == options.rootRank] {
+                   if (is_root) {
+                     reduction.finish(sum->at(0));
+                     host.copy_(sum->at(0));
+                   }
+                 }}});
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    auto call = describe("allgather", concat(inputs, flat(outputs)), options);
+    std::vector<Tensors> host_outputs = {on_host(outputs.at(0))};
+    return run({c10d::OpType::ALLGATHER, std::move(call), inputs, flat(outputs), options.asyncOp,
+                {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
+                  return std::vector<WorkPtr>{gloo->allgather(host_outputs, host, options)};
+                }}});
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    return allgather_each("_allgather_base", c10d::OpType::_ALLGATHER_BASE, {output}, {input}, options);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return allgather_each("allgather_into_tensor_coalesced", c10d::OpType::COALESCED, outputs, inputs, options);
+  }
+  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    record(describe("allgather_coalesced", inputs, options)); // NCCL has none
+    return c10d::Backend::allgather_coalesced(outputs, inputs, options);
+  }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    auto call = describe("gather", concat(inputs, flat(outputs)), options);
+    call.options["root"] = options.rootRank;
+    std::vector<Tensors> host_outputs;
+    for (const auto& list : outputs) {
+      host_outputs.push_back(on_host(list));
+    }
+    return run({c10d::OpType::GATHER, std::move(call), inputs, flat(outputs), options.asyncOp,
+                {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
+                  return std::vector<WorkPtr>{gloo->gather(host_outputs, host, options)};
+                }}});
+  }
+#ifdef C10D_BACKEND_HAS_WINDOW
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) override {
+    Tensors inputs = {input};
+    std::vector<Tensors> outputs;
+    if (rank_ == options.rootRank) {
+      outputs = {output.chunk(size_)};
+    }
+    return gather(outputs, inputs, options);
+  }
+#endif
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    auto call = describe("scatter", concat(flat(inputs), outputs), options);
+    call.options["root"] = options.rootRank;
+    std::vector<Tensors> host_inputs;
+    for (const auto& list : inputs) {
+      host_inputs.push_back(on_host(list));
+    }
+    return run({c10d::OpType::SCATTER, std::move(call), flat(inputs), outputs, options.asyncOp,
+                {[host_inputs, host = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
+                  return std::vector<WorkPtr>{gloo->scatter(host, host_inputs, options)};
+                }}});
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+    return reduce_scatter_each("reduce_scatter", c10d::OpType::REDUCE_SCATTER, outputs, {inputs.at(0)}, options);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    return reduce_scatter_each(
+        "_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, {output}, {chunks(input)}, options);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    std::vector<Tensors> lists;
+    for (const auto& input : inputs) {
+      lists.push_back(chunks(input));
+    }
+    return reduce_scatter_each("reduce_scatter_tensor_coalesced", c10d::OpType::COALESCED, outputs, lists, options);
+  }
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& output_splits,
+      std::vector<int64_t>& input_splits,
+      const c10d::AllToAllOptions& options) override {
+    auto call = describe("alltoall_base", {input, output}, options);
+    call.options["output_splits"] = output_splits;
+    call.options["input_splits"] = input_splits;
+    return run({c10d::OpType::ALLTOALL_BASE, std::move(call), {input}, {output}, options.asyncOp,
+                {[in = device_double::on_host(input), out = device_double::on_host(output), output_splits, input_splits,
+                  options = async(options)](const BackendPtr& gloo) mutable {
+                  return std::vector<WorkPtr>{gloo->alltoall_base(out, in, output_splits, input_splits, options)};
+                }}});
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    auto call = describe("alltoall", concat(inputs, outputs), options);
+    auto received = std::make_shared<at::Tensor>();
+    const auto bytes = [](const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); };
+    return run({c10d::OpType::ALLTOALL, std::move(call), inputs, outputs, options.asyncOp,
+                {[=, in = on_host(inputs), out = on_host(outputs), options = async(options)](const BackendPtr& gloo) {
+                   std::vector<int64_t> output_splits;
+                   std::vector<int64_t> input_splits;
+                   Tensors parts;
+                   int64_t total = 0;
+                   for (size_t i = 0; i < in.size(); ++i) {
+                     parts.push_back(bytes(in[i]));
+                     input_splits.push_back(parts.back().numel());
+                     output_splits.push_back(bytes(out[i]).numel());
+                     total += output_splits.back();
+                   }
+                   auto sent = at::cat(parts);
+                   *received = at::empty({total}, sent.options());
+                   return std::vector<WorkPtr>{gloo->alltoall_base(*received, sent, output_splits, input_splits, options)};
+                 },
+                 [=, out = on_host(outputs)] {
+                   int64_t begin = 0;
+                   for (const auto& each : out) {
+                     const auto part = bytes(each);
+                     part.copy_(received->narrow(0, begin, part.numel()));
+                     begin += part.numel();
+                   }
+                 }}});
+  }
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    return message("send", c10d::OpType::SEND, tensors, peer, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    return message("recv", c10d::OpType::RECV, tensors, peer, tag);
+  }
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override {
+    record({"recvAnysource", {}, {{"tag", int64_t{tag}}}, {}}); // NCCL has none
+    return c10d::Backend::recvAnysource(tensors, tag);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    auto call = describe("barrier", {}, options);
+    call.options["device_ids"] = options.device_ids;
+    call.options["device"] = options.device ? options.device->str() : std::string();
+    return run({c10d::OpType::BARRIER, std::move(call), {}, {}, options.asyncOp, {[](const BackendPtr& gloo) {
+                  return std::vector<WorkPtr>{gloo->barrier()};
+                }}});
+  }
+
+  void startCoalescing() override {
+    TORCH_CHECK(!group_, "startCoalescing: a group has been started already");
+    group_.emplace();
+  }
+  WorkPtr endCoalescing() override {
+    TORCH_CHECK(group_, "endCoalescing: no group was started");
+    auto parts = std::move(*group_);
+    group_.reset();
+    if (parts.empty()) {
+      return nullptr; // as NCCL
+    }
+    Operation whole{c10d::OpType::COALESCED, {"coalesced", {}, {}, {}}, {}, {}, false, {}};
+    std::vector<Task> tasks;
+    for (auto& part : parts) {
+      whole.call.parts.push_back(std::move(part.call));
+      whole.inputs.insert(whole.inputs.end(), part.inputs.begin(), part.inputs.end());
+      whole.outputs.insert(whole.outputs.end(), part.outputs.begin(), part.outputs.end());
+      whole.async = whole.async || part.async;
+      tasks.push_back(std::move(part.task));
+    }
+    whole.task.start = [tasks](const BackendPtr& gloo) {
+      std::vector<WorkPtr> works;
+      for (const auto& task : tasks) {
+        for (auto& work : task.start(gloo)) {
+          works.push_back(std::move(work));
+        }
+      }
+      return works;
+    };
+    whole.task.finish = [tasks] {
+      for (const auto& task : tasks) {
+        task.finish();
+      }
+    };
+    return run(std::move(whole));
+  }
+
+  BackendPtr split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) override {
+    record({"split", {}, {{"ranks", std::vector<int64_t>(ranks.begin(), ranks.end())}}, {}});
+    const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+    if (mine == ranks.end()) {
+      return nullptr;
+    }
+    return c10::make_intrusive<RecordingDelegate>(
+        maker_, store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options, device_);
+  }
+  void setTimeout(Milliseconds timeout) override {
+    record({"set_timeout", {}, {{"timeout", int64_t{timeout.count()}}}, {}});
+    options_->timeout = timeout;
+  }
+  void setSequenceNumberForGroup() override {
+    record({"set_sequence_number", {}, {}, {}});
+  }
+  uint64_t getSequenceNumberForGroup() override {
+    return sequence_;
+  }
+  void eagerConnectSingleDevice(at::Device device) override {
+    record({"eager_connect", {}, {{"device", device.str()}}, {}});
+    communicator("", rank_, size_);
+  }
+  c10d::ErrorType getError() override {
+    return error;
+  }
+  std::shared_ptr<c10::Allocator> getMemAllocator() override {
+    record({"mem_allocator", {}, {}, {}});
+    return {std::shared_ptr<c10::Allocator>(), c10::GetAllocator(kDevice)};
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    record({"allocate_tensor", {}, {{"size", int64_t{size}}, {"device", options.device().str()}}, {}});
+    return at::empty({size}, options);
+  }
+  bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override {
+    return true;
+  }
+  void enableCollectivesTiming() override {
+    record({"enable_timing", {}, {}, {}});
+  }
+  void abort() override {
+    record({"abort", {}, {}, {}});
+    for (const auto& [name, communicator] : close()) {
+      communicator.gloo->abort();
+    }
+  }
+  void shutdown() override {
+    record({"shutdown", {}, {}, {}});
+    close();
+  }
+
+  // For tests.
+  py::list calls() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    py::list all;
+    for (const auto& call : calls_) {
+      all.append(to_python(call));
+    }
+    return all;
+  }
+  void clear() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    calls_.clear();
+  }
+  // The next operation throws: from its call, or on the device.
+  void fail_next(std::string message, bool at_once) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = {{std::move(message), at_once}};
+  }
+  // Ranks whose meeting has been waited for: "" all of the group, "0:2" a pair.
+  std::vector<std::string> connected() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<std::string> names;
+    for (const auto& [name, communicator] : communicators_) {
+      names.push_back(name);
+    }
+    return names;
+  }
+  c10::Stream stream() const {
+    return stream_;
+  }
+  at::Device device() const {
+    return device_;
+  }
+  c10::intrusive_ptr<Options> options() const {
+    return options_;
+  }
+
+  c10d::ErrorType error = c10d::ErrorType::SUCCESS;
+
+ private:
+  struct Communicator {
+    BackendPtr gloo;
+    c10::Stream stream;
+  };
+
+  // As ncclCommInitRank at a first operation: blocks until all of its ranks have come.
+  Communicator communicator(const std::string& name, int rank, int size) {
+    const std::lock_guard<std::mutex> making(making_);
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      TORCH_CHECK_WITH(DistBackendError, !closed_, "the double was aborted or shut down");
+      if (const auto found = communicators_.find(name); found != communicators_.end()) {
+        return found->second;
+      }
+    }
+    auto gloo = maker_(c10::make_intrusive<c10d::PrefixStore>("pair " + name, store_), rank, size, options_->timeout);
+    const auto stream = name.empty() ? stream_ : c10::impl::VirtualGuardImpl(kDevice).getStreamFromGlobalPool(device_);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return communicators_.emplace(name, Communicator{std::move(gloo), stream}).first->second;
+  }
+
+  template <typename C10dOptions>
+  Call describe(const char* name, const Tensors& tensors, const C10dOptions& options) {
+    auto call = describe(name, tensors);
+    call.options["timeout"] = int64_t{options.timeout.count()};
+    call.options["async"] = options.asyncOp;
+    return call;
+  }
+  Call describe(const char* name, const Tensors& tensors) {
+    Call call{name, {}, {}, {}};
+    for (const auto& tensor : tensors) {
+      // As NCCL says it.
+      TORCH_CHECK_WITH(ValueError, tensor.defined() && tensor.device().type() == kDevice, "Tensors must be on the double and dense");
+      TORCH_CHECK_WITH(ValueError, tensor.is_contiguous(tensor.suggest_memory_format()), "Tensors must be contiguous");
+      call.tensors.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device().str()});
+    }
+    return call;
+  }
+  template <typename C10dOptions>
+  static C10dOptions async(C10dOptions options) {
+    options.asyncOp = true; // Gloo's own Work is waited for on the stream
+    return options;
+  }
+  void record(Call call) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    calls_.push_back(std::move(call));
+  }
+  Tensors chunks(const at::Tensor& input) const {
+    Tensors parts;
+    const auto numel = input.numel() / size_;
+    for (int64_t i = 0; i < size_; ++i) {
+      parts.push_back(input.view({-1}).narrow(0, i * numel, numel));
+    }
+    return parts;
+  }
+
+  WorkPtr allreduce_each(const char* name, c10d::OpType type, const Tensors& tensors, const c10d::AllreduceOptions& options) {
+    auto call = describe(name, tensors, options);
+    call.options["op"] = name_of(options.reduceOp);
+    const Reduction reduction(options.reduceOp, size_);
+    auto given = async(options);
+    given.reduceOp = reduction.op;
+    const auto host = on_host(tensors);
+    return run({type, std::move(call), tensors, tensors, options.asyncOp,
+                {[=](const BackendPtr& gloo) {
+                   std::vector<WorkPtr> works;
+                   for (const auto& tensor : host) {
+                     reduction.prepare(tensor);
+                     Tensors one = {tensor};
+                     works.push_back(gloo->allreduce(one, given));
+                   }
+                   return works;
+                 },
+                 [=] {
+                   for (const auto& tensor : host) {
+                     reduction.finish(tensor);
+                   }
+                 }}});
+  }
+  WorkPtr allgather_each(
+      const char* name, c10d::OpType type, const Tensors& outputs, const Tensors& inputs, const c10d::AllgatherOptions& options) {
+    return run({type, describe(name, concat(inputs, outputs), options), inputs, outputs, options.asyncOp,
+                {[host_inputs = on_host(inputs), host_outputs = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
+                  std::vector<WorkPtr> works;
+                  for (size_t i = 0; i < host_inputs.size(); ++i) {
+                    works.push_back(gloo->_allgather_base(host_outputs[i], host_inputs[i], options));
+                  }
+                  return works;
+                }}});
+  }
+  WorkPtr reduce_scatter_each(
+      const char* name,
+      c10d::OpType type,
+      const Tensors& outputs,
+      const std::vector<Tensors>& inputs,
+      const c10d::ReduceScatterOptions& options) {
+    auto call = describe(name, concat(flat(inputs), outputs), options);
+    call.options["op"] = name_of(options.reduceOp);
+    const Reduction reduction(options.reduceOp, size_);
+    std::vector<Tensors> host;
+    for (const auto& list : inputs) {
+      host.push_back(on_host(list));
+    }
+    c10d::AllreduceOptions given;
+    given.reduceOp = reduction.op;
+    given.timeout = options.timeout;
+    auto sums = std::make_shared<std::vector<Tensors>>();
+    return run({type, std::move(call), flat(inputs), outputs, options.asyncOp,
+                {[=](const BackendPtr& gloo) {
+                   std::vector<WorkPtr> works;
+                   for (const auto& list : host) {
+                     sums->emplace_back();
+                     for (const auto& input : list) {
+                       sums->back().push_back(input.clone());
+                       reduction.prepare(sums->back().back());
+                       Tensors one = {sums->back().back()};
+                       works.push_back(gloo->allreduce(one, given));
+                     }
+                   }
+                   return works;
+                 },
+                 [=, host_outputs = on_host(outputs), rank = rank_] {
+                   for (size_t i = 0; i < host_outputs.size(); ++i) {
+                     const auto& sum = (*sums)[i][rank];
+                     reduction.finish(sum);
+                     host_outputs[i].view({-1}).copy_(sum.view({-1}));
+                   }
+                 }}});
+  }
+  // A message alone has a communicator of the two ranks, as with NCCL; in a coalesced group it has the group's.
+  WorkPtr message(const char* name, c10d::OpType type, Tensors& tensors, int peer, int tag) {
+    auto call = describe(name, tensors);
+    call.options["peer"] = int64_t{peer};
+    call.options["tag"] = int64_t{tag};
+    const bool is_send = type == c10d::OpType::SEND;
+    const bool alone = !group_;
+    if (!alone && peer == rank_) { // as with NCCL, in a group only; Gloo has no such messages
+      Task task = {[=, own = to_itself_, host = device_double::on_host(tensors.at(0))](const BackendPtr&) {
+        if (is_send) {
+          own->push_back(host);
+        }
+        return std::vector<WorkPtr>();
+      }};
+      if (!is_send) {
+        task.finish = [own = to_itself_, host = device_double::on_host(tensors.at(0))] {
+          host.copy_(own->at(0));
+          own->erase(own->begin());
+        };
+      }
+      return run({type, std::move(call), tensors, is_send ? Tensors() : tensors, true, std::move(task)});
+    }
+    const int there = alone ? (peer < rank_ ? 0 : 1) : peer;
+    Operation operation{type, std::move(call), tensors, is_send ? Tensors() : tensors, true,
+                        {[=, host = on_host(tensors)](const BackendPtr& gloo) mutable {
+                          return std::vector<WorkPtr>{is_send ? gloo->send(host, there, 0) : gloo->recv(host, there, 0)};
+                        }}};
+    if (!alone) {
+      return run(std::move(operation));
+    }
+    TORCH_CHECK_WITH(ValueError, peer >= 0 && peer < size_ && peer != rank_, "Invalid peer rank ", peer);
+    const auto pair = std::to_string(std::min(rank_, peer)) + ":" + std::to_string(std::max(rank_, peer));
+    return run(std::move(operation), pair, rank_ < peer ? 0 : 1, 2);
+  }
+
+  WorkPtr run(Operation operation) {
+    return run(std::move(operation), "", rank_, size_);
+  }
+  WorkPtr run(Operation operation, const std::string& name, int rank, int size) {
+    if (group_) {
+      group_->push_back(std::move(operation));
+      return nullptr;
+    }
+    record(operation.call);
+    std::optional<std::pair<std::string, bool>> failure;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      failure = std::exchange(failure_, std::nullopt);
+    }
+    TORCH_CHECK_WITH(DistBackendError, !(failure && failure->second), failure->first);
+    const auto [gloo, own_stream] = communicator(name, rank, size);
+    ++sequence_;
+    // What the program waits for at once is done on its own stream, as by NCCL.
+    const auto now = current_stream(device_.index());
+    const auto stream = operation.async ? own_stream : now;
+    if (operation.async) {
+      c10::Event ready(kDevice);
+      ready.record(now);
+      ready.block(stream);
+    }
+    auto outcome = std::make_shared<Outcome>();
+    queue_of(stream).enqueue([gloo = gloo, task = std::move(operation.task), outcome, failure] {
+      try {
+        TORCH_CHECK_WITH(DistBackendError, !failure, failure->first);
+        for (const auto& work : task.start(gloo)) {
+          work->wait();
+        }
+        task.finish();
+      } catch (...) {
+        const std::lock_guard<std::mutex> lock(outcome->mutex);
+        outcome->failure = std::current_exception();
+      }
+    });
+    const c10::StreamGuard guard(stream);
+    auto stash = operation.async ? concat(operation.inputs, operation.outputs) : Tensors();
+    return c10::make_intrusive<DelegateWork>(
+        rank_, operation.type, operation.inputs, operation.outputs, std::move(stash), std::move(outcome),
+        operation.type == c10d::OpType::BARRIER);
+  }
+
+  std::map<std::string, Communicator> close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    return std::exchange(communicators_, {});
+  }
+
+  const Maker maker_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<Options> options_;
+  const at::Device device_;
+  const c10::Stream stream_;
+  std::mutex making_;
+  mutable std::mutex mutex_;
+  std::map<std::string, Communicator> communicators_;
+  std::vector<Call> calls_;
+  std::optional<std::pair<std::string, bool>> failure_;
+  std::optional<std::vector<Operation>> group_;
+  const std::shared_ptr<Tensors> to_itself_ = std::make_shared<Tensors>(); // messages, in their order
+  std::atomic<uint64_t> sequence_{0};
+  bool closed_ = false;
+};
+
+} // namespace
+
+void bind_delegate(py::module_& module) {
+  py::module_::import("torch._C._distributed_c10d"); // registers the base classes
+  py::class_<DelegateWork, c10d::Work, c10::intrusive_ptr<DelegateWork>>(module, "DelegateWork")
+      .def_property_readonly("waits", &DelegateWork::waits);
+  py::class_<RecordingDelegate, c10d::Backend, c10::intrusive_ptr<RecordingDelegate>>(module, "RecordingDelegate")
+      .def(
+          py::init([](py::function make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                      const c10::intrusive_ptr<c10d::Backend::Options>& options, const at::Device& device) {
+            // Never destroyed: the delegate may outlive the interpreter.
+            auto* function = new py::function(std::move(make));
+            RecordingDelegate::Maker maker = [function](
+                                                 const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout) {
+              const py::gil_scoped_acquire gil;
+              return (*function)(store, rank, size, timeout).cast<BackendPtr>();
+            };
+            return c10::make_intrusive<RecordingDelegate>(std::move(maker), store, rank, size, options, device);
+          }))
+      .def_property_readonly("calls", &RecordingDelegate::calls)
+      .def("clear", &RecordingDelegate::clear)
+      .def("fail_next", &RecordingDelegate::fail_next, py::arg("message"), py::arg("at_once") = false)
+      .def_property_readonly("connected", &RecordingDelegate::connected)
+      .def_property_readonly("stream", &RecordingDelegate::stream)
+      .def_property_readonly("device", &RecordingDelegate::device)
+      .def_property_readonly("options", &RecordingDelegate::options)
+      .def_property_readonly("group_uid", &RecordingDelegate::getGroupUid)
+      .def_property_readonly("group_desc", &RecordingDelegate::getGroupDesc)
+      .def_property_readonly("bound_device", &RecordingDelegate::getBoundDeviceId)
+      .def_readwrite("error", &RecordingDelegate::error);
+}
+
+} // namespace device_double

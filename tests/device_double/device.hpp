@@ -1,0 +1,27 @@
+// The device double: torch's PrivateUse1 as a GPU whose memory is the host's.
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "streams.hpp"
+
+namespace device_double {
+
+constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 2;
+
+// What a stream's native handle points to.
+Queue& queue_of(const c10::Stream& stream);
+c10::Stream current_stream(c10::DeviceIndex device);
+
+// A tensor of the host on the device tensor's memory, which it does not keep alive; a tensor of the host as it is.
+at::Tensor on_host(const at::Tensor& tensor);
+
+void bind_device(pybind11::module_& module);
+void bind_delegate(pybind11::module_& module);
+
+} // namespace device_double

@@ -1,0 +1,180 @@
+// Streams of the device double: queues of host functions, each run in order by a thread of its own.
+//
+// A c10::Stream of the double has a Queue as its native handle (getStreamNativeHandle gives Queue*). Header only and without
+// globals, so that several shared objects may use one Queue.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+
+namespace device_double {
+
+// How long the host waits for a device before it throws: a test that would hang fails instead.
+constexpr std::chrono::seconds kPatience{20};
+
+// A point in a stream, which has been reached or not. Thread-safe.
+class Marker {
+ public:
+  void reach() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reached_ = true;
+    reached_at_ = std::chrono::steady_clock::now();
+    changed_.notify_all();
+  }
+  // Of a marker that has been reached.
+  std::chrono::steady_clock::time_point reached_at() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return reached_at_;
+  }
+  bool is_reached() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return reached_;
+  }
+  // Blocks the thread that calls. Whether it was reached within `patience`.
+  bool wait(std::chrono::milliseconds patience = kPatience) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, patience, [&] { return reached_; });
+  }
+  // For a device, whose patience has no end.
+  void wait_forever() const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return reached_; });
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool reached_ = false;
+  std::chrono::steady_clock::time_point reached_at_;
+};
+
+using MarkerPtr = std::shared_ptr<const Marker>;
+
+// One stream. Thread-safe; never to be destroyed, as the streams of a device are not.
+class Queue {
+ public:
+  Queue(int device, int64_t id) : device_(device), id_(id) {}
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  int device() const {
+    return device_;
+  }
+  int64_t id() const {
+    return id_;
+  }
+
+  // Never blocks. What `function` throws is a failure of the device: drain() throws it, and all that comes after still runs.
+  void enqueue(std::function<void()> function) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    functions_.push_back(std::move(function));
+    if (!has_thread_) {
+      has_thread_ = true;
+      std::thread([this] { run(); }).detach();
+    }
+    changed_.notify_all();
+  }
+  // The end of what has been enqueued until now.
+  MarkerPtr mark() {
+    auto marker = std::make_shared<Marker>();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (functions_.empty() && !running_ && holds_ == 0) {
+        marker->reach(); // nothing to wait for, so no thread is needed
+        return marker;
+      }
+    }
+    enqueue([marker] { marker->reach(); });
+    return marker;
+  }
+  // What is enqueued from now on comes after the marker. The host goes on.
+  void wait_for(MarkerPtr marker) {
+    if (marker->is_reached()) {
+      return;
+    }
+    enqueue([marker = std::move(marker)] { marker->wait_forever(); });
+  }
+
+  // Blocks until what has been enqueued until now has run. std::runtime_error if that is not within kPatience, or if a function
+  // threw.
+  void drain() {
+    if (!mark()->wait()) {
+      throw std::runtime_error(
+          "the host waited " + std::to_string(kPatience.count()) + " s for stream " + std::to_string(id_) + " of double:" +
+          std::to_string(device_) + ", which is held or waits for one that is");
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_) {
+      std::rethrow_exception(std::exchange(failure_, nullptr));
+    }
+  }
+  // Whether all that was enqueued has run.
+  bool is_idle() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return functions_.empty() && !running_;
+  }
+
+  // From hold() to release() no function begins to run, as if the device were busy. Holds are counted.
+  void hold() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++holds_;
+  }
+  void release() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (holds_ == 0) {
+      throw std::runtime_error("release of a stream that is not held");
+    }
+    --holds_;
+    changed_.notify_all();
+  }
+  bool is_held() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return holds_ > 0;
+  }
+
+ private:
+  [[noreturn]] void run() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [&] { return holds_ == 0 && !functions_.empty(); });
+      running_ = true;
+      auto function = std::move(functions_.front());
+      functions_.pop_front();
+      lock.unlock();
+      std::exception_ptr failure;
+      try {
+        function();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      function = nullptr; // what it keeps alive goes before the next begins
+      lock.lock();
+      if (failure && !failure_) {
+        failure_ = failure;
+      }
+      running_ = false;
+    }
+  }
+
+  const int device_;
+  const int64_t id_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> functions_;
+  bool has_thread_ = false;
+  bool running_ = false;
+  int holds_ = 0;
+  std::exception_ptr failure_;
+};
+
+} // namespace device_double

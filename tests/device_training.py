@@ -1,0 +1,377 @@
+"""Training with models on a device, step by step against the same with models on the CPU.
+
+The functions are for ranks, and take the type of device: ``cpu``, the double's, or ``cuda``. They run the tests' own
+training loops with nets and data moved there, and give trajectories on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import device_double
+import fogdist
+import test_algorithms
+import test_decentralized_ddp
+import test_device_windows
+import test_optimizers
+import test_window_optimizers
+import torch
+from fogdist import algorithms
+from fogdist import topology as topologies
+from host_reads import HostReads
+from torch import Tensor, nn
+
+from fog_pg import _C
+
+_served: list[bool] = []
+
+
+def place(device: str) -> torch.device:
+    """Returns this rank's device of a type, ready to be used by groups of fog."""
+    if device == device_double.DEVICE:
+        device_double.load()
+        device_double.load_driver()
+        if not _served:
+            device_double.serve_groups()
+            _served.append(True)
+        return torch.device(device, 0)
+    if device == "cuda":
+        chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(chosen)
+        return chosen
+    return torch.device(device)
+
+
+def over(transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of training on a device, whose windows have a transport of tests/test_device_windows.py.
+
+    Raises:
+        AssertionError: It made no window of device tensors, or one with another transport.
+    """
+    made: list[str] = []
+    create = _C.ProcessGroupFog.create_window
+
+    def noted(group: _C.ProcessGroupFog, tensor: Tensor, *args: Any, **options: Any) -> _C.Window:
+        window = create(group, tensor, *args, **options)
+        if tensor.device.type != "cpu":
+            made.append(window.transport)
+        return window
+
+    test_device_windows.choose(transport)
+    try:
+        with mock.patch.object(_C.ProcessGroupFog, "create_window", noted):
+            result = function(*arguments)
+    finally:
+        if test_device_windows.used["type"] == device_double.DEVICE:
+            test_device_windows.choose("peer memory")  # as it was
+    assert set(made) == {transport}, made
+    return result
+
+
+@contextlib.contextmanager
+def moved(device: str) -> Iterator[torch.device]:
+    """Inside, the nets of the tests of optimizers are on a device, and their snapshots on the CPU."""
+    there = place(device)
+    with contextlib.ExitStack() as stack:
+        for module in (test_optimizers, test_window_optimizers, test_decentralized_ddp):
+            stack.enter_context(mock.patch.multiple(module, **_replaced(module, there)))
+        yield there
+
+
+def _replaced(module: ModuleType, there: torch.device) -> dict[str, Any]:
+    make_net, snapshot = module.make_net, module.snapshot
+    return {
+        "make_net": lambda *args, **options: move(make_net(*args, **options), there),
+        "snapshot": lambda model: snapshot(model).cpu(),
+    }
+
+
+def move(net: nn.Module, there: torch.device) -> nn.Module:
+    """Moves a net; parameters that are tied stay so, which `net.to` sees to on torch's own devices only."""
+    moved_to: dict[Tensor, nn.Parameter] = {}
+    for module in net.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in moved_to:
+                    moved_to[parameter] = nn.Parameter(parameter.detach().to(there), parameter.requires_grad)
+                module._parameters[name] = moved_to[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(there)
+    return net
+
+
+# --- trajectories -------------------------------------------------------------------------------------------
+
+
+def of_optimizer(run: test_optimizers.Run, device: str) -> Tensor:
+    """Parameters after each step of an optimizer of `fogdist`, as tests/test_optimizers.py trains."""
+    with moved(device):
+        return test_optimizers.train(run)
+
+
+def of_windows(kind: str, run: test_optimizers.Run, device: str, bucket_cap_mb: float = 8) -> Tensor:
+    """The same of an optimizer on windows, ranks in step."""
+    with moved(device):
+        return test_window_optimizers.train(kind, run, bucket_cap_mb)
+
+
+def of_wrapper(run: test_decentralized_ddp.Run, device: str) -> Tensor:
+    """The same of `DecentralizedDataParallel`, as tests/test_decentralized_ddp.py trains."""
+    with moved(device):
+        return test_decentralized_ddp.train(run)
+
+
+def of_algorithm(name: str, device: str) -> Tensor:
+    """The same of a class of `fogdist.algorithms` whose ranks go in step."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    with moved(device):
+        model = test_optimizers.make_net(0)
+        base = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = getattr(algorithms, name)(base, model, **test_algorithms.ALL[name])
+        found = []
+        for number in range(5):
+            optimizer.zero_grad()
+            test_optimizers.loss_of(model, rank, number).backward()
+            optimizer.step()
+            found.append(snapshot(model))
+        return torch.stack(found)
+
+
+def gossip(device: str) -> Tensor:
+    """Parameters before and after steps of `AsynchronousGossip` that do nothing but gossip."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    with moved(device):
+        model = test_optimizers.make_net(rank)
+        begin = snapshot(model)
+        base = torch.optim.SGD(model.parameters(), lr=0.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ranks start from")
+            optimizer = algorithms.AsynchronousGossip(base, model)
+        for number in range(40):
+            optimizer.zero_grad()
+            test_optimizers.loss_of(model, rank, number).backward()
+            optimizer.step()
+            if number % 4 == 0:  # between these, at its own pace
+                fogdist.barrier()
+        optimizer.finish()
+        return torch.stack([begin, snapshot(model)])
+
+
+def check_gossip(results: list[Tensor]) -> None:
+    """Raises AssertionError if ranks that only gossiped lost anything of their sum, or did not come closer.
+
+    Args:
+        results: Of `gossip`, from all ranks.
+    """
+    begin, end = torch.stack(results).unbind(1)
+    # What one rank gains another one loses, whenever they hear of it.
+    torch.testing.assert_close(end.sum(0), begin.sum(0), rtol=0.0, atol=1e-12)
+    spread = [float((values - values.mean(0)).norm()) for values in (begin, end)]
+    assert 0.0 < spread[1] < 0.5 * spread[0], spread
+
+
+class Branches(nn.Module):
+    """Layers beside each other, whose gradients become complete in an order of each rank's own."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.order = list(range(5))[:: -1 if turned else 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {number: torch.tanh(self.layers[number](x)) for number in self.order}
+        return torch.stack([parts[number] for number in range(5)]).sum(0)
+
+
+def in_another_order(kind: str, device: str) -> Tensor:
+    """Parameters after steps that send buckets in the backward pass; odd ranks compute in another order."""
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topologies.ExponentialGraph(fogdist.size()))
+    there = place(device)
+    torch.manual_seed(rank)
+    model = move(Branches(rank % 2 == 1).double(), there)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "atc":
+        make: Any = fogdist.DistributedAdaptThenCombineOptimizer
+        optimizer = make(base, model, step_in_backward=True, bucket_cap_mb=1e-4)
+    else:
+        optimizer = fogdist.DistributedGradientAllreduceOptimizer(base, model, bucket_cap_mb=1e-4)
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(6):
+        optimizer.zero_grad()
+        if number != 3 or rank != 0:  # a rank without a gradient in one step
+            x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+            model(x.to(there)).square().mean().backward()
+        optimizer.step()
+    return snapshot(model)
+
+
+def asynchronously(device: str, max_staleness: int | None, in_turns: bool) -> Tensor:
+    """Parameters of `DecentralizedDataParallel` in mode "async" at the end; with turns there is one result only."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with moved(device):
+        model = test_decentralized_ddp.make_net(rank)
+        base = torch.optim.SGD(model.parameters(), lr=0.05)
+        wrapper = fogdist.DecentralizedDataParallel(
+            model, base, topologies.RingGraph(size), "async", broadcast=False, max_staleness=max_staleness
+        )
+        for number in range(12):
+            base.zero_grad()
+            test_decentralized_ddp.loss_of(wrapper, rank, number).backward()
+            for turn in range(size if in_turns else 1):
+                if turn == rank or not in_turns:
+                    base.step()
+                if in_turns:
+                    wrapper._mixing._arrive()
+                    fogdist.barrier()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        found = torch.cat([p.detach().reshape(-1).cpu() for p in trained])
+        wrapper.global_average()
+        mean = torch.cat([p.detach().reshape(-1).cpu() for p in trained])
+        wrapper.close()
+    return torch.stack([found, mean])
+
+
+def ranks_on_other_devices(device: str) -> str:
+    """Returns what an optimizer says if the model of one rank is on a device and those of others are not."""
+    fogdist.init()
+    model = test_optimizers.make_net(0)
+    if fogdist.rank() == 1:
+        move(model, place(device))
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        fogdist.DistributedAdaptWithCombineOptimizer(base, model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def of_scaler(kind: str, device: str, overflow: bool) -> Tensor:
+    """Parameters and scale after each step with a gradient scaler; a rank's gradients overflow in one of them."""
+    fogdist.init()
+    rank = fogdist.rank()
+    with moved(device) as there:
+        model = test_optimizers.make_net(rank)
+        base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        scaler = torch.amp.GradScaler(there.type, init_scale=1024.0, growth_interval=3)
+        wrapper = None
+        if kind == "wrapper":
+            wrapper = fogdist.DecentralizedDataParallel(model, base, broadcast=False)
+            optimizer: Any = base
+        else:
+            optimizer = test_optimizers.FACTORIES[kind](base, model)
+        found = []
+        for number in range(6):
+            optimizer.zero_grad()
+            loss = test_optimizers.loss_of(wrapper or model, rank, number)
+            if overflow and number == 2 and rank == 0:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scale = torch.tensor([scaler.get_scale()], dtype=torch.float64)
+            found.append(torch.cat([snapshot(model).nan_to_num(), scale]))
+        return torch.stack(found)
+
+
+def reads_of_scaled_steps(kind: str, device: str) -> list[str]:
+    """The same as `reads_of_steps` with a gradient scaler."""
+    fogdist.init()
+    with moved(device) as there:
+        model = test_optimizers.make_net(fogdist.rank())
+        base = torch.optim.SGD(model.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler(there.type, init_scale=64.0)
+        called: nn.Module = model
+        optimizer: Any = base
+        if kind == "wrapper":
+            called = fogdist.DecentralizedDataParallel(model, base, broadcast=False)
+        else:
+            optimizer = test_optimizers.FACTORIES[kind](base, model)
+        x, y = (part.to(there) for part in test_optimizers.batch(fogdist.rank(), 0))
+        reads = HostReads()
+        for number in range(5):
+            with reads if number >= 2 else contextlib.nullcontext():
+                optimizer.zero_grad()
+                scaler.scale((called(x) - y).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        return reads.names
+
+
+def snapshot(model: nn.Module) -> Tensor:
+    """All parameters of a net, on the CPU."""
+    return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()])
+
+
+# --- what the host waits for --------------------------------------------------------------------------------
+
+
+def reads_of_steps(kind: str, device: str) -> list[str]:
+    """Names of operations that read the device on the host in steps of training, after the first two.
+
+    On CUDA torch itself looks as well.
+
+    Args:
+        kind: Of an optimizer, "wrapper" for `DecentralizedDataParallel`, or the name of an algorithm.
+        device: Type of device.
+
+    Raises:
+        RuntimeError: Torch saw the host wait for CUDA in one of these steps.
+    """
+    fogdist.init()
+    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    rank = fogdist.rank()
+    with moved(device) as there:
+        model = test_optimizers.make_net(rank if kind in ("wrapper", *test_optimizers.FACTORIES) else 0)
+        base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0)
+        called: nn.Module = model
+        optimizer: Any = base
+        if kind == "wrapper":
+            called = fogdist.DecentralizedDataParallel(model, base, broadcast=False)
+        elif kind in test_optimizers.FACTORIES:
+            optimizer = test_optimizers.FACTORIES[kind](base, model)
+        elif kind == "atc in backward":
+            make = fogdist.DistributedAdaptThenCombineOptimizer
+            optimizer = make(base, model, step_in_backward=True, bucket_cap_mb=1e-4)
+        else:
+            optimizer = getattr(algorithms, kind)(base, model, **test_algorithms.ALL[kind])
+        batches = [
+            tuple(part.to(there) for part in test_optimizers.batch(rank, number)) for number in range(6)
+        ]
+        reads = HostReads()
+        for number, (x, y) in enumerate(batches):
+            with contextlib.ExitStack() as watches:
+                if number >= 2:
+                    watches.enter_context(reads)
+                    watches.enter_context(_no_waits(there))
+                optimizer.zero_grad()
+                (called(x) - y).square().mean().backward()
+                optimizer.step()
+        return reads.names
+
+
+@contextlib.contextmanager
+def _no_waits(there: torch.device) -> Iterator[None]:
+    """On CUDA, torch raises RuntimeError inside where it lets the host wait for the device."""
+    if there.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

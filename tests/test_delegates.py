@@ -1,0 +1,756 @@
+"""Collectives of device tensors: every one reaches the group's delegate once, as the caller gave it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import device_double
+from device_double import DEVICE, current_stream, held
+from harness import World, WorldPool
+
+pytestmark = pytest.mark.usefixtures("compiled_double")
+
+RANKS = 3
+BACKENDS = f"cpu:fog,{DEVICE}:fog"
+Made = list[Any]
+Operation = Callable[[Any, str], list[torch.Tensor]]
+
+
+def start(**options: Any) -> tuple[Any, Made]:
+    """A new group of all ranks, and the delegates that it will make."""
+    made: Made = []
+    device_double.load()
+    device_double.serve_groups(made)
+    return dist.new_group(backend=BACKENDS, **options), made
+
+
+def backend_of(group: Any) -> Any:
+    return group._get_backend(torch.device(DEVICE))
+
+
+def own(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that differ from rank to rank and from place to place."""
+    numel = int(torch.Size(shape).numel())
+    return (torch.arange(numel, dtype=dtype) + 10 * (dist.get_rank() + 1)).view(shape).to(device)
+
+
+def zeros(device: str, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, device=device)
+
+
+# --- every operation ---
+
+
+def all_reduce(group: Any, device: str) -> list[torch.Tensor]:
+    tensor = own(device, 2, 3)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return [tensor]
+
+
+def all_reduce_mean(group: Any, device: str) -> list[torch.Tensor]:
+    tensor = own(device, 4)
+    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=group)
+    return [tensor]
+
+
+def all_reduce_integers(group: Any, device: str) -> list[torch.Tensor]:
+    tensor = own(device, 4, dtype=torch.int64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.PRODUCT, group=group)
+    return [tensor]
+
+
+def all_reduce_coalesced(group: Any, device: str) -> list[torch.Tensor]:
+    tensors = [own(device, 2), own(device, 3, 1)]
+    options = dist.AllreduceCoalescedOptions()
+    group.allreduce_coalesced(tensors, options).wait()
+    return tensors
+
+
+def broadcast(group: Any, device: str) -> list[torch.Tensor]:
+    tensor = own(device, 5)
+    dist.broadcast(tensor, src=2, group=group)
+    return [tensor]
+
+
+def reduce(group: Any, device: str) -> list[torch.Tensor]:
+    tensor = own(device, 5)
+    dist.reduce(tensor, dst=1, group=group)
+    return [tensor] if dist.get_rank() == 1 else []
+
+
+def all_gather(group: Any, device: str) -> list[torch.Tensor]:
+    tensors = [zeros(device, 2) for _ in range(RANKS)]
+    dist.all_gather(tensors, own(device, 2), group=group)
+    return tensors
+
+
+def all_gather_into_tensor(group: Any, device: str) -> list[torch.Tensor]:
+    output = zeros(device, RANKS * 2, 2)
+    dist.all_gather_into_tensor(output, own(device, 2, 2), group=group)
+    return [output]
+
+
+def all_gather_into_tensor_coalesced(group: Any, device: str) -> list[torch.Tensor]:
+    outputs = [zeros(device, RANKS * 2), zeros(device, RANKS)]
+    group.allgather_into_tensor_coalesced(outputs, [own(device, 2), own(device, 1)]).wait()
+    return outputs
+
+
+def gather(group: Any, device: str) -> list[torch.Tensor]:
+    outputs = [zeros(device, 2) for _ in range(RANKS)] if dist.get_rank() == 1 else None
+    dist.gather(own(device, 2), outputs, dst=1, group=group)
+    return outputs or []
+
+
+def scatter(group: Any, device: str) -> list[torch.Tensor]:
+    output = zeros(device, 2)
+    parts = [own(device, 2) * (peer + 1) for peer in range(RANKS)] if dist.get_rank() == 1 else None
+    dist.scatter(output, parts, src=1, group=group)
+    return [output]
+
+
+def reduce_scatter(group: Any, device: str) -> list[torch.Tensor]:
+    output = zeros(device, 2)
+    dist.reduce_scatter(output, [own(device, 2) * (peer + 1) for peer in range(RANKS)], group=group)
+    return [output]
+
+
+def reduce_scatter_tensor(group: Any, device: str) -> list[torch.Tensor]:
+    output = zeros(device, 2)
+    dist.reduce_scatter_tensor(output, own(device, RANKS * 2), op=dist.ReduceOp.MIN, group=group)
+    return [output]
+
+
+def reduce_scatter_tensor_coalesced(group: Any, device: str) -> list[torch.Tensor]:
+    outputs = [zeros(device, 2), zeros(device, 1)]
+    inputs = [own(device, RANKS * 2), own(device, RANKS)]
+    group.reduce_scatter_tensor_coalesced(outputs, inputs, dist.ReduceScatterOptions()).wait()
+    return outputs
+
+
+def all_to_all_single(group: Any, device: str) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    output = zeros(device, RANKS * (rank + 1))
+    sizes = [peer + 1 for peer in range(RANKS)]
+    dist.all_to_all_single(output, own(device, sum(sizes)), [rank + 1] * RANKS, sizes, group=group)
+    return [output]
+
+
+def all_to_all(group: Any, device: str) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    outputs = [zeros(device, rank + 1) for _ in range(RANKS)]
+    dist.all_to_all(outputs, [own(device, peer + 1) for peer in range(RANKS)], group=group)
+    return outputs
+
+
+def exchange_messages(group: Any, device: str) -> list[torch.Tensor]:
+    rank, received = dist.get_rank(), zeros(device, 4)
+    messages = [
+        dist.P2POp(dist.isend, own(device, 4), (rank + 1) % RANKS, group=group),
+        dist.P2POp(dist.irecv, received, (rank - 1) % RANKS, group=group),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    return [received]
+
+
+FLOAT = {"async": False, "timeout": -1}
+EVERY: list[tuple[Operation, str, dict[str, Any]]] = [
+    (all_reduce, "allreduce", {**FLOAT, "op": "MAX"}),
+    (all_reduce_mean, "allreduce", {**FLOAT, "op": "AVG"}),
+    (all_reduce_integers, "allreduce", {**FLOAT, "op": "PRODUCT"}),
+    (all_reduce_coalesced, "allreduce_coalesced", {"async": True, "timeout": -1, "op": "SUM"}),
+    (broadcast, "broadcast", {**FLOAT, "root": 2}),
+    (reduce, "reduce", {**FLOAT, "op": "SUM", "root": 1}),
+    (all_gather, "allgather", FLOAT),
+    (all_gather_into_tensor, "_allgather_base", FLOAT),
+    (all_gather_into_tensor_coalesced, "allgather_into_tensor_coalesced", {"async": True, "timeout": -1}),
+    (gather, "gather", {**FLOAT, "root": 1}),
+    (scatter, "scatter", {**FLOAT, "root": 1}),
+    (reduce_scatter, "reduce_scatter", {**FLOAT, "op": "SUM"}),
+    (reduce_scatter_tensor, "_reduce_scatter_base", {**FLOAT, "op": "MIN"}),
+    (
+        reduce_scatter_tensor_coalesced,
+        "reduce_scatter_tensor_coalesced",
+        {"async": True, "timeout": -1, "op": "SUM"},
+    ),
+    (all_to_all_single, "alltoall_base", {**FLOAT, "input_splits": [1, 2, 3]}),
+    (all_to_all, "alltoall", FLOAT),
+    (exchange_messages, "coalesced", {}),
+]
+
+
+def run_beside_the_host(operation: Operation, name: str, options: dict[str, Any]) -> None:
+    group, made = start()
+    on_host = operation(group, "cpu")
+    assert made == []
+    on_device = operation(group, DEVICE)
+    assert {str(tensor.device) for tensor in on_device} <= {f"{DEVICE}:0"}
+    assert [tensor.tolist() for tensor in on_device] == [tensor.tolist() for tensor in on_host]
+    assert on_device == [] or any(tensor.ne(0).any() for tensor in on_device)
+    (delegate,) = made
+    (call,) = delegate.calls
+    assert call["name"] == name
+    assert {key: call[key] for key in options} == options
+    assert [tensor.tolist() for tensor in operation(group, "cpu")] == [tensor.tolist() for tensor in on_host]
+    assert len(delegate.calls) == 1
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize(("operation", "name", "options"), EVERY, ids=[each[0].__name__ for each in EVERY])
+def test_an_operation_reaches_the_delegate_once_and_gives_the_host_s_numbers(
+    worlds: WorldPool, operation: Operation, name: str, options: dict[str, Any]
+) -> None:
+    worlds(RANKS).run(run_beside_the_host, operation, name, options)
+
+
+def run_in_a_row() -> list[str]:
+    group, made = start()
+    for operation, _, _ in EVERY:
+        operation(group, DEVICE)
+        operation(group, "cpu")
+    names = [call["name"] for call in made[0].calls]
+    assert len(made) == 1
+    dist.destroy_process_group(group)
+    return names
+
+
+def test_operations_reach_the_delegate_in_their_order(worlds: WorldPool) -> None:
+    assert worlds(RANKS).run(run_in_a_row) == [[name for _, name, _ in EVERY]] * RANKS
+
+
+def send_and_receive() -> None:
+    group, made = start()
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(own(DEVICE, 3), 2, group=group, tag=7)
+        dist.recv(received := zeros(DEVICE, 3), 2, group=group)
+        assert received.tolist() == [30.0, 31.0, 32.0]
+    elif rank == 2:
+        dist.recv(received := zeros(DEVICE, 3), 0, group=group, tag=7)
+        assert received.tolist() == [10.0, 11.0, 12.0]
+        dist.send(own(DEVICE, 3), 0, group=group)
+    if rank != 1:
+        (delegate,) = made
+        shape = ((3,), torch.float32, f"{DEVICE}:0")
+        there, back = delegate.calls
+        assert there == {"name": "recv" if rank else "send", "peer": 2 - rank, "tag": 7, "tensors": [shape]}
+        assert back == {"name": "send" if rank else "recv", "peer": 2 - rank, "tag": 0, "tensors": [shape]}
+        assert delegate.connected == ["0:2"]  # nobody waited for rank 1, which knows nothing of it
+    else:
+        assert made == []
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def test_two_ranks_exchange_messages_without_the_third(worlds: WorldPool) -> None:
+    worlds(RANKS).run(send_and_receive)
+
+
+def call_backend_directly() -> None:
+    """What no function of torch.distributed calls for a device."""
+    group, made = start()
+    backend, tensor = backend_of(group), own(DEVICE, 2)
+    with pytest.raises(RuntimeError, match="does not support recvAnysource"):
+        backend.recv_anysource([tensor], 3)
+    with pytest.raises(RuntimeError, match="does not support allgather_coalesced"):
+        backend.allgather_coalesced([[zeros(DEVICE, 2)] for _ in range(RANKS)], [tensor])
+    assert [call["name"] for call in made[0].calls] == ["recvAnysource", "allgather_coalesced"]
+    # The backend goes on: nothing of it was sent.
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [60.0, 63.0]
+    dist.destroy_process_group(group)
+
+
+def test_what_the_delegate_does_not_support_is_its_error(worlds: WorldPool) -> None:
+    worlds(RANKS).run(call_backend_directly)
+
+
+def call_by_name() -> None:
+    group, made = start()
+    backend = backend_of(group)
+    tensor, half_second = own(DEVICE, 2), timedelta(milliseconds=500)
+    backend.allreduce_named(tensor, dist.ReduceOp(dist.ReduceOp.MAX), name="loss", timeout=half_second).wait()
+    assert tensor.tolist() == [30.0, 31.0]
+    backend.broadcast_named(tensor := own(DEVICE, 2), 1, name="weights").wait()
+    assert tensor.tolist() == [20.0, 21.0]
+    first, second = made[0].calls
+    assert (first["name"], first["op"], first["timeout"], first["async"]) == ("allreduce", "MAX", 500, True)
+    assert (second["name"], second["root"], second["timeout"]) == ("broadcast", 1, -1)
+    dist.destroy_process_group(group)
+
+
+def test_named_operations_reach_the_delegate(worlds: WorldPool) -> None:
+    worlds(RANKS).run(call_by_name)
+
+
+# --- Works ---
+
+
+def wait_while_held() -> None:
+    group, made = start()
+    tensor = own(DEVICE, 2)
+    dist.all_reduce(tensor, group=group)
+    (delegate,) = made
+    tensor = own(DEVICE, 2)
+    device_double.clear_stream_log()
+    with held(delegate.stream):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        future = work.get_future()
+        assert future.done()  # its value is for streams that come after the device's work
+        assert not work.is_completed()
+        work.wait()  # the host goes on
+        assert not work.is_completed()
+        log = device_double.stream_log()
+    assert tensor.tolist() == [60.0, 63.0]
+    assert work.is_completed() and work.is_success()
+    mine, theirs = current_stream().stream_id, delegate.stream.stream_id
+    (ready,) = [number for what, _, stream, number in log if (what, stream) == ("wait", theirs)]
+    assert (
+        "record",
+        0,
+        mine,
+        ready,
+    ) in log  # the delegate begins after what the program had given the device
+    ends = [number for what, _, stream, number in log if (what, stream) == ("record", theirs)]
+    waits = [number for what, _, stream, number in log if (what, stream) == ("wait", mine)]
+    assert len(waits) == 1 and waits[0] in ends
+    assert [tensor.tolist() for tensor in future.value()] == [[60.0, 63.0]]
+    dist.destroy_process_group(group)
+
+
+def test_wait_orders_the_stream_and_does_not_block_the_host(worlds: WorldPool) -> None:
+    worlds(RANKS).run(wait_while_held)
+
+
+def chain_a_callback() -> list[float]:
+    group, made = start()
+    dist.all_reduce(own(DEVICE, 2), group=group)
+    tensor = own(DEVICE, 2)
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
+    dist.destroy_process_group(group)
+    values: list[float] = doubled.tolist()
+    return values
+
+
+def test_a_callback_of_the_future_sees_the_result(worlds: WorldPool) -> None:
+    assert worlds(RANKS).run(chain_a_callback) == [[120.0, 126.0]] * RANKS
+
+
+def fail() -> None:
+    group, made = start()
+    dist.all_reduce(own(DEVICE, 2), group=group)
+    (delegate,) = made
+    delegate.fail_next("the cable is out", at_once=True)
+    with pytest.raises(dist.DistBackendError, match="the cable is out"):
+        dist.all_reduce(own(DEVICE, 2), group=group)
+    delegate.fail_next("the link went down")
+    tensor = own(DEVICE, 2)
+    with held(delegate.stream):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        assert not work.is_completed()
+    delegate.stream.synchronize()
+    assert work.is_completed() and not work.is_success()
+    with pytest.raises(dist.DistBackendError, match="the link went down"):
+        work.wait()
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group)  # the host's operations are others
+    assert tensor.tolist() == [3.0, 3.0]
+    dist.destroy_process_group(group)
+
+
+def test_an_error_of_the_delegate_reaches_the_caller(worlds: WorldPool) -> None:
+    worlds(RANKS).run(fail)
+
+
+def give_time_outs() -> None:
+    group, made = start(timeout=timedelta(seconds=17))
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=3)
+    group.allreduce([own(DEVICE, 2)], options).wait()
+    (delegate,) = made
+    assert delegate.calls[0]["timeout"] == 3000
+    assert delegate.options._timeout == timedelta(seconds=17)
+    backend_of(group).set_timeout(timedelta(seconds=5))
+    assert delegate.calls[1] == {"name": "set_timeout", "timeout": 5000, "tensors": []}
+    tensor = own(DEVICE, 2)
+    with held(delegate.stream):
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        with pytest.raises(dist.DistBackendError, match="timed out after 50 ms"):
+            work.wait(timedelta(milliseconds=50))
+    work.wait(timedelta(seconds=10))
+    dist.destroy_process_group(group)
+
+    group, made = start(timeout=timedelta(seconds=17))
+    backend_of(group).set_timeout(timedelta(seconds=6))
+    dist.all_reduce(own(DEVICE, 2), group=group)
+    assert made[0].options._timeout == timedelta(seconds=6)  # of one that is made later
+    dist.destroy_process_group(group)
+
+
+def test_time_outs_are_the_delegate_s(worlds: WorldPool) -> None:
+    worlds(RANKS).run(give_time_outs)
+
+
+# --- when a delegate is made ---
+
+
+def do_without_device() -> None:
+    group, made = start()
+    dist.barrier(group)
+    gathered: list[Any] = [None] * RANKS
+    dist.all_gather_object(gathered, dist.get_rank(), group=group)
+    assert gathered == [0, 1, 2]
+    dist.all_reduce(torch.ones(1), group=group)
+    backend_of(group).set_timeout(timedelta(seconds=9))
+    assert made == [] and backend_of(group).delegate(DEVICE) is None
+    dist.all_reduce(own(DEVICE, 1), group=group)
+    (delegate,) = made
+    assert backend_of(group).delegate(DEVICE) is delegate
+    assert delegate.connected == [""]
+    assert delegate.bound_device is None
+    assert (delegate.group_uid, delegate.group_desc) == (group.group_name, group.group_desc)
+    dist.destroy_process_group(group)
+
+
+def wait_on_named_devices() -> None:
+    group, made = start()
+    dist.barrier(group, device_ids=[1])
+    (delegate,) = made
+    (call,) = delegate.calls
+    assert (call["name"], call["device"], call["device_ids"]) == ("barrier", f"{DEVICE}:1", [1])
+    dist.destroy_process_group(group)
+
+
+def test_a_barrier_of_devices_is_the_delegate_s(worlds: WorldPool) -> None:
+    worlds(RANKS).run(wait_on_named_devices)
+
+
+def test_a_delegate_is_made_when_a_first_tensor_of_its_device_comes(worlds: WorldPool) -> None:
+    worlds(RANKS).run(do_without_device)
+
+
+def come_together() -> None:
+    made: Made = []
+    double = device_double.load()
+    group = dist.new_group(backend=BACKENDS)
+    from fog_pg._extension import load
+
+    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
+        time.sleep(0.3)  # without Python's lock: others come
+        made.append(double.RecordingDelegate(connect, store, rank, size, options, device))
+        return made[-1]
+
+    load().set_delegate_factory(DEVICE, make)
+    backend, together = backend_of(group), threading.Barrier(4)
+    found: list[Any] = []
+
+    def ask(question: Callable[[], Any]) -> None:
+        together.wait()
+        question()
+        found.append(backend.delegate(DEVICE))
+
+    tensor = own(DEVICE, 1)
+    questions: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(tensor, group=group),
+        lambda: backend.supports_tensor_alloc(torch.device(DEVICE, 0)),
+        lambda: backend.mem_allocator,  # holds Python's lock
+        lambda: backend.allocate_tensor(4, dtype=torch.float32, device=torch.device(DEVICE, 0)),
+    ]
+    threads = [threading.Thread(target=ask, args=(question,)) for question in questions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert found == made * 4
+    assert tensor.item() == 60.0
+    dist.destroy_process_group(group)
+
+
+def test_threads_that_come_first_together_share_one_delegate(worlds: WorldPool) -> None:
+    worlds(RANKS).run(come_together)
+
+
+# --- bad arguments ---
+
+
+def mix_devices() -> None:
+    group, made = start()
+    dist.all_reduce(own(DEVICE, 1), group=group)
+    (delegate,) = made
+    delegate.clear()
+    backend, here, there = backend_of(group), own("cpu", 2), own(DEVICE, 2)
+    several, list_of = [zeros(DEVICE, 2) for _ in range(RANKS)], [own("cpu", 2) for _ in range(RANKS)]
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce": lambda: backend.allreduce([there, here]),
+        "allreduce_coalesced": lambda: backend.allreduce_coalesced([there, here]),
+        "broadcast": lambda: backend.broadcast([there, here]),
+        "reduce": lambda: backend.reduce([there, here]),
+        "allgather": lambda: backend.allgather([several], [here]),
+        "allgather_into_tensor": lambda: backend._allgather_base(zeros(DEVICE, 6), here),
+        "gather": lambda: backend.gather([several], [here]),
+        "scatter": lambda: backend.scatter([there], [list_of]),
+        "reduce_scatter": lambda: backend.reduce_scatter([there], [list_of]),
+        "reduce_scatter_tensor": lambda: backend._reduce_scatter_base(there, own("cpu", 6)),
+        "alltoall_base": lambda: backend.alltoall_base(there, here, [], []),
+        "alltoall": lambda: backend.alltoall(several, list_of),
+        "send": lambda: backend.send([there, here], 0, 0),
+        "recv": lambda: backend.recv([there, here], 0, 0),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"^{name}: tensors: got some on ({DEVICE}:0|cpu) and some on"):
+            call()
+    with pytest.raises(ValueError, match=f"allowed are tensors on cpu, cuda, {DEVICE}"):
+        backend.allreduce([torch.zeros(2, device="meta")])
+    assert delegate.calls == []
+    dist.all_reduce(there, group=group)
+    assert there.tolist() == [60.0, 63.0]
+    dist.destroy_process_group(group)
+
+
+def test_devices_of_two_types_in_an_operation_are_an_error_before_anything_is_sent(worlds: WorldPool) -> None:
+    worlds(RANKS).run(mix_devices)
+
+
+def mix_devices_in_a_batch() -> None:
+    group, made = start()
+    dist.all_reduce(own(DEVICE, 1), group=group)
+    made[0].clear()
+    backend = backend_of(group)
+    backend._start_coalescing()
+    backend.allreduce([own(DEVICE, 1)])
+    with pytest.raises(
+        ValueError, match="allreduce: tensors: got some on cpu among coalesced operations on gpudouble"
+    ):
+        backend.allreduce([own("cpu", 1)])
+    backend._end_coalescing().wait()
+    assert [[part["name"] for part in call["calls"]] for call in made[0].calls] == [["allreduce"]]
+    dist.destroy_process_group(group)
+
+
+def test_coalesced_operations_are_on_one_type_of_device(worlds: WorldPool) -> None:
+    worlds(RANKS).run(mix_devices_in_a_batch)
+
+
+def have_no_delegate() -> None:
+    from fog_pg import _nccl
+    from fog_pg._extension import load
+
+    group, made = start()
+    load().set_delegate_factory(DEVICE, None)
+    with pytest.raises(ValueError, match=f"got one on {DEVICE}:0; allowed are tensors on cpu, cuda$"):
+        dist.all_reduce(own(DEVICE, 1), group=group)
+    load().set_delegate_factory(DEVICE, _nccl.create)
+    with pytest.raises(RuntimeError, match="CUDA tensors need a torch with NCCL"):
+        dist.all_reduce(own(DEVICE, 1), group=group)
+    device_double.serve_groups(made)
+    dist.all_reduce(own(DEVICE, 1), group=group)  # a factory that failed is asked again
+    assert len(made) == 1
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+def test_a_device_that_nobody_serves_is_an_error(worlds: WorldPool) -> None:
+    worlds(RANKS).run(have_no_delegate)
+
+
+# --- the rest of a backend ---
+
+
+def pass_through() -> None:
+    group, made = start()
+    backend = backend_of(group)
+    group._enable_collectives_timing()
+    dist.all_reduce(own(DEVICE, 1), group=group)
+    (delegate,) = made
+    assert [call["name"] for call in delegate.calls] == ["enable_timing", "allreduce"]
+    delegate.clear()
+    group._enable_collectives_timing()
+    assert backend.supports_tensor_alloc(torch.device(DEVICE, 0))
+    tensor = backend.allocate_tensor(6, dtype=torch.float64, device=torch.device(DEVICE, 1))
+    assert (tensor.shape, tensor.dtype, str(tensor.device)) == ((6,), torch.float64, f"{DEVICE}:1")
+    assert backend.mem_allocator is not None
+    with pytest.raises(ValueError, match="allocate_tensor: device: got cpu"):
+        backend.allocate_tensor(6, dtype=torch.float64, device=torch.device("cpu"))
+    *timing, allocation, allocator = delegate.calls
+    assert {call["name"] for call in timing} == {"enable_timing"}
+    assert (allocation["name"], allocation["size"]) == ("allocate_tensor", 6)
+    assert allocator["name"] == "mem_allocator"
+    dist.destroy_process_group(group)
+    assert delegate.calls[-1]["name"] == "shutdown"
+    assert [call["name"] for call in delegate.calls].count("shutdown") == 1
+
+
+def test_allocator_timing_and_shutdown_are_the_delegate_s(worlds: WorldPool) -> None:
+    worlds(RANKS).run(pass_through)
+
+
+def end_groups() -> None:
+    for end in ("abort", "shutdown"):
+        group, made = start()
+        backend = backend_of(group)
+        dist.all_reduce(own(DEVICE, 1), group=group)
+        torch.accelerator.synchronize()
+        dist.barrier()
+        getattr(backend, end)()
+        assert made[0].calls[-1]["name"] == end
+        with pytest.raises(dist.DistBackendError):
+            backend.allreduce([own(DEVICE, 1)])
+        group, made = start()
+        backend = backend_of(group)
+        dist.barrier()
+        getattr(backend, end)()
+        with pytest.raises(dist.DistBackendError, match="allreduce: the group was shut down or aborted"):
+            backend.allreduce([own(DEVICE, 1)])
+        assert [call["name"] for call in (made[0].calls if made else [])] in ([], ["shutdown"])
+        assert backend.delegate(DEVICE) is None
+
+
+def test_a_group_that_ended_makes_no_delegate(new_world: Callable[..., World]) -> None:
+    new_world(RANKS).run(end_groups)
+
+
+# --- bound devices and groups that are split off ---
+
+
+def start_bound() -> tuple[Any, Made]:
+    made: Made = []
+    device_double.load()
+    device_double.serve_groups(made)
+    dist.init_process_group(BACKENDS, device_id=torch.device(DEVICE, 0), timeout=timedelta(seconds=30))
+    return dist.group.WORLD, made
+
+
+def bind_a_device() -> None:
+    group, made = start_bound()
+    (delegate,) = made
+    assert [call["name"] for call in delegate.calls] == ["eager_connect"]
+    assert delegate.calls[0]["device"] == f"{DEVICE}:0"
+    assert str(delegate.bound_device) == f"{DEVICE}:0"
+    assert delegate.connected == [""]
+    delegate.clear()
+    dist.barrier()  # on the device to which the group is bound
+    assert [(call["name"], call["device"]) for call in delegate.calls] == [("barrier", f"{DEVICE}:0")]
+    all_reduce(None, DEVICE)
+    assert len(made) == 1
+
+    rank = dist.get_rank()
+    if hasattr(dist, "split_group"):
+        # torch names a split after how many groups a rank is in, so the split that leaves one out comes last.
+        for ranks in ([[0, 1], [2]], [[0, 2]]):
+            delegate.clear()
+            mine = next((members for members in ranks if rank in members), None)
+            split = dist.split_group(split_ranks=ranks)
+            # All ranks of the parent take part in a split, and once, though the group serves two types of device.
+            assert [call["name"] for call in delegate.calls] == ["split"]
+            assert delegate.calls[0]["ranks"] == (mine or ranks[0])
+            if mine is None:
+                assert split is None
+                continue
+            child = split._get_backend(torch.device(DEVICE))
+            assert split._get_backend(torch.device("cpu")) is child
+            assert child.delegate(DEVICE) is not delegate
+            for device in (DEVICE, "cpu"):
+                dist.all_reduce(tensor := own(device, 1), group=split)
+                assert tensor.item() == sum(10 * (member + 1) for member in mine)
+            options = child.delegate(DEVICE).options
+            assert options.global_ranks_in_group == mine
+            assert options.group_name == split.group_name != delegate.options.group_name
+        assert delegate.options._timeout == timedelta(seconds=30)
+
+    delegate.clear()
+    pair = dist.new_group([0, 2])  # made anew, connected at once
+    assert delegate.calls == []
+    if rank != 1:
+        assert [call["name"] for call in made[1].calls] == ["eager_connect"]
+        dist.all_reduce(tensor := own(DEVICE, 1), group=pair)
+        assert tensor.item() == 40.0
+    assert len(made) == (1 if rank == 1 else 2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_groups_with_a_bound_device_connect_and_split_it(new_world: Callable[..., World]) -> None:
+    new_world(RANKS, initialize=False).run(bind_a_device)
+
+
+def split_unbound() -> None:
+    group, made = start()
+    dist.all_reduce(own(DEVICE, 1), group=group)
+    made[0].clear()
+    child = group.split_group([0, 1], timeout=timedelta(seconds=20), group_name="unbound child")
+    assert made[0].calls == []  # not all ranks may have connected it
+    if dist.get_rank() < 2:
+        dist.all_reduce(tensor := own(DEVICE, 1), group=child)
+        assert tensor.item() == 30.0
+        assert len(made) == 2
+        child.shutdown()
+    else:
+        assert child is None
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+
+
+def test_a_delegate_that_was_not_connected_by_all_ranks_is_not_split(worlds: WorldPool) -> None:
+    worlds(RANKS).run(split_unbound)
+
+
+# --- programs ---
+
+
+def train_with_ddp() -> None:
+    group, made = start()
+    rank, losses = dist.get_rank(), {}
+    for device in ("cpu", DEVICE):
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(device)
+        if rank > 0:
+            torch.nn.init.zeros_(net[0].weight)  # rank 0's are sent to all
+        model = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(10 + rank)
+        inputs, targets = torch.randn(6, 4).to(device), torch.randn(6, 1).to(device)
+        for _ in range(4):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        losses[device] = [parameter.detach().cpu() for parameter in net.parameters()]
+    for on_host, on_device in zip(losses["cpu"], losses[DEVICE], strict=True):
+        torch.testing.assert_close(on_device, on_host)
+    names = [call["name"] for call in made[0].calls]
+    assert names.count("allreduce") >= 4
+    dist.destroy_process_group(group)
+
+
+def test_ddp_trains_parameters_of_the_device(worlds: WorldPool) -> None:
+    worlds(RANKS).run(train_with_ddp)
+
+
+def load_no_cuda() -> list[str]:
+    import fog_pg._extension
+
+    fog_pg._extension.load()
+    dist.all_reduce(torch.ones(3))
+    dist.barrier()
+    dist.all_gather_object([None] * dist.get_world_size(), "x")
+    maps = Path("/proc/self/maps").read_text()
+    return [name for name in ("libcuda", "libnccl", "libnvrtc", "libcudart") if name in maps]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch itself loads CUDA")
+def test_a_run_without_a_device_loads_no_library_of_cuda(worlds: WorldPool) -> None:
+    assert worlds(2).run(load_no_cuda) == [[], []]

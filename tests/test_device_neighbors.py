@@ -1,0 +1,550 @@
+"""fog's own operations on a device: streams, memory, messages and failures, seen on the device double.
+
+What a GPU would do when it gets to it, the double does when a test lets it: a missing wait is a wrong number
+every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import device_double
+import fogdist
+import pytest
+import test_delegated_neighbors
+import test_hierarchical
+import torch
+import torch.distributed as dist
+from device_double import DEVICE, current_stream, held
+from fogdist import topology as topologies
+from harness import BACKEND, WorldPool
+from operations import reduce_op, reductions
+from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations"),
+    pytest.mark.usefixtures("compiled_double", "compiled_driver"),
+]
+
+WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
+FORMS = ["kernel", "torch"]
+
+
+@functools.cache
+def with_kernels() -> None:
+    """The double's driver, in this rank."""
+    device_double.load()
+    device_double.load_driver()
+
+
+@pytest.fixture(scope="module")
+def compiled_driver(compiled_double: None) -> None:
+    """Compiled here, as ranks have no time for that."""
+    pool = WorldPool()
+    pool(1).run(with_kernels, timeout=300.0)
+    pool.close()
+
+
+def new_backend(form: str = "kernel", made: list[Any] | None = None) -> Any:
+    """fog's object of a new group of all ranks, whose sums have this form."""
+    with_kernels()
+    device_double.serve_groups(made)
+    os.environ["FOG_COMBINE"] = form
+    group = dist.new_group()
+    return group._get_backend(torch.device("cpu"))
+
+
+def result(work: Any) -> list[Tensor]:
+    assert work.wait()
+    tensors: list[Tensor] = work.result()
+    return tensors
+
+
+def moved(tensors: Any, device: str = DEVICE) -> Any:
+    return [t.to(device) for t in tensors] if isinstance(tensors, list) else tensors.to(device)
+
+
+def compare(checks: Checks, label: str, call: Callable[[Any], Any], given: Any) -> None:
+    """Checks a call on a device's tensors against the same on the host's."""
+    expected = result(call(given))
+    there = moved(given)
+    output = result(call(there))
+    checks.equal(f"{label} device", {t.device.type for t in output}, {DEVICE})
+    checks.equal(label, moved(output, "cpu"), expected)
+    single = isinstance(given, Tensor)
+    checks.equal(
+        f"{label} input", [there.cpu()] if single else moved(there, "cpu"), [given] if single else given
+    )
+
+
+def same_bits(form: str) -> None:
+    fog, rank, size = new_backend(form), dist.get_rank(), dist.get_world_size()
+    random_plan = test_delegated_neighbors.random_plan
+    with Checks() as checks:
+        for seed, (dtype, shape) in enumerate(
+            itertools.product(WEIGHTED_DTYPES, [(), (0,), (3, 5), (1001,)])
+        ):
+            mine = make_input(rank, dtype, shape, seed)
+            for kind in ("weights", "scaled", "mean"):
+                plan = random_plan(size, rank, seed, kind == "scaled", kind == "mean")
+                compare(
+                    checks, f"{dtype} {shape} {kind}", lambda x, p=plan: fog.neighbor_allreduce(x, p), mine
+                )
+            compare(
+                checks, f"{dtype} {shape} strided", lambda x, p=plan: fog.neighbor_allreduce(x.t(), p), mine
+            ) if (mine.dim() == 2) else None
+            for machines in test_hierarchical.divisions(size):
+                matrix = test_hierarchical.random_matrix(len(machines), seed)
+                machine_plan = test_hierarchical.plan_of(matrix, test_hierarchical.machine_of(rank, machines))
+                compare(
+                    checks,
+                    f"{dtype} {shape} {machines}",
+                    lambda x, m=machines, p=machine_plan: fog.hierarchical_neighbor_allreduce(x, m, p),
+                    mine,
+                )
+        mixed = [
+            make_input(rank, dtype, (7, 3), k) for k, dtype in enumerate([*WEIGHTED_DTYPES, *WEIGHTED_DTYPES])
+        ]
+        compare(checks, "list", lambda x: fog.neighbor_allreduce(x, plan), mixed)
+        for dtype, shape in itertools.product(DTYPES, [(rank, 2), (3,)]):
+            mine = make_input(rank, dtype, shape)
+            compare(
+                checks, f"{dtype} {shape} neighbor_allgather", lambda x: fog.neighbor_allgather(x, plan), mine
+            )
+            compare(checks, f"{dtype} {shape} allgather", fog.allgather_concat, mine)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [1, 4])
+def test_results_have_the_bits_of_the_cpu(worlds, size, form):
+    worlds(size).run(same_bits, form, timeout=150.0)
+
+
+def in_place() -> None:
+    fog, rank, size = new_backend(), dist.get_rank(), dist.get_world_size()
+    plan = test_delegated_neighbors.random_plan(size, rank, 3)
+    everyone = [list(range(size))]
+    with Checks() as checks:
+        for layout in ("adjacent", "apart", "transposed"):
+            mine = [make_input(rank, torch.float32, (5, 4), k) for k in range(3)]
+            expected = result(fog.neighbor_allreduce(mine, plan))
+            there = moved(mine)
+            if layout == "adjacent":
+                flat = torch.cat([t.flatten() for t in there])
+                there = [part.view(5, 4) for part in flat.chunk(3)]
+            elif layout == "transposed":
+                there = [t.t().contiguous().t() for t in there]
+            addresses = [t.data_ptr() for t in there]
+            outputs = result(fog.neighbor_allreduce(there, plan, output=there))
+            checks.equal(layout, moved(outputs, "cpu"), expected)
+            checks.equal(f"{layout} place", [t.data_ptr() for t in outputs], addresses)
+        for dtype in DTYPES:
+            for name in reductions(dtype):
+                if dtype in (torch.uint16, torch.uint32, torch.uint64) and name in ("MIN", "MAX"):
+                    continue
+                mine = make_input(rank, dtype, (4, 5))
+                there = mine.to(DEVICE)
+                result(fog.local_allreduce(mine, everyone, reduce_op(name)))
+                result(fog.local_allreduce(there, everyone, reduce_op(name)))
+                if (name == "PREMUL_SUM" and dtype in (torch.float16, torch.bfloat16)) or dtype.is_complex:
+                    checks.close(f"{dtype} {name}", there.cpu(), mine)
+                else:
+                    checks.equal(f"{dtype} {name}", there.cpu(), mine)
+        there = make_input(rank, torch.float32, (4, 3)).to(DEVICE).t()
+        result(fog.broadcast_named(there, 0, name="root"))
+        checks.equal("broadcast", there.cpu(), make_input(0, torch.float32, (4, 3)).t())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_in_place(worlds, size):
+    worlds(size).run(in_place, timeout=100.0)
+
+
+def messages() -> None:
+    """One group of the delegate's messages an exchange, with each peer's in it, and nothing else."""
+    from fog_pg import _C
+
+    made: list[Any] = []
+    fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    ring = _C.NeighborPlan(rank, size, 0.5, [(before, 0.5)], [(after, 1.0)])
+    alone = _C.NeighborPlan(rank, size, 0.5, [], [])
+
+    def seen() -> list[Any]:
+        (delegate,) = made
+        groups = [
+            [(part["name"], part["peer"], part["tensors"][0][0]) for part in call["calls"]]
+            for call in delegate.calls
+            if call["name"] == "coalesced"
+        ]
+        assert len(groups) == len(delegate.calls), delegate.calls
+        delegate.clear()
+        return groups
+
+    with Checks() as checks:
+        x = torch.ones(3, device=DEVICE)
+        # The first: ranks that have no peer take part in connecting, by a message to themselves.
+        first = (
+            ring
+            if size == 2
+            else _C.NeighborPlan(
+                rank, size, 1.0, [(0, 1.0)] if rank == 1 else [], [(1, 1.0)] if rank == 0 else []
+            )
+        )
+        result(fog.neighbor_allreduce(x, first, confirm=False))
+        expected_first = {0: [("send", 1, (12,))], 1: [("recv", 0, (12,))]}.get(
+            rank, [("send", rank, (1,)), ("recv", rank, (1,))]
+        )
+        if size > 2:
+            checks.equal("first", seen(), [expected_first])
+        else:
+            seen()
+        checks.equal("connected", made[0].connected, [""])
+        result(fog.neighbor_allreduce(x, alone))
+        checks.equal("nobody", seen(), [])
+        result(fog.neighbor_allreduce(x, ring))
+        checks.equal("ring", seen(), [[("send", after, (12,)), ("recv", before, (12,))]])
+        several = [x, torch.ones(5, dtype=torch.bfloat16, device=DEVICE), x.clone(), x.double()]
+        result(fog.neighbor_allreduce(several, ring))
+        sizes = [(24,), (10,), (24,)]
+        checks.equal(
+            "list", seen(), [[("send", after, s) for s in sizes] + [("recv", before, s) for s in sizes]]
+        )
+        result(fog.allgather_concat(x))
+        others = [r for r in range(size) if r != rank]
+        checks.equal(
+            "gather", seen(), [[("send", r, (12,)) for r in others] + [("recv", r, (12,)) for r in others]]
+        )
+        everyone = [list(range(size))]
+        result(
+            fog.hierarchical_neighbor_allreduce(
+                torch.ones(64, device=DEVICE), everyone, _C.NeighborPlan(0, 1, 1.0, [], [])
+            )
+        )
+        checks.equal("hierarchical", [len(group) for group in seen()], [2 * (size - 1)] * 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_group_of_messages_an_exchange(worlds, size):
+    worlds(size).run(messages)
+
+
+def ring_plan() -> Any:
+    from fog_pg import _C
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return _C.NeighborPlan(rank, size, 0.5, [((rank - 1) % size, 0.25)], [((rank + 1) % size, 1.0)])
+
+
+def event_now() -> torch.Event:
+    event = torch.Event(device=DEVICE)
+    event.record(current_stream())
+    return event
+
+
+def nobody_reads_early() -> None:
+    made: list[Any] = []
+    fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
+    plan, before = ring_plan(), (rank - 1) % size
+    result(fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan))  # connected
+    double = device_double.load()
+    x, out = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
+    torch.accelerator.synchronize()
+    with Checks() as checks:
+        # The program has yet to write x when it calls.
+        with held(current_stream()):
+            event_now()  # the stream is busy
+            work = fog.neighbor_allreduce(x, plan, output=out, confirm=False)
+            second = fog.neighbor_allreduce(
+                out, plan, output=out, confirm=False
+            )  # of what the first will have made
+            checks.true("not complete", not work.is_completed() and not second.is_completed())
+            work.wait()  # the host goes on
+            second.wait()
+            double.host_view(x).fill_(rank + 1)  # as the program's kernel would, now that it comes to run
+        once = [0.5 * (r + 1) + 0.25 * ((r - 1) % size + 1) for r in range(size)]
+        checks.equal("sums", out.cpu(), torch.full((1000,), 0.5 * once[rank] + 0.25 * once[before]))
+        checks.true("complete", work.is_completed() and second.is_success())
+        # The messages take their time.
+        x.fill_(rank + 1)
+        dist.barrier()
+        with held(made[0].stream):
+            work = fog.neighbor_allreduce(x, plan, output=out, confirm=False)
+            checks.true("the program's stream goes on", _happens(event_now()))
+            future = work.get_future()
+            checks.true("marked at once", future.done())
+            checks.true("not complete", not work.is_completed())
+            work.wait()
+            after = event_now()
+            checks.true("the program's stream waits", not after.query())
+        after.synchronize()
+        checks.equal("sum", out.cpu(), torch.full((1000,), once[rank]))
+
+
+def _happens(event: torch.Event) -> bool:
+    event.synchronize()
+    return event.query()
+
+
+def test_nobody_reads_early(worlds):
+    worlds(3).run(nobody_reads_early)
+
+
+def memory_is_kept(waits: str) -> None:
+    """Tensors that the program drops at once, with its handle on the operation."""
+    made: list[Any] = []
+    fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
+    plan, before = ring_plan(), (rank - 1) % size
+    result(fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan))
+    double = device_double.load()
+    torch.accelerator.synchronize()
+    written = double.written_after_free()
+    with Checks() as checks:
+        x = torch.full((1000,), float(rank + 1), device=DEVICE)
+        out = torch.zeros(1000, device=DEVICE)
+        torch.accelerator.synchronize()
+        other = torch.Stream(device=DEVICE)
+        with held(made[0].stream):
+            work = fog.neighbor_allreduce(x, plan, output=out, confirm=False)
+            if waits == "here":
+                work.wait()
+            elif waits == "on another stream":
+                with other:
+                    work.wait()
+            del x, work
+            gc.collect()
+            # Takes the memory that has come free, if any.
+            for _ in range(20):
+                torch.empty(1000, device=DEVICE)
+        torch.accelerator.synchronize()
+        other.synchronize()
+        dist.barrier()
+        # The side stream may still be at it if nobody has waited.
+        for _ in range(200):
+            if bool((double.host_view(out) != 0).all()):
+                break
+            import time
+
+            time.sleep(0.01)
+        checks.equal("sum", out.cpu(), torch.full((1000,), 0.5 * (rank + 1) + 0.25 * (before + 1)))
+        # What it returns belongs to the program's stream: it may be freed while that stream reads it.
+        (fresh,) = result(fog.neighbor_allreduce(out, plan))
+        view = double.host_view(fresh)
+        torch.accelerator.synchronize()
+        kept = view.clone()
+        with held(current_stream()):
+            event_now()
+            del fresh
+            gc.collect()
+            checks.equal("result", view, kept)
+        torch.accelerator.synchronize()
+        checks.equal("nothing is written to freed memory", double.written_after_free(), written)
+
+
+@pytest.mark.parametrize("waits", ["never", "here", "on another stream"])
+def test_memory_is_not_used_again_early(worlds, waits):
+    worlds(2).run(memory_is_kept, waits)
+
+
+def through_fogdist() -> None:
+    with_kernels()
+    device_double.serve_groups()
+    os.environ.pop("FOG_COMBINE", None)
+    fogdist.init(topologies.RingGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    nexts = {(rank - 1) % size: 0.5}, {(rank + 1) % size: 1.0}
+
+    def handled(call: Callable[..., int], *arguments: Any, **options: Any) -> Any:
+        handle = call(*arguments, **options)
+        while not fogdist.poll(handle):
+            pass
+        return fogdist.synchronize(handle)
+
+    calls: dict[str, Callable[[Any], Any]] = {
+        "along the topology": fogdist.neighbor_allreduce,
+        "unchecked": lambda x: fogdist.neighbor_allreduce(x, enable_topo_check=False),
+        "dynamic": lambda x: fogdist.neighbor_allreduce(
+            x, self_weight=0.5, src_weights=nexts[0], dst_weights=nexts[1]
+        ),
+        "in place": lambda x: fogdist.neighbor_allreduce_(x.clone()),
+        "handle": lambda x: handled(fogdist.neighbor_allreduce_nonblocking, x, name="x"),
+        "handle in place": lambda x: handled(fogdist.neighbor_allreduce_nonblocking_, x.clone(), name="y"),
+        "list": lambda x: torch.stack(fogdist.neighbor_allreduce([x, x * 2])),
+        "gather": lambda x: fogdist.neighbor_allgather(
+            x[: rank + 1], src_ranks=list(nexts[0]), dst_ranks=list(nexts[1])
+        ),
+        "allgather": lambda x: fogdist.allgather(x[rank:]),
+        "allreduce": fogdist.allreduce,
+        "allreduce strided": lambda x: fogdist.allreduce_(x.clone().t()),
+        "local allreduce": lambda x: fogdist.allreduce(x, is_hierarchical_local=True),
+        "broadcast": lambda x: fogdist.broadcast(x, size - 1),
+        "gossip": lambda x: fogdist.pair_gossip(x, rank ^ 1) if rank ^ 1 < size else x,
+        "strided": lambda x: fogdist.neighbor_allreduce(x.t()),
+        "operator": torch.ops.fog.neighbor_allreduce_along_topology,
+    }
+    with Checks() as checks:
+        for name, call in calls.items():
+            mine = make_input(rank, torch.float32, (4, 6))
+            expected = call(mine)
+            output = call(mine.to(DEVICE))
+            checks.equal(f"{name} device", output.device.type, DEVICE)
+            checks.close(name, output.cpu(), expected)
+
+
+def test_fogdist(worlds):
+    worlds(3).run(through_fogdist)
+
+
+def machines() -> None:
+    with_kernels()
+    device_double.serve_groups()
+    fogdist.init()
+    fogdist.set_machine_topology(topologies.RingGraph(2))
+    rank = fogdist.rank()
+    with Checks() as checks:
+        for check in (False, True):
+            mine = make_input(rank, torch.bfloat16, (9, 5))
+            expected = fogdist.hierarchical_neighbor_allreduce(mine, enable_topo_check=check)
+            there = mine.to(DEVICE)
+            output = fogdist.hierarchical_neighbor_allreduce(there, enable_topo_check=check)
+            checks.equal("new", output.cpu(), expected)
+            fogdist.hierarchical_neighbor_allreduce_(there)
+            checks.equal("in place", there.cpu(), expected)
+
+
+def test_hierarchical_through_fogdist(new_world):
+    new_world(4, environment={"FOG_NODES_PER_MACHINE": "2"}).run(machines)
+
+
+def gradients() -> None:
+    import torch._dynamo
+
+    with_kernels()
+    device_double.serve_groups()
+    fogdist.init(topologies.StarGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    arguments = test_delegated_neighbors.test_ops.arguments_of(
+        test_delegated_neighbors.test_ops.random_matrix(size, 5), rank
+    )
+
+    def step(x: Tensor) -> Tensor:
+        y = torch.ops.fog.neighbor_allreduce(torch.sin(x), *arguments)
+        return torch.ops.fog.neighbor_allreduce_along_topology(y * 2).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    mine = make_input(rank, torch.float64, (3, 2))
+    gradients = []
+    for device, function in (("cpu", step), (DEVICE, step), (DEVICE, compiled)):
+        x = mine.to(device).requires_grad_()
+        (gradient,) = torch.autograd.grad(function(x), x)
+        assert gradient.device.type == torch.device(device).type
+        gradients.append(gradient.cpu())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-14, atol=1e-14)
+
+
+def test_gradients(worlds):
+    worlds(3).run(gradients)
+
+
+def failures() -> None:
+    made: list[Any] = []
+    fog, plan = new_backend(made=made), ring_plan()
+    x = torch.ones(4, device=DEVICE)
+    result(fog.neighbor_allreduce(x, plan))
+    with Checks() as checks:
+        made[0].fail_next("the link is down", at_once=True)
+        try:
+            fog.neighbor_allreduce(x, plan, confirm=False)
+            checks.true("raises at once", False)
+        except dist.DistBackendError as error:
+            checks.true(
+                f"at once: {error}",
+                "neighbor_allreduce #2 of group" in str(error) and "the link is down" in str(error),
+            )
+        made[0].fail_next("the link went down")
+        with held(made[0].stream):
+            work = fog.neighbor_allreduce(x, plan, confirm=False)
+        torch.accelerator.synchronize()
+        made[0].stream.synchronize()
+        try:
+            work.wait()
+            checks.true("raises", False)
+        except dist.DistBackendError as error:
+            text = str(error)
+            checks.true(
+                text,
+                "neighbor_allreduce #3 of group" in text and f"on {DEVICE}:0" in text and "went down" in text,
+            )
+        checks.true("complete", work.is_completed())
+        checks.true("no success", not work.is_success())
+        # A stream that is captured: what was called before may be called, what was not may not.
+        stream = current_stream()
+        double = device_double.load()
+        double.set_capturing(stream.device_index, stream.stream_id, True)
+        try:
+            work = fog.neighbor_allreduce(x, plan, confirm=False)
+            another = new_backend()
+            try:
+                another.neighbor_allreduce(x, plan, confirm=False)
+                checks.true("capture raises", False)
+            except RuntimeError as error:
+                checks.true(
+                    f"capture: {error}", "cannot be captured into a graph: run it once before" in str(error)
+                )
+        finally:
+            double.set_capturing(stream.device_index, stream.stream_id, False)
+        # Part of a coalesced group: an error, whatever else is in it.
+        fog._start_coalescing()
+        try:
+            fog.neighbor_allreduce(x, plan)
+            checks.true("coalesced raises", False)
+        except ValueError as error:
+            checks.true(f"coalesced: {error}", "cannot be coalesced" in str(error))
+        fog._end_coalescing()
+
+
+def test_failures(new_world):
+    new_world(2).run(failures)
+
+
+def kernel_fails() -> str:
+    """Without kernels sums are torch's, with one warning that says why; the rank's stderr."""
+    from fog_pg import _C
+
+    device_double.load()
+    device_double.serve_groups()
+    os.environ.pop("FOG_COMBINE", None)
+    plan = _C.NeighborPlan(0, 1, 0.5, [], [])
+    with tempfile.TemporaryFile() as log:
+        stderr = os.dup(2)
+        os.dup2(log.fileno(), 2)
+        try:
+            for _ in range(2):
+                fog = dist.new_group()._get_backend(torch.device("cpu"))
+                (output,) = result(fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan))
+                assert output.cpu().tolist() == [0.5, 0.5]
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+        log.seek(0)
+        text = log.read().decode()
+    os.environ["FOG_COMBINE"] = "kernel"
+    fog = dist.new_group()._get_backend(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no driver is known for devices of type"):
+        fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan)
+    return text
+
+
+def test_a_device_without_kernels(new_world):
+    (text,) = new_world(1).run(kernel_fails)
+    assert text.count("fog: weighted sums on") == 1
+    assert "no driver is known" in text

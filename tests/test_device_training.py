@@ -1,0 +1,153 @@
+"""Optimizers, wrapper and algorithms with models on a device: the same numbers as on the CPU, and no host that waits.
+
+The device is the double, see tests/device_double; tests/gpu runs the same on CUDA.
+"""
+
+from __future__ import annotations
+
+import device_double
+import device_training
+import pytest
+import test_algorithms
+import test_decentralized_ddp
+import test_optimizers
+import test_window_optimizers
+import torch
+from device_double import DEVICE
+from device_training import over
+from harness import BACKEND
+from test_device_windows import TRANSPORTS
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the double stands in for a transport of fog")
+
+Run = test_optimizers.Run
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+OPTIMIZER_RUNS = [
+    *(Run(kind, "adamw") for kind in ("awc", "atc", "gradient")),
+    *(Run(kind, "sgd", every=3, passes=3) for kind in ("awc", "atc", "gradient")),
+    Run("awc", "adam", mixing="dynamic"),
+    Run("atc", "sgd", mixing="machines"),
+    Run("atc", "sgd", mixing="allreduce"),
+    Run("atc", "adamw", in_backward=True),
+    Run("atc", "sgd", in_backward=True, mixing="dynamic"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(compiled_double: None) -> None:
+    """Ranks have no time to compile the driver either."""
+    device_double.compile_driver()
+
+
+@pytest.mark.parametrize("run", OPTIMIZER_RUNS, ids=str)
+def test_optimizers_as_on_the_cpu(worlds, run):
+    world = worlds(4)
+    found, expected = (world.run(device_training.of_optimizer, run, device) for device in (DEVICE, "cpu"))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
+WRAPPER_RUNS = [
+    test_decentralized_ddp.Run("adamw", "one-peer"),
+    test_decentralized_ddp.Run("sgd", "star", local=True, schedule=True),
+    test_decentralized_ddp.Run("adamw", passes=3, clip=True, schedule=True, function=True),
+    test_decentralized_ddp.Run("sgd", "matching", then="group", closure=True, local=True),
+]
+
+
+@pytest.mark.parametrize("run", WRAPPER_RUNS, ids=str)
+def test_wrapper_as_on_the_cpu(worlds, run):
+    world = worlds(4)
+    found, expected = (world.run(device_training.of_wrapper, run, device) for device in (DEVICE, "cpu"))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("name", test_algorithms.IN_STEP)
+def test_algorithms_as_on_the_cpu(worlds, name):
+    world = worlds(3)
+    found, expected = (world.run(device_training.of_algorithm, name, device) for device in (DEVICE, "cpu"))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("overflow", [False, True], ids=["finite", "overflow"])
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "wrapper"])
+def test_gradient_scaler_as_on_the_cpu(worlds, kind, overflow):
+    world = worlds(3)
+    found, expected = (
+        world.run(device_training.of_scaler, kind, device, overflow) for device in (DEVICE, "cpu")
+    )
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)  # torch unscales by a float32
+
+
+WINDOW_RUNS = [Run("awc", "adamw"), Run("awc", "sgd", every=3)]
+
+
+@pytest.mark.parametrize("run", WINDOW_RUNS, ids=str)
+@pytest.mark.parametrize("kind", list(test_window_optimizers.FACTORIES))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_window_optimizers_as_on_the_cpu(worlds, transport, kind, run):
+    world = worlds(3)
+    found = world.run(over, transport, device_training.of_windows, kind, run, DEVICE, 1e-4)
+    expected = world.run(device_training.of_windows, kind, run, "cpu", 1e-4)
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_asynchronous_wrapper_in_turns_as_on_the_cpu(worlds, transport):
+    world = worlds(3)
+    found = world.run(over, transport, device_training.asynchronously, DEVICE, None, True)
+    expected = world.run(device_training.asynchronously, "cpu", None, True)
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2, None])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_asynchronous_wrapper_comes_to_its_end(worlds, transport, max_staleness):
+    results = worlds(3).run(over, transport, device_training.asynchronously, DEVICE, max_staleness, False)
+    means = [mean for _, mean in results]
+    assert all(torch.equal(mean, means[0]) for mean in means) and means[0].isfinite().all()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_asynchronous_gossip(worlds, transport):
+    device_training.check_gossip(worlds(3).run(over, transport, device_training.gossip, DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["atc", "gradient"])
+def test_gradients_that_come_in_another_order_on_each_rank(worlds, kind):
+    """Operations on a device are matched by their order: buckets are sent in one, whichever is complete first."""
+    world = worlds(4)
+    found, expected = (
+        world.run(device_training.in_another_order, kind, device) for device in (DEVICE, "cpu")
+    )
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, **EXACT)
+
+
+def test_ranks_with_models_on_different_devices(worlds):
+    errors = worlds(3).run(device_training.ranks_on_other_devices, DEVICE)
+    assert len(set(errors)) == 1 and f"on {DEVICE}" in errors[0] and "ranks [0, 2]" in errors[0], errors
+
+
+@pytest.mark.parametrize(
+    "kind", ["awc", "atc", "atc in backward", "gradient", "wrapper", *test_algorithms.IN_STEP]
+)
+def test_no_step_reads_the_device(worlds, kind):
+    reads = worlds(3).run(device_training.reads_of_steps, kind, DEVICE)
+    if kind in ("GradientTracking", "QuasiGlobalMomentum"):
+        # Once in each of the four steps: whether parameters without a gradient are to move.
+        assert [len(names) for names in reads] == [4] * 3, reads
+    else:
+        assert reads == [[]] * 3
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "wrapper"])
+def test_a_scaled_step_reads_once_whether_gradients_overflowed(worlds, kind):
+    reads = worlds(3).run(device_training.reads_of_scaled_steps, kind, DEVICE)
+    assert reads == [["aten._local_scalar_dense.default"] * 3] * 3
