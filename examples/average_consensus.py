@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 
+import devices
 import fogdist
 import torch
 from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
@@ -23,7 +24,10 @@ def main() -> None:
     parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="exp2", help="who is whose neighbor")
     parser.add_argument("--dynamic", action="store_true", help="one peer a round, in turn")
     parser.add_argument("--rounds", type=int, default=100)
+    devices.add_flag(parser)
     args = parser.parse_args()
+    if problem := devices.problem(args.device):
+        parser.error(problem)
     if args.dynamic and args.topology in ("mesh", "torus", "star"):
         # A rank could receive from several peers at once, and the weights that leave a rank not sum to 1.
         parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
@@ -36,7 +40,7 @@ def main() -> None:
     if args.dynamic and size > 1:
         peers = GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
 
-    x = torch.tensor([float(rank)])
+    x = torch.tensor([float(rank)], device=devices.use(args.device))
     average = fogdist.allreduce(x)
     errors = [(x - average).abs()]
     for _ in range(args.rounds):

@@ -28,6 +28,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+import devices
 import fogdist
 import networkx as nx
 import torch
@@ -58,16 +59,22 @@ class Problem:
     Args:
         task: One of TASKS.
         rank: Whose data.
+        device: Where they are.
     """
 
-    def __init__(self, task: str, rank: int) -> None:
+    def __init__(self, task: str, rank: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(1000 + rank)
         self._is_logistic = task == "logistic_regression"
         truth = torch.randn(FEATURES, generator=generator, dtype=torch.float64)  # another one on each rank
-        self._a = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
+        a = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
         noise = 0.3 * torch.randn(ROWS, generator=generator, dtype=torch.float64)
-        values = self._a @ truth + noise
-        self._b = values.sign() if self._is_logistic else values
+        values = a @ truth + noise
+        self._a = a.to(device)
+        self._b = (values.sign() if self._is_logistic else values).to(device)
+
+    def zeros(self, count: int = FEATURES) -> Tensor:
+        """Returns zeros beside the data."""
+        return self._a.new_zeros(count)
 
     def loss(self, x: Tensor) -> Tensor:
         """Returns f_i at x."""
@@ -83,7 +90,7 @@ class Problem:
 
 def optimum(problem: Problem) -> Tensor:
     """Returns the minimizer of the mean of all ranks' losses, by Newton's method on averages of ranks."""
-    x = torch.zeros(FEATURES, dtype=torch.float64)
+    x = problem.zeros()
     for _ in range(30):
         gradient = fogdist.allreduce(problem.gradient(x))
         hessian = fogdist.allreduce(torch.func.hessian(problem.loss)(x))
@@ -94,7 +101,7 @@ def optimum(problem: Problem) -> Tensor:
 def by_algorithm(make: Callable[..., Any], problem: Problem, iterations: int, lr: float) -> list[Tensor]:
     """Returns this rank's x after 0, 1, ... iterations of a class of fogdist.algorithms."""
     model = nn.Module()
-    model.x = nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64))
+    model.x = nn.Parameter(problem.zeros())
     optimizer = make(torch.optim.SGD(model.parameters(), lr=lr), model)
     path = [model.x.detach().clone()]
     for _ in range(iterations):
@@ -109,7 +116,7 @@ def by_push_diging(problem: Problem, iterations: int, lr: float) -> list[Tensor]
     neighbors = fogdist.out_neighbor_ranks()
     share = 1.0 / (len(neighbors) + 1)
     shares = dict.fromkeys(neighbors, share)
-    state = torch.zeros(2 * FEATURES + 1, dtype=torch.float64)
+    state = problem.zeros(2 * FEATURES + 1)
     # Views of the window's tensor.
     u, y, v = state[:FEATURES], state[FEATURES:-1], state[-1:]
     gradient = problem.gradient(u)
@@ -119,7 +126,10 @@ def by_push_diging(problem: Problem, iterations: int, lr: float) -> list[Tensor]
     path = [u / v]
     for _ in range(iterations):
         u.sub_(y, alpha=lr)
-        fogdist.win_accumulate(state, "push_diging", self_weight=share, dst_weights=shares)
+        # With the mutex it returns when a GPU has done it, too.
+        fogdist.win_accumulate(
+            state, "push_diging", self_weight=share, dst_weights=shares, require_mutex=True
+        )
         fogdist.barrier()  # all shares are there
         fogdist.win_update_then_collect("push_diging")
         fogdist.barrier()  # all have collected them, before the next ones come
@@ -150,14 +160,17 @@ def main() -> None:
     parser.add_argument("--max-iter", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--save-plot-file", help="picture of the errors, needs matplotlib")
+    devices.add_flag(parser)
     args = parser.parse_args()
+    if problem := devices.problem(args.device):
+        parser.error(problem)
     if args.max_iter < 1:
         parser.error(f"--max-iter must be at least 1, got {args.max_iter}")
     if args.topology == UNBALANCED and args.method != ["push_diging"]:
         parser.error(f"--topology {UNBALANCED} is for --method push_diging alone: averages are biased on it")
 
     fogdist.init()
-    problem = Problem(args.task, fogdist.rank())
+    problem = Problem(args.task, fogdist.rank(), devices.use(args.device))
     best = optimum(problem)
     curves: dict[str, Tensor] = {}
     for method in args.method:
@@ -190,7 +203,7 @@ def plot(title: str, curves: dict[str, Tensor], path: str) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for number, (label, curve) in enumerate(curves.items()):
         # Curves may lie on each other: the later ones are thinner.
-        axes.semilogy(curve.numpy(), label=label, linewidth=6 / (1 + number))
+        axes.semilogy(curve.cpu().numpy(), label=label, linewidth=6 / (1 + number))
     axes.set(title=title, xlabel="iteration", ylabel="largest distance of a rank to the optimum")
     axes.legend()
     axes.grid(alpha=0.3)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import devices
 import fogdist
 import torch
 from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
@@ -29,7 +30,10 @@ def main() -> None:
         "--rounds", type=int, default=100, help="of the slowest rank; the others go on meanwhile"
     )
     parser.add_argument("--slow-rank", type=int, default=0, help="the rank that takes ten times as long")
+    devices.add_flag(parser)
     args = parser.parse_args()
+    if problem := devices.problem(args.device):
+        parser.error(problem)
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
 
@@ -43,7 +47,7 @@ def main() -> None:
     if args.dynamic and size > 1:
         peers = GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
 
-    x = torch.tensor([float(rank)], dtype=torch.float64)
+    x = torch.tensor([float(rank)], dtype=torch.float64, device=devices.use(args.device))
     average = fogdist.allreduce(x)
     fogdist.turn_on_win_ops_with_associated_p()
     fogdist.win_create(x, name="x", zero_init=True)

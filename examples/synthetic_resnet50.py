@@ -92,6 +92,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(args.seed * size + rank)
     images = torch.randn(args.batch_size, 3, args.image_size, args.image_size, generator=generator)
     labels = torch.randint(CLASSES, (args.batch_size,), generator=generator)
+    images, labels = images.to(args.place), labels.to(args.place)
     source: Iterator[tuple[Tensor, Tensor]] = itertools.repeat((images, labels))
     history = train(args, trainer, source, cross_entropy)
     mine = iteration_rates(history.times, args.batch_size, args.num_warmup_batches, args.num_batches_per_iter)

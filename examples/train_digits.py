@@ -64,7 +64,7 @@ def main() -> None:
     trainer = make_trainer(args, model, sgd(args, weight_decay=WEIGHT_DECAY))
 
     def accuracy(module: nn.Module) -> float:
-        predicted = module(data.test_images).argmax(dim=1)
+        predicted = module(data.test_images.to(args.place)).argmax(dim=1).cpu()
         return float((predicted == data.test_labels).double().mean())
 
     evaluate = ("test accuracy", accuracy)

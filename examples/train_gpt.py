@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
 
     name, held_out = ("validation", validation) if args.validation else ("test", test)
     places = torch.linspace(0, len(held_out) - args.context - 1, HELD_OUT_PIECES).long()
-    x, y = pieces(held_out, places, args.context)
+    x, y = (part.to(args.place) for part in pieces(held_out, places, args.context))
 
     def loss_on_held_out(module: nn.Module) -> float:
         return float(loss_of(module(x), y))

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:
     history = train(args, trainer, source, cross_entropy)
 
     def accuracy(module: nn.Module) -> float:
-        predicted = module(data.test_images.unsqueeze(1)).argmax(dim=1)
+        predicted = module(data.test_images.unsqueeze(1).to(args.place)).argmax(dim=1).cpu()
         return float((predicted == data.test_labels).double().mean())
 
     title = f"{data.name}, {len(images)} images a rank, split {args.split}\n{describe(args)}"

@@ -118,7 +118,7 @@ def main() -> None:
             torch.split(tensor, TEST_BATCH) for tensor in (data.test_images, data.test_labels)
         )
         for x, y in zip(images_of_test, labels_of_test, strict=True):
-            right += int((module(normalize(x)).argmax(dim=1) == y).sum())
+            right += int((module(normalize(x).to(args.place)).argmax(dim=1).cpu() == y).sum())
         return right / len(data.test_labels)
 
     evaluate = ("test accuracy", accuracy)

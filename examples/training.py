@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import devices
 import fogdist
 import torch
 import torch.distributed as dist
@@ -80,8 +81,10 @@ def make_parser(
     add = parser.add_argument
     add("--mode", choices=list(MODES), default="awc", metavar="MODE",
         help="how ranks train together: one of the modes below (default: %(default)s)")  # fmt: skip
-    add("--backend", choices=("fog", "gloo"), default="fog",
-        help="of torch.distributed; gloo: only for modes ddp, none (default: %(default)s)")  # fmt: skip
+    devices.add_flag(parser)
+    add("--backend", choices=("fog", "gloo", "nccl"), default="fog",
+        help="of torch.distributed; gloo, and nccl with --device cuda: only for modes ddp, none "
+             "(default: %(default)s)")  # fmt: skip
     add("--topology", choices=TOPOLOGY_NAMES, metavar="NAME",
         help=f"who is whose neighbor: {', '.join(TOPOLOGY_NAMES)} (default: the mode's)")  # fmt: skip
     add("--dynamic", action="store_true", help="average with one of the neighbors a step, in turn")
@@ -108,11 +111,15 @@ def make_parser(
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the flags, checked; ends the program if they do not go together."""
+    """Returns the flags, checked, and this rank's device as `place`; ends the program if they do not go together."""
     args = parser.parse_args(arguments)
     mode = MODES[args.mode]
-    if args.backend == "gloo" and args.mode not in ("ddp", "none"):
-        parser.error(f"--backend gloo knows no neighbors: it needs --mode ddp or none, not {args.mode}")
+    if args.backend != "fog" and args.mode not in ("ddp", "none"):
+        parser.error(
+            f"--backend {args.backend} knows no neighbors: it needs --mode ddp or none, not {args.mode}"
+        )
+    if args.backend == "nccl" and args.device != "cuda":
+        parser.error(f"--backend nccl needs --device cuda, got {args.device}")
     if args.dynamic and not mode.can_be_dynamic:
         parser.error(f"--dynamic is not for --mode {args.mode}")
     if args.topology is not None and not mode.follows_topology:
@@ -143,12 +150,15 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
         parser.error(f"--slow-rank must be at least 0, got {args.slow_rank}")
     if not (math.isfinite(args.slowdown) and args.slowdown >= 1):
         parser.error(f"--slowdown must be at least 1, got {args.slowdown}")
+    if problem := devices.problem(args.device):
+        parser.error(problem)
     # At once, not when all the training is done.
     for flag, path in (("--save-plot-file", args.save_plot_file), ("--json", args.json)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             parser.error(f"{flag} must be a file in a folder that exists, got {path}")
     if args.save_plot_file is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error(f"--save-plot-file {args.save_plot_file} needs matplotlib, which is not installed")
+    args.place = devices.use(args.device)
     return args
 
 
@@ -158,12 +168,14 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
 def start(args: argparse.Namespace) -> tuple[int, int]:
     """Connects this process to the others; returns its rank and their number."""
     torch.set_num_threads(1)  # ranks share the cores
-    if args.backend == "gloo":
-        if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
-            raise SystemExit("error: --backend gloo needs torchrun, which tells the ranks of each other")
-        dist.init_process_group("gloo")
-    else:
+    if args.backend == "fog":
         fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+    else:
+        if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
+            raise SystemExit(
+                f"error: --backend {args.backend} needs torchrun, which tells the ranks of each other"
+            )
+        dist.init_process_group(args.backend, device_id=args.place if args.backend == "nccl" else None)
     torch.manual_seed(args.seed)  # all ranks make the same model
     rank, size = dist.get_rank(), dist.get_world_size()
     if args.slow_rank is not None and args.slow_rank >= size:
@@ -200,7 +212,8 @@ def sgd(args: argparse.Namespace, *, weight_decay: float) -> OptimizerFunction:
 
 
 def make_trainer(args: argparse.Namespace, model: nn.Module, make_optimizer: OptimizerFunction) -> Trainer:
-    """Returns the trainer of --mode. Collective."""
+    """Returns the trainer of --mode, with the model on this rank's device. Collective."""
+    model.to(args.place)
     sequence = one_peer(by_name(args.topology, dist.get_world_size())) if args.dynamic else None
     return MODES[args.mode].make(Setup(model, make_optimizer, sequence, args.local_steps))
 
@@ -209,6 +222,8 @@ def describe(args: argparse.Namespace) -> str:
     """Returns a line on what is trained how."""
     mode = MODES[args.mode]
     words = [args.mode, f"{dist.get_world_size()} ranks", f"backend {args.backend}"]
+    if args.device != "cpu":
+        words.append(f"on {args.device}")
     if mode.follows_topology:
         words.append(f"topology {args.topology}{', one peer a step' if args.dynamic else ''}")
     if mode.local_steps is not None:
@@ -357,12 +372,14 @@ def train(
     dist.barrier()
     begin = time.perf_counter()
     while progress.fraction < 1.0:
-        x, y = next(batches)
+        x, y = (part.to(args.place, non_blocking=True) for part in next(batches))
         trainer.prepare(len(losses))
         began = time.perf_counter()
         loss = loss_function(trainer.module(x), y)
         loss.backward()
         if is_slow:
+            if args.place.type != "cpu":
+                torch.accelerator.synchronize(args.place)  # till now it was only given what to do
             time.sleep((args.slowdown - 1) * (time.perf_counter() - began))
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()

@@ -256,7 +256,8 @@ def test_training_examples_take_the_same_flags(
         assert "--mode MODE" in options[0] and options[2], script
     common = set.intersection(*helps.values())
     expected = (
-        "mode backend topology dynamic local-steps batch-size lr seed slow-rank slowdown save-plot-file json"
+        "mode device backend topology dynamic local-steps batch-size lr seed slow-rank slowdown save-plot-file "
+        "json"
     )
     names = {entry.split()[0] for entry in common if entry.startswith("--")}
     assert names == {f"--{name}" for name in expected.split()}
@@ -271,6 +272,9 @@ def test_training_examples_take_the_same_flags(
         ("train_digits", ("--mode", "gossip"), "--mode"),
         ("train_digits", ("--data", "nowhere"), "nowhere"),
         ("train_digits", ("--mode", "awc", "--backend", "gloo"), "--backend"),
+        ("train_digits", ("--mode", "awc", "--device", "cuda", "--backend", "nccl"), "--backend"),
+        ("train_digits", ("--mode", "ddp", "--backend", "nccl"), "--device cuda"),
+        ("train_digits", ("--device", "tpu"), "--device"),
         ("train_digits", ("--mode", "ddp", "--topology", "ring"), "--topology"),
         ("train_digits", ("--mode", "d2", "--dynamic"), "--dynamic"),
         ("train_digits", ("--mode", "diloco", "--local-steps", "0"), "--local-steps"),
@@ -300,6 +304,79 @@ def test_wrong_flags_are_named_in_one_line(
     assert run_main(load(script), monkeypatch, *arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "error: " in line and word in line and arguments[-1] in line
+
+
+@pytest.mark.parametrize(
+    "script", [*TRAINING, AVERAGE_CONSENSUS, PUSH_SUM, OPTIMIZATION], ids=lambda s: s.stem
+)
+def test_cuda_without_a_gpu_ends_before_anything_starts(
+    script: Path,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    module = load(script.stem)
+    main = getattr(module.main, "__wrapped__", module.main)
+    monkeypatch.setattr(sys, "argv", [script.name, "--device", "cuda"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert "--device cuda needs a" in printed.err.splitlines()[-1] and not printed.out
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks, version, variable, words",
+    [
+        (2, 2, None, "", None),
+        (1, 1, (2, 27, 3), "", None),
+        (1, 2, None, "1", "no NCCL is loaded"),
+        (1, 2, (2, 29, 7), "1", "2.29.7 is loaded, which refuses two ranks on one GPU"),
+        (1, 2, (2, 30, 7), "", "needs NCCL_MULTI_RANK_GPU_ENABLE=1 and a small NCCL_MAX_CTAS"),
+        (1, 2, (2, 30, 3), "1", None),
+        (3, 4, (2, 30, 2), "1", "4 ranks on a machine with 3 GPUs needs NCCL 2.30.3"),
+        (0, 1, (2, 30, 3), "1", "needs a GPU"),
+    ],
+)
+def test_ranks_that_share_a_gpu(
+    gpus: int,
+    ranks: int,
+    version: tuple[int, int, int] | None,
+    variable: str,
+    words: str | None,
+    load: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one machine after the other would have it: GPUs, ranks, NCCL, environment."""
+    devices = load("devices")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(devices, "nccl_version", lambda: version)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
+    problem = devices.problem("cuda")
+    assert problem is None if words is None else words in problem
+    assert devices.problem("cpu") is None
+
+
+def test_local_rank_chooses_the_gpu(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = load("devices")
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name in ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    assert devices.use("cpu") == torch.device("cpu") and not chosen
+    assert devices.use("cuda") == torch.device("cuda", 0)
+    monkeypatch.setenv("MPI_LOCALRANKID", "1")
+    assert devices.use("cuda") == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")  # two ranks on a GPU
+    assert devices.use("cuda") == torch.device("cuda", 0)
+    assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
 def write_cifar(folder: Path, images: int) -> dict[str, tuple[np.ndarray, list[int]]]:
