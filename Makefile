@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-overlap clean FORCE
+.PHONY: help build demo test test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-cuda benchmark-overlap clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -35,6 +35,7 @@ PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 help:
 	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--mode atc --dynamic\")"
 	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
+	@echo "make test-gpu   run the tests that need a GPU; says why where it skips them   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
@@ -42,6 +43,7 @@ help:
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
 	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
 	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
+	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make build   make the environment and build the extension"
@@ -58,6 +60,11 @@ demo: build
 test: build
 	@echo "== tests"
 	@$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" python -m pytest tests $(ARGS)
+
+# Those that need several GPUs, or a newer NCCL for ranks that share one, say so.
+test-gpu: build
+	@echo "== tests on GPUs"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests/gpu -m gpu $(ARGS)
 
 # Runs every number of ranks also if cases fail with the one before.
 conformance: build
@@ -96,6 +103,10 @@ benchmark-training: build
 	@echo "== benchmark of training"
 	@$(IN_VENV) python benchmarks/training.py --json training.json --plot training.png $(ARGS)
 
+benchmark-cuda: build
+	@echo "== benchmark on GPUs"
+	@$(IN_VENV) python benchmarks/cuda.py --json cuda.json --plot cuda.png $(ARGS)
+
 benchmark-overlap: build
 	@echo "== benchmark of overlap"
 	@$(IN_VENV) python benchmarks/overlap.py --json overlap.json --plot overlap.png $(ARGS)
@@ -109,7 +120,7 @@ test-mpi: build
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png training.json training.png overlap.json overlap.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hosts import emulated_hosts
 
@@ -105,6 +106,61 @@ def test_training(tmp_path: Path) -> None:
     assert printed.count("\nGoal, ") == 2
     neighbor_modes = printed[printed.rindex("\nGoal, ") :]
     assert "AWC, one-peer (" in neighbor_modes and "DiLoCo" not in neighbor_modes
+
+
+def test_cuda_on_the_cpu(tmp_path: Path) -> None:
+    """The same code as on GPUs, with Gloo in place of NCCL."""
+    options = [
+        "--device",
+        "cpu",
+        "--ranks",
+        "1",
+        "2",
+        "--sizes",
+        "4K",
+        "--iterations",
+        "1",
+        "--back-to-back",
+        "2",
+    ]
+    training = [
+        "--models",
+        "mlp",
+        "--modes",
+        "none",
+        "awc",
+        "ddp_sync",
+        "win_put",
+        "--traces",
+        str(tmp_path / "traces"),
+    ]
+    rows, printed = run_benchmark("cuda.py", tmp_path, *options, *training)
+    operations = [f"window {name}" for name in ("put", "get", "accumulate", "update")]
+    expected = [("allreduce", 1)]
+    expected += [(name, 2) for name in ("allreduce", "ring", "exp2", "one-peer", *operations)]
+    timed = [row for row in rows if "limit" in row["times"]]
+    assert [(row["operation"], row["ranks"]) for row in timed] == expected, printed
+    assert all(set(row["times"]) == {"fog", "torch", "limit"} and row["bytes"] == 4 << 10 for row in timed)
+    steps = [row for row in rows if "limit" not in row["times"]]
+    assert [(row["ranks"], list(row["times"])) for row in steps] == [
+        (ranks, ["none", "awc", "ddp_sync", "win_put"]) for ranks in (1, 2)
+    ]
+    assert "one rank: at most 1.03 times the bare optimizer's step" in printed
+    assert (tmp_path / "picture-training.png").stat().st_size > 1000
+    traces = {file.name for file in (tmp_path / "traces").iterdir()}
+    assert {"mlp-awc-2ranks-rank1.json", "mlp-none-1ranks-rank0.json"} <= traces and len(traces) == 4 * 3
+    events = json.loads((tmp_path / "traces" / "mlp-awc-2ranks-rank0.json").read_text())["traceEvents"]
+    assert any(event.get("name") == "fog:neighbor_allreduce" for event in events)
+
+
+def test_cuda_without_a_gpu(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda.py"), "--json", str(tmp_path / "numbers.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 2
+    assert "--device cuda needs a" in ended.stderr.splitlines()[-1] and not ended.stdout
+    assert not (tmp_path / "numbers.json").exists()
 
 
 def test_overlap(tmp_path: Path) -> None:

@@ -1,0 +1,756 @@
+"""Times fog on GPUs beside plain torch.distributed on NCCL, and training steps beside the bare optimizer, in one run.
+
+    python benchmarks/cuda.py                                    # one rank, and one rank a GPU if there are several
+    python benchmarks/cuda.py --ranks 2 --parts neighbor windows --sizes 64K 16M --plot cuda.png
+    python benchmarks/cuda.py --parts training --models gpt2 --traces traces     # chrome traces of every mode
+    python benchmarks/cuda.py --device cpu --parts collectives   # the same code with Gloo in place of NCCL
+
+Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py), each on the GPU that its
+number chooses. With --device cuda, the default, it ends at once where there is no GPU, or where ranks would share one
+and the NCCL that is loaded refuses that. The ways to do one thing take turns (see interleaved.py); a turn is
+--back-to-back calls, after which the host waits for the device, and what a call takes is the longest time of all ranks.
+
+The parts, and the columns of times in milliseconds:
+
+    collectives    allreduce in place. fog: dist.all_reduce on fog; torch: the same on a group of NCCL
+    neighbor       fog: fogdist.neighbor_allreduce along a ring, the exponential-2 graph, or one peer of that a call;
+                   torch: batch_isend_irecv of the same messages, then x * w and one add_ for each neighbor. The sums
+                   of fog have two forms with the same bits, and each is timed: "fog kernel" has fog's own kernel,
+                   "fog sums" operations of torch (FOG_COMBINE=kernel and =torch); "fog" is what is chosen by default
+    windows        put, get, accumulate and update of fogdist.Window on a ring; torch: tensor.copy_ of as many tensors,
+                   from another GPU if there is one (cudaMemcpyPeer), else within this one
+    training       steps of ResNet-50 (32 images of 224 x 224) and GPT-2 124M (4 x 1024 tokens) in bfloat16 autocast:
+                   "none" is the bare optimizer, the others are modes of examples/modes.py. With one rank nothing is
+                   exchanged, and what a mode takes longer than "none" is its own work
+
+"limit" is what the links or the memory must at least take: bytes over bandwidth. The bandwidth is that of this machine,
+measured before the rest with one large copy: of memory within a GPU, and of the link to another GPU where there is
+one, else of memory again. An allreduce of n ranks must send 2 (n - 1) / n of a tensor over each link, an exchange one
+tensor for each neighbor, and then read d + 1 tensors and write one.
+
+The first results of all ways are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import program
+import side_by_side
+from interleaved import Times, take_turns
+from report import Row, Table, plot, write_json
+
+# The examples show how to train in each mode, and how a rank finds its GPU.
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from side_by_side import Systems
+    from torch import Tensor, nn
+
+Way = Callable[[], object]
+
+PARTS = ("collectives", "neighbor", "windows", "training")
+# Forms of fog's weighted sums on a device, as FOG_COMBINE names them.
+FORM_VARIABLE = "FOG_COMBINE"
+FORMS = {"fog_kernel": "kernel", "fog_sums": "torch"}
+SYSTEMS = {
+    "fog": "fog",
+    "fog_kernel": "fog kernel",
+    "fog_sums": "fog sums",
+    "torch": "torch",
+    "limit": "limit",
+}
+TABLE = Table(SYSTEMS, [("fog", "torch"), ("fog", "limit"), ("fog_kernel", "fog_sums")])
+SIZES = [4 << 10, 256 << 10, 4 << 20, 64 << 20]
+EXCHANGES = ("ring", "exp2", "one-peer")
+WINDOW_OPERATIONS = ("put", "get", "accumulate", "update")
+# Of a step's time with the bare optimizer, on one rank.
+OVERHEAD_GOAL = 1.03
+# What bandwidth is measured with.
+COPIED = 256 << 20
+MODE_TITLES = {
+    "none": "bare optimizer",
+    "ddp": "DDP on fog",
+    "gradient_allreduce": "gradient allreduce",
+    "awc": "AWC",
+    "atc": "ATC",
+    "ddp_sync": "Decentralized DDP, sync",
+    "ddp_async": "Decentralized DDP, async",
+    "win_put": "win_put",
+    "diloco": "DiLoCo",
+}
+# Steps that a trace shows.
+TRACED = 3
+
+
+# --- the machine --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is, and with whom.
+
+    Attributes:
+        systems: Groups of this run.
+        peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU.
+        forms: Groups of fog, each with a form of its sums; none on the CPU, which has one form.
+        device: This rank's.
+        memory: Bytes a second that a copy within the device reads and writes.
+        link: Bytes a second that a copy from another device brings.
+    """
+
+    systems: Systems
+    peer: dist.ProcessGroup
+    forms: dict[str, dist.ProcessGroup]
+    device: torch.device
+    memory: float
+    link: float
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.systems.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.systems.size
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the device has done all that it was given."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def timed(
+    ways: Mapping[str, Way], place: Place, arguments: argparse.Namespace, *, are_long: bool = False
+) -> tuple[dict[str, Times], int]:
+    """Times ways to do one thing; all ranks call this together. A turn ends when the device is done.
+
+    Returns:
+        Times of one call, by way, and the number of turns.
+    """
+    count = arguments.back_to_back
+
+    def turn(way: Way) -> Way:
+        def run() -> None:
+            for _ in range(count):
+                way()
+            synchronize(place.device)
+
+        return run
+
+    times, iterations = take_turns(
+        {name: turn(way) for name, way in ways.items()},
+        place.systems.mpi,
+        seconds=arguments.seconds,
+        iterations=arguments.iterations,
+        are_long=are_long,
+    )
+    return {
+        name: Times(t.median / count, t.lower / count, t.upper / count) for name, t in times.items()
+    }, iterations
+
+
+def bandwidth(source: Tensor, target: Tensor, moved: int) -> float:
+    """Bytes a second of a copy, of the best of some."""
+    import time
+
+    best = float("inf")
+    for _ in range(5):
+        synchronize(source.device)
+        synchronize(target.device)
+        begin = time.perf_counter()
+        target.copy_(source)
+        synchronize(source.device)
+        synchronize(target.device)
+        best = min(best, time.perf_counter() - begin)
+    return moved / best
+
+
+def join(device_type: str) -> Place:
+    """Starts all groups in a rank and measures its bandwidths."""
+    import devices
+    import torch
+    import torch.distributed as dist
+
+    device = devices.use(device_type)
+    systems = side_by_side.join()
+    peer = systems.gloo
+    if device.type == "cuda":
+        peer = dist.new_group(backend="nccl", timeout=side_by_side.TIMEOUT, device_id=device)
+    forms = (
+        {name: dist.new_group(timeout=side_by_side.TIMEOUT) for name in FORMS} if device.type != "cpu" else {}
+    )
+    here = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    memory = bandwidth(here, torch.empty_like(here), 2 * COPIED)
+    link = memory / 2
+    other = _other(device)
+    if other != device:
+        link = bandwidth(torch.zeros(COPIED, dtype=torch.uint8, device=other), here, COPIED)
+    del here
+    return Place(systems, peer, forms, device, memory, link)
+
+
+def _other(device: torch.device) -> torch.device:
+    """Another GPU that this process sees; the device itself if there is none."""
+    import torch
+
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        return torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count())
+    return device
+
+
+def limit(bytes_: float, bytes_a_second: float) -> Times:
+    """Milliseconds that bytes take at least."""
+    milliseconds = 1e3 * bytes_ / bytes_a_second
+    return Times(milliseconds, milliseconds, milliseconds)
+
+
+def check_same(what: str, place: Place, found: Tensor, expected: Tensor) -> None:
+    """Raises RuntimeError if two ways have different results."""
+    import torch
+
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(found.dtype, 3e-2)
+    if not torch.allclose(found.double(), expected.double(), rtol=tolerance, atol=tolerance):
+        difference = float((found.double() - expected.double()).abs().max())
+        raise RuntimeError(f"{what}: fog and torch differ by {difference} on rank {place.rank}")
+
+
+# --- operations ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table before it is timed.
+
+    Attributes:
+        name: Of the operation.
+        ways: Its ways.
+        limit: What it must take at least.
+        moved: Bytes that all ranks must at least read and write.
+        free: Called when all is timed.
+    """
+
+    name: str
+    ways: dict[str, Way]
+    limit: Times
+    moved: int
+    free: Way = lambda: None
+
+
+def collectives(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
+    """allreduce."""
+    import torch
+    import torch.distributed as dist
+
+    fog = torch.full((elements,), 1.0 + place.rank, dtype=dtype, device=place.device)
+    plain = fog.clone()
+    dist.all_reduce(fog, group=place.systems.fog)
+    dist.all_reduce(plain, group=place.peer)
+    check_same("allreduce", place, fog, plain)
+    fog.zero_(), plain.zero_()  # sums of sums would go beyond what the dtype has
+    n = place.size
+    sent = 2 * (n - 1) / n * fog.nbytes
+    yield Case(
+        "allreduce",
+        {
+            "fog": lambda: dist.all_reduce(fog, group=place.systems.fog),
+            "torch": lambda: dist.all_reduce(plain, group=place.peer),
+        },
+        limit(sent, place.link) if n > 1 else limit(2 * fog.nbytes, place.memory),
+        2 * n * fog.nbytes,
+    )
+
+
+def neighbor(
+    place: Place, dtype: torch.dtype, elements: int, names: Sequence[str] = EXCHANGES
+) -> Iterator[Case]:
+    """Exchanges with neighbors; none with one rank."""
+    import fogdist
+    import torch
+    import torch.distributed as dist
+
+    if place.size == 1:
+        return
+    generator = torch.Generator().manual_seed(place.rank)
+    x = torch.randn(elements, generator=generator).to(place.device, dtype)
+    for name in names:
+        sequence = fogdist.topology.one_peer_exponential(place.size) if name == "one-peer" else None
+        if sequence is None:
+            for group in (None, *place.forms.values()):
+                fogdist.set_topology(fogdist.topology.by_name(name, place.size), group=group)
+        ways = {"fog": _on_fogdist(place, x, sequence)}
+        for form in place.forms:
+            try:
+                ways[form] = _on_form(place, x, sequence, form)
+            except dist.DistBackendError:  # it failed on its way, maybe on this rank only
+                raise
+            except RuntimeError as error:  # on all ranks alike, before anything is sent
+                if place.rank == 0:
+                    print(f"without {SYSTEMS[form]}: {error}")
+        ways["torch"] = _on_torch(place, x, sequence)
+        for _ in range(3):
+            results = {way: exchange() for way, exchange in ways.items()}
+            for way, result in results.items():
+                check_same(f"{name}, {way}", place, result, results["torch"])
+        degree = 1 if sequence is not None else len(fogdist.in_neighbor_ranks())
+        moved = (degree + 2) * x.nbytes
+        least = limit(degree * x.nbytes, place.link).median + limit(moved, place.memory).median
+        yield Case(name, {**ways}, Times(least, least, least), place.size * moved)
+
+
+def _peers_of(place: Place, sequence: Any) -> Iterator[tuple[float, list[int], list[int]]]:
+    """Of each call: the weight of every tensor, sources and destinations."""
+    import fogdist
+
+    for t in itertools.count():
+        if sequence is None:
+            sources, destinations = fogdist.in_neighbor_ranks(), fogdist.out_neighbor_ranks()
+            yield 1 / (len(sources) + 1), sources, destinations
+        else:
+            peers = sequence.peers(place.rank, t)
+            yield peers["self_weight"], list(peers["src_weights"]), list(peers["dst_weights"])
+
+
+def _on_fogdist(
+    place: Place, x: Tensor, sequence: Any, group: dist.ProcessGroup | None = None
+) -> Callable[[], Tensor]:
+    import fogdist
+
+    if sequence is None:
+        return lambda: fogdist.neighbor_allreduce(x, group=group)
+    rounds = itertools.count()
+
+    def exchange() -> Tensor:
+        result: Tensor = fogdist.neighbor_allreduce(
+            x, **sequence.peers(place.rank, next(rounds)), enable_topo_check=False, group=group
+        )
+        return result
+
+    return exchange
+
+
+def _on_form(place: Place, x: Tensor, sequence: Any, form: str) -> Callable[[], Tensor]:
+    """The same on a group that sums in one of FORMS."""
+    before = os.environ.get(FORM_VARIABLE)
+    os.environ[FORM_VARIABLE] = FORMS[form]
+    try:
+        _on_fogdist(place, x, None, place.forms[form])()  # a group's first exchange chooses
+    finally:
+        del os.environ[FORM_VARIABLE]
+        if before is not None:
+            os.environ[FORM_VARIABLE] = before
+    return _on_fogdist(place, x, sequence, place.forms[form])
+
+
+def _on_torch(place: Place, x: Tensor, sequence: Any) -> Callable[[], Tensor]:
+    import torch
+    import torch.distributed as dist
+
+    rounds = _peers_of(place, sequence)
+    received: list[Tensor] = []
+
+    def exchange() -> Tensor:
+        weight, sources, destinations = next(rounds)
+        while len(received) < len(sources):
+            received.append(torch.empty_like(x))
+        messages = [dist.P2POp(dist.isend, x, peer, group=place.peer) for peer in destinations]
+        messages += [
+            dist.P2POp(dist.irecv, buffer, peer, group=place.peer)
+            for buffer, peer in zip(received, sources, strict=False)
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
+        result = x * weight
+        for buffer in received[: len(sources)]:
+            result.add_(buffer, alpha=weight)
+        return result
+
+    return exchange
+
+
+def windows(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
+    """One-sided operations on a ring; none with one rank."""
+    import fogdist
+    import torch
+
+    if place.size == 1:
+        return
+    fogdist.set_topology(fogdist.topology.by_name("ring", place.size))
+    tensor = torch.zeros(elements, dtype=dtype, device=place.device)
+    window = fogdist.Window(tensor)
+    degree = len(window.out_neighbors)
+    near = torch.zeros_like(tensor)
+    far = [torch.zeros(elements, dtype=dtype, device=_other(place.device)) for _ in range(degree)]
+
+    def copies_out() -> None:
+        for buffer in far:
+            buffer.copy_(near)
+
+    def copies_in() -> None:
+        for buffer in far:
+            near.copy_(buffer)
+
+    def sums() -> None:
+        for buffer in far:
+            near.add_(buffer.to(near.device), alpha=0.5)
+
+    operations: dict[str, tuple[Way, Way]] = {
+        "put": (lambda: window.put(tensor), copies_out),
+        "get": (lambda: window.get(), copies_in),
+        "accumulate": (lambda: window.accumulate(tensor), copies_out),
+        "update": (lambda: window.update(), sums),
+    }
+    for name in WINDOW_OPERATIONS:
+        fog, plain = operations[name]
+        if name == "update":
+            least = limit((degree + 2) * tensor.nbytes, place.memory)
+        else:
+            least = limit(degree * tensor.nbytes, place.link)
+        yield Case(
+            f"window {name}", {"fog": fog, "torch": plain}, least, 2 * degree * place.size * tensor.nbytes
+        )
+    fogdist.barrier()
+    window.free()
+
+
+OPERATIONS: dict[str, Callable[[Place, torch.dtype, int], Iterator[Case]]] = {
+    "collectives": collectives,
+    "neighbor": neighbor,
+    "windows": windows,
+}
+
+
+def measure_operations(place: Place, arguments: argparse.Namespace) -> list[Row]:
+    """Times all parts but training; rank 0 prints."""
+    import torch
+
+    rows: list[Row] = []
+    parts = [part for part in arguments.parts if part in OPERATIONS]
+    for part, name, size in itertools.product(parts, arguments.dtypes, arguments.sizes):
+        dtype: torch.dtype = getattr(torch, name)
+        elements = max(1, size // dtype.itemsize)
+        for case in OPERATIONS[part](place, dtype, elements):
+            times, iterations = timed(case.ways, place, arguments)
+            times["limit"] = case.limit
+            rows.append(
+                Row(
+                    case.name,
+                    place.size,
+                    name,
+                    elements,
+                    elements * dtype.itemsize,
+                    case.moved,
+                    iterations,
+                    times,
+                )
+            )
+            if place.rank == 0:
+                print(TABLE.line(rows[-1]), flush=True)
+    return rows
+
+
+# --- training -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its batches, and how it is trained.
+
+    Attributes:
+        title: For people.
+        make: Makes the model, and a batch of inputs and targets.
+        optimizer: Makes its optimizer.
+        loss: Of outputs and targets.
+    """
+
+    title: str
+    make: Callable[[], tuple[nn.Module, Tensor, Tensor]]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+def _resnet50() -> tuple[nn.Module, Tensor, Tensor]:
+    import torch
+    from models import resnet50
+
+    return resnet50(), torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))
+
+
+def _gpt2() -> tuple[nn.Module, Tensor, Tensor]:
+    import torch
+    from models import GPT
+
+    tokens = torch.randint(50257, (4, 1025))
+    return GPT(50257, 1024, 768, 12, 12), tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
+
+
+def _mlp() -> tuple[nn.Module, Tensor, Tensor]:
+    import torch
+    from models import mlp
+
+    return mlp(784, (128,)), torch.randn(32, 784), torch.randint(10, (32,))
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    from torch.nn.functional import cross_entropy
+
+    return cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets)
+
+
+TASKS = {
+    "resnet50": Task("ResNet-50, batch 32", _resnet50, _sgd, _cross_entropy),
+    "gpt2": Task("GPT-2 124M, 4 x 1024 tokens", _gpt2, _adamw, _cross_entropy),
+    "mlp": Task("MLP of 0.1 M parameters, batch 32", _mlp, _sgd, _cross_entropy),
+}
+
+
+def step_of_mode(name: str, task: Task, place: Place, precision: str) -> tuple[Way, Way, int]:
+    """Sets a mode up; returns its step, its end, and the number of parameters. All ranks call this together."""
+    import torch
+    from modes import MODES, Setup
+
+    torch.manual_seed(0)
+    model, inputs, targets = task.make()
+    model.to(place.device)
+    inputs, targets = inputs.to(place.device), targets.to(place.device)
+    mode = MODES[name]
+    trainer = mode.make(Setup(model, task.optimizer, None, mode.local_steps or 1, place.systems.fog))
+    rounds = itertools.count()
+
+    def autocast() -> AbstractContextManager[object]:
+        if precision == "float32":
+            return nullcontext()
+        return torch.autocast(place.device.type, getattr(torch, precision))
+
+    def step() -> None:
+        trainer.prepare(next(rounds))
+        trainer.optimizer.zero_grad()
+        with autocast():
+            loss = task.loss(trainer.module(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.step()
+
+    return step, trainer.finish, sum(parameter.numel() for parameter in model.parameters())
+
+
+def measure_training(place: Place, arguments: argparse.Namespace) -> list[Row]:
+    """Times training steps, and traces some; rank 0 prints."""
+    import fogdist
+
+    fogdist.set_topology(fogdist.topology.by_name("exp2", place.size))
+    rows: list[Row] = []
+    for name in arguments.models:
+        task = TASKS[name]
+        steps: dict[str, Way] = {}
+        ends: list[Way] = []
+        count = 0
+        for mode in arguments.modes:
+            steps[mode], end, count = step_of_mode(mode, task, place, arguments.precision)
+            ends.append(end)
+        times, iterations = timed(steps, place, arguments, are_long=True)
+        rows.append(Row(task.title, place.size, arguments.precision, count, 4 * count, 0, iterations, times))
+        if place.rank == 0:
+            print_training(rows[-1])
+        if arguments.traces is not None:
+            for mode, step in steps.items():
+                trace(
+                    step, place, arguments.traces / f"{name}-{mode}-{place.size}ranks-rank{place.rank}.json"
+                )
+        for end in ends:
+            end()
+    return rows
+
+
+def trace(step: Way, place: Place, file: Path) -> None:
+    """Writes a chrome trace of some steps: open it in chrome://tracing or ui.perfetto.dev."""
+    from torch import profiler
+
+    activities = [profiler.ProfilerActivity.CPU]
+    if place.device.type == "cuda":
+        activities.append(profiler.ProfilerActivity.CUDA)
+    with profiler.profile(activities=activities) as found:
+        for _ in range(TRACED):
+            step()
+        synchronize(place.device)
+    found.export_chrome_trace(str(file))
+
+
+def print_training(row: Row) -> None:
+    """Prints a table of one model's modes."""
+    print(f"\n{row.operation}, {row.dtype}, ranks: {row.ranks}, {row.iterations} turns")
+    print(f"{'':28}{'ms a step':>11}{'quartiles':>20}{'/ bare':>9}")
+    for name, times in row.times.items():
+        quartiles = f"{times.lower:.3f} - {times.upper:.3f}"
+        ratio = row.ratio(name, "none")
+        shown = "-" if ratio is None else f"{ratio:.3f}"
+        print(f"{MODE_TITLES[name]:28}{times.median:>11.3f}{quartiles:>20}{shown:>9}")
+    sys.stdout.flush()
+
+
+def print_goals(rows: Sequence[Row]) -> None:
+    """Prints which modes stay within the overhead that is allowed on one rank."""
+    for row in rows:
+        ratios = {
+            name: ratio
+            for name in row.times
+            if (ratio := row.ratio(name, "none")) is not None and name != "none"
+        }
+        if row.ranks != 1 or not ratios:
+            continue
+        print(
+            f"\nGoal, {row.operation}, one rank: at most {OVERHEAD_GOAL:.2f} times the bare optimizer's step"
+        )
+        for verdict, is_met in (("met", True), ("missed", False)):
+            those = [
+                f"{MODE_TITLES[m]} ({r:.3f})" for m, r in ratios.items() if (r <= OVERHEAD_GOAL) == is_met
+            ]
+            if those:
+                print(f"  {verdict}: {'; '.join(those)}")
+
+
+# --- the program --------------------------------------------------------------------------------------------
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    import devices
+    import fogdist
+    import torch
+
+    place = join(arguments.device)
+    fogdist.init()
+    facts = program.facts() | {
+        "device": arguments.device,
+        "memory, GB/s": place.memory / 1e9,
+        "link, GB/s": place.link / 1e9,
+    }
+    if place.device.type == "cuda":
+        facts |= {
+            "gpu": torch.cuda.get_device_name(place.device),
+            "gpus": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+            "nccl": devices.nccl_version(),
+        }
+    if place.rank == 0:
+        known = ", ".join(f"{key} {facts[key]}" for key in ("gpu", "cuda", "nccl") if key in facts)
+        print(
+            f"\n{place.size} ranks on {arguments.device}{': ' + known if known else ''}, milliseconds; ",
+            end="",
+        )
+        print(f"memory {place.memory / 1e9:.0f} GB/s, link {place.link / 1e9:.0f} GB/s")
+        print(TABLE.heading(), flush=True)
+    rows = measure_operations(place, arguments)
+    if "training" in arguments.parts:
+        rows += measure_training(place, arguments)
+    if place.rank == 0:
+        write_json(arguments.rows, facts, rows)
+    fogdist.shutdown()
+    side_by_side.leave()
+
+
+def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
+    """Draws time over size, and steps of training into a picture beside it: "-training" is added to its name."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    steps = [row for row in rows if "limit" not in row.times]
+    plot(path, [row for row in rows if "limit" in row.times], titles)
+    if not steps:
+        return
+    figure, panels = plt.subplots(
+        len(steps), 1, figsize=(8, 0.8 + 2.6 * len(steps)), squeeze=False, layout="constrained"
+    )
+    for panel, row in zip(panels.flat, steps, strict=True):
+        names = list(row.times)[::-1]
+        panel.barh([MODE_TITLES[name] for name in names], [row.times[name].median for name in names])
+        if "none" in row.times:
+            panel.axvline(OVERHEAD_GOAL * row.times["none"].median, color="tab:red", linestyle="--")
+        panel.set_title(
+            f"{row.operation}, {row.dtype}, {row.ranks} ranks; dashed: {OVERHEAD_GOAL:.2f} times bare"
+        )
+        panel.set_xlabel("milliseconds a step")
+        panel.grid(axis="x", alpha=0.3)
+    figure.savefig(path.with_stem(path.stem + "-training"), dpi=120)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked; ends the program where there is no such device."""
+    import devices
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_options(parser, ranks=[], seconds=2.0, back_to_back=20)
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with Gloo in place of NCCL")
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME", help=", ".join(PARTS))
+    add(
+        "--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32"], metavar="NAME"
+    )
+    add(
+        "--models",
+        nargs="+",
+        choices=list(TASKS),
+        default=["resnet50", "gpt2"],
+        metavar="NAME",
+        help=", ".join(TASKS),
+    )
+    add("--modes", nargs="+", choices=list(MODE_TITLES), default=list(MODE_TITLES), metavar="NAME",
+        help=", ".join(MODE_TITLES))  # fmt: skip
+    add("--precision", choices=("bfloat16", "float32"), default="bfloat16", help="of training, by autocast")
+    add("--traces", type=Path, metavar="FOLDER", help="takes chrome traces of training steps")
+    parser.set_defaults(sizes=SIZES)
+    arguments = program.parse_options(parser)
+    if problem := devices.problem(arguments.device):
+        parser.error(problem)
+    if arguments.device == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        arguments.ranks = arguments.ranks or sorted({1, gpus})
+        most = max(arguments.ranks)
+        if most > gpus and (problem := devices.sharing_problem(f"--ranks {most} on {gpus} GPUs")):
+            parser.error(problem)
+    arguments.ranks = arguments.ranks or [1, 2]
+    if arguments.traces is not None:
+        arguments.traces.mkdir(parents=True, exist_ok=True)
+    return arguments
+
+
+def main() -> None:
+    """Starts the ranks of each world, then holds the results against the goal; in a rank, measures."""
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw)
+    print_goals(rows)
+
+
+if __name__ == "__main__":
+    main()
