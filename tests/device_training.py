@@ -147,13 +147,14 @@ def of_algorithm(name: str, device: str) -> Tensor:
 
 
 def gossip(device: str) -> Tensor:
-    """Parameters before and after steps of `AsynchronousGossip` that do nothing but gossip."""
+    """Trained parameters before and after steps of `AsynchronousGossip` that do nothing but gossip."""
     fogdist.init()
     rank = fogdist.rank()
     fogdist.set_topology(topologies.RingGraph(fogdist.size()))
     with moved(device):
         model = test_optimizers.make_net(rank)
-        begin = snapshot(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        begin = nn.utils.parameters_to_vector(trained).detach().cpu()
         base = torch.optim.SGD(model.parameters(), lr=0.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "ranks start from")
@@ -165,7 +166,7 @@ def gossip(device: str) -> Tensor:
             if number % 4 == 0:  # between these, at its own pace
                 fogdist.barrier()
         optimizer.finish()
-        return torch.stack([begin, snapshot(model)])
+        return torch.stack([begin, nn.utils.parameters_to_vector(trained).detach().cpu()])
 
 
 def check_gossip(results: list[Tensor]) -> None:
