@@ -251,7 +251,7 @@ class RecordingDelegate : public c10d::Backend {
     return true;
   }
 #ifdef C10D_BACKEND_HAS_WINDOW
-  bool isInitialized() override {
+  bool isInitialized() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return communicators_.count("") > 0;
   }
