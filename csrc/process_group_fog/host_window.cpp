@@ -28,10 +28,6 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-size_t index_of(const std::vector<int>& ranks, int rank) {
-  return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
-}
-
 // Memory of windows that were dropped, not freed, while neighbors may still write to it.
 class Graveyard {
  public:

@@ -100,15 +100,6 @@ std::vector<std::vector<size_t>> by_dtype(const Tensors& tensors) {
   return parts;
 }
 
-Tensors pick(const Tensors& tensors, const std::vector<size_t>& places) {
-  Tensors picked;
-  picked.reserve(places.size());
-  for (const size_t place : places) {
-    picked.push_back(tensors[place]);
-  }
-  return picked;
-}
-
 // Of the exchange of a list's tensors of one dtype. A list of one is that tensor; ranks with longer ones agree if these have
 // the same shapes and dtypes throughout, so the first exchange already shows whether they do.
 Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensors) {

@@ -132,6 +132,15 @@ at::Tensor flatten(const std::vector<at::Tensor>& tensors) {
   return flat;
 }
 
+std::vector<at::Tensor> pick(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& places) {
+  std::vector<at::Tensor> picked;
+  picked.reserve(places.size());
+  for (const size_t place : places) {
+    picked.push_back(tensors[place]);
+  }
+  return picked;
+}
+
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors) {
   const auto views = views_of(flat, tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {

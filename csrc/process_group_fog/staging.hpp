@@ -60,6 +60,9 @@ std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::T
 // Copies consecutive parts of `flat` to the tensors.
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
+// Those at these places of a list.
+std::vector<at::Tensor> pick(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& places);
+
 // Contiguous memory for a tensor: its own, or shared memory. What an operation writes there is copied to the tensor by copy_back(); neither autograd
 // nor the version counter sees the copies, as is usual for collectives.
 class Staging {

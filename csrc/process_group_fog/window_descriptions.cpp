@@ -116,4 +116,8 @@ std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int
   return {all.begin(), all.end()};
 }
 
+size_t index_of(const std::vector<int>& ranks, int rank) {
+  return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
 } // namespace fog

@@ -36,4 +36,7 @@ std::string list_ranks(const std::vector<int>& ranks);
 // In- and out-neighbors, ascending.
 std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out);
 
+// The place of a rank in a list; the list's length if it is not there.
+size_t index_of(const std::vector<int>& ranks, int rank);
+
 } // namespace fog

@@ -1,12 +1,13 @@
 #include "kernels.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
 #include <mutex>
 #include <string>
 
 #include <c10/util/Exception.h>
+
+#include "../linear_combination.hpp"
 
 namespace fog::cuda {
 namespace {
@@ -49,10 +50,6 @@ void load(Loaded& loaded, const at::Device& device, const Driver& driver, Driver
   const auto code = Compiler::of(device.type())
                         .compile(kernel_source(), attribute(kComputeCapabilityMajor), attribute(kComputeCapabilityMinor));
   driver.check(driver.module_load_data(&loaded.module, code.data()), "load the device's kernels");
-}
-
-bool is_whole(double weight) {
-  return std::trunc(weight) == weight && std::abs(weight) <= 9007199254740992.0; // beyond it doubles are further apart than 1
 }
 
 // Without what comes before the type.

@@ -62,14 +62,6 @@ class Flat {
   bool is_copy_ = false;
 };
 
-Tensors pick(const Tensors& tensors, const std::vector<size_t>& places) {
-  Tensors picked;
-  for (const size_t place : places) {
-    picked.push_back(tensors[place]);
-  }
-  return picked;
-}
-
 // One slice of a vector for each rank of a machine, by place; they begin where elements can be read at once.
 Tensors slices_of(const at::Tensor& vector, size_t count) {
   const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / vector.element_size()));

@@ -266,9 +266,6 @@ std::shared_ptr<PeerWindow> PeerWindow::create(
   const int rank = recipe.group->rank;
   auto window = std::shared_ptr<PeerWindow>(new PeerWindow(std::move(recipe), std::move(host), std::move(memory)));
   const auto all = all_neighbors(window->in_neighbors_, window->out_neighbors_);
-  const auto index_of = [](const std::vector<int>& ranks, int which) {
-    return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), which) - ranks.begin());
-  };
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& there = descriptions[all[i]];
     window->neighbors_.push_back(
@@ -397,26 +394,19 @@ WorkPtr PeerWindow::write_slots(
     const Stream::Guard guard(stream_);
     const auto data = tensor.contiguous();
     const void* source = data.const_data_ptr();
-    auto* sum = own<Sum>(memory_->layout.sum);
-    auto* failed = own<int>(memory_->layout.failed);
     const double* p = options.with_p ? own<double>(memory_->layout.p) : nullptr;
     begin();
     std::vector<int> ranks;
-    for (const auto& [rank, its_weight] : peers) {
-      const double weight = its_weight;
+    for (const auto& [rank, weight] : peers) {
       const auto& peer = neighbor(rank);
       const auto& there = peer.view->layout();
       auto* first = reinterpret_cast<WindowSlot*>(peer.view->at(there.slots));
-      auto* slot = first + peer.slot_there;
       auto* buffers = reinterpret_cast<char*>(peer.view->at(there.buffers));
-      const Count stride = there.stride;
-      const int to_add = adds ? 1 : 0;
-      const Locks locks{&slot->lock, sizeof(WindowSlot), 1, 1};
+      const Locks locks{&first[peer.slot_there].lock, sizeof(WindowSlot), 1, 1};
       ranks.push_back(rank);
-      lock_on_device(locks, kNoLocks, static_cast<int>(ranks.size()), options.timeout);
-      start("window_plan_write", {&slot, &first, &buffers, &stride, &source, &weight, &to_add, &sum, &failed});
-      launch_sum(device_, dtype_, sum, static_cast<size_t>(numel_), handle(stream_), failed);
-      start("window_publish", {&slot, &to_add, &weight, &p, &locks, &kNoLocks, &failed});
+      write_slot(
+          {first, peer.slot_there, buffers, there.stride}, locks, kNoLocks, adds, source, weight, p, static_cast<int>(ranks.size()),
+          options.timeout);
     }
     if (options.self_weight != 1) {
       keep(tensor, data, static_cast<int>(ranks.size()) + 1, options);
@@ -430,6 +420,29 @@ WorkPtr PeerWindow::write_slots(
     await(op, outcome->end, Clock::now() + options.timeout);
   }
   return work;
+}
+
+void PeerWindow::write_slot(
+    const SlotPlace& place,
+    const Locks& one,
+    const Locks& two,
+    bool adds,
+    const void* source,
+    double weight,
+    const double* p,
+    int part,
+    Milliseconds timeout) const {
+  auto* const slot = place.first + place.number;
+  auto* const first = place.first;
+  auto* const buffers = place.buffers;
+  const Count stride = place.stride;
+  const int to_add = adds ? 1 : 0;
+  auto* const sum = own<Sum>(memory_->layout.sum);
+  auto* const failed = own<int>(memory_->layout.failed);
+  lock_on_device(one, two, part, timeout);
+  start("window_plan_write", {&slot, &first, &buffers, &stride, &source, &weight, &to_add, &sum, &failed});
+  launch_sum(device_, dtype_, sum, static_cast<size_t>(numel_), handle(stream_), failed);
+  start("window_publish", {&slot, &to_add, &weight, &p, &one, &two, &failed});
 }
 
 void PeerWindow::keep(const at::Tensor& tensor, const at::Tensor& data, int part, const Options& options) const {
@@ -475,29 +488,21 @@ WorkPtr PeerWindow::get(const Peers& sources, const Options& options) {
   WorkPtr work;
   {
     const Stream::Guard guard(stream_);
-    auto* sum = own<Sum>(memory_->layout.sum);
-    auto* failed = own<int>(memory_->layout.failed);
     auto* first = own<WindowSlot>(memory_->layout.slots);
     auto* buffers = own<char>(memory_->layout.buffers);
-    const Count stride = memory_->layout.stride;
-    const double* no_p = nullptr;
-    const int adds = 0;
     begin();
     std::vector<int> ranks;
-    for (const auto& [rank, its_weight] : peers) {
-      const double weight = its_weight;
+    for (const auto& [rank, weight] : peers) {
       const auto& peer = neighbor(rank);
       const auto& there = peer.view->layout();
-      auto* slot = first + peer.slot;
       auto* door = reinterpret_cast<WindowDoor*>(peer.view->at(there.doors)) + peer.door_there;
       const auto* source = reinterpret_cast<const void*>(peer.view->at(there.tensor));
-      const Locks here{&slot->lock, sizeof(WindowSlot), 1, 0};
+      const Locks here{&first[peer.slot].lock, sizeof(WindowSlot), 1, 0};
       const Locks its_tensor{&door->tensor, sizeof(WindowDoor), 1, 1};
       ranks.push_back(rank);
-      lock_on_device(here, its_tensor, static_cast<int>(ranks.size()), options.timeout);
-      start("window_plan_write", {&slot, &first, &buffers, &stride, &source, &weight, &adds, &sum, &failed});
-      launch_sum(device_, dtype_, sum, static_cast<size_t>(numel_), handle(stream_), failed);
-      start("window_publish", {&slot, &adds, &weight, &no_p, &here, &its_tensor, &failed});
+      write_slot(
+          {first, peer.slot, buffers, memory_->layout.stride}, here, its_tensor, false, source, weight, nullptr,
+          static_cast<int>(ranks.size()), options.timeout);
     }
     outcome = finish(op, std::move(ranks), stream_, own<int>(memory_->layout.any));
     work = work_of(title, outcome, {});

@@ -77,6 +77,13 @@ class PeerWindow final : public Window {
     size_t slot_there; // if it is an out-neighbor
     size_t door_there;
   };
+  // A slot in mapped memory, by its number among its owner's.
+  struct SlotPlace {
+    WindowSlot* first;
+    size_t number;
+    char* buffers;
+    size_t stride;
+  };
   // How an operation ends, as the device will have said when the event has happened.
   struct Outcome;
   using Clock = std::chrono::steady_clock;
@@ -106,6 +113,17 @@ class PeerWindow final : public Window {
   void begin() const;
   void lock_on_device(const Locks& one, const Locks& two, int part, Milliseconds timeout) const;
   void unlock_on_device(const Locks& one, const Locks& two) const;
+  // One part: with these locks, a slot becomes weight * source, or grows by that; its p by that of `p`, unless that is null.
+  void write_slot(
+      const SlotPlace& place,
+      const Locks& one,
+      const Locks& two,
+      bool adds,
+      const void* source,
+      double weight,
+      const double* p,
+      int part,
+      Milliseconds timeout) const;
   void keep(const at::Tensor& tensor, const at::Tensor& data, int part, const Options& options) const;
   // Ends an operation whose parts are of these ranks.
   std::shared_ptr<Outcome> finish(const char* op, std::vector<int> ranks, const Stream& stream, const int* any);
