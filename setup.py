@@ -8,8 +8,10 @@ Environment:
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +21,8 @@ from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = Path("csrc/process_group_fog")
+# Those of torch's headers that most files include, directly or not.
+PRECOMPILED = ["ATen/Functions.h", "torch/csrc/distributed/c10d/Backend.hpp"]
 
 
 def fail(message: str) -> None:
@@ -27,7 +31,7 @@ def fail(message: str) -> None:
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, include_paths
 except ImportError:
     fail(
         "building needs torch in this environment. Install torch (2.11 or later), mpich, setuptools and ninja, then "
@@ -78,6 +82,44 @@ class BuildFog(BuildExtension):
         super().finalize_options()
         mpi = "-native" if os.environ.get("FOG_MPICXX") else ""
         self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{mpi}")
+
+    def build_extensions(self) -> None:
+        # Most of the time that a file takes is for reading torch's headers, so they are read once for all. Not with
+        # the caches that torch puts before the compiler: as they are set by default they keep nothing then.
+        (extension,) = self.extensions
+        flags = extension.extra_compile_args["cxx"]
+        if not any(map(shutil.which, ("ccache", "sccache"))) or "TORCH_NO_COMPILER_WRAPPER" in os.environ:
+            # Of system headers the compiler shows no warnings; torch's own marks for that are lost on the way.
+            flags[:0] = [f"-isystem{folder}" for folder in include_paths()]
+            if header := self.precompile(extension.include_dirs, flags):
+                flags[:0] = ["-include", str(header)]
+        super().build_extensions()
+
+    def precompile(self, include_dirs: list[str], flags: list[str]) -> Path | None:
+        """Compiles PRECOMPILED in a folder of its own; None if the compiler can't.
+
+        A compiler takes the result where it suits a file's flags, and else reads the header as text: what comes
+        out is the same.
+        """
+        folders = [f"-I{folder}" for folder in (*include_dirs, *self.compiler.include_dirs, *self.include_dirs)]
+        # The macros are torch's for all files of an extension.
+        macros = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
+        command = [*shlex.split(get_cxx_compiler()), *self.compiler.compiler_so[1:], *folders, *flags, *macros]
+        version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
+        text = "".join(f"#include <{name}>\n" for name in PRECOMPILED)
+        # Another compiler, torch or flag: another folder, so that ninja compiles all files again.
+        key = hashlib.sha256("\0".join([text, version, torch.__version__, *command]).encode()).hexdigest()[:16]
+        header = (Path(self.build_temp) / f"precompiled-{key}" / "torch.hpp").resolve()
+        compiled = header.with_name("torch.hpp.gch")
+        if not compiled.exists():
+            header.parent.mkdir(parents=True, exist_ok=True)
+            header.write_text(text)
+            partial = header.with_name("partial")
+            done = subprocess.run([*command, "-x", "c++-header", str(header), "-o", str(partial)])
+            if done.returncode != 0:
+                return None
+            partial.rename(compiled)
+        return header
 
     def run(self) -> None:
         super().run()

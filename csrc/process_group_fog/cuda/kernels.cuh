@@ -177,38 +177,23 @@ static __device__ void combine_integers(void* out, const Rows& rows, Count numel
   }
 }
 
-#define FOG_COMBINE(name, call) \
-  FOG_KERNEL(name, void* out, Rows rows, Count numel, const int* failed) { call(out, rows, numel, failed); }
-FOG_COMBINE(combine_float16, (combine<Float16, float>))
-FOG_COMBINE(combine_bfloat16, (combine<BFloat16, float>))
-FOG_COMBINE(combine_float32, (combine<float, double>))
-FOG_COMBINE(combine_float64, (combine<double, double>))
-FOG_COMBINE(combine_int8, combine_integers<signed char>)
-FOG_COMBINE(combine_int16, combine_integers<short>)
-FOG_COMBINE(combine_int32, combine_integers<int>)
-FOG_COMBINE(combine_int64, combine_integers<long long>)
-FOG_COMBINE(combine_uint8, combine_integers<unsigned char>)
-FOG_COMBINE(combine_uint16, combine_integers<unsigned short>)
-FOG_COMBINE(combine_uint32, combine_integers<unsigned>)
-FOG_COMBINE(combine_uint64, combine_integers<unsigned long long>)
+// Of rows that are given, and of those that another kernel has found.
+#define FOG_COMBINE(type, call) \
+  FOG_KERNEL(combine_##type, void* out, Rows rows, Count numel, const int* failed) { call(out, rows, numel, failed); } \
+  FOG_KERNEL(sum_##type, const Sum* sum, Count numel, const int* failed) { call(sum->out, sum->rows, numel, failed); }
+FOG_COMBINE(float16, (combine<Float16, float>))
+FOG_COMBINE(bfloat16, (combine<BFloat16, float>))
+FOG_COMBINE(float32, (combine<float, double>))
+FOG_COMBINE(float64, (combine<double, double>))
+FOG_COMBINE(int8, combine_integers<signed char>)
+FOG_COMBINE(int16, combine_integers<short>)
+FOG_COMBINE(int32, combine_integers<int>)
+FOG_COMBINE(int64, combine_integers<long long>)
+FOG_COMBINE(uint8, combine_integers<unsigned char>)
+FOG_COMBINE(uint16, combine_integers<unsigned short>)
+FOG_COMBINE(uint32, combine_integers<unsigned>)
+FOG_COMBINE(uint64, combine_integers<unsigned long long>)
 #undef FOG_COMBINE
-
-// Sums whose rows another kernel has found.
-#define FOG_SUM(name, call) \
-  FOG_KERNEL(name, const Sum* sum, Count numel, const int* failed) { call(sum->out, sum->rows, numel, failed); }
-FOG_SUM(sum_float16, (combine<Float16, float>))
-FOG_SUM(sum_bfloat16, (combine<BFloat16, float>))
-FOG_SUM(sum_float32, (combine<float, double>))
-FOG_SUM(sum_float64, (combine<double, double>))
-FOG_SUM(sum_int8, combine_integers<signed char>)
-FOG_SUM(sum_int16, combine_integers<short>)
-FOG_SUM(sum_int32, combine_integers<int>)
-FOG_SUM(sum_int64, combine_integers<long long>)
-FOG_SUM(sum_uint8, combine_integers<unsigned char>)
-FOG_SUM(sum_uint16, combine_integers<unsigned short>)
-FOG_SUM(sum_uint32, combine_integers<unsigned>)
-FOG_SUM(sum_uint64, combine_integers<unsigned long long>)
-#undef FOG_SUM
 
 // --- windows: one thread each ---
 
