@@ -59,7 +59,9 @@ def mpi_flags() -> tuple[list[str], list[str], list[str]]:
     for file in files:
         if file.name == "mpi_abi.h":
             return [str(Path(file.locate()).resolve().parent)], [], []
-    fail("the installed mpich package has no mpi_abi.h: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx")
+    fail(
+        "the installed mpich package has no mpi_abi.h: pip install 'mpich>=5', or set FOG_MPICXX to your site's mpicxx"
+    )
     raise AssertionError
 
 
@@ -68,7 +70,11 @@ def wrapper_flags(wrapper: str, step: str) -> list[str]:
     for question in (f"--showme:{step}", f"-{step}_info"):
         answer = subprocess.run([wrapper, question], capture_output=True, text=True)
         if answer.returncode == 0:
-            return [flag for flag in shlex.split(answer.stdout) if flag.startswith(("-I", "-D", "-L", "-l", "-Wl", "-pthread"))]
+            return [
+                flag
+                for flag in shlex.split(answer.stdout)
+                if flag.startswith(("-I", "-D", "-L", "-l", "-Wl", "-pthread"))
+            ]
     fail(f"FOG_MPICXX={wrapper} answers neither --showme:{step} nor -{step}_info")
     raise AssertionError
 
@@ -81,7 +87,9 @@ class BuildFog(BuildExtension):
         # A native build has objects of its own.
         super().finalize_options()
         mpi = "-native" if os.environ.get("FOG_MPICXX") else ""
-        self.build_temp = os.path.join("build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{mpi}")
+        self.build_temp = os.path.join(
+            "build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{mpi}"
+        )
 
     def build_extensions(self) -> None:
         # Most of the time that a file takes is for reading torch's headers, so they are read once for all. Not with
@@ -101,14 +109,24 @@ class BuildFog(BuildExtension):
         A compiler takes the result where it suits a file's flags, and else reads the header as text: what comes
         out is the same.
         """
-        folders = [f"-I{folder}" for folder in (*include_dirs, *self.compiler.include_dirs, *self.include_dirs)]
+        folders = [
+            f"-I{folder}" for folder in (*include_dirs, *self.compiler.include_dirs, *self.include_dirs)
+        ]
         # The macros are torch's for all files of an extension.
         macros = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
-        command = [*shlex.split(get_cxx_compiler()), *self.compiler.compiler_so[1:], *folders, *flags, *macros]
+        command = [
+            *shlex.split(get_cxx_compiler()),
+            *self.compiler.compiler_so[1:],
+            *folders,
+            *flags,
+            *macros,
+        ]
         version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
         text = "".join(f"#include <{name}>\n" for name in PRECOMPILED)
         # Another compiler, torch or flag: another folder, so that ninja compiles all files again.
-        key = hashlib.sha256("\0".join([text, version, torch.__version__, *command]).encode()).hexdigest()[:16]
+        key = hashlib.sha256("\0".join([text, version, torch.__version__, *command]).encode()).hexdigest()[
+            :16
+        ]
         header = (Path(self.build_temp) / f"precompiled-{key}" / "torch.hpp").resolve()
         compiled = header.with_name("torch.hpp.gch")
         if not compiled.exists():

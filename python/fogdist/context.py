@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Each so many ranks stand for a machine, so that hierarchical operations can be tried on one host.
 RANKS_PER_MACHINE_VARIABLE = "FOG_NODES_PER_MACHINE"
+# With "1" a rank that is alone does all that one of several does, to see and measure that in one process.
+EXCHANGE_ALONE_VARIABLE = "FOG_EXCHANGE_ALONE"
 
 
 _log = logging.getLogger("fogdist")
@@ -86,6 +88,11 @@ class Context:
     machine_topology: StaticTopology | None = None
     gossips: Gossips = field(default_factory=Gossips)
     windows: dict[str, OpenWindow] = field(default_factory=dict)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether training needs no exchange, as there is no other rank."""
+        return self.size == 1 and os.environ.get(EXCHANGE_ALONE_VARIABLE) != "1"
 
 
 @dataclass

@@ -139,7 +139,7 @@ class Algorithm(DistributedOptimizer):
         described = {"local_steps": local_steps, **options}
         items = [*self._fog_mixing.items(), *(f"{name}={value!r}" for name, value in described.items())]
         self._fog_local_steps = local_steps
-        self._fog_is_alone = context.size == 1
+        self._fog_is_alone = context.is_alone
         self._fog_step_count = 0
         self._fog_rounds = 0
         self._fog_numbers_now = dict(self._fog_numbers)

@@ -168,7 +168,7 @@ class DecentralizedDataParallel(nn.Module):
                 "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
                 f"{type(optimizer).__name__}"
             )
-        self._is_alone = self._context.size == 1
+        self._is_alone = self._context.is_alone
         self._is_exchanging = True  # not in no_sync()
         self._has_mixed = False  # since the step in progress began
         self._only_makes_state = False  # the step in progress is a checkpoint's

@@ -79,7 +79,7 @@ def DistributedAdaptThenCombineOptimizer(
         reject_lbfgs(optimizer)
     distributed.communication_type = communication_type
     distributed._fog_step_in_backward = step_in_backward
-    distributed._fog_start(is_alone=context.size == 1)
+    distributed._fog_start(is_alone=context.is_alone)
     return distributed
 
 

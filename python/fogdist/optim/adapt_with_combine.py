@@ -74,7 +74,7 @@ def DistributedAdaptWithCombineOptimizer(
     )
     reject_lbfgs(optimizer)
     distributed.communication_type = communication_type
-    distributed._fog_start(is_alone=context.size == 1)
+    distributed._fog_start(is_alone=context.is_alone)
     return distributed
 
 

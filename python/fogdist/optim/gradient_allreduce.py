@@ -65,7 +65,7 @@ def DistributedGradientAllreduceOptimizer(
         GradientAllreduceOptimizer, optimizer, model, num_steps_per_communication, bucket_cap_mb
     )
     reject_lbfgs(optimizer)
-    distributed._fog_start(is_alone=context.size == 1)
+    distributed._fog_start(is_alone=context.is_alone)
     return distributed
 
 

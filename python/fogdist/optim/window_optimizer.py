@@ -253,5 +253,5 @@ def make(
     distributed = wrap(view, optimizer, model, num_steps_per_communication, bucket_cap_mb)
     reject_lbfgs(optimizer)
     distributed._fog_prefix = window_prefix or f"fogdist.{view._kind}.{distributed._fog_number}"
-    distributed._fog_start(is_alone=context.size == 1)
+    distributed._fog_start(is_alone=context.is_alone)
     return distributed

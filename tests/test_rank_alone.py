@@ -1,0 +1,74 @@
+"""A rank without others: training exchanges nothing, unless FOG_EXCHANGE_ALONE asks for all that one of several does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import fogdist
+from harness import WorldPool
+
+STEPS = 3
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def wrapped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = fogdist.DecentralizedDataParallel(model, sgd(model))
+    return module, module.optimizer
+
+
+MODES: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "awc": lambda model: (model, fogdist.DistributedAdaptWithCombineOptimizer(sgd(model), model)),
+    "atc": lambda model: (model, fogdist.DistributedAdaptThenCombineOptimizer(sgd(model), model)),
+    "gradient": lambda model: (model, fogdist.DistributedGradientAllreduceOptimizer(sgd(model), model)),
+    "win_put": lambda model: (model, fogdist.DistributedWinPutOptimizer(sgd(model), model)),
+    "pull_get": lambda model: (model, fogdist.DistributedPullGetOptimizer(sgd(model), model)),
+    "wrapper": wrapped,
+    "algorithm": lambda model: (model, fogdist.algorithms.DecentralizedSGD(sgd(model), model)),
+}
+
+
+def train(mode: str | None) -> tuple[list[Tensor], set[str]]:
+    """Returns the parameters, and the names of fog's operations in the last step; without a mode of the bare optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs = torch.randn(STEPS, 16, 4)
+    module, optimizer = MODES[mode](model) if mode else (model, sgd(model))
+    for x in inputs:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    names = {event.name for event in seen.events() if event.name.startswith("fog:")}
+    if hasattr(optimizer, "unregister_window"):
+        optimizer.unregister_window()
+    return [parameter.detach().clone() for parameter in model.parameters()], names
+
+
+def train_alone(mode: str, variable: str) -> set[str]:
+    fogdist.init()
+    assert dist.get_world_size() == 1
+    with mock.patch.dict(os.environ, {"FOG_EXCHANGE_ALONE": variable}):
+        found, names = train(mode)
+    expected, _ = train(None)
+    for one, other in zip(found, expected, strict=True):
+        assert one.equal(other)
+    return names
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_alone_exchanges_if_asked(worlds: WorldPool, mode: str) -> None:
+    assert worlds(1).run(train_alone, mode, "0") == [set()]
+    (names,) = worlds(1).run(train_alone, mode, "1")
+    kinds = {"gradient": "fog:all_reduce", "pull_get": "fog:win_get", "win_put": "fog:win_put"}
+    assert kinds.get(mode, "fog:neighbor_allreduce") in names
