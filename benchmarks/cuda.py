@@ -1,14 +1,15 @@
 """Times fog on GPUs beside plain torch.distributed on NCCL, and training steps beside the bare optimizer, in one run.
 
-    python benchmarks/cuda.py                                    # one rank, and one rank a GPU if there are several
+    python benchmarks/cuda.py                                    # one rank, and one rank a GPU; 2 ranks on a single GPU
     python benchmarks/cuda.py --ranks 2 --parts neighbor windows --sizes 64K 16M --plot cuda.png
-    python benchmarks/cuda.py --parts training --models gpt2 --traces traces     # chrome traces of every mode
+    python benchmarks/cuda.py --parts training --models gpt2 --traces traces     # chrome traces of some modes
     python benchmarks/cuda.py --device cpu --parts collectives   # the same code with Gloo in place of NCCL
 
 Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py), each on the GPU that its
-number chooses. With --device cuda, the default, it ends at once where there is no GPU, or where ranks would share one
-and the NCCL that is loaded refuses that. The ways to do one thing take turns (see interleaved.py); a turn is
---back-to-back calls, after which the host waits for the device, and what a call takes is the longest time of all ranks.
+number chooses. With --device cuda, the default, it ends at once where there is no GPU. Where ranks share one, rows say
+"shared"; only windows can do that with any NCCL, and the other parts are left out unless the one that is loaded lets
+ranks share a GPU (see docs/gpu.md). The ways to do one thing take turns (see interleaved.py); a turn is --back-to-back
+calls, after which the host waits for the device, and what a call takes is the longest time of all ranks.
 
 The parts, and the columns of times in milliseconds:
 
@@ -20,13 +21,15 @@ The parts, and the columns of times in milliseconds:
     windows        put, get, accumulate and update of fogdist.Window on a ring; torch: tensor.copy_ of as many tensors,
                    from another GPU if there is one (cudaMemcpyPeer), else within this one
     training       steps of ResNet-50 (32 images of 224 x 224) and GPT-2 124M (4 x 1024 tokens) in bfloat16 autocast:
-                   "none" is the bare optimizer, the others are modes of examples/modes.py. With one rank nothing is
-                   exchanged, and what a mode takes longer than "none" is its own work
+                   "none" is the bare optimizer, the others are modes of examples/modes.py. One rank is timed with
+                   FOG_EXCHANGE_ALONE=1, unless that has another value: it does all that one of several does (hooks,
+                   buckets, streams, the exchange) without neighbors, and what a mode takes longer than "none" is that
 
 "limit" is what the links or the memory must at least take: bytes over bandwidth. The bandwidth is that of this machine,
-measured before the rest with one large copy: of memory within a GPU, and of the link to another GPU where there is
-one, else of memory again. An allreduce of n ranks must send 2 (n - 1) / n of a tensor over each link, an exchange one
-tensor for each neighbor, and then read d + 1 tensors and write one.
+measured before the rest with large copies, by one rank after the other: of memory within a GPU, and of the link to
+another GPU where there is one, else of memory again. Ranks that share a GPU have equal parts of it. An allreduce of n
+ranks must send 2 (n - 1) / n of a tensor over each link, an exchange one tensor for each neighbor, and then read d + 1
+tensors and write one.
 
 The first results of all ways are compared before anything is timed.
 """
@@ -60,6 +63,11 @@ if TYPE_CHECKING:
 Way = Callable[[], object]
 
 PARTS = ("collectives", "neighbor", "windows", "training")
+# Those that need more than one rank, and those that go over NCCL.
+OF_SEVERAL = ("neighbor", "windows")
+OVER_NCCL = ("collectives", "neighbor", "training")
+# With "1" a rank that is alone does all that one of several does.
+ALONE_VARIABLE = "FOG_EXCHANGE_ALONE"
 # Forms of fog's weighted sums on a device, as FOG_COMBINE names them.
 FORM_VARIABLE = "FOG_COMBINE"
 FORMS = {"fog_kernel": "kernel", "fog_sums": "torch"}
@@ -76,8 +84,12 @@ EXCHANGES = ("ring", "exp2", "one-peer")
 WINDOW_OPERATIONS = ("put", "get", "accumulate", "update")
 # Of a step's time with the bare optimizer, on one rank.
 OVERHEAD_GOAL = 1.03
-# What bandwidth is measured with.
+# What bandwidth is measured with: bytes of a copy, and for how long at least. To start copies and to wait for the last takes
+# tens of microseconds.
 COPIED = 256 << 20
+COPY_SECONDS = 0.02
+# Of the device's free memory that these copies take at most.
+COPIED_PART = 1 / 8
 MODE_TITLES = {
     "none": "bare optimizer",
     "ddp": "DDP on fog",
@@ -91,6 +103,7 @@ MODE_TITLES = {
 }
 # Steps that a trace shows.
 TRACED = 3
+TRACED_MODES = ("none", "awc", "ddp_sync")
 
 
 # --- the machine --------------------------------------------------------------------------------------------
@@ -102,19 +115,23 @@ class Place:
 
     Attributes:
         systems: Groups of this run.
-        peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU.
+        parts: What they measure.
+        peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU and where no part needs NCCL.
         forms: Groups of fog, each with a form of its sums; none on the CPU, which has one form.
         device: This rank's.
-        memory: Bytes a second that a copy within the device reads and writes.
-        link: Bytes a second that a copy from another device brings.
+        memory: Bytes a second that a copy within the device reads and writes; of a shared one, this rank's part.
+        link: Bytes a second that a copy from another device brings; the same.
+        is_shared: Whether ranks share a GPU.
     """
 
     systems: Systems
+    parts: Sequence[str]
     peer: dist.ProcessGroup
     forms: dict[str, dist.ProcessGroup]
     device: torch.device
     memory: float
     link: float
+    is_shared: bool
 
     @property
     def rank(self) -> int:
@@ -166,43 +183,88 @@ def timed(
 
 
 def bandwidth(source: Tensor, target: Tensor, moved: int) -> float:
-    """Bytes a second of a copy, of the best of some."""
+    """Bytes a second of a copy that moves so many: of the best of some turns, each of as many copies as take long enough."""
     import time
 
-    best = float("inf")
-    for _ in range(5):
+    def seconds(copies: int) -> float:
         synchronize(source.device)
         synchronize(target.device)
         begin = time.perf_counter()
-        target.copy_(source)
+        for _ in range(copies):
+            target.copy_(source, non_blocking=True)
         synchronize(source.device)
         synchronize(target.device)
-        best = min(best, time.perf_counter() - begin)
-    return moved / best
+        return time.perf_counter() - begin
+
+    copies = 1
+    seconds(copies)  # whatever is made once
+    while seconds(copies) < COPY_SECONDS:
+        copies *= 2
+    return moved * copies / min(seconds(copies) for _ in range(5))
 
 
-def join(device_type: str) -> Place:
-    """Starts all groups in a rank and measures its bandwidths."""
+def parts_of(parts: Sequence[str], device: str, ranks: int) -> tuple[list[str], str | None]:
+    """Which of the parts so many ranks on this machine measure, and why they leave others out.
+
+    Args:
+        parts: Of PARTS.
+        device: Its type.
+        ranks: How many.
+    """
+    import devices
+    import torch
+
+    kept = [part for part in parts if ranks > 1 or part not in OF_SEVERAL]
+    gpus = torch.cuda.device_count() if device == "cuda" else ranks
+    left_out = [part for part in kept if part in OVER_NCCL]
+    if ranks <= gpus or not left_out:
+        return kept, None
+    problem = devices.sharing_problem(f"{', '.join(left_out)} with {ranks} ranks on {gpus} GPUs")
+    return (kept, None) if problem is None else ([part for part in kept if part not in left_out], problem)
+
+
+def join(device_type: str, asked: Sequence[str]) -> Place:
+    """Starts the groups that parts need, in a rank, and measures its bandwidths."""
     import devices
     import torch
     import torch.distributed as dist
 
     device = devices.use(device_type)
     systems = side_by_side.join()
+    parts, _ = parts_of(asked, device.type, systems.size)
     peer = systems.gloo
-    if device.type == "cuda":
+    if device.type == "cuda" and any(part in OVER_NCCL for part in parts):
         peer = dist.new_group(backend="nccl", timeout=side_by_side.TIMEOUT, device_id=device)
-    forms = (
-        {name: dist.new_group(timeout=side_by_side.TIMEOUT) for name in FORMS} if device.type != "cpu" else {}
-    )
-    here = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    memory = bandwidth(here, torch.empty_like(here), 2 * COPIED)
-    link = memory / 2
+    has_forms = device.type != "cpu" and "neighbor" in parts
+    forms = {name: dist.new_group(timeout=side_by_side.TIMEOUT) for name in FORMS} if has_forms else {}
+    memory = link = 0.0
+    for turn in range(systems.size):
+        if turn == systems.rank:
+            memory, link = _bandwidths(device)
+        systems.mpi.Barrier()
+    gpus = torch.cuda.device_count() if device.type == "cuda" else systems.size
+    sharing = -(-systems.size // gpus)
+    return Place(systems, parts, peer, forms, device, memory / sharing, link / sharing, sharing > 1)
+
+
+def _bandwidths(device: torch.device) -> tuple[float, float]:
+    """Of a device's memory, and of its link to another one; leaves the memory that it took to others."""
+    import torch
+
+    copied = COPIED
     other = _other(device)
+    if device.type == "cuda":
+        free = min(torch.cuda.mem_get_info(each)[0] for each in (device, other))
+        copied = min(copied, int(free * COPIED_PART))
+    here = torch.zeros(copied, dtype=torch.uint8, device=device)
+    memory = bandwidth(here, torch.empty_like(here), 2 * copied)
+    link = memory / 2
     if other != device:
-        link = bandwidth(torch.zeros(COPIED, dtype=torch.uint8, device=other), here, COPIED)
+        link = bandwidth(torch.zeros(copied, dtype=torch.uint8, device=other), here, copied)
     del here
-    return Place(systems, peer, forms, device, memory, link)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return memory, link
 
 
 def _other(device: torch.device) -> torch.device:
@@ -428,6 +490,11 @@ def windows(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
     window.free()
 
 
+def named(operation: str, place: Place) -> str:
+    """What a row says that it measured."""
+    return f"{operation}, shared" if place.is_shared else operation
+
+
 OPERATIONS: dict[str, Callable[[Place, torch.dtype, int], Iterator[Case]]] = {
     "collectives": collectives,
     "neighbor": neighbor,
@@ -440,7 +507,7 @@ def measure_operations(place: Place, arguments: argparse.Namespace) -> list[Row]
     import torch
 
     rows: list[Row] = []
-    parts = [part for part in arguments.parts if part in OPERATIONS]
+    parts = [part for part in place.parts if part in OPERATIONS]
     for part, name, size in itertools.product(parts, arguments.dtypes, arguments.sizes):
         dtype: torch.dtype = getattr(torch, name)
         elements = max(1, size // dtype.itemsize)
@@ -449,7 +516,7 @@ def measure_operations(place: Place, arguments: argparse.Namespace) -> list[Row]
             times["limit"] = case.limit
             rows.append(
                 Row(
-                    case.name,
+                    named(case.name, place),
                     place.size,
                     name,
                     elements,
@@ -575,21 +642,21 @@ def measure_training(place: Place, arguments: argparse.Namespace) -> list[Row]:
             steps[mode], end, count = step_of_mode(mode, task, place, arguments.precision)
             ends.append(end)
         times, iterations = timed(steps, place, arguments, are_long=True)
-        rows.append(Row(task.title, place.size, arguments.precision, count, 4 * count, 0, iterations, times))
+        title = named(task.title, place)
+        rows.append(Row(title, place.size, arguments.precision, count, 4 * count, 0, iterations, times))
         if place.rank == 0:
             print_training(rows[-1])
         if arguments.traces is not None:
-            for mode, step in steps.items():
-                trace(
-                    step, place, arguments.traces / f"{name}-{mode}-{place.size}ranks-rank{place.rank}.json"
-                )
+            for mode in (mode for mode in steps if mode in arguments.traced_modes):
+                file = f"{name}-{mode}-{place.size}ranks-rank{place.rank}.json.gz"
+                trace(steps[mode], place, arguments.traces / file)
         for end in ends:
             end()
     return rows
 
 
 def trace(step: Way, place: Place, file: Path) -> None:
-    """Writes a chrome trace of some steps: open it in chrome://tracing or ui.perfetto.dev."""
+    """Writes a chrome trace of some steps, compressed: open it in chrome://tracing or ui.perfetto.dev."""
     from torch import profiler
 
     activities = [profiler.ProfilerActivity.CPU]
@@ -604,7 +671,8 @@ def trace(step: Way, place: Place, file: Path) -> None:
 
 def print_training(row: Row) -> None:
     """Prints a table of one model's modes."""
-    print(f"\n{row.operation}, {row.dtype}, ranks: {row.ranks}, {row.iterations} turns")
+    how = f" with {ALONE_VARIABLE}={alone()}" if row.ranks == 1 else ""
+    print(f"\n{row.operation}, {row.dtype}, ranks: {row.ranks}{how}, {row.iterations} turns")
     print(f"{'':28}{'ms a step':>11}{'quartiles':>20}{'/ bare':>9}")
     for name, times in row.times.items():
         quartiles = f"{times.lower:.3f} - {times.upper:.3f}"
@@ -625,7 +693,8 @@ def print_goals(rows: Sequence[Row]) -> None:
         if row.ranks != 1 or not ratios:
             continue
         print(
-            f"\nGoal, {row.operation}, one rank: at most {OVERHEAD_GOAL:.2f} times the bare optimizer's step"
+            f"\nGoal, {row.operation}, one rank: at most {OVERHEAD_GOAL:.2f} times the bare optimizer's step, "
+            f"with {ALONE_VARIABLE}={alone()}"
         )
         for verdict, is_met in (("met", True), ("missed", False)):
             those = [
@@ -644,12 +713,13 @@ def measure_all(arguments: argparse.Namespace) -> None:
     import fogdist
     import torch
 
-    place = join(arguments.device)
+    place = join(arguments.device, arguments.parts)
     fogdist.init()
     facts = program.facts() | {
         "device": arguments.device,
-        "memory, GB/s": place.memory / 1e9,
-        "link, GB/s": place.link / 1e9,
+        "memory, GB/s a rank": place.memory / 1e9,
+        "link, GB/s a rank": place.link / 1e9,
+        ALONE_VARIABLE: alone(),
     }
     if place.device.type == "cuda":
         facts |= {
@@ -660,14 +730,15 @@ def measure_all(arguments: argparse.Namespace) -> None:
         }
     if place.rank == 0:
         known = ", ".join(f"{key} {facts[key]}" for key in ("gpu", "cuda", "nccl") if key in facts)
+        sharing = f" that share {facts['gpus']} GPUs" if place.is_shared else ""
         print(
-            f"\n{place.size} ranks on {arguments.device}{': ' + known if known else ''}, milliseconds; ",
+            f"\n{place.size} ranks on {arguments.device}{sharing}{': ' + known if known else ''}, milliseconds; ",
             end="",
         )
-        print(f"memory {place.memory / 1e9:.0f} GB/s, link {place.link / 1e9:.0f} GB/s")
+        print(f"memory {place.memory / 1e9:.0f} GB/s, link {place.link / 1e9:.0f} GB/s a rank")
         print(TABLE.heading(), flush=True)
     rows = measure_operations(place, arguments)
-    if "training" in arguments.parts:
+    if "training" in place.parts:
         rows += measure_training(place, arguments)
     if place.rank == 0:
         write_json(arguments.rows, facts, rows)
@@ -728,27 +799,53 @@ def parse_arguments() -> argparse.Namespace:
         help=", ".join(MODE_TITLES))  # fmt: skip
     add("--precision", choices=("bfloat16", "float32"), default="bfloat16", help="of training, by autocast")
     add("--traces", type=Path, metavar="FOLDER", help="takes chrome traces of training steps")
+    add("--traced-modes", nargs="+", choices=list(MODE_TITLES), default=list(TRACED_MODES), metavar="NAME",
+        help=f"those of --modes that --traces shows (default: {' '.join(TRACED_MODES)})")  # fmt: skip
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
+    if arguments.rows is not None:  # a rank, whose parent has looked
+        return arguments
     if problem := devices.problem(arguments.device):
         parser.error(problem)
-    if arguments.device == "cuda":
-        import torch
-
-        gpus = torch.cuda.device_count()
-        arguments.ranks = arguments.ranks or sorted({1, gpus})
-        most = max(arguments.ranks)
-        if most > gpus and (problem := devices.sharing_problem(f"--ranks {most} on {gpus} GPUs")):
-            parser.error(problem)
-    arguments.ranks = arguments.ranks or [1, 2]
+    choose_ranks(parser, arguments)
     if arguments.traces is not None:
         arguments.traces.mkdir(parents=True, exist_ok=True)
     return arguments
 
 
+def choose_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Numbers of ranks that measure something; ends the program if there are none, or one that was asked for does not."""
+    import torch
+
+    asked = arguments.ranks
+    gpus = torch.cuda.device_count() if arguments.device == "cuda" else 1
+    ranks = []
+    for number in asked or sorted({1, max(gpus, 2)}):
+        parts, problem = parts_of(arguments.parts, arguments.device, number)
+        if not parts and asked:
+            parser.error(problem or f"{', '.join(arguments.parts)}: not with --ranks {number}")
+        if problem:
+            print(f"left out: {problem}")
+        if parts:
+            ranks.append(number)
+    if not ranks:
+        parser.error(f"{', '.join(arguments.parts)}: nothing to measure on {gpus} GPUs")
+    arguments.ranks = ranks
+
+
+def alone() -> str:
+    """The value of ALONE_VARIABLE that ranks have."""
+    return os.environ.get(ALONE_VARIABLE, "1")
+
+
+def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
+    """Starts the ranks of a world; one that is alone does all that one of several does, unless told otherwise."""
+    side_by_side.run_ranks(ranks, script, arguments, environment={ALONE_VARIABLE: alone()})
+
+
 def main() -> None:
     """Starts the ranks of each world, then holds the results against the goal; in a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw, run_ranks)
     print_goals(rows)
 
 

@@ -29,6 +29,9 @@ from torch import Tensor, nn
 
 from fog_pg import _C
 
+# What tests/gpu runs on: GPUs, or the device double, which shows on any machine that these tests are right themselves.
+GPU = os.environ.get("FOG_TEST_GPU", "cuda")
+
 _served: list[bool] = []
 
 

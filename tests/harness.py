@@ -45,8 +45,16 @@ RUN_TIMEOUT = 60.0
 # Once a rank has failed, the others often wait for it: no need to sit out the whole deadline.
 GRACE_AFTER_FAILURE = 5.0
 
-# Their pools start at import or at the first operation and would be threads of the fork server.
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# Their pools start at import or at the first operation and would be threads of the fork server. Inductor's is of processes,
+# which outlive a rank that is killed.
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
+# What the CUDA driver and NCCL have in /dev/shm: a process that is killed cannot remove its own, whatever fog does.
+_OF_OTHER_LIBRARIES = ("cuda.shm.", "nccl-")
 _LOG_TAIL = 6000
 
 # Ranks are forked from a process that has imported this module.
@@ -504,11 +512,15 @@ def forget_sessions() -> None:
 
 
 def shared_memory_entries() -> set[str]:
-    """Names of this user's entries in /dev/shm."""
+    """Names of this user's entries in /dev/shm, without those that libraries of GPUs make."""
     directory = Path("/dev/shm")
     if not directory.exists():
         return set()
-    return {entry.name for entry in directory.iterdir() if _owned(entry)}
+    return {
+        entry.name
+        for entry in directory.iterdir()
+        if not entry.name.startswith(_OF_OTHER_LIBRARIES) and _owned(entry)
+    }
 
 
 def in_use(names: set[str]) -> set[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import gzip
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import device_operations
 from hosts import emulated_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +138,9 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
         "win_put",
         "--traces",
         str(tmp_path / "traces"),
+        "--traced-modes",
+        "none",
+        "awc",
     ]
     rows, printed = run_benchmark("cuda.py", tmp_path, *options, *training)
     operations = [f"window {name}" for name in ("put", "get", "accumulate", "update")]
@@ -145,12 +153,70 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     assert [(row["ranks"], list(row["times"])) for row in steps] == [
         (ranks, ["none", "awc", "ddp_sync", "win_put"]) for ranks in (1, 2)
     ]
-    assert "one rank: at most 1.03 times the bare optimizer's step" in printed
+    assert "one rank: at most 1.03 times the bare optimizer's step, with FOG_EXCHANGE_ALONE=1" in printed
     assert (tmp_path / "picture-training.png").stat().st_size > 1000
     traces = {file.name for file in (tmp_path / "traces").iterdir()}
-    assert {"mlp-awc-2ranks-rank1.json", "mlp-none-1ranks-rank0.json"} <= traces and len(traces) == 4 * 3
-    events = json.loads((tmp_path / "traces" / "mlp-awc-2ranks-rank0.json").read_text())["traceEvents"]
-    assert any(event.get("name") == "fog:neighbor_allreduce" for event in events)
+    ranks = ("1ranks-rank0", "2ranks-rank0", "2ranks-rank1")
+    assert traces == {f"mlp-{mode}-{rank}.json.gz" for mode in ("none", "awc") for rank in ranks}
+    for rank in ranks:  # the one that is alone exchanges as well
+        with gzip.open(tmp_path / "traces" / f"mlp-awc-{rank}.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        assert any(event.get("name") == "fog:neighbor_allreduce" for event in events), rank
+
+
+@pytest.fixture
+def cuda_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Imports benchmarks/cuda.py as on a machine with so many GPUs and such an NCCL."""
+
+    def load(gpus: int, nccl: tuple[int, int, int]) -> Any:
+        devices = device_operations.devices()
+        monkeypatch.setattr(devices, "nccl_version", lambda: nccl)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setitem(sys.modules, "devices", devices)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        spec = importlib.util.spec_from_file_location("benchmark_of_cuda", ROOT / "benchmarks" / "cuda.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look it up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_cuda_parts_of_ranks_that_share_a_gpu(
+    cuda_benchmark: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = ["collectives", "neighbor", "windows", "training"]
+    old = cuda_benchmark(1, (2, 28, 9))
+    assert old.parts_of(every, "cuda", 1) == (["collectives", "training"], None)
+    kept, problem = old.parts_of(every, "cuda", 2)
+    assert kept == ["windows"] and "collectives, neighbor, training with 2 ranks on 1 GPUs" in problem
+    assert "2.28.9 is loaded" in problem
+    newer = cuda_benchmark(1, (2, 30, 7))
+    assert newer.parts_of(every, "cuda", 2)[0] == ["windows"]  # NCCL has to be asked
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert newer.parts_of(every, "cuda", 2) == (every, None)
+    assert cuda_benchmark(2, (2, 28, 9)).parts_of(every, "cuda", 2) == (every, None)
+
+
+def test_cuda_chooses_ranks(cuda_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+
+    def chosen(gpus: int, parts: list[str], ranks: list[int]) -> list[int]:
+        arguments = argparse.Namespace(parts=parts, ranks=ranks, device="cuda")
+        cuda_benchmark(gpus, (2, 28, 9)).choose_ranks(parser, arguments)
+        found: list[int] = arguments.ranks
+        return found
+
+    assert chosen(1, ["collectives", "windows"], []) == [1, 2]
+    assert "left out: collectives with 2 ranks on 1 GPUs needs NCCL" in capsys.readouterr().out
+    assert chosen(1, ["windows"], []) == chosen(1, ["windows"], [2]) == [2]
+    assert chosen(1, ["neighbor", "training"], []) == [1]
+    assert chosen(4, ["neighbor", "training"], []) == [1, 4]
+    for gpus, parts, ranks in ((1, ["neighbor"], [2]), (1, ["neighbor"], []), (4, ["windows"], [1])):
+        with pytest.raises(SystemExit):
+            chosen(gpus, parts, ranks)
 
 
 def test_cuda_without_a_gpu(tmp_path: Path) -> None:

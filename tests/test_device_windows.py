@@ -28,7 +28,7 @@ from fogdist import topology as topologies
 from harness import BACKEND
 from hosts import run_on_hosts
 
-from fog_pg import _C
+from fog_pg import _C, _driver
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
@@ -84,8 +84,8 @@ def choose(transport: str) -> None:
         driver.device_double_fail(
             b"cuIpcOpenMemHandle_v2", 0 if transport == "peer memory" else NOT_SUPPORTED
         )
-    elif transport == "staged":  # in a process that has made no window in peer memory
-        _C.set_device_driver(used["type"], "no driver", [])
+    elif transport == "staged":  # in a process that has compiled no kernels; the driver locks pages as ever
+        _C.set_device_driver(used["type"], _driver.DRIVER, [])
 
 
 used = {"type": DEVICE}  # by the ranks

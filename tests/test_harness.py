@@ -18,14 +18,18 @@ import harness
 from harness import RankFailures, World, WorldPool
 
 
-def fork_server_state() -> tuple[int, str]:
+def fork_server_state() -> tuple[int, str, int | None]:
+    from torch._inductor import config
+
     status = Path(f"/proc/{os.getppid()}/status").read_text()
-    return int(status.partition("Threads:")[2].split()[0]), Path(f"/proc/{os.getppid()}/maps").read_text()
+    maps = Path(f"/proc/{os.getppid()}/maps").read_text()
+    return int(status.partition("Threads:")[2].split()[0]), maps, config.compile_threads
 
 
 def test_the_fork_server_has_torch_but_no_threads_and_no_mpi(worlds: WorldPool) -> None:
-    threads, maps = worlds(1).run(fork_server_state)[0]
+    threads, maps, compilers = worlds(1).run(fork_server_state)[0]
     assert threads == 1
+    assert compilers == 1, "others would be processes that outlive a rank which is killed"
     assert "libtorch_cpu" in maps
     assert "mpi" not in maps.lower()
 
@@ -107,6 +111,16 @@ def test_leftover_processes_are_found_and_killed_with_a_broken_world() -> None:
     assert harness.leftover_processes()[left] == "sleep 60"
     world.abandon()
     assert left not in harness.leftover_processes()
+
+
+@pytest.mark.parametrize("prefix", ["cuda.shm.", "nccl-"])
+def test_shared_memory_of_gpu_libraries_does_not_count(prefix: str) -> None:
+    entry = Path(f"/dev/shm/{prefix}fog-test-{os.getpid()}")
+    try:
+        entry.touch()
+        assert entry.name not in harness.shared_memory_entries()
+    finally:
+        entry.unlink()
 
 
 def test_shared_memory_entries_are_found() -> None:

@@ -1,7 +1,10 @@
-"""What tests on GPUs need: a GPU, and for several ranks as many GPUs or an NCCL that lets them share one.
+"""What tests on GPUs need: a GPU, and where ranks share one an NCCL that lets them, unless nothing of a test goes over NCCL.
 
 Ranks are processes of their own. Where there are fewer GPUs than ranks, NCCL has to be 2.30.3 or later: the one that torch
-has, or another one that FOG_TEST_NCCL names, /path/libnccl.so.2, which ranks then have in LD_PRELOAD.
+has, or another one that FOG_TEST_NCCL names, /path/libnccl.so.2, which ranks then have in LD_PRELOAD. Windows go over the
+driver and the host's memory alone, and several ranks may have theirs on one GPU with any NCCL.
+
+FOG_TEST_GPU=gpudouble runs one of each test on the device double: tests/test_gpu_tests.py does, where no GPU is.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import device_double
 import device_operations
+import device_training
 import harness
 import pytest
 import torch
@@ -19,6 +24,11 @@ import torch
 NCCL_VARIABLE = "FOG_TEST_NCCL"
 # As NCCL's documentation has it for ranks that share a GPU; each needs multiprocessors of its own.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
+# Each stream with a hardware queue of its own, as far as there are any: a kernel that waits for another rank then stands in
+# the way of no other stream.
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+# A rank that is alone does all that one of several does.
+ALONE = {"FOG_EXCHANGE_ALONE": "1"}
 
 if os.environ.get(NCCL_VARIABLE):
     # Before the server that ranks are forked from starts: a library is preloaded when a program begins.
@@ -28,15 +38,20 @@ if os.environ.get(NCCL_VARIABLE):
 
 
 def gpus() -> int:
-    """How many GPUs there are; CUDA itself is not started in this process."""
+    """How many GPUs there are; CUDA itself is not started in this process. All ranks share one double."""
+    if device_training.GPU != "cuda":
+        return 1
     return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of this folder, and skips them where there is no GPU."""
+    """Marks the tests of this folder, and skips them where there is no GPU. On the double one of each is enough."""
     here = Path(__file__).parent
+    if device_training.GPU != "cuda":
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        items[:] = [item for item in items if item in first.values()]
     reason = None
-    if not torch.backends.cuda.is_built():
+    if device_training.GPU == "cuda" and not torch.backends.cuda.is_built():
         reason = f"needs a GPU: torch {torch.__version__} is built without CUDA"
     elif gpus() == 0:
         reason = f"needs a GPU: torch {torch.__version__} finds none"
@@ -49,9 +64,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Ranks have no time to compile the double."""
+    if device_training.GPU == device_double.DEVICE:
+        device_double.compile_double()
+        device_double.compile_driver()
+
+
 @pytest.fixture(scope="session")
 def sharing_environment() -> dict[str, str] | str:
-    """What ranks that share a GPU need in their environment, or why they cannot."""
+    """What ranks that share a GPU need in their environment for NCCL, or why they cannot."""
+    if device_training.GPU != "cuda":
+        return {}
     world = harness.World(1, initialize=False)
     try:
         (version,) = world.run(device_operations.nccl_version)
@@ -68,31 +93,55 @@ def sharing_environment() -> dict[str, str] | str:
     return SHARING
 
 
-@pytest.fixture(scope="session")
-def gpu_environment(request: pytest.FixtureRequest) -> Callable[[int], dict[str, str]]:
-    """What a number of ranks needs in its environment; skips where there are too few GPUs."""
+@pytest.fixture(scope="module")
+def gpu_worlds(request: pytest.FixtureRequest) -> Iterator[Callable[[int], harness.World]]:
+    """``gpu_worlds(n)`` is a world of n ranks, each with a GPU or with a part of one; skips where NCCL cannot do that."""
+    made: dict[int, harness.World] = {}
 
     def environment_of(size: int) -> dict[str, str]:
         if size <= gpus():
-            return {}
+            return QUEUES | ALONE if size == 1 else QUEUES
         environment = request.getfixturevalue("sharing_environment")
         if isinstance(environment, str):
             pytest.skip(f"{size} ranks, {gpus()} GPUs: {environment}")
-        return dict(environment)
-
-    return environment_of
-
-
-@pytest.fixture(scope="module")
-def gpu_worlds(gpu_environment: Callable[[int], dict[str, str]]) -> Iterator[Callable[[int], harness.World]]:
-    """``gpu_worlds(n)`` is a world of n ranks, each with a GPU or with a part of one; skips where that cannot be."""
-    made: dict[int, harness.World] = {}
+        return QUEUES | environment
 
     def world_of(size: int) -> harness.World:
         world = made.get(size)
         if world is None or world.broken:
-            world = made[size] = harness.World(size, timeout=60.0, environment=gpu_environment(size))
+            world = made[size] = harness.World(size, timeout=60.0, environment=environment_of(size))
         return world
 
     yield world_of
     harness.close_all(list(made.values()))
+
+
+@pytest.fixture(scope="module")
+def window_worlds() -> Iterator[Callable[[int, str], harness.World]]:
+    """``window_worlds(n, transport)`` is a world of n ranks for windows, which may share a GPU with any NCCL.
+
+    How windows go is a matter of the process: those of a world have one transport.
+    """
+    made: dict[tuple[int, str], harness.World] = {}
+
+    def world_of(size: int, transport: str) -> harness.World:
+        world = made.get((size, transport))
+        if world is None or world.broken:
+            world = made[size, transport] = harness.World(size, timeout=60.0, environment=QUEUES)
+        return world
+
+    yield world_of
+    harness.close_all(list(made.values()))
+
+
+@pytest.fixture
+def new_window_world() -> Iterator[Callable[[int], harness.World]]:
+    """Makes such a world for one test, which may kill ranks of it."""
+    made: list[harness.World] = []
+
+    def make(size: int) -> harness.World:
+        made.append(harness.World(size, timeout=60.0, environment=QUEUES))
+        return made[-1]
+
+    yield make
+    harness.close_all(made)

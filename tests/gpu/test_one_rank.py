@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import device_double
 import device_operations
 import device_training
 import fogdist
@@ -13,8 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-DEVICE = "cuda"
+DEVICE = device_training.GPU
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
+
+needs_cuda = pytest.mark.skipif(
+    DEVICE == device_double.DEVICE,
+    reason="the double has no graphs, and fog's default group does not know it",
+)
 
 
 def cuda_and_cpu_in_one_group() -> tuple[int, str]:
@@ -29,6 +35,7 @@ def cuda_and_cpu_in_one_group() -> tuple[int, str]:
     return dist.get_world_size(), backend.name()
 
 
+@needs_cuda
 def test_dispatch(gpu_worlds):
     assert gpu_worlds(1).run(cuda_and_cpu_in_one_group) == [(1, "fog")]
 
@@ -51,9 +58,21 @@ def test_autograd(gpu_worlds):
     gpu_worlds(1).run(device_operations.gradients, DEVICE)
 
 
+@needs_cuda
 def test_compile(gpu_worlds):
     pytest.importorskip("triton", reason="torch.compile for GPUs needs it")
     gpu_worlds(1).run(device_operations.compiled, DEVICE, timeout=240)
+
+
+# The others ask once a step whether parameters without a gradient are to move.
+ALGORITHMS = [
+    name for name in test_algorithms.IN_STEP if name not in ("GradientTracking", "QuasiGlobalMomentum")
+]
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "atc in backward", "gradient", "wrapper", *ALGORITHMS])
+def test_no_step_reads_the_device(gpu_worlds, kind):
+    assert gpu_worlds(1).run(device_training.reads_of_steps, kind, DEVICE) == [[]]
 
 
 def captured() -> None:
@@ -83,6 +102,7 @@ def captured() -> None:
         assert y.eq(value + 1).all()
 
 
+@needs_cuda
 def test_graph_capture(gpu_worlds):
     gpu_worlds(1).run(captured)
 
@@ -120,5 +140,6 @@ def through_ddp() -> None:
     )
 
 
+@needs_cuda
 def test_torch_s_own_ddp(gpu_worlds):
     gpu_worlds(1).run(through_ddp)

@@ -12,7 +12,7 @@ import test_optimizers
 import test_window_optimizers
 import torch
 
-DEVICE = "cuda"
+DEVICE = device_training.GPU
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 
 

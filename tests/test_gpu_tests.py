@@ -1,0 +1,30 @@
+"""The tests of tests/gpu, which wait for a GPU, are right themselves: one of each runs on the device double."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from device_double import DEVICE
+from harness import BACKEND
+
+FOLDER = Path(__file__).resolve().parent / "gpu"
+
+
+@pytest.mark.skipif(BACKEND != "fog", reason="for backend fog")
+def test_one_of_each_on_the_double(compiled_double: None) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],
+        env=os.environ | {"FOG_TEST_GPU": DEVICE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd=FOLDER.parents[1],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
