@@ -35,7 +35,9 @@ def create(store: dist.Store, rank: int, size: int, options: Any, device: torch.
     if not dist.is_nccl_available():
         raise RuntimeError("fog: CUDA tensors need a torch with NCCL, which this one is built without")
     own = dist.PrefixStore("fog.cuda", store)
-    ranks = list(options.global_ranks_in_group)
+    # Empty in the default group, for which NCCL backends before torch 2.15 have the ranks only if they are the first
+    # of the process; to split they need them.
+    ranks = list(options.global_ranks_in_group) or list(range(size))
     given = dist.ProcessGroupNCCL.Options()
     given._timeout = options._timeout
     lazy = not eager and hasattr(given, "lazy_init")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -485,6 +486,65 @@ def test_threads_that_come_first_together_share_one_delegate(worlds: WorldPool) 
     worlds(RANKS).run(come_together)
 
 
+def call_while_a_group_is_open() -> None:
+    """Another thread's operation does not become part of an exchange's group of messages, as NCCL would have it."""
+    from fog_pg import _C
+    from fog_pg._extension import load
+
+    made: Made = []
+    double = device_double.load()
+    connecting, pool = threading.Event(), ThreadPoolExecutor()
+    rank = dist.get_rank()
+
+    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        connecting.set()  # within the group
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
+        made.append(double.RecordingDelegate(connect, store, rank, size, options, device))
+        return made[-1]
+
+    load().set_delegate_factory(DEVICE, make)
+    group = dist.new_group(backend=BACKENDS)
+    backend = backend_of(group)
+    plan = _C.NeighborPlan(rank, 2, 0.5, [(1 - rank, 0.5)], [(1 - rank, 1.0)])
+    mixed, summed = own(DEVICE, 2), own(DEVICE, 1)
+
+    def exchange() -> None:
+        backend.neighbor_allreduce(mixed, plan, output=mixed, confirm=False).wait()
+
+    if rank == 0:
+        calls = [pool.submit(exchange)]
+        connecting.wait()  # for rank 1, which waits below
+        backend.set_timeout(timedelta(milliseconds=100))
+        with pytest.raises(dist.DistBackendError, match="^allreduce: waited 100 ms for another thread's"):
+            backend.allreduce([own(DEVICE, 1)])
+        backend.set_timeout(timedelta(seconds=30))
+        calls.append(pool.submit(dist.all_reduce, summed, group=group))
+        dist.barrier()
+        for call in calls:
+            call.result()
+    else:
+        dist.barrier()
+        exchange()
+        dist.all_reduce(summed, group=group)
+    names = [[part["name"] for part in seen.get("calls", [])] or seen["name"] for seen in made[0].calls]
+    assert [name for name in names if name != "set_timeout"] == [["send", "recv"], "allreduce"]
+    assert (mixed.tolist(), summed.tolist()) == ([15.0, 16.0], [30.0])
+    # A program's own group keeps exchanges out until it ends, whichever thread ends it, and lets its own calls in.
+    backend._start_coalescing()
+    backend.allreduce([summed])
+    backend.allreduce([mixed])
+    pool.submit(backend._end_coalescing).result().wait()
+    exchange()
+    assert (mixed.tolist(), summed.tolist()) == ([30.0, 32.0], [60.0])
+    dist.destroy_process_group(group)
+
+
+def test_operations_of_other_threads_stay_out_of_a_group_of_messages(new_world: Callable[..., World]) -> None:
+    new_world(2).run(call_while_a_group_is_open)
+
+
 # --- bad arguments ---
 
 
@@ -670,6 +730,9 @@ def bind_a_device() -> None:
             options = child.delegate(DEVICE).options
             assert options.global_ranks_in_group == mine
             assert options.group_name == split.group_name != delegate.options.group_name
+            # What the flight recorder and communicators are called by.
+            assert child.delegate(DEVICE).group_uid == split.group_name
+            assert child.delegate(DEVICE).group_desc == split.group_desc
         assert delegate.options._timeout == timedelta(seconds=30)
 
     delegate.clear()

@@ -297,6 +297,71 @@ def test_nobody_reads_early(worlds):
     worlds(3).run(nobody_reads_early)
 
 
+def streams_are_blocked() -> None:
+    """block_current_stream() orders as wait() does."""
+    made: list[Any] = []
+    fog, plan = new_backend(made=made), ring_plan()
+    x = torch.ones(4, device=DEVICE)
+    result(fog.neighbor_allreduce(x, plan))
+    with held(made[0].stream):
+        work = fog.neighbor_allreduce(x, plan, confirm=False)
+        work.block_current_stream()
+        after = event_now()
+        assert not after.query()
+    after.synchronize()
+    assert work.is_completed()
+
+
+def test_streams_are_blocked(worlds):
+    worlds(2).run(streams_are_blocked)
+
+
+def foreign_memory() -> None:
+    """Torch's allocator is told of the stream that uses its memory, and not of a window's, which it does not know."""
+    with_kernels()
+    device_double.serve_groups()
+    fogdist.init(topologies.RingGraph)
+    fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    plan = ring_plan()
+    own, window = torch.ones(100, device=DEVICE), torch.ones(100, device=DEVICE)
+    fogdist.win_create(window, "w")
+    used = []
+    for tensor in (own, window):
+        device_double.clear_stream_log()
+        work = fog.neighbor_allreduce(tensor, plan, output=tensor, confirm=False)
+        torch.accelerator.synchronize()
+        del work  # nobody has waited
+        gc.collect()
+        uses = {number for what, _, _, number in device_double.stream_log() if what == "use"}
+        used.append(tensor.untyped_storage().data_ptr() in uses)
+    fogdist.win_free("w")
+    assert used == [True, False]
+
+
+def test_the_allocator_hears_of_its_own_memory_only(worlds):
+    worlds(2).run(foreign_memory)
+
+
+def traced() -> None:
+    """What an operation gives to the device is within its range in a trace."""
+    fog, plan = new_backend("torch"), ring_plan()
+    x = torch.ones(4, 3, device=DEVICE)
+    result(fog.neighbor_allreduce(x, plan, confirm=False))
+    with torch.profiler.profile(record_shapes=True) as profile:
+        result(fog.neighbor_allreduce(x, plan, confirm=False))
+    events = profile.events()
+    (ours,) = [event for event in events if event.name == "fog:neighbor_allreduce"]
+    begun = {event.name: event.time_range.start for event in events}
+    begin, end = ours.time_range.start, ours.time_range.end
+    inside = {name for name, time in begun.items() if begin <= time <= end}
+    assert inside >= {"double", "aten::mul_", "aten::add_"}, (begin, end, begun)
+    assert ours.input_shapes == [[4, 3]]
+
+
+def test_what_is_launched_is_in_the_operation_s_range(worlds):
+    worlds(2).run(traced)
+
+
 def memory_is_kept(waits: str) -> None:
     """Tensors that the program drops at once, with its handle on the operation."""
     made: list[Any] = []
@@ -475,6 +540,8 @@ def failures() -> None:
             work = fog.neighbor_allreduce(x, plan, confirm=False)
         torch.accelerator.synchronize()
         made[0].stream.synchronize()
+        work.wait()  # of what nobody has asked about it knows nothing; it does not ask, for it may be captured
+        checks.true("complete", work.is_completed())
         try:
             work.wait()
             checks.true("raises", False)
@@ -484,7 +551,10 @@ def failures() -> None:
                 text,
                 "neighbor_allreduce #3 of group" in text and f"on {DEVICE}:0" in text and "went down" in text,
             )
-        checks.true("complete", work.is_completed())
+        made[0].fail_next("the link went down again")
+        work = fog.neighbor_allreduce(x, plan, confirm=False)
+        torch.accelerator.synchronize()
+        made[0].stream.synchronize()
         checks.true("no success", not work.is_success())
         # A stream that is captured: what was called before may be called, what was not may not.
         stream = current_stream()

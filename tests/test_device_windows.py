@@ -397,6 +397,34 @@ def test_what_a_held_stream_sends_is_not_seen_before(worlds, transport, kind):
     worlds(3).run(a_held_stream, transport, kind)
 
 
+def a_blocked_stream() -> None:
+    """block_current_stream() of torch's Works orders as wait() does."""
+    device = start("peer memory")
+    rank, size = fogdist.rank(), fogdist.size()
+    x = torch.zeros(8, device=device)
+    others = [other for other in range(size) if other != rank]
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    window = backend.create_window(x, "blocked", others, others, zero_init=True)
+    stream, follower = torch.Stream(device=device), torch.Stream(device=device)
+    after, written = torch.Event(device=DEVICE), torch.ones(8, device=device)
+    with held(stream):
+        with stream:
+            torch.Event(device=DEVICE).record(stream)  # it has something to do
+            work = window.write(written, others[0], 0)
+        with follower:
+            work.block_current_stream()
+            after.record(follower)
+        assert not after.query()
+    after.synchronize()
+    assert work.is_completed()
+    settle()
+    window.free()
+
+
+def test_a_stream_that_a_work_blocks_waits_for_it(worlds):
+    worlds(2).run(a_blocked_stream)
+
+
 def a_busy_target(transport: str) -> None:
     """Rank 1's stream stands still and its host calls nothing, while rank 0 puts, accumulates and gets."""
     device = start(transport)

@@ -62,10 +62,12 @@ class Distributed:
         return (prefix, store)
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, fake: Distributed, *, eager: bool) -> list[tuple[Any, ...]]:
+def ask(
+    monkeypatch: pytest.MonkeyPatch, fake: Distributed, *, eager: bool, given: SimpleNamespace = OPTIONS
+) -> list[tuple[Any, ...]]:
     for name in ("ProcessGroupNCCL", "Backend", "is_nccl_available", "PrefixStore"):
         monkeypatch.setattr(dist, name, getattr(fake, name), raising=False)
-    assert _nccl.create("store", 1, 2, OPTIONS, DEVICE, eager) is fake.made  # type: ignore[arg-type]
+    assert _nccl.create("store", 1, 2, given, DEVICE, eager) is fake.made  # type: ignore[arg-type]
     return fake.asked
 
 
@@ -80,6 +82,14 @@ def test_earlier_torch_makes_it_by_its_class(monkeypatch: pytest.MonkeyPatch, ea
         "is_high_priority_stream": False,
     }
     assert sequence == ("sequence",)
+
+
+def test_the_default_group_has_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    default = SimpleNamespace(_timeout=MINUTE, group_name="0", global_ranks_in_group=[])
+    (_, _, _, _, options), _ = ask(monkeypatch, Distributed(Options, None), eager=True, given=default)
+    assert options.global_ranks_in_group == [0, 1]
+    ((_, arguments, _),) = ask(monkeypatch, Distributed(LazyOptions, ["nccl"]), eager=True, given=default)
+    assert arguments.global_ranks_in_group == [0, 1]
 
 
 def check(arguments: SimpleNamespace) -> None:

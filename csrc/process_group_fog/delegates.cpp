@@ -1,6 +1,9 @@
 #include "delegates.hpp"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -67,6 +70,47 @@ void set_delegate_support(DelegateSupport functions) {
   support() = std::move(functions);
 }
 
+template <typename IsFree, typename Enter>
+void DelegateGate::enter(const IsFree& is_free, const Enter& enter) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_free()) {
+      enter();
+      return;
+    }
+  }
+  // A year is for ever, and can be added to the time.
+  const auto patience = std::min<std::chrono::milliseconds>(options_->timeout, std::chrono::hours(24 * 365));
+  without_gil([&] {
+    std::unique_lock<std::mutex> lock(mutex_);
+    TORCH_CHECK_WITH(
+        DistBackendError, changed_.wait_for(lock, patience, is_free), "waited ", patience.count(),
+        " ms for another thread's operation on the same type of device, which has yet to return: does it connect ranks whose threads "
+        "call in another order?");
+    enter();
+  });
+}
+
+void DelegateGate::lock() {
+  enter([this] { return calls_ == 0 && !is_grouped_; }, [this] { is_grouped_ = true; });
+}
+
+void DelegateGate::unlock() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_grouped_ = false;
+  changed_.notify_all();
+}
+
+void DelegateGate::lock_shared() {
+  enter([this] { return !is_grouped_; }, [this] { ++calls_; });
+}
+
+void DelegateGate::unlock_shared() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --calls_;
+  changed_.notify_all();
+}
+
 Delegates::Delegates(
     c10::intrusive_ptr<c10d::Store> store,
     int rank,
@@ -84,7 +128,7 @@ Delegates::~Delegates() {
   });
 }
 
-BackendPtr Delegates::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+DelegateCall Delegates::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
   const at::Tensor* first = nullptr;
   for (const auto* tensor : tensors) {
     if (!tensor->defined()) {
@@ -95,33 +139,48 @@ BackendPtr Delegates::serving(const char* op, const std::vector<const at::Tensor
         tensor->device().type() == first->device().type(), op, ": tensors: got some on ", first->device(), " and some on ",
         tensor->device(), "; allowed are those of one type of device in an operation");
   }
-  return first == nullptr ? nullptr : serving(op, first->device());
+  return first == nullptr ? DelegateCall() : serving(op, first->device());
 }
 
-BackendPtr Delegates::serving(const char* op, const at::Device& device) {
+DelegateCall Delegates::serving(const char* op, const at::Device& device) {
   if (device.is_cpu() && !serves_cpu && !is_coalescing_) {
-    return nullptr;
+    return {};
   }
   auto delegate = find_or_make(op, device, false);
+  auto turn = delegate ? call(op, device.type(), std::move(delegate)) : DelegateCall();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (is_coalescing_) {
     if (!coalesced_type_) {
       coalesced_type_ = device.type();
-      if (delegate) {
-        delegate->startCoalescing();
-        coalescing_ = delegate;
+      if (turn) {
+        turn->startCoalescing();
+        coalescing_.emplace(DelegateCall{turn.backend, turn.gate, std::shared_lock<DelegateGate>(*turn.gate)});
       }
     }
     TORCH_CHECK_VALUE(
         *coalesced_type_ == device.type(), op, ": tensors: got some on ", device, " among coalesced operations on ",
         c10::DeviceTypeName(*coalesced_type_, true), "; allowed is one type of device");
   }
-  return delegate;
+  return turn;
+}
+
+DelegateCall Delegates::call(const char* op, at::DeviceType type, BackendPtr delegate) {
+  DelegateCall call{std::move(delegate), slot(type).gate, {}};
+  try {
+    call.turn = std::shared_lock<DelegateGate>(*call.gate);
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str(op, ": ", error.what_without_backtrace()));
+  }
+  return call;
 }
 
 Delegates::Slot& Delegates::slot(at::DeviceType type) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return slots_[type];
+  auto& place = slots_[type];
+  if (!place.gate) {
+    place.gate = std::make_shared<DelegateGate>(options_);
+  }
+  return place;
 }
 
 BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, bool eager) {
@@ -231,17 +290,17 @@ void Delegates::start_coalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
   is_coalescing_ = true;
   coalesced_type_.reset();
-  coalescing_ = nullptr;
+  coalescing_.reset();
 }
 
 c10::intrusive_ptr<c10d::Work> Delegates::end_coalescing() {
-  BackendPtr delegate;
+  std::optional<DelegateCall> delegate; // until the group has ended
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_coalescing_ = false;
-    delegate.swap(coalescing_);
+    delegate = std::exchange(coalescing_, std::nullopt);
   }
-  return delegate ? delegate->endCoalescing() : nullptr;
+  return delegate ? (*delegate)->endCoalescing() : nullptr;
 }
 
 } // namespace fog

@@ -2,10 +2,13 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -38,6 +41,47 @@ struct DelegateSupport {
 };
 void set_delegate_support(DelegateSupport support);
 
+// Lets fog's own groups of a delegate's operations be alone with it. Coalescing is a state of a c10d backend and not of a thread: a
+// call of another thread meanwhile would become a part of the group. A group holds this as std::unique_lock, any other call, or a group
+// that the program has begun, as std::shared_lock.
+//
+// Who waits gives up after the group's time-out with a DistBackendError. That is for programs whose threads connect in one order on
+// this rank and in another elsewhere: a first call holds its place here until its peers have come.
+class DelegateGate {
+ public:
+  explicit DelegateGate(c10::intrusive_ptr<c10d::Backend::Options> options) : options_(std::move(options)) {}
+
+  // Any thread may unlock. Who waits for lock() keeps no call out: what is in may wait for ranks that wait for that call.
+  void lock();
+  void unlock();
+  void lock_shared();
+  void unlock_shared();
+
+ private:
+  template <typename IsFree, typename Enter>
+  void enter(const IsFree& is_free, const Enter& enter);
+
+  const c10::intrusive_ptr<c10d::Backend::Options> options_; // the group's own
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int calls_ = 0;
+  bool is_grouped_ = false;
+};
+
+// A call of a delegate, which lasts as long as this.
+struct DelegateCall {
+  BackendPtr backend; // null if there is nobody to call
+  std::shared_ptr<DelegateGate> gate;
+  std::shared_lock<DelegateGate> turn;
+
+  explicit operator bool() const {
+    return backend != nullptr;
+  }
+  c10d::Backend* operator->() const {
+    return backend.get();
+  }
+};
+
 // One group's delegates, each made when a first tensor of its type of device comes. Thread-safe.
 class Delegates {
  public:
@@ -50,12 +94,12 @@ class Delegates {
       std::function<void(const BackendPtr&, const at::Device&)> prepare);
   ~Delegates();
 
-  // The delegate that serves all of these tensors; null if fog does. `op` is for messages.
+  // To call the delegate that serves all of these tensors; none if fog does. `op` is for messages.
   //
   // Throws ValueError if they are on several types of device, or on one that nobody serves, and DistBackendError after close().
-  BackendPtr serving(const char* op, const std::vector<const at::Tensor*>& tensors);
-  // That of a device; null if fog serves it.
-  BackendPtr serving(const char* op, const at::Device& device);
+  DelegateCall serving(const char* op, const std::vector<const at::Tensor*>& tensors);
+  // That of a device; none if fog serves it.
+  DelegateCall serving(const char* op, const at::Device& device);
   // That of a type of device if there is one already.
   BackendPtr made(at::DeviceType type) const;
   // Those that there are already.
@@ -82,9 +126,11 @@ class Delegates {
   struct Slot {
     std::mutex making; // held while the delegate is being made: a second thread waits for it, and makes none
     BackendPtr delegate;
+    std::shared_ptr<DelegateGate> gate;
     std::optional<at::Device> connected; // on all ranks together
   };
 
+  DelegateCall call(const char* op, at::DeviceType type, BackendPtr delegate);
   BackendPtr find_or_make(const char* op, const at::Device& device, bool eager);
   Slot& slot(at::DeviceType type);
 
@@ -98,7 +144,7 @@ class Delegates {
   bool is_closed_ = false;
   std::atomic<bool> is_coalescing_{false};
   std::optional<at::DeviceType> coalesced_type_; // of the first operation
-  BackendPtr coalescing_; // who has begun a group of operations
+  std::optional<DelegateCall> coalescing_; // of who has begun a group of operations for the program
 };
 
 } // namespace fog

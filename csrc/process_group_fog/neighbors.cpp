@@ -160,7 +160,7 @@ std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(
   TORCH_CHECK_VALUE(
       !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
       "; allowed are those of torch.distributed");
-  auto delegate = delegates_.serving(op, tensors);
+  const auto delegate = delegates_.serving(op, tensors);
   if (!delegate) {
     return nullptr;
   }
@@ -170,7 +170,7 @@ std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(
       return neighbors;
     }
   }
-  auto neighbors = std::make_shared<cuda::Neighbors>(std::move(delegate), rank_, group_->name, device);
+  auto neighbors = std::make_shared<cuda::Neighbors>(delegate.backend, delegate.gate, rank_, group_->name, device);
   neighbors_.emplace_back(device, neighbors);
   return neighbors;
 }

@@ -36,8 +36,12 @@ ProcessGroupFog::ProcessGroupFog(
     : Backend(rank, size),
       options_(std::move(options)),
       delegates_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
-        delegate->setGroupUid(getGroupUid());
-        delegate->setGroupDesc(getGroupDesc());
+        if (!getGroupUid().empty()) {
+          delegate->setGroupUid(getGroupUid());
+        }
+        if (!getGroupDesc().empty()) {
+          delegate->setGroupDesc(getGroupDesc());
+        }
         if (const auto bound = getBoundDeviceId(); bound && bound->type() == device.type()) {
           delegate->setBoundDeviceId(bound);
         }
@@ -46,6 +50,9 @@ ProcessGroupFog::ProcessGroupFog(
         }
       }) {
   init();
+  // ProcessGroup::splitGroup() tells names to backends that the new group has; this one it gets afterwards.
+  c10d::Backend::setGroupUid(options_->group_name);
+  setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
   group_ = mpi::Engine::instance().connect(store, rank, size, options_->timeout, name);
 }

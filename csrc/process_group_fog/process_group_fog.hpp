@@ -311,9 +311,9 @@ class ProcessGroupFog : public c10d::Backend {
       const std::vector<at::Tensor>& inputs,
       const std::vector<std::vector<at::Tensor>>& outputs,
       const CallOptions& options);
-  // The delegate that serves the tensors given, in lists or lists of lists; null if this does.
+  // The call of the delegate that serves the tensors given, in lists or lists of lists; none if this does.
   template <typename... Given>
-  BackendPtr delegate_of(const char* op, const Given&... given) {
+  DelegateCall delegate_of(const char* op, const Given&... given) {
     std::vector<const at::Tensor*> tensors;
     (collect(tensors, given), ...);
     return delegates_.serving(op, tensors);

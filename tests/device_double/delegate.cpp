@@ -102,7 +102,12 @@ class DelegateWork : public c10d::Work {
     future_->markCompleted(c10::IValue(outputs_));
   }
 
+  // As ProcessGroupNCCL's, whose Works look for errors here and nowhere else.
   bool isCompleted() override {
+    {
+      const std::lock_guard<std::mutex> lock(outcome_->mutex);
+      seen_ = outcome_->failure;
+    }
     return exception() != nullptr || end_.query();
   }
   bool isSuccess() const override {
@@ -110,7 +115,7 @@ class DelegateWork : public c10d::Work {
   }
   std::exception_ptr exception() const override {
     const std::lock_guard<std::mutex> lock(outcome_->mutex);
-    return outcome_->failure;
+    return seen_;
   }
   Tensors result() override {
     return outputs_;
@@ -144,6 +149,7 @@ class DelegateWork : public c10d::Work {
   const Tensors outputs_;
   Tensors stash_; // kept until the current stream comes after
   const std::shared_ptr<Outcome> outcome_;
+  std::exception_ptr seen_; // guarded by the outcome's mutex
   const bool blocks_;
   c10::Event end_;
   MarkerPtr marker_;
@@ -432,8 +438,19 @@ class RecordingDelegate : public c10d::Backend {
   }
   WorkPtr endCoalescing() override {
     TORCH_CHECK(group_, "endCoalescing: no group was started");
+    std::exception_ptr failure;
+    try {
+      if (!group_->empty()) {
+        communicator("", rank_, size_); // as NCCL, the group is open while it connects
+      }
+    } catch (...) {
+      failure = std::current_exception();
+    }
     auto parts = std::move(*group_);
     group_.reset();
+    if (failure) {
+      std::rethrow_exception(failure);
+    }
     if (parts.empty()) {
       return nullptr; // as NCCL
     }

@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include "../staging.hpp"
@@ -77,8 +78,10 @@ Tensors slices_of(const at::Tensor& vector, size_t count) {
 
 } // namespace
 
-Neighbors::Neighbors(c10::intrusive_ptr<c10d::Backend> delegate, int rank, std::string group, const at::Device& device)
+Neighbors::Neighbors(
+    BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device)
     : delegate_(std::move(delegate)),
+      gate_(std::move(gate)),
       rank_(rank),
       group_(std::move(group)),
       device_(device),
@@ -95,13 +98,20 @@ WorkPtr Neighbors::run(
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t sequence = ++sequence_;
   const auto what = c10::str(call.op, " #", sequence, " of group '", group_, "' on ", device_);
+  // What the device is given below is this operation's, to the profiler as well.
+  std::vector<c10::IValue> seen;
+  at::RecordFunction range(at::RecordScope::USER_SCOPE);
+  if (range.isActive()) {
+    seen.assign(inputs.begin(), inputs.end());
+    range.before(call.title, c10::ArrayRef<const c10::IValue>(seen.data(), seen.size()));
+  }
   const auto launched_on = current_stream(device_);
   at::AutoDispatchBelowADInplaceOrView no_grad;
   const Stream::Guard guard(stream_);
   Works works;
   const auto finish = [&] {
     return c10::make_intrusive<Work>(
-        Work::Description{rank_, call.type, call.title, what, sequence}, inputs, outputs, std::move(works), stream_, launched_on);
+        Work::Description{rank_, call.type, what, sequence}, inputs, outputs, std::move(works), stream_, launched_on);
   };
   try {
     naming(what, [&] { body(works); });
@@ -144,6 +154,7 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
       out = {{rank_, at::zeros({1}, options)}};
       in = {{rank_, at::empty({1}, options)}};
     }
+    std::unique_lock<DelegateGate> alone(*gate_);
     delegate_->startCoalescing();
     try {
       give_all(out, in);
@@ -157,6 +168,7 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
     }
     works.resize(before); // those of the parts say nothing
     works.push_back(delegate_->endCoalescing());
+    alone.unlock();
     connected_ = true;
   }
   works.erase(std::remove(works.begin() + static_cast<std::ptrdiff_t>(before), works.end(), WorkPtr()), works.end());
@@ -362,7 +374,11 @@ WorkPtr Neighbors::gather(
 WorkPtr Neighbors::collective(const char* op, const char* title, OpType type, const at::Tensor& tensor, const Start& start) {
   return run({op, title, type}, {tensor}, {tensor}, [&](Works& works) {
     Tensors given = {tensor.contiguous()};
-    if (const auto work = start(*delegate_, given)) {
+    const auto work = [&] {
+      const std::shared_lock<DelegateGate> turn(*gate_);
+      return start(*delegate_, given);
+    }();
+    if (work) {
       work->wait(); // orders the stream, which is the current one
       works.push_back(work);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "../delegates.hpp"
 #include "../machines.hpp"
 #include "../neighbor_plan.hpp"
 #include "combine.hpp"
@@ -33,8 +35,9 @@ class Neighbors {
   using Parts = std::vector<std::vector<size_t>>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // RuntimeError while the device's stream is captured into a graph: this compiles what sums need.
-  Neighbors(c10::intrusive_ptr<c10d::Backend> delegate, int rank, std::string group, const at::Device& device);
+  // Groups of messages come through the delegate's gate. RuntimeError while the device's stream is captured into a graph: this compiles
+  // what sums need.
+  Neighbors(BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device);
 
   // `outputs[i]` becomes the weighted sum of the peers' i-th tensors. An output may be its tensor.
   WorkPtr neighbor_allreduce(const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs);
@@ -86,7 +89,8 @@ class Neighbors {
   // `count` vectors like `like`, none of them across the other's alignment.
   static Tensors empty_rows(size_t count, const at::Tensor& like);
 
-  const c10::intrusive_ptr<c10d::Backend> delegate_;
+  const BackendPtr delegate_;
+  const std::shared_ptr<DelegateGate> gate_;
   const int rank_;
   const std::string group_;
   const at::Device device_;

@@ -207,6 +207,10 @@ class PeerWindow::OperationWork final : public c10d::Work {
     synchronize();
     return true;
   }
+  // The base's blocks the stream until the Future is completed, which it is at once.
+  void blockCurrentStream() override {
+    synchronize();
+  }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     return future_;
   }

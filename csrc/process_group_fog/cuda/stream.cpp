@@ -1,5 +1,9 @@
 #include "stream.hpp"
 
+#include <map>
+#include <mutex>
+
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace fog::cuda {
@@ -17,6 +21,22 @@ bool ask_whether_capturing(const Guard&, const c10::Stream&, long) {
   return false;
 }
 
+// What frees memory that torch allocates on a type of device. By an example: c10::GetAllocator() does not know of one that the program
+// has put in the place of torch's own.
+c10::DeleterFnPtr allocator_deleter(const at::Device& device) {
+  static std::mutex mutex;
+  static auto* known = new std::map<at::DeviceType, c10::DeleterFnPtr>;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = known->find(device.type()); found != known->end()) {
+      return found->second;
+    }
+  }
+  const auto example = at::empty({1}, at::TensorOptions(device).dtype(at::kByte));
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known->emplace(device.type(), example.storage().data_ptr().get_deleter()).first->second;
+}
+
 } // namespace
 
 std::optional<c10::Stream> current_stream(const at::Device& device) {
@@ -29,14 +49,19 @@ bool is_capturing(const at::Device& device) {
 }
 
 void use_on(const c10::Stream& stream, const at::Tensor& tensor) {
-  if (tensor.has_storage() && tensor.storage().nbytes() > 0) {
-    VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  if (!tensor.has_storage() || tensor.storage().nbytes() == 0) {
+    return;
+  }
+  const auto& data = tensor.storage().data_ptr();
+  if (data.get_deleter() == allocator_deleter(stream.device())) {
+    VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(data, stream);
   }
 }
 
 Stream::Stream(const at::Device& device) {
   if (!device.is_cpu()) {
     stream_ = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    allocator_deleter(device); // here, where it may allocate: use_on() is called in destructors too
   }
 }
 

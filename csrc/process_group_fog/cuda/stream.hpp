@@ -21,6 +21,7 @@ std::optional<c10::Stream> current_stream(const at::Device& device);
 bool is_capturing(const at::Device& device);
 
 // Tells the allocator that a stream uses a tensor, whose memory must not be given to others before the stream has done what it has now.
+// Does nothing for memory that is not torch's, as a window's or another library's: not every allocator of torch takes that.
 void use_on(const c10::Stream& stream, const at::Tensor& tensor);
 
 // A stream of fog's own on a device, beside those of the program.

@@ -30,7 +30,7 @@ Work::Work(
     std::vector<c10::intrusive_ptr<c10d::Work>> parts,
     const Stream& stream,
     std::optional<c10::Stream> launched_on)
-    : c10d::Work(description.rank, description.type, description.title, inputs),
+    : c10d::Work(description.rank, description.type),
       what_(std::move(description.what)),
       sequence_(description.sequence),
       outputs_(std::move(outputs)),
@@ -46,9 +46,6 @@ Work::Work(
   }
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   future_->markCompleted(c10::IValue(outputs_)); // it remembers the current stream, on which the operation is
-  if (recordFunctionEndCallback_) {
-    recordFunctionEndCallback_();
-  }
 }
 
 Work::~Work() {
@@ -75,12 +72,21 @@ void Work::release() {
   held_.clear();
 }
 
+// The watchdog of torch's NCCL looks after a copy of each of its works. The one that is here hears of an error when it is asked
+// whether it is complete, and not before.
+bool Work::has_failed() const {
+  for (const auto& part : parts_) {
+    part->isCompleted();
+  }
+  return exception() != nullptr;
+}
+
 bool Work::isCompleted() {
-  return exception() != nullptr || has_happened(end_);
+  return has_failed() || has_happened(end_);
 }
 
 bool Work::isSuccess() const {
-  return exception() == nullptr && has_happened(end_);
+  return !has_failed() && has_happened(end_);
 }
 
 std::exception_ptr Work::exception() const {

@@ -24,12 +24,12 @@ class Work : public c10d::Work {
   struct Description {
     int rank;
     c10d::OpType type;
-    const char* title; // in the profiler
     std::string what; // for errors: "neighbor_allreduce #3 of group '0' on cuda:0"
     uint64_t sequence;
   };
   // To be made while the operation's stream is the current one. `parts` are the delegate's works. `launched_on` is the program's
   // stream at the time of the call, `stream` the operation's; none on a cpu.
+  // What the profiler sees of the operation is its caller's business.
   Work(
       Description description,
       const std::vector<at::Tensor>& inputs,
@@ -39,19 +39,25 @@ class Work : public c10d::Work {
       std::optional<c10::Stream> launched_on);
   ~Work() override;
 
-  // Asks the device: not while it is being captured.
+  // These two ask the device: not while it is being captured. They ask the delegate's works too, which may learn of a failure only then.
   bool isCompleted() override;
   bool isSuccess() const override;
+  // What is known of failures.
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  // The base's blocks the stream until the Future is completed, which it is at once.
+  void blockCurrentStream() override {
+    synchronize();
+  }
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
 
  private:
   void release();
+  bool has_failed() const;
 
   const std::string what_;
   const uint64_t sequence_;
