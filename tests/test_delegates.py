@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from collections.abc import Callable
@@ -709,7 +710,8 @@ def bind_a_device() -> None:
     assert len(made) == 1
 
     rank = dist.get_rank()
-    if hasattr(dist, "split_group"):
+    # That of torch 2.11 splits groups with a backend for CUDA, whatever device the group is bound to.
+    if 'torch.device("cuda")' not in inspect.getsource(dist.split_group):
         # torch names a split after how many groups a rank is in, so the split that leaves one out comes last.
         for ranks in ([[0, 1], [2]], [[0, 2]]):
             delegate.clear()
