@@ -502,6 +502,9 @@ def set_device_driver(device_type: str, driver: str, compilers: list[str]) -> No
 def kernel_source() -> str:
     """The CUDA C++ source of fog's kernels, as the run-time compiler gets it."""
 
+def kernel_names() -> list[str]:
+    """Names of all kernels in it, which are loaded together."""
+
 def compile_kernels(device_type: str, major: int, minor: int) -> bytes:
     """Machine code of fog's kernels for a compute capability, such as 9, 0; needs no GPU.
 

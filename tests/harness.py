@@ -124,6 +124,16 @@ def init_process_group(timeout: float, backend: str = BACKEND) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
+def exception_of(work: dist.Work) -> Any:
+    """Of a Work that has ended; None if it ended well. Torch 2.11 can show that only."""
+    try:
+        return work.exception()
+    except TypeError as error:
+        if "exception_ptr" not in str(error):
+            raise
+        return None if work.is_success() else error
+
+
 def _rank_main(settings: _Settings, connection: Connection) -> None:
     # A session of its own: Ctrl-C at the terminal is for pytest, and descendants can be found and killed.
     os.setsid()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from harness import BACKEND, WorldPool
+from harness import BACKEND, WorldPool, exception_of
 from operations import (
     COLLECTIVES,
     CUT_ALONG_ROWS,
@@ -549,7 +549,7 @@ def asynchronous(operation: str) -> None:
                     continue
                 checks.true(f"{label}: is_completed", work.is_completed())
                 checks.true(f"{label}: is_success", work.is_success())
-                checks.equal(f"{label}: exception", work.exception(), None)
+                checks.equal(f"{label}: exception", exception_of(work), None)
                 future = work.get_future()
                 checks.true(f"{label}: future.done", future.done())
                 if ready.outputs:

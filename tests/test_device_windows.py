@@ -456,6 +456,104 @@ def test_the_target_takes_no_part(worlds, transport):
     worlds(2).run(a_busy_target, transport)
 
 
+def p_behind_a_held_stream(transport: str) -> None:
+    """p comes after what the stream has, which here goes on only if another thread of the program can run meanwhile."""
+    device = start(transport)
+    x = torch.ones(10, device=device)
+    stream = torch.accelerator.current_stream()
+    with window_of(x, transport, timeout=timedelta(seconds=10)) as window:
+        settle()
+        extension = device_double.load()
+        extension.hold(stream.device_index, stream.stream_id)
+        torch.Event(device=DEVICE).record()
+        release = threading.Timer(0.05, extension.release, (stream.device_index, stream.stream_id))
+        release.start()
+        assert window.p == 1.0
+        release.join()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_p_lets_other_threads_run(worlds, transport):
+    worlds(2).run(p_behind_a_held_stream, transport)
+
+
+def callbacks_of_a_get(transport: str) -> None:
+    """What a callback of a Future gives the device comes after the operation."""
+    device = start(transport)
+    rank = fogdist.rank()
+    x = torch.full((1000,), 1.0 + rank, device=device)
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    window = backend.create_window(x, "callbacks", [1 - rank], [1 - rank])
+    assert window.transport == transport
+    settle()
+    given = torch.Event(device=DEVICE)
+    stream = torch.accelerator.current_stream()
+    for start_operation in (
+        lambda: window.get([(1 - rank, 1.0)]),
+        lambda: window.signal(1 - rank),
+        lambda: window.put(x, [(1 - rank, 1.0)]),
+    ):
+        with held(stream):
+            torch.Event(device=DEVICE).record(stream)
+            done = start_operation().get_future().then(lambda future: given.record())
+            assert not given.query(), "it does not wait for the operation"
+        done.wait()
+        given.synchronize()
+    settle()
+    window.free()
+
+
+def test_callbacks_come_after_the_operation(worlds):
+    worlds(2).run(callbacks_of_a_get, "peer memory")
+
+
+def all_kernels_are_loaded() -> list[int]:
+    device = start("peer memory")
+    driver = device_double.load_driver()
+    x = torch.ones(1000, dtype=torch.float16, device=device)
+    with window_of(x, "peer memory") as window:
+        loaded = driver.device_double_calls(b"cuFuncLoad")
+        window.accumulate(x, self_weight=0.5, with_p=True)
+        window.update(with_p=True)
+        window.get()
+        settle()
+    return [loaded, driver.device_double_calls(b"lazy load")]
+
+
+def test_kernels_are_loaded_before_any_waits(new_world):
+    """CUDA would load a kernel when it is first started, and may wait for all that runs then: for another rank, for ever."""
+    assert new_world(2).run(all_kernels_are_loaded) == [[len(_C.kernel_names()), 0]] * 2
+
+
+def on_the_second_device(transport: str) -> list[bool]:
+    """Whether a context was made on each device meanwhile."""
+    device = start(transport)
+    rank = fogdist.rank()
+    x = torch.full((1000,), 1.0 + rank, device=device)
+    with window_of(x, transport) as window:
+        settle()
+        extension = device_double.load()
+        extension.forget_contexts()
+        for _ in range(3):
+            handles = [window.put_nonblocking(x, self_weight=0.5), window.accumulate_nonblocking(x)]
+            handles.append(window.get_nonblocking())
+            for handle in handles:
+                fogdist.wait(handle)
+            window.update()
+            del handles, handle
+        settle()
+        window.free()
+        gc.collect()
+        fogdist.barrier()
+    return list(extension.contexts())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_no_other_device_is_touched(worlds, transport):
+    """Threads of fog's have device 0 as their own, where nothing is to be made for a window on another one."""
+    assert worlds(2).run(on_the_second_device, transport)[1] == [False, True]
+
+
 # --- mutexes ------------------------------------------------------------------------------------------------
 
 
@@ -594,6 +692,82 @@ def test_a_lost_rank(new_world, transport, what):
     assert all(outcomes[rank].state == "returned" for rank in (0, 2)), "\n".join(map(str, outcomes.values()))
     assert outcomes[2].value == 1.0
     assert outcomes[0].value in (1.0, 2.0, 3.0)
+
+
+def free_while_a_neighbor_dies(transport: str) -> None:
+    """Rank 0 is in free() when rank 1, for which it waits there, is lost."""
+    device = start(transport)
+    window = fogdist.Window(torch.zeros(100, device=device))
+    assert window.transport == transport
+    settle()
+    if fogdist.rank() == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(60)
+    window.free()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_neighbor_is_lost_during_free(new_world, transport):
+    outcomes = new_world(2).run_raw(free_while_a_neighbor_dies, transport)
+    assert [outcome.state for outcome in outcomes] == ["returned", "died"], "\n".join(map(str, outcomes))
+
+
+def signals_of_a_lost_rank(transport: str) -> None:
+    """Rank 1 gives one signal and dies: a wait for that one ends well, the next one ends with the loss, long before its time-out."""
+    device = start(transport)
+    rank = fogdist.rank()
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    window = backend.create_window(torch.zeros(8, device=device), "lost", [1 - rank], [1 - rank])
+    assert window.transport == transport
+    settle()
+    if rank == 1:
+        window.signal(0).wait()
+        synchronize()
+        fogdist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    fogdist.barrier()
+    waits = [window.wait_signal(1, timeout=timedelta(minutes=10)) for _ in range(2)]
+    deadline = time.monotonic() + 30
+    while not all(wait.is_completed() for wait in waits):
+        assert time.monotonic() < deadline, "a wait goes on for what cannot come any more"
+    waits[0].wait()
+    with pytest.raises(dist.DistBackendError, match=r"wait_signal .*'lost'.*rank 1 .*lost"):
+        waits[1].wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_signals_of_a_lost_rank(new_world, transport):
+    outcomes = new_world(2).run_raw(signals_of_a_lost_rank, transport)
+    assert [outcome.state for outcome in outcomes] == ["returned", "died"], "\n".join(map(str, outcomes))
+
+
+def a_wait_beside_the_pool() -> None:
+    """A signal that has come is taken while every stream of torch's pool stands still: the window waits on one of its own."""
+    device = torch.device(start("peer memory"))
+    rank = fogdist.rank()
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    window = backend.create_window(torch.zeros(8, device=device), "apart", [1 - rank], [1 - rank])
+    assert window.transport == "peer memory"
+    window.signal(1 - rank).wait()
+    settle()
+    extension = device_double.load()
+    pool = range(1, 33)
+    for stream in pool:
+        extension.hold(device.index, stream)
+    try:
+        taken = window.wait_signal(1 - rank)
+        deadline = time.monotonic() + 20
+        while not taken.is_completed():
+            assert time.monotonic() < deadline, "it waits on a stream that others may have as well"
+    finally:
+        for stream in pool:
+            extension.release(device.index, stream)
+    settle()
+    window.free()
+
+
+def test_signals_have_a_stream_of_their_own(worlds):
+    worlds(2).run(a_wait_beside_the_pool)
 
 
 def stop_and_go(transport: str) -> int:
@@ -885,6 +1059,9 @@ def all_is_given_back(transport: str) -> list[int]:
     fogdist.barrier()
     del window, x
     gc.collect()
+    deadline = time.monotonic() + 20
+    while driver.device_double_held() != held_by_driver[0] and time.monotonic() < deadline:
+        time.sleep(0.01)  # another thread gives it back
     held_by_driver.append(driver.device_double_held())
     return held_by_driver
 
@@ -895,6 +1072,42 @@ def test_everything_is_given_back(new_world, transport, no_shared_memory_left):
     for before, meanwhile, after in world.run(all_is_given_back, transport):
         assert before == after < meanwhile
     world.close()
+
+
+def dropped_while_busy() -> None:
+    """The last tensor of a freed window is dropped while the device has something to do that needs this thread: giving memory back waits
+    for it, and whoever drops the tensor does not."""
+    device = torch.device(start("peer memory"))
+    driver = device_double.load_driver()
+    settle()
+    gc.collect()
+    before = driver.device_double_held()
+    x = torch.ones(1000, device=device)
+    window = fogdist.Window(x)
+    assert window.transport == "peer memory"
+    window.put(x)
+    settle()
+    window.free()
+    extension = device_double.load()
+    current = torch.accelerator.current_stream()
+    pool = range(1, 33)  # the window's stream is one of them
+    for stream in pool:
+        extension.hold(device.index, stream)
+        torch.Event(device=DEVICE).record(
+            torch.Stream(stream_id=stream, device_index=device.index, device_type=current.device_type)
+        )
+    del window, x
+    gc.collect()
+    for stream in pool:
+        extension.release(device.index, stream)
+    deadline = time.monotonic() + 20
+    while driver.device_double_held() != before:
+        assert time.monotonic() < deadline, "it was not given back"
+        time.sleep(0.01)
+
+
+def test_nobody_waits_to_drop_a_tensor(new_world):
+    new_world(2).run(dropped_while_busy)
 
 
 def drop_in_disorder(transport: str) -> None:

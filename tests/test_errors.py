@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import BACKEND, World, WorldPool
+from harness import BACKEND, World, WorldPool, exception_of
 from operations import prepare
 from reference import Checks
 
@@ -430,7 +430,7 @@ def wait_for_absent_peer() -> list[str]:
                 for pattern in (name, r"rank\W*1\b", r"seq\w*\W*\d|#\d"):
                     if not re.search(pattern, str(error), re.IGNORECASE):
                         problems.append(f"{name}: {pattern!r} is not in {error}")
-                if work.exception() is None:
+                if exception_of(work) is None:
                     problems.append(f"{name}: exception() is None")
             except BaseException as error:
                 problems.append(f"{name}: {error!r} instead of a DistBackendError")

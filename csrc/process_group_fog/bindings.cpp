@@ -396,7 +396,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "free", [](Window& self, Timeout timeout) { self.free(checked(timeout.value_or(self.timeout()))); },
           py::arg("timeout") = py::none(), release_gil)
-      .def_property("p", &Window::p, &Window::set_p)
+      .def_property("p", py::cpp_function(&Window::p, release_gil), py::cpp_function(&Window::set_p, release_gil))
       .def_property_readonly("tensor", &Window::tensor)
       .def_property_readonly("name", &Window::name)
       .def_property_readonly("transport", &Window::transport)
@@ -445,6 +445,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("driver"),
       py::arg("compilers"));
   module.def("kernel_source", &fog::cuda::kernel_source);
+  module.def("kernel_names", &fog::cuda::kernel_names);
   module.def(
       "compile_kernels",
       [](const std::string& device_type, int major, int minor) {

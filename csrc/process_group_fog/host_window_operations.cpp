@@ -534,6 +534,7 @@ WorkPtr HostWindow::wait_signal(int source, const Options& options) {
 bool HostWindow::take_signal(const Neighbor& source, Deadline deadline) {
   auto& signals = memory_->door(source.door).signals;
   while (true) {
+    const bool gone = source.gone; // before the signals: it may have given one and gone
     auto count = signals.load(std::memory_order_acquire);
     while (count > 0) {
       if (signals.compare_exchange_weak(count, count - 1, std::memory_order_acquire)) {
@@ -541,7 +542,7 @@ bool HostWindow::take_signal(const Neighbor& source, Deadline deadline) {
       }
     }
     check_abandoned("wait_signal");
-    if (source.gone) {
+    if (gone) {
       fail("wait_signal", why_gone(source));
     }
     const auto left = deadline - Clock::now();

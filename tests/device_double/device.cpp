@@ -61,12 +61,14 @@ void write_log(const char* what, const c10::Stream& stream, uint64_t number) {
 // --- streams ---
 
 constexpr int64_t kPoolSize = 32; // streams of the global pool are given out again and again, as CUDA's are
+constexpr int64_t kLeastAddress = 1 << 20; // ids from there on are addresses of Queues of a driver
 
 struct Streams {
   std::mutex mutex;
   std::array<std::vector<Queue*>, kDevices> by_id; // the first is the default one, the pool's come next; never destroyed
   std::array<int64_t, kDevices> given{};
   std::set<std::pair<int, int64_t>> capturing;
+  std::set<Queue*> foreign; // that were a thread's current stream; never destroyed either
 };
 
 Streams& streams() {
@@ -76,6 +78,9 @@ Streams& streams() {
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<int64_t, kDevices> current_streams{};
+
+// Where CUDA would have made a context, which takes hundreds of MB of a GPU: cudaSetDevice makes one.
+std::array<std::atomic<bool>, kDevices> contexts{};
 
 c10::DeviceIndex checked(c10::DeviceIndex device) {
   TORCH_CHECK(device < kDevices, "got device ", static_cast<int>(device), "; there are ", static_cast<int>(kDevices));
@@ -87,9 +92,11 @@ c10::Stream make_stream(c10::DeviceIndex device, int64_t id) {
 }
 
 Queue& queue(c10::DeviceIndex device, int64_t id) {
-  auto& [mutex, by_id, given, capturing] = streams();
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& queues = by_id[checked(device)];
+  if (id >= kLeastAddress) {
+    return *reinterpret_cast<Queue*>(id);
+  }
+  const std::lock_guard<std::mutex> lock(streams().mutex);
+  auto& queues = streams().by_id[checked(device)];
   while (static_cast<int64_t>(queues.size()) <= std::max(id, kPoolSize)) {
     queues.push_back(new Queue(device, static_cast<int64_t>(queues.size())));
   }
@@ -125,6 +132,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.type() == kDevice, "got ", device, "; allowed is the double's");
     current_device = checked(device.index());
+    contexts[current_device] = true;
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     current_device = device.index() < 0 ? current_device : device.index();
@@ -155,6 +163,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = current_stream(stream.device_index());
     current_streams[stream.device_index()] = stream.id();
+    if (stream.id() >= kLeastAddress) {
+      const std::lock_guard<std::mutex> lock(streams().mutex);
+      streams().foreign.insert(&queue_of(stream));
+    }
     return before;
   }
   void* getStreamNativeHandle(const c10::Stream stream) const
@@ -178,6 +190,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
       const std::lock_guard<std::mutex> lock(streams().mutex);
       queues = streams().by_id[index];
+      for (auto* each : streams().foreign) {
+        if (each->device() == index) {
+          queues.push_back(each);
+        }
+      }
     }
     for (auto* each : queues) {
       each->drain();
@@ -204,12 +221,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     own.marker = queue_of(stream).mark();
     write_log("record", stream, own.number);
+    contexts[current_device] = true; // torch 2.11 goes back there by cudaSetDevice
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
       const auto& own = *static_cast<Event*>(event);
       queue_of(stream).wait_for(own.marker);
       write_log("wait", stream, own.number);
+      contexts[current_device] = true;
     }
   }
   bool queryEvent(void* event) const override {
@@ -225,7 +244,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return std::chrono::duration<double, std::milli>(time).count();
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
-    delete static_cast<Event*>(event);
+    if (event != nullptr) {
+      delete static_cast<Event*>(event);
+      contexts[current_device] = true;
+    }
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;
 };
@@ -269,11 +291,15 @@ class Allocator final : public c10::Allocator {
     std::memcpy(to, from, bytes);
   }
 
+  // As that of cudaMallocAsync, it refuses memory that is not its own.
   void use(const void* data, const c10::Stream& stream) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (const auto found = blocks_.find(const_cast<void*>(data)); found != blocks_.end()) {
-      found->second.users.insert(&queue_of(stream));
+    if (data == nullptr) {
+      return;
     }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = blocks_.find(const_cast<void*>(data));
+    TORCH_CHECK(found != blocks_.end(), "ptr not found in ptr_info: ", data, " is not of the double's allocator");
+    found->second.users.insert(&queue_of(stream));
   }
   // The device of memory that is in use; -1 if it is not the double's.
   c10::DeviceIndex device_of(const void* data) {
@@ -701,6 +727,12 @@ void bind_device(py::module_& module) {
   module.def("clear_stream_log", [] {
     const std::lock_guard<std::mutex> lock(stream_log().mutex);
     stream_log().entries.clear();
+  });
+  module.def("contexts", [] { return std::vector<bool>(contexts.begin(), contexts.end()); });
+  module.def("forget_contexts", [] {
+    for (auto& made : contexts) {
+      made = false;
+    }
   });
   module.def("host_view", &on_host); // as a kernel sees the memory: nothing is waited for or kept alive
   module.def("live_bytes", [] { return Allocator::instance().live(); });

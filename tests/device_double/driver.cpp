@@ -14,7 +14,9 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -42,6 +44,7 @@ struct Kernel {
   std::vector<size_t> sizes;
   void (*call)(void* function, void** arguments) = nullptr;
   void* function = nullptr;
+  std::shared_ptr<std::atomic<bool>> loaded = std::make_shared<std::atomic<bool>>(false);
 };
 
 std::map<std::string, Kernel>& kernels() {
@@ -62,7 +65,8 @@ struct Registration {
         [](void* address, void** arguments) {
           call(reinterpret_cast<void (*)(Arguments...)>(address), arguments, std::index_sequence_for<Arguments...>());
         },
-        reinterpret_cast<void*>(function)};
+        reinterpret_cast<void*>(function),
+        std::make_shared<std::atomic<bool>>(false)};
   }
 };
 
@@ -152,6 +156,8 @@ struct State {
   std::map<Address, Memory> memory;
   std::map<void*, size_t> host_memory;
   std::map<char*, size_t> registered;
+  std::set<Handle> streams;
+  std::set<Queue*> used; // streams on which something was started
   std::map<std::string, int> failures; // functions that tests want to fail
   std::map<std::string, long> calls;
 };
@@ -181,6 +187,32 @@ int enter(const char* function) {
   if (current_context == nullptr) {   \
     return kInvalidContext;           \
   }
+
+Queue& used(Handle stream) {
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return **state().used.insert(static_cast<Queue*>(stream)).first;
+}
+
+// What gives memory back waits for all that the context has been given, as far as that was by this driver.
+#define ENTER_AND_SYNCHRONIZE(function) \
+  ENTER_IN_CONTEXT(function)            \
+  if (!synchronize()) {                 \
+    return kInvalidValue;               \
+  }
+
+bool synchronize() {
+  std::set<Queue*> queues;
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    queues = state().used;
+  }
+  for (auto* queue : queues) {
+    if (current_context == &contexts[queue->device()] && !queue->mark()->wait()) {
+      return false;
+    }
+  }
+  return true;
+}
 
 Result map_file(int file, size_t bytes, bool foreign, Address* address) {
   void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
@@ -249,10 +281,10 @@ EXPORT long device_double_calls(const char* function) {
   return state().calls[function];
 }
 
-// Memory of cuMemAlloc, of cuIpcOpenMemHandle, of cuMemHostAlloc and pages of cuMemHostRegister that have not been given back.
+// Memory of cuMemAlloc, of cuIpcOpenMemHandle, of cuMemHostAlloc, pages of cuMemHostRegister and streams that have not been given back.
 EXPORT long device_double_held() {
   const std::lock_guard<std::mutex> lock(state().mutex);
-  return static_cast<long>(state().memory.size() + state().host_memory.size() + state().registered.size());
+  return static_cast<long>(state().memory.size() + state().host_memory.size() + state().registered.size() + state().streams.size());
 }
 
 // --- libcuda ---
@@ -337,6 +369,12 @@ EXPORT int cuModuleGetFunction(Handle* function, Handle /*module*/, const char* 
   return kSuccess;
 }
 
+EXPORT int cuFuncLoad(Handle function) {
+  ENTER_IN_CONTEXT(cuFuncLoad)
+  *static_cast<const Kernel*>(function)->loaded = true;
+  return kSuccess;
+}
+
 EXPORT int cuLaunchKernel(
     Handle function,
     unsigned grid_x,
@@ -355,6 +393,9 @@ EXPORT int cuLaunchKernel(
     return kInvalidValue;
   }
   const auto& kernel = *static_cast<const Kernel*>(function);
+  if (!kernel.loaded->exchange(true)) { // CUDA may wait here for all that runs
+    enter("lazy load");
+  }
   std::vector<std::vector<char>> values;
   size_t total = 0;
   for (size_t i = 0; i < kernel.sizes.size(); ++i) {
@@ -365,7 +406,7 @@ EXPORT int cuLaunchKernel(
   if (total > 4096) {
     return kInvalidValue;
   }
-  auto& queue = *static_cast<Queue*>(stream);
+  auto& queue = used(stream);
   if (current_context != &contexts[queue.device()]) {
     return kInvalidContext;
   }
@@ -392,19 +433,19 @@ EXPORT int cuMemAlloc_v2(Address* address, size_t bytes) {
 }
 
 EXPORT int cuMemFree_v2(Address address) {
-  ENTER_IN_CONTEXT(cuMemFree_v2)
+  ENTER_AND_SYNCHRONIZE(cuMemFree_v2)
   return unmap(address, false);
 }
 
 EXPORT int cuMemsetD8Async(Address address, unsigned char value, size_t bytes, Handle stream) {
   ENTER_IN_CONTEXT(cuMemsetD8Async)
-  static_cast<Queue*>(stream)->enqueue([=] { std::memset(reinterpret_cast<void*>(address), value, bytes); });
+  used(stream).enqueue([=] { std::memset(reinterpret_cast<void*>(address), value, bytes); });
   return kSuccess;
 }
 
 EXPORT int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
   ENTER_IN_CONTEXT(cuMemcpyAsync)
-  static_cast<Queue*>(stream)->enqueue(
+  used(stream).enqueue(
       [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
   return kSuccess;
 }
@@ -422,7 +463,7 @@ EXPORT int cuMemHostAlloc(void** memory, size_t bytes, unsigned /*flags*/) {
 }
 
 EXPORT int cuMemFreeHost(void* memory) {
-  ENTER_IN_CONTEXT(cuMemFreeHost)
+  ENTER_AND_SYNCHRONIZE(cuMemFreeHost)
   const std::lock_guard<std::mutex> lock(state().mutex);
   if (state().host_memory.erase(memory) == 0) {
     return kInvalidValue;
@@ -472,18 +513,35 @@ EXPORT int cuIpcOpenMemHandle_v2(Address* address, IpcHandle handle, unsigned fl
 }
 
 EXPORT int cuIpcCloseMemHandle(Address address) {
-  ENTER_IN_CONTEXT(cuIpcCloseMemHandle)
+  ENTER_AND_SYNCHRONIZE(cuIpcCloseMemHandle)
   return unmap(address, true);
 }
 
-EXPORT int cuStreamCreate(Handle* stream, unsigned flags) {
-  ENTER_IN_CONTEXT(cuStreamCreate)
-  if (flags != 1) {
+constexpr int kGreatestPriority = -5;
+
+EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  ENTER_IN_CONTEXT(cuCtxGetStreamPriorityRange)
+  *least = 0;
+  *greatest = kGreatestPriority;
+  return kSuccess;
+}
+
+EXPORT int cuStreamCreateWithPriority(Handle* stream, unsigned flags, int priority) {
+  ENTER_IN_CONTEXT(cuStreamCreateWithPriority)
+  if (flags != 1 || priority > 0 || priority < kGreatestPriority) {
     return kInvalidValue;
   }
-  static std::atomic<int64_t> number{1000}; // apart from those of the device's pool
-  *stream = new Queue(static_cast<int>(static_cast<int*>(current_context) - contexts), number++); // as all streams, for ever
+  auto* queue = new Queue(static_cast<int>(static_cast<int*>(current_context) - contexts)); // its thread needs it for ever
+  *stream = queue;
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  state().streams.insert(queue);
   return kSuccess;
+}
+
+EXPORT int cuStreamDestroy_v2(Handle stream) {
+  ENTER_IN_CONTEXT(cuStreamDestroy_v2)
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  return state().streams.erase(stream) == 0 ? kInvalidValue : kSuccess;
 }
 
 EXPORT int cuStreamSynchronize(Handle stream) {

@@ -64,6 +64,8 @@ using MarkerPtr = std::shared_ptr<const Marker>;
 class Queue {
  public:
   Queue(int device, int64_t id) : device_(device), id_(id) {}
+  // One that is not the device's own: its id is its address, as CUDA's are.
+  explicit Queue(int device) : device_(device), id_(reinterpret_cast<int64_t>(this)) {}
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
 

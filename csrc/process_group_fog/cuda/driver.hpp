@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -47,8 +48,13 @@ using DriverResult = int; // CUresult, nvrtcResult: 0 is success
   X(ipc_get_handle, cuIpcGetMemHandle, (IpcHandle*, Address))                                                              \
   X(ipc_open_handle, cuIpcOpenMemHandle_v2, (Address*, IpcHandle, unsigned))                                               \
   X(ipc_close_handle, cuIpcCloseMemHandle, (Address))                                                                      \
-  X(stream_create, cuStreamCreate, (Handle*, unsigned))                                                                    \
+  X(context_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int*, int*))                                          \
+  X(stream_create_with_priority, cuStreamCreateWithPriority, (Handle*, unsigned, int))                                     \
+  X(stream_destroy, cuStreamDestroy_v2, (Handle))                                                                          \
   X(stream_synchronize, cuStreamSynchronize, (Handle))
+
+// The same of those that older drivers of CUDA 12 lack: null there.
+#define FOG_CUDA_OPTIONAL_DRIVER_FUNCTIONS(X) X(function_load, cuFuncLoad, (Handle)) // 12.4
 
 #define FOG_NVRTC_FUNCTIONS(X)                                                                                             \
   X(error_string, nvrtcGetErrorString, const char*, (DriverResult))                                                        \
@@ -84,6 +90,7 @@ class Driver {
 
 #define FOG_DECLARE(name, symbol, parameters) DriverResult(*name) parameters = nullptr;
   FOG_CUDA_DRIVER_FUNCTIONS(FOG_DECLARE)
+  FOG_CUDA_OPTIONAL_DRIVER_FUNCTIONS(FOG_DECLARE)
 #undef FOG_DECLARE
 
   // RuntimeError that says what the driver says, unless `result` is success. `what` goes on after "fog: cannot ".
@@ -114,6 +121,12 @@ class Driver {
   Driver() = default;
   friend struct Opened;
 };
+
+// Gives something of a device back, in that device's context and, so that nobody waits, in a thread of fog's: drivers wait there for all
+// that the device has been given, which may wait for other ranks, and whoever drops a tensor usually has Python's lock.
+void give_back(const at::Device& device, std::function<void(const Driver&)> release);
+// Waits until that has been done with all that was given back: for those who need more than is left.
+void await_given_back();
 
 // The run-time compiler that goes with it.
 class Compiler {

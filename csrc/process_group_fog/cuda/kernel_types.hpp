@@ -31,6 +31,7 @@
     unsigned long long stride; \
     int count;                 \
     int side;                  \
+    const volatile int* gone;  \
   };                           \
                                \
   struct WindowSlot {          \
@@ -49,7 +50,8 @@
 
 // Sum: rows, and where their sum goes, as a kernel has found out on the device.
 // PairLock: of two ranks, by loads and stores alone: atomics do not reach over every link between devices.
-// Locks: `count` of them, `stride` bytes apart, in one memory; `side` is 0 for the owner of that memory.
+// Locks: `count` of them, `stride` bytes apart, in one memory; `side` is 0 for the owner of that memory. `gone`: a word of the host's for
+// each, not 0 once the process of the rank on the other side has ended.
 // WindowSlot: of an in-neighbor, see peer_window.hpp; its value is in one of two buffers. In `state`, from bit 0 on: which buffer; whether
 // there is a value, else it counts as zeros; which p; and the version.
 // WindowDoor: what else an owner and one of its neighbors share: the lock of the owner's tensor, and signals that came and were taken.

@@ -1,6 +1,7 @@
 #include "kernels.hpp"
 
 #include <algorithm>
+#include <cctype>
 #include <map>
 #include <mutex>
 #include <string>
@@ -49,7 +50,16 @@ void load(Loaded& loaded, const at::Device& device, const Driver& driver, Driver
   loaded.most_blocks = kBlocksOfProcessor * static_cast<size_t>(attribute(kMultiprocessorCount));
   const auto code = Compiler::of(device.type())
                         .compile(kernel_source(), attribute(kComputeCapabilityMajor), attribute(kComputeCapabilityMinor));
-  driver.check(driver.module_load_data(&loaded.module, code.data()), "load the device's kernels");
+  Handle module = nullptr;
+  driver.check(driver.module_load_data(&module, code.data()), "load the device's kernels");
+  for (const auto& name : kernel_names()) {
+    auto& function = loaded.functions[name];
+    driver.check(driver.module_get_function(&function, module, name.c_str()), "find a kernel");
+    if (driver.function_load != nullptr) {
+      driver.check(driver.function_load(function), "load a kernel");
+    }
+  }
+  loaded.module = module;
 }
 
 // Without what comes before the type.
@@ -105,6 +115,30 @@ const char* kernel_source() {
       ;
 }
 
+std::vector<std::string> kernel_names() {
+  const std::string source = kernel_source();
+  std::vector<std::string> names;
+  // The word after each of these.
+  const auto collect = [&](const std::string& macro, const std::vector<std::string>& prefixes) {
+    for (size_t at = source.find(macro); at != std::string::npos; at = source.find(macro, at + 1)) {
+      if (source.compare(source.rfind('\n', at) + 1, 8, "#define ") == 0) {
+        continue;
+      }
+      const auto begin = source.find_first_not_of(" \n", at + macro.size());
+      auto end = begin;
+      while (std::isalnum(static_cast<unsigned char>(source[end])) != 0 || source[end] == '_') {
+        ++end;
+      }
+      for (const auto& prefix : source[end] == '#' ? std::vector<std::string>() : prefixes) { // a name that a macro makes
+        names.push_back(prefix + source.substr(begin, end - begin));
+      }
+    }
+  };
+  collect("FOG_KERNEL(", {""});
+  collect("FOG_COMBINE(", {"combine_", "sum_"});
+  return names;
+}
+
 void prepare_kernels(const at::Device& device) {
   const auto& driver = Driver::of(device.type());
   const auto entered = driver.enter(device);
@@ -121,11 +155,7 @@ void launch(const at::Device& device, const char* kernel, size_t threads, Handle
   {
     const std::lock_guard<std::mutex> lock(loaded.mutex);
     load(loaded, device, driver, entered.number());
-    auto& known = loaded.functions[kernel];
-    if (known == nullptr) {
-      driver.check(driver.module_get_function(&known, loaded.module, kernel), "find a kernel");
-    }
-    function = known;
+    function = loaded.functions.at(kernel);
   }
   const size_t blocks = std::clamp<size_t>((threads + kBlock - 1) / kBlock, 1, loaded.most_blocks);
   const unsigned block = static_cast<unsigned>(std::clamp<size_t>(threads, 1, kBlock));

@@ -199,12 +199,13 @@ FOG_COMBINE(uint64, combine_integers<unsigned long long>)
 
 // Peterson's lock, which needs no atomic operation ("Myths about the mutual exclusion problem", Information Processing Letters 12,
 // 1981, doi:10.1016/0020-0190(81)90106-X). Each fence keeps what is before it before what is after it, for all devices and the host.
-static __device__ bool acquire(PairLock* lock, int side, Count end) {
+// A rank that is gone wants nothing any more, whatever it has left there.
+static __device__ bool acquire(PairLock* lock, int side, const volatile int* gone, Count end) {
   lock->wants[side] = 1;
   __threadfence_system();
   lock->turn = 1 - side;
   __threadfence_system();
-  while (lock->wants[1 - side] != 0 && lock->turn == 1 - side) {
+  while (lock->wants[1 - side] != 0 && lock->turn == 1 - side && *gone == 0) {
     if (nanoseconds() >= end) {
       lock->wants[side] = 0;
       __threadfence_system();
@@ -232,7 +233,7 @@ static __device__ void release(const Locks& locks, int count) {
 // How many it has got; all, or those before the one that it has not got by `end`.
 static __device__ int acquire_all(const Locks& locks, Count end) {
   int count = 0;
-  while (count < locks.count && acquire(lock_at(locks, count), locks.side, end)) {
+  while (count < locks.count && acquire(lock_at(locks, count), locks.side, locks.gone + count, end)) {
     ++count;
   }
   return count;
@@ -432,10 +433,17 @@ FOG_KERNEL(window_signal, WindowDoor* door) {
   __threadfence_system();
 }
 
-FOG_KERNEL(window_wait_signal, WindowDoor* door, Count limit, int* any) {
+// `any` is 1 if there was none until `limit` nanoseconds after the beginning, and 2 if there will be none: the source is gone.
+FOG_KERNEL(window_wait_signal, WindowDoor* door, const volatile int* gone, Count limit, int* any) {
   const Count end = nanoseconds() + limit;
   *any = 0;
   while (door->sent == door->taken) {
+    const bool is_gone = *gone != 0;
+    __threadfence_system();
+    if (is_gone && door->sent == door->taken) { // nor did it come meanwhile
+      *any = 2;
+      return;
+    }
     if (nanoseconds() >= end) {
       *any = 1;
       return;

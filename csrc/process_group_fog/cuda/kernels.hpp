@@ -1,6 +1,7 @@
 // fog's own kernels on a device: compiled once a device and process, launched on a stream.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +15,14 @@ namespace fog::cuda {
 // The kernels' source, as the run-time compiler gets it.
 const char* kernel_source();
 
+// The names of all kernels in it.
+std::vector<std::string> kernel_names();
+
 // Compiles and loads the kernels of a device if that has not been done, which takes a moment: the first launch does it too, but a
 // stream that is being captured into a graph cannot. RuntimeError if they cannot be had.
+//
+// CUDA by itself loads a kernel when it is first started, and may wait then for all that runs: for a kernel that waits for another rank,
+// in a send of NCCL or a window, for ever. So all are loaded here, if the driver can do that (CUDA 12.4 or later).
 void prepare_kernels(const at::Device& device);
 
 // Starts a kernel with at least one thread, and at most `threads` or what fills the device, after what the stream has. `arguments` point to

@@ -1,6 +1,7 @@
 #include "peer_memory.hpp"
 
 #include <cstring>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -50,15 +51,17 @@ PeerLayout::PeerLayout(const at::Tensor& of, size_t its_slots, size_t its_doors)
 PeerMemory::PeerMemory(const at::Device& device, const PeerLayout& its_layout) : layout(its_layout), device_(device) {
   const auto& driver = Driver::of(device.type());
   const auto entered = driver.enter(device);
-  driver.check(driver.memory_allocate(&base_, layout.bytes), "allocate memory of a window");
+  auto result = driver.memory_allocate(&base_, layout.bytes);
+  if (result != 0) { // that of an earlier window may be on its way back
+    await_given_back();
+    result = driver.memory_allocate(&base_, layout.bytes);
+  }
+  driver.check(result, "allocate memory of a window");
 }
 
 PeerMemory::~PeerMemory() {
-  try {
-    const auto& driver = Driver::of(device_.type());
-    const auto entered = driver.enter(device_);
-    driver.memory_free(base_);
-  } catch (const std::exception&) { // the driver has ended with the process
+  if (base_ != 0) {
+    give_back(device_, [base = base_](const Driver& driver) { driver.memory_free(base); });
   }
 }
 
@@ -83,12 +86,27 @@ ForeignPeerMemory::ForeignPeerMemory(const at::Device& device, const std::string
 }
 
 ForeignPeerMemory::~ForeignPeerMemory() {
-  try {
-    const auto& driver = Driver::of(device_.type());
-    const auto entered = driver.enter(device_);
-    driver.ipc_close_handle(base_);
-  } catch (const std::exception&) { // the driver has ended with the process
+  if (base_ != 0) {
+    give_back(device_, [base = base_](const Driver& driver) { driver.ipc_close_handle(base); });
   }
+}
+
+void ForeignPeerMemory::close() {
+  const auto& driver = Driver::of(device_.type());
+  const auto entered = driver.enter(device_);
+  driver.ipc_close_handle(std::exchange(base_, 0));
+}
+
+void* keep_window_memory(std::shared_ptr<const void> owner) {
+  return new std::shared_ptr<const void>(std::move(owner));
+}
+
+void drop_window_memory(void* kept) {
+  delete static_cast<std::shared_ptr<const void>*>(kept);
+}
+
+c10::DataPtr window_memory(Address place, const at::Device& device, std::shared_ptr<const void> owner) {
+  return {reinterpret_cast<void*>(place), keep_window_memory(std::move(owner)), &drop_window_memory, device};
 }
 
 } // namespace fog::cuda

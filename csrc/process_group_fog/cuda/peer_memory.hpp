@@ -33,7 +33,7 @@ struct PeerLayout {
   PeerLayout(const at::Tensor& tensor, size_t slots, size_t doors);
 };
 
-// This process's own. It is given back with the last reference: by then nobody may use it.
+// This process's own. It is given back after the last reference: by then nobody may use it.
 class PeerMemory {
  public:
   // RuntimeError if the device has no driver, no memory or none to share.
@@ -63,6 +63,9 @@ class ForeignPeerMemory {
   ForeignPeerMemory(const ForeignPeerMemory&) = delete;
   ForeignPeerMemory& operator=(const ForeignPeerMemory&) = delete;
 
+  // Not mapped any more, when this returns; it may wait for all that the device has been given. The end of the object does not wait.
+  void close();
+
   Address at(size_t offset) const {
     return base_ + offset;
   }
@@ -75,5 +78,11 @@ class ForeignPeerMemory {
   PeerLayout layout_;
   Address base_ = 0;
 };
+
+// Memory of a window's as a tensor has it, with what else keeps it from being given back.
+c10::DataPtr window_memory(Address place, const at::Device& device, std::shared_ptr<const void> owner);
+// The same for tensors that are made by at::for_blob.
+void* keep_window_memory(std::shared_ptr<const void> owner);
+void drop_window_memory(void* kept);
 
 } // namespace fog::cuda

@@ -28,7 +28,8 @@ constexpr auto kShortest = std::chrono::microseconds(5);
 constexpr auto kLongest = std::chrono::microseconds(500);
 constexpr size_t kCells = 512; // that are allocated at once
 
-const Locks kNoLocks{nullptr, 0, 0, 0};
+const Locks kNoLocks{nullptr, 0, 0, 0, nullptr};
+constexpr int kSourceIsGone = 2; // of window_wait_signal
 
 // Memory of windows that were dropped, not freed: neighbors may still write to it.
 void bury(std::shared_ptr<PeerMemory> memory) {
@@ -36,24 +37,6 @@ void bury(std::shared_ptr<PeerMemory> memory) {
   static auto* graves = new std::vector<std::shared_ptr<PeerMemory>>;
   const std::lock_guard<std::mutex> lock(*mutex);
   graves->push_back(std::move(memory));
-}
-
-// A stream on which nothing ever waits: not one of torch's, which everybody shares.
-Handle rescue_stream(const at::Device& device) {
-  static auto* mutex = new std::mutex;
-  static auto* streams = new std::vector<std::pair<at::Device, Handle>>;
-  const std::lock_guard<std::mutex> lock(*mutex);
-  for (const auto& [known, stream] : *streams) {
-    if (known == device) {
-      return stream;
-    }
-  }
-  const auto& driver = Driver::of(device.type());
-  const auto entered = driver.enter(device);
-  Handle stream = nullptr;
-  driver.check(driver.stream_create(&stream, kStreamNonBlocking), "make a stream");
-  streams->emplace_back(device, stream);
-  return stream;
 }
 
 // The tensor's storage, and so that of all its views, moves.
@@ -74,14 +57,25 @@ void move_storage(const at::Tensor& tensor, const std::shared_ptr<PeerMemory>& m
   driver.check(
       driver.memory_copy_async(place, reinterpret_cast<Address>(storage->data()), bytes, stream), "copy the tensor of a window");
   driver.check(driver.stream_synchronize(stream), "copy the tensor of a window");
-  auto* moved = new Moved{memory, {}};
-  c10::DataPtr data(
-      reinterpret_cast<void*>(place), moved, [](void* both) { delete static_cast<Moved*>(both); }, device);
+  const auto moved = std::make_shared<Moved>(Moved{memory, {}});
+  auto data = window_memory(place, device, moved);
   if (storage->resizable()) {
     storage->set_data_ptr_noswap(std::move(data));
   } else {
     moved->old = storage->set_data_ptr(std::move(data));
   }
+}
+
+// A storage that is on a device and has no memory there.
+c10::weak_intrusive_ptr<c10::StorageImpl> nowhere(const at::Device& device) {
+  static auto* mutex = new std::mutex;
+  static auto* storages = new std::vector<c10::Storage>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  auto found = std::find_if(storages->begin(), storages->end(), [&](const auto& storage) { return storage.device() == device; });
+  if (found == storages->end()) {
+    found = storages->emplace(found, c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device));
+  }
+  return found->getWeakStorageImpl();
 }
 
 } // namespace
@@ -90,30 +84,13 @@ void move_storage(const at::Tensor& tensor, const std::shared_ptr<PeerMemory>& m
 class PeerWindow::HostCells {
  public:
   explicit HostCells(const at::Device& device) : device_(device) {}
-  ~HostCells() {
-    try {
-      const auto& driver = Driver::of(device_.type());
-      const auto entered = driver.enter(device_);
-      for (void* block : blocks_) {
-        driver.host_free(block);
-      }
-    } catch (const std::exception&) { // the driver has ended with the process
-    }
-  }
-  HostCells(const HostCells&) = delete;
-  HostCells& operator=(const HostCells&) = delete;
 
   volatile uint64_t* take() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (unused_.empty()) {
-      const auto& driver = Driver::of(device_.type());
-      const auto entered = driver.enter(device_);
-      void* block = nullptr;
-      driver.check(
-          driver.host_allocate(&block, kCells * sizeof(uint64_t), kHostAllocPortable | kHostAllocMapped), "allocate page-locked memory");
-      blocks_.push_back(block);
+      blocks_.push_back(std::make_unique<MappedMemory>(device_, kCells * sizeof(uint64_t)));
       for (size_t i = 0; i < kCells; ++i) {
-        unused_.push_back(static_cast<volatile uint64_t*>(block) + i);
+        unused_.push_back(blocks_.back()->as<uint64_t>() + i);
       }
     }
     auto* cell = unused_.back();
@@ -129,7 +106,7 @@ class PeerWindow::HostCells {
  private:
   const at::Device device_;
   std::mutex mutex_;
-  std::vector<void*> blocks_;
+  std::vector<std::unique_ptr<MappedMemory>> blocks_;
   std::vector<volatile uint64_t*> unused_;
 };
 
@@ -176,7 +153,14 @@ class PeerWindow::OperationWork final : public c10d::Work {
     if (error_) {
       future_->setError(error_);
     } else {
-      future_->markCompleted(c10::IValue(tensors_)); // it remembers the current stream, on which the operation is
+      // It remembers the current stream, on which the operation is, for devices of storages: so it gets one in any case, of no memory.
+      std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages{nowhere(device)};
+      for (const auto& tensor : tensors_) {
+        if (is_allocated_by_torch(tensor)) { // as for use_on()
+          storages.emplace_back(tensor.storage().getWeakStorageImpl());
+        }
+      }
+      future_->markCompleted(c10::IValue(tensors_), std::move(storages));
     }
     if (recordFunctionEndCallback_) {
       recordFunctionEndCallback_();
@@ -228,7 +212,9 @@ PeerWindow::PeerWindow(Recipe recipe, std::shared_ptr<HostWindow> host, std::sha
       device_(storage_.device()),
       memory_(std::move(memory)),
       stream_(device_),
-      signals_(device_),
+      signals_(Stream::apart(device_)),
+      gone_(std::make_shared<MappedMemory>(
+          device_, sizeof(int) * (all_neighbors(in_neighbors_, out_neighbors_).size() + in_neighbors_.size() + 1))), // not 0 bytes
       cells_(std::make_shared<HostCells>(device_)) {}
 
 std::shared_ptr<PeerWindow> PeerWindow::create(
@@ -281,7 +267,7 @@ std::shared_ptr<PeerWindow> PeerWindow::create(
   window->host_->set_listener(
       {[weak](int ended) {
          if (const auto alive = std::static_pointer_cast<PeerWindow>(weak.lock())) {
-           alive->release_locks_of(ended);
+           alive->on_ended(ended);
          }
        },
        [weak] {
@@ -297,7 +283,6 @@ void PeerWindow::load_kernels() {
   const auto& driver = Driver::of(device_.type());
   const auto entered = driver.enter(device_);
   const std::lock_guard<std::mutex> lock(enqueue_);
-  rescue_stream(device_);
   const Stream::Guard guard(stream_);
   // Those that look at `failed` do nothing.
   auto* failed = own<int>(memory_->layout.signal);
@@ -329,7 +314,8 @@ void PeerWindow::load_kernels() {
   auto* door = own<WindowDoor>(memory_->layout.practice);
   start("window_signal", {&door});
   const Count limit = 0;
-  start("window_wait_signal", {&door, &limit, &failed});
+  const auto* gone = gone_->as<int>();
+  start("window_wait_signal", {&door, &gone, &limit, &failed});
   const auto outcome = finish("win_create", {}, stream_, own<int>(memory_->layout.any));
   set(0);
   driver.check(driver.stream_synchronize(handle(stream_)), "run the device's kernels");
@@ -347,6 +333,7 @@ PeerWindow::~PeerWindow() {
     for (auto& neighbor : neighbors_) {
       static_cast<void>(neighbor.view.release());
     }
+    static_cast<void>(new std::shared_ptr<MappedMemory>(gone_));
   }
   if (!freed_) {
     bury(memory_);
@@ -406,7 +393,7 @@ WorkPtr PeerWindow::write_slots(
       const auto& there = peer.view->layout();
       auto* first = reinterpret_cast<WindowSlot*>(peer.view->at(there.slots));
       auto* buffers = reinterpret_cast<char*>(peer.view->at(there.buffers));
-      const Locks locks{&first[peer.slot_there].lock, sizeof(WindowSlot), 1, 1};
+      const auto locks = lock_of(peer, &first[peer.slot_there].lock, sizeof(WindowSlot), 1);
       ranks.push_back(rank);
       write_slot(
           {first, peer.slot_there, buffers, there.stride}, locks, kNoLocks, adds, source, weight, p, static_cast<int>(ranks.size()),
@@ -501,8 +488,8 @@ WorkPtr PeerWindow::get(const Peers& sources, const Options& options) {
       const auto& there = peer.view->layout();
       auto* door = reinterpret_cast<WindowDoor*>(peer.view->at(there.doors)) + peer.door_there;
       const auto* source = reinterpret_cast<const void*>(peer.view->at(there.tensor));
-      const Locks here{&first[peer.slot].lock, sizeof(WindowSlot), 1, 0};
-      const Locks its_tensor{&door->tensor, sizeof(WindowDoor), 1, 1};
+      const auto here = lock_of(peer, &first[peer.slot].lock, sizeof(WindowSlot), 0);
+      const auto its_tensor = lock_of(peer, &door->tensor, sizeof(WindowDoor), 1);
       ranks.push_back(rank);
       write_slot(
           {first, peer.slot, buffers, memory_->layout.stride}, here, its_tensor, false, source, weight, nullptr,
@@ -633,18 +620,22 @@ WorkPtr PeerWindow::wait_signal(int source, const Options& options) {
   }
   const auto lock = begin_call(op);
   const Stream::Guard guard(signals_);
-  auto* door = own<WindowDoor>(memory_->layout.doors) + neighbor(source).door;
+  const auto& peer = neighbor(source);
+  auto* door = own<WindowDoor>(memory_->layout.doors) + peer.door;
+  const auto* gone = gone_->as<int>() + peer.door;
   const Count limit = static_cast<Count>(std::chrono::nanoseconds(options.timeout).count());
   auto* any = own<int>(memory_->layout.signal);
-  launch(device_, "window_wait_signal", 1, handle(signals_), {&door, &limit, &any});
+  launch(device_, "window_wait_signal", 1, handle(signals_), {&door, &gone, &limit, &any});
   return work_of("fog:wait_signal", finish(op, {source}, signals_, any), {});
 }
 
 at::Tensor PeerWindow::map_remote(int rank) {
-  check_neighbor("map_remote_tensor", "rank", rank, true, true);
+  constexpr const char* op = "map_remote_tensor";
+  check_neighbor(op, "rank", rank, true, true);
+  const auto lock = begin_call(op);
   const auto& view = *neighbor(rank).view;
   return at::for_blob(reinterpret_cast<void*>(view.at(view.layout().tensor)), tensor_.sizes())
-      .deleter([self = self()](void*) {})
+      .context(keep_window_memory(self()), &drop_window_memory)
       .options(tensor_.options().requires_grad(false))
       .target_device(device_)
       .make_tensor();
@@ -729,7 +720,7 @@ void PeerWindow::free(Milliseconds timeout) {
   await(op, stream_.record(), deadline);
   await(op, signals_.record(), deadline);
   for (auto& neighbor : neighbors_) { // before anybody gives its memory back
-    neighbor.view.reset();
+    neighbor.view->close();
   }
   host_->free(std::max(Milliseconds(1), std::chrono::ceil<Milliseconds>(deadline - Clock::now())));
   freed_ = true;
@@ -813,10 +804,13 @@ void PeerWindow::unlock_on_device(const Locks& one, const Locks& two) const {
 
 std::shared_ptr<PeerWindow::Outcome> PeerWindow::finish(
     const char* op, std::vector<int> ranks, const Stream& stream, const int* any) {
-  auto its_failure = [ranks = std::move(ranks), op, what = describe(op)](int part) {
+  auto its_failure = [ranks = std::move(ranks), op, what = describe(op), host = host_](int part) {
+    const bool waits = std::strcmp(op, "wait_signal") == 0;
+    if (waits && part == kSourceIsGone) {
+      return mpi::backend_error(c10::str("fog: ", what, ": ", host->why_gone(ranks[0])));
+    }
     const auto place = static_cast<size_t>(part) - 1;
     const auto whom = place < ranks.size() ? c10::str("rank ", ranks[place]) : std::string("the neighbors");
-    const bool waits = std::strcmp(op, "wait_signal") == 0;
     return mpi::backend_error(c10::str(
         "fog: ", what, ": timed out waiting for ", waits ? "a signal of " : "", whom, waits ? "" : " to end what it does in the window"));
   };
@@ -837,11 +831,16 @@ WorkPtr PeerWindow::failed_work(const char* title, std::exception_ptr error) con
 }
 
 Locks PeerWindow::own_slots() const {
-  return {&own<WindowSlot>(memory_->layout.slots)->lock, sizeof(WindowSlot), static_cast<int>(in_neighbors_.size()), 0};
+  return {&own<WindowSlot>(memory_->layout.slots)->lock, sizeof(WindowSlot), static_cast<int>(in_neighbors_.size()), 0,
+          gone_->as<int>() + neighbors_.size()};
 }
 
 Locks PeerWindow::own_tensor() const {
-  return {&own<WindowDoor>(memory_->layout.doors)->tensor, sizeof(WindowDoor), static_cast<int>(neighbors_.size()), 0};
+  return {&own<WindowDoor>(memory_->layout.doors)->tensor, sizeof(WindowDoor), static_cast<int>(neighbors_.size()), 0, gone_->as<int>()};
+}
+
+Locks PeerWindow::lock_of(const Neighbor& neighbor, PairLock* lock, size_t stride, int side) const {
+  return {lock, stride, 1, side, gone_->as<int>() + neighbor.door};
 }
 
 Handle PeerWindow::handle(const Stream& stream) const {
@@ -860,24 +859,11 @@ void PeerWindow::await(const char* op, const Event& event, Deadline deadline) co
   }
 }
 
-void PeerWindow::release_locks_of(int rank) {
+void PeerWindow::on_ended(int rank) {
   const auto& peer = neighbor(rank);
-  const auto& driver = Driver::of(device_.type());
-  const auto entered = driver.enter(device_);
-  const auto stream = rescue_stream(device_);
-  const auto clear = [&](const auto& memory, size_t lock, size_t side) {
-    driver.memory_set_async(memory.at(lock + offsetof(PairLock, wants) + side * sizeof(int)), 0, sizeof(int), stream);
-  };
-  // What it held here as a neighbor, and in its own memory as the owner.
-  const auto& layout = memory_->layout;
-  clear(*memory_, layout.doors + peer.door * sizeof(WindowDoor) + offsetof(WindowDoor, tensor), 1);
+  gone_->as<int>()[peer.door] = 1;
   if (peer.slot < in_neighbors_.size()) {
-    clear(*memory_, layout.slots + peer.slot * sizeof(WindowSlot) + offsetof(WindowSlot, lock), 1);
-  }
-  const auto& there = peer.view->layout();
-  clear(*peer.view, there.doors + peer.door_there * sizeof(WindowDoor) + offsetof(WindowDoor, tensor), 0);
-  if (std::find(out_neighbors_.begin(), out_neighbors_.end(), rank) != out_neighbors_.end()) {
-    clear(*peer.view, there.slots + peer.slot_there * sizeof(WindowSlot) + offsetof(WindowSlot, lock), 0);
+    gone_->as<int>()[neighbors_.size() + peer.slot] = 1;
   }
 }
 

@@ -13,6 +13,7 @@
 #include "../window_descriptions.hpp"
 #include "kernel_types.hpp"
 #include "peer_memory.hpp"
+#include "pinned_memory.hpp"
 #include "stream.hpp"
 
 namespace fog::cuda {
@@ -26,6 +27,8 @@ namespace fog::cuda {
 //   rank that dies meanwhile leaves the value that was there.
 // - Meanwhile they hold the slot's lock, or the lock of the tensor that they read: PairLock, between the owner's window stream and
 //   the neighbor's. A kernel that waits for a lock ends at the operation's time-out; then the rest of that part does nothing.
+// - Kernels that wait for a neighbor look at a word in the host's memory, which says when that one's process has ended: what it held is
+//   free then, and its signals do not come any more. No stream is needed for that, which might be behind the one that waits.
 // - Nothing deadlocks: a stream does what it holds a lock for before what comes next in it, writers hold one lock at a time, and who
 //   holds several takes his slots first, then tensors.
 //
@@ -132,6 +135,8 @@ class PeerWindow final : public Window {
   WorkPtr failed_work(const char* title, std::exception_ptr error) const;
   Locks own_slots() const;
   Locks own_tensor() const;
+  // One, of this neighbor's and this rank's.
+  Locks lock_of(const Neighbor& neighbor, PairLock* lock, size_t stride, int side) const;
   Handle handle(const Stream& stream) const;
   template <typename T>
   T* own(size_t offset) const {
@@ -142,15 +147,17 @@ class PeerWindow final : public Window {
   void await(const char* op, const Event& event, Deadline deadline) const;
   // Until all operations have been done; false at the window's time-out.
   bool wait_for_streams() const noexcept;
-  // The locks that a rank held whose process has ended are free.
-  void release_locks_of(int rank);
+  // The process of a neighbor has ended.
+  void on_ended(int rank);
 
   const std::shared_ptr<HostWindow> host_;
   const at::Device device_;
   const std::shared_ptr<PeerMemory> memory_;
   std::vector<Neighbor> neighbors_; // by rank
   const Stream stream_;
-  const Stream signals_; // on which waits for signals are: what they wait for may come after what is on the other
+  const Stream signals_; // on which waits for signals are: what they wait for may come after what is on any other
+  // Words that are not 0 once the process of a neighbor has ended: by door, then by slot.
+  const std::shared_ptr<MappedMemory> gone_;
 
   std::mutex enqueue_; // held by the thread that starts an operation
   std::shared_ptr<HostCells> cells_;

@@ -1,5 +1,7 @@
 #include "pinned_memory.hpp"
 
+#include <cstring>
+
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
@@ -38,6 +40,17 @@ PinnedMemory::~PinnedMemory() {
     } catch (const std::exception&) { // the driver has ended with the process
     }
   }
+}
+
+MappedMemory::MappedMemory(const at::Device& device, size_t bytes) : device_(device) {
+  const auto& driver = Driver::of(device.type());
+  const auto entered = driver.enter(device);
+  driver.check(driver.host_allocate(&memory_, bytes, kHostAllocPortable | kHostAllocMapped), "allocate page-locked memory");
+  std::memset(memory_, 0, bytes);
+}
+
+MappedMemory::~MappedMemory() {
+  give_back(device_, [memory = memory_](const Driver& driver) { driver.host_free(memory); });
 }
 
 } // namespace fog::cuda

@@ -25,4 +25,23 @@ class PinnedMemory {
   void* memory_ = nullptr; // null: it is not locked
 };
 
+// Page-locked host memory that kernels of a device read and write where it is; zeros at first. By its end they must have done so.
+class MappedMemory {
+ public:
+  // RuntimeError if the device has no driver or the driver refuses.
+  MappedMemory(const at::Device& device, size_t bytes);
+  ~MappedMemory();
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
+
+  template <typename T>
+  volatile T* as() const {
+    return static_cast<volatile T*>(memory_);
+  }
+
+ private:
+  const at::Device device_;
+  void* memory_ = nullptr;
+};
+
 } // namespace fog::cuda

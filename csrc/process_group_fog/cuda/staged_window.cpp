@@ -34,13 +34,6 @@ void copy_values(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from, true);
 }
 
-// The end of what the program's current stream has now.
-Event record_current(const at::Device& device) {
-  auto event = std::make_shared<c10::Event>(device.type());
-  event->record(*current_stream(device));
-  return event;
-}
-
 // Events that had not happened when nobody waited any longer, and the memory that the device may still use before they do.
 void keep_until(const Event& event, std::vector<at::Tensor> tensors) {
   struct Kept {
@@ -282,7 +275,7 @@ void StagedWindow::copy_to_device(const char* op, const at::Tensor& to, const at
 
 void StagedWindow::publish(const char* op, Deadline deadline) {
   // The device may be busy with other things for long: nobody who gets the copy is to wait for these.
-  await(op, record_current(storage_.device()), deadline);
+  await(op, record_on(*current_stream(storage_.device())), deadline);
   host_->publish(timeout_, [&] {
     const c10::OptionalStreamGuard guard(stream_.get());
     copy_values(host_->tensor(), tensor_);
@@ -323,7 +316,7 @@ at::Tensor StagedWindow::update(double self_weight, const Peers& neighbors, bool
   }
   copy_values(result, combined);
   count_change(result);
-  read_ = record_current(storage_.device());
+  read_ = record_on(*current_stream(storage_.device()));
   return result;
 }
 

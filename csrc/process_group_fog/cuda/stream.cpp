@@ -4,7 +4,10 @@
 #include <mutex>
 
 #include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "driver.hpp"
 
 namespace fog::cuda {
 namespace {
@@ -48,14 +51,30 @@ bool is_capturing(const at::Device& device) {
   return stream && ask_whether_capturing(VirtualGuardImpl(device.type()), *stream, 0);
 }
 
+bool is_allocated_by_torch(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().nbytes() > 0 &&
+      tensor.storage().data_ptr().get_deleter() == allocator_deleter(tensor.device());
+}
+
 void use_on(const c10::Stream& stream, const at::Tensor& tensor) {
-  if (!tensor.has_storage() || tensor.storage().nbytes() == 0) {
-    return;
+  if (tensor.device().type() == stream.device_type() && is_allocated_by_torch(tensor)) {
+    VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
   }
-  const auto& data = tensor.storage().data_ptr();
-  if (data.get_deleter() == allocator_deleter(stream.device())) {
-    VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(data, stream);
-  }
+}
+
+Event record_on(const c10::Stream& stream) {
+  const auto device = stream.device();
+  const c10::DeviceGuard guard(device);
+  auto event = Event(new c10::Event(device.type()), [device](c10::Event* dropped) {
+    c10::OptionalDeviceGuard there;
+    try {
+      there.reset_device(device);
+    } catch (const std::exception&) { // the device has failed, or ended with the process
+    }
+    delete dropped;
+  });
+  event->record(stream);
+  return event;
 }
 
 Stream::Stream(const at::Device& device) {
@@ -65,23 +84,44 @@ Stream::Stream(const at::Device& device) {
   }
 }
 
+Stream Stream::apart(const at::Device& device) {
+  try {
+    const auto& driver = Driver::of(device.type());
+    const auto entered = driver.enter(device);
+    int least = 0;
+    int greatest = 0;
+    driver.check(driver.context_get_stream_priority_range(&least, &greatest), "ask for priorities of streams");
+    Handle handle = nullptr;
+    driver.check(driver.stream_create_with_priority(&handle, kStreamNonBlocking, greatest), "make a stream");
+    Stream own;
+    own.handle_ = std::shared_ptr<void>(handle, [device](Handle dropped) {
+      try { // what it has is done all the same
+        const auto& its_driver = Driver::of(device.type());
+        const auto its_context = its_driver.enter(device);
+        its_driver.stream_destroy(dropped);
+      } catch (const std::exception&) { // the driver has ended with the process
+      }
+    });
+    // As torch's streams of others' making are: torch.cuda.ExternalStream.
+    const c10::Stream stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(handle));
+    if (stream.native_handle() == handle) {
+      own.stream_ = stream;
+      return own;
+    }
+  } catch (const std::exception&) {
+  }
+  return Stream(device);
+}
+
 Stream::Guard::Guard(const Stream& stream) {
   if (const auto& own = stream.get()) {
-    const auto device = own->device();
-    c10::Event now(device.type());
-    now.record(*current_stream(device));
-    now.block(*own);
+    record_on(*current_stream(own->device()))->block(*own);
     guard_.reset_stream(*own);
   }
 }
 
 Event Stream::record() const {
-  if (!stream_) {
-    return nullptr;
-  }
-  auto event = std::make_shared<c10::Event>(stream_->device_type());
-  event->record(*stream_);
-  return event;
+  return stream_ ? record_on(*stream_) : nullptr;
 }
 
 void order_after(const Event& event) {
