@@ -425,6 +425,26 @@ def test_a_stream_that_a_work_blocks_waits_for_it(worlds):
     worlds(2).run(a_blocked_stream)
 
 
+def traced() -> None:
+    """What an operation gives to the device is within its range in a trace."""
+    device = start("peer memory")
+    x = torch.zeros(4, 3, device=device)
+    with window_of(x, "peer memory") as window:
+        other = torch.ones(3, 4, device=device).t()  # to be copied first
+        with torch.profiler.profile() as profile:
+            window.put(other)
+            window.update(clone=True)
+        events = profile.events()
+        for name, inside in (("fog:win_put", "aten::clone"), ("fog:win_update", "aten::empty")):
+            (ours,) = [event.time_range for event in events if event.name == name]
+            starts = [event.time_range.start for event in events if event.name == inside]
+            assert any(ours.start <= moment <= ours.end for moment in starts), (name, ours, starts)
+
+
+def test_what_is_launched_is_in_the_operation_s_range(worlds):
+    worlds(2).run(traced)
+
+
 def a_busy_target(transport: str) -> None:
     """Rank 1's stream stands still and its host calls nothing, while rank 0 puts, accumulates and gets."""
     device = start(transport)

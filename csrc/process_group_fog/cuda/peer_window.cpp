@@ -1,15 +1,12 @@
 #include "peer_window.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <thread>
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/ivalue_inl.h>
-#include <ATen/core/jit_type.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
@@ -26,7 +23,6 @@ using Count = unsigned long long;
 
 constexpr auto kShortest = std::chrono::microseconds(5);
 constexpr auto kLongest = std::chrono::microseconds(500);
-constexpr size_t kCells = 512; // that are allocated at once
 
 const Locks kNoLocks{nullptr, 0, 0, 0, nullptr};
 constexpr int kSourceIsGone = 2; // of window_wait_signal
@@ -66,145 +62,7 @@ void move_storage(const at::Tensor& tensor, const std::shared_ptr<PeerMemory>& m
   }
 }
 
-// A storage that is on a device and has no memory there.
-c10::weak_intrusive_ptr<c10::StorageImpl> nowhere(const at::Device& device) {
-  static auto* mutex = new std::mutex;
-  static auto* storages = new std::vector<c10::Storage>;
-  const std::lock_guard<std::mutex> lock(*mutex);
-  auto found = std::find_if(storages->begin(), storages->end(), [&](const auto& storage) { return storage.device() == device; });
-  if (found == storages->end()) {
-    found = storages->emplace(found, c10::Storage::use_byte_size_t(), 0, c10::DataPtr(nullptr, device));
-  }
-  return found->getWeakStorageImpl();
-}
-
 } // namespace
-
-// Words of page-locked host memory that kernels write to. Those of operations in flight keep it.
-class PeerWindow::HostCells {
- public:
-  explicit HostCells(const at::Device& device) : device_(device) {}
-
-  volatile uint64_t* take() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (unused_.empty()) {
-      blocks_.push_back(std::make_unique<MappedMemory>(device_, kCells * sizeof(uint64_t)));
-      for (size_t i = 0; i < kCells; ++i) {
-        unused_.push_back(blocks_.back()->as<uint64_t>() + i);
-      }
-    }
-    auto* cell = unused_.back();
-    unused_.pop_back();
-    *cell = 0;
-    return cell;
-  }
-  void give_back(volatile uint64_t* cell) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    unused_.push_back(cell);
-  }
-
- private:
-  const at::Device device_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<MappedMemory>> blocks_;
-  std::vector<volatile uint64_t*> unused_;
-};
-
-struct PeerWindow::Outcome {
-  Outcome(std::shared_ptr<HostCells> its_cells, std::function<std::exception_ptr(int)> its_failure)
-      : cells(std::move(its_cells)), cell(cells->take()), failure(std::move(its_failure)) {}
-  ~Outcome() {
-    if (is_known_to_have_happened(end)) {
-      cells->give_back(cell);
-    } else { // the device may yet write there
-      static_cast<void>(new std::shared_ptr<HostCells>(cells));
-    }
-  }
-
-  volatile int* word() const {
-    return reinterpret_cast<volatile int*>(cell);
-  }
-  // Null as long as it may yet end well.
-  std::exception_ptr error() {
-    if (!has_happened(end) || *word() == 0) {
-      return nullptr;
-    }
-    heard = true;
-    return failure(*word());
-  }
-
-  const std::shared_ptr<HostCells> cells;
-  volatile uint64_t* const cell;
-  const std::function<std::exception_ptr(int)> failure; // of the part with that number, from 1 on
-  Event end;
-  std::atomic<bool> heard{false};
-};
-
-// The Work of an operation that the device has been given as a whole.
-class PeerWindow::OperationWork final : public c10d::Work {
- public:
-  // To be made while the operation's stream is the current one.
-  OperationWork(
-      int rank, const char* title, const at::Device& device, std::vector<at::Tensor> tensors, std::shared_ptr<Outcome> outcome,
-      std::exception_ptr error)
-      : c10d::Work(rank, c10d::OpType::UNKNOWN, title, tensors), tensors_(std::move(tensors)), outcome_(std::move(outcome)), error_(error) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()), std::vector<at::Device>{device});
-    if (error_) {
-      future_->setError(error_);
-    } else {
-      // It remembers the current stream, on which the operation is, for devices of storages: so it gets one in any case, of no memory.
-      std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages{nowhere(device)};
-      for (const auto& tensor : tensors_) {
-        if (is_allocated_by_torch(tensor)) { // as for use_on()
-          storages.emplace_back(tensor.storage().getWeakStorageImpl());
-        }
-      }
-      future_->markCompleted(c10::IValue(tensors_), std::move(storages));
-    }
-    if (recordFunctionEndCallback_) {
-      recordFunctionEndCallback_();
-    }
-  }
-
-  bool isCompleted() override {
-    return !outcome_ || has_happened(outcome_->end);
-  }
-  bool isSuccess() const override {
-    return exception() == nullptr && (!outcome_ || has_happened(outcome_->end));
-  }
-  std::exception_ptr exception() const override {
-    return outcome_ ? outcome_->error() : error_;
-  }
-  std::vector<at::Tensor> result() override {
-    return tensors_;
-  }
-  void synchronize() override {
-    if (outcome_) {
-      order_after(outcome_->end);
-    }
-  }
-  bool wait(std::chrono::milliseconds /*timeout*/) override {
-    if (const auto failure = exception()) {
-      std::rethrow_exception(failure);
-    }
-    synchronize();
-    return true;
-  }
-  // The base's blocks the stream until the Future is completed, which it is at once.
-  void blockCurrentStream() override {
-    synchronize();
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    return future_;
-  }
-
- private:
-  const std::vector<at::Tensor> tensors_;
-  const std::shared_ptr<Outcome> outcome_; // null: nothing was started
-  const std::exception_ptr error_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
 
 PeerWindow::PeerWindow(Recipe recipe, std::shared_ptr<HostWindow> host, std::shared_ptr<PeerMemory> memory)
     : Window(std::move(recipe)),
@@ -359,24 +217,25 @@ bool PeerWindow::wait_for_streams() const noexcept {
 }
 
 WorkPtr PeerWindow::put(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
-  return write_slots("win_put", "fog:win_put", false, tensor, destinations, options);
+  return write_slots("win_put", false, tensor, destinations, options);
 }
 
 WorkPtr PeerWindow::accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
-  return write_slots("win_accumulate", "fog:win_accumulate", true, tensor, destinations, options);
+  return write_slots("win_accumulate", true, tensor, destinations, options);
 }
 
 WorkPtr PeerWindow::write_slots(
-    const char* op, const char* title, bool adds, const at::Tensor& tensor, const Peers& destinations, const Options& options) {
+    const char* op, bool adds, const at::Tensor& tensor, const Peers& destinations, const Options& options) {
   check(op);
   check_peers(op, "destinations", destinations, true);
   check_input(op, tensor, options.self_weight);
   std::exception_ptr error;
   const auto peers = present(op, destinations, options, error);
   if (error) {
-    return failed_work(title, error);
+    return failed_work(error);
   }
   const auto held = hold_mutexes(peers, false, options);
+  const OperationRange range(op);
   auto lock = begin_call(op);
   const at::AutoDispatchBelowADInplaceOrView no_grad;
   std::shared_ptr<Outcome> outcome;
@@ -403,7 +262,7 @@ WorkPtr PeerWindow::write_slots(
       keep(tensor, data, static_cast<int>(ranks.size()) + 1, options);
     }
     outcome = finish(op, std::move(ranks), stream_, own<int>(memory_->layout.any));
-    work = work_of(title, outcome, {tensor});
+    work = work_of(outcome, {tensor});
   }
   use_on(*stream_.get(), tensor);
   lock.unlock();
@@ -465,15 +324,15 @@ void PeerWindow::keep(const at::Tensor& tensor, const at::Tensor& data, int part
 
 WorkPtr PeerWindow::get(const Peers& sources, const Options& options) {
   constexpr const char* op = "win_get";
-  constexpr const char* title = "fog:win_get";
   check(op);
   check_peers(op, "sources", sources, false);
   std::exception_ptr error;
   const auto peers = present(op, sources, options, error);
   if (error) {
-    return failed_work(title, error);
+    return failed_work(error);
   }
   const auto held = hold_mutexes(peers, false, options);
+  const OperationRange range(op);
   auto lock = begin_call(op);
   std::shared_ptr<Outcome> outcome;
   WorkPtr work;
@@ -496,7 +355,7 @@ WorkPtr PeerWindow::get(const Peers& sources, const Options& options) {
           static_cast<int>(ranks.size()), options.timeout);
     }
     outcome = finish(op, std::move(ranks), stream_, own<int>(memory_->layout.any));
-    work = work_of(title, outcome, {});
+    work = work_of(outcome, {});
   }
   lock.unlock();
   if (held) {
@@ -512,6 +371,7 @@ at::Tensor PeerWindow::update(double self_weight, const Peers& neighbors, bool r
   check_self_weight(op, self_weight);
   check_tensor_in_place(op);
   const auto held = hold_mutexes(neighbors, true, options);
+  const OperationRange range(op);
   auto lock = begin_call(op);
   at::Tensor result = tensor_;
   if (clone) {
@@ -560,15 +420,15 @@ at::Tensor PeerWindow::update(double self_weight, const Peers& neighbors, bool r
 
 WorkPtr PeerWindow::write(const at::Tensor& tensor, int destination, int64_t offset, const Options& options) {
   constexpr const char* op = "put";
-  constexpr const char* title = "fog:put";
   check(op);
   check_neighbor(op, "destination", destination, false, true);
   check_written(op, tensor, offset);
   std::exception_ptr error;
   present(op, {{destination, 1.0}}, options, error);
   if (error) {
-    return failed_work(title, error);
+    return failed_work(error);
   }
+  const OperationRange range(op);
   const auto lock = begin_call(op);
   const auto& view = *neighbor(destination).view;
   const auto& driver = Driver::of(device_.type());
@@ -584,7 +444,7 @@ WorkPtr PeerWindow::write(const at::Tensor& tensor, int destination, int64_t off
           driver.memory_copy_async(to, reinterpret_cast<Address>(data.const_data_ptr()), data.nbytes(), handle(stream_)),
           "copy to another rank's window");
     }
-    work = work_of(title, finish(op, {destination}, stream_, own<int>(memory_->layout.any)), {tensor});
+    work = work_of(finish(op, {destination}, stream_, own<int>(memory_->layout.any)), {tensor});
   }
   use_on(*stream_.get(), tensor);
   return work;
@@ -592,21 +452,21 @@ WorkPtr PeerWindow::write(const at::Tensor& tensor, int destination, int64_t off
 
 WorkPtr PeerWindow::signal(int destination, const Options& options) {
   constexpr const char* op = "signal";
-  constexpr const char* title = "fog:signal";
   check(op);
   check_neighbor(op, "destination", destination, false, true);
   std::exception_ptr error;
   present(op, {{destination, 1.0}}, options, error);
   if (error) {
-    return failed_work(title, error);
+    return failed_work(error);
   }
+  const OperationRange range(op);
   const auto lock = begin_call(op);
   const auto& peer = neighbor(destination);
   const Stream::Guard guard(stream_);
   auto* door = reinterpret_cast<WindowDoor*>(peer.view->at(peer.view->layout().doors)) + peer.door_there;
   begin();
   start("window_signal", {&door});
-  return work_of(title, finish(op, {destination}, stream_, own<int>(memory_->layout.any)), {});
+  return work_of(finish(op, {destination}, stream_, own<int>(memory_->layout.any)), {});
 }
 
 WorkPtr PeerWindow::wait_signal(int source, const Options& options) {
@@ -616,8 +476,9 @@ WorkPtr PeerWindow::wait_signal(int source, const Options& options) {
   std::exception_ptr error;
   present(op, {{source, 1.0}}, options, error);
   if (error) {
-    return failed_work("fog:wait_signal", error);
+    return failed_work(error);
   }
+  const OperationRange range(op);
   const auto lock = begin_call(op);
   const Stream::Guard guard(signals_);
   const auto& peer = neighbor(source);
@@ -626,7 +487,7 @@ WorkPtr PeerWindow::wait_signal(int source, const Options& options) {
   const Count limit = static_cast<Count>(std::chrono::nanoseconds(options.timeout).count());
   auto* any = own<int>(memory_->layout.signal);
   launch(device_, "window_wait_signal", 1, handle(signals_), {&door, &gone, &limit, &any});
-  return work_of("fog:wait_signal", finish(op, {source}, signals_, any), {});
+  return work_of(finish(op, {source}, signals_, any), {});
 }
 
 at::Tensor PeerWindow::map_remote(int rank) {
@@ -802,7 +663,7 @@ void PeerWindow::unlock_on_device(const Locks& one, const Locks& two) const {
   start("window_unlock", {&one, &two, &failed});
 }
 
-std::shared_ptr<PeerWindow::Outcome> PeerWindow::finish(
+std::shared_ptr<Outcome> PeerWindow::finish(
     const char* op, std::vector<int> ranks, const Stream& stream, const int* any) {
   auto its_failure = [ranks = std::move(ranks), op, what = describe(op), host = host_](int part) {
     const bool waits = std::strcmp(op, "wait_signal") == 0;
@@ -821,13 +682,13 @@ std::shared_ptr<PeerWindow::Outcome> PeerWindow::finish(
   return outcome;
 }
 
-WorkPtr PeerWindow::work_of(const char* title, std::shared_ptr<Outcome> outcome, std::vector<at::Tensor> tensors) {
+WorkPtr PeerWindow::work_of(std::shared_ptr<Outcome> outcome, std::vector<at::Tensor> tensors) {
   outcomes_.push_back(outcome);
-  return c10::make_intrusive<OperationWork>(group_->rank, title, device_, std::move(tensors), std::move(outcome), nullptr);
+  return c10::make_intrusive<OperationWork>(group_->rank, device_, std::move(tensors), std::move(outcome), nullptr);
 }
 
-WorkPtr PeerWindow::failed_work(const char* title, std::exception_ptr error) const {
-  return c10::make_intrusive<OperationWork>(group_->rank, title, device_, std::vector<at::Tensor>(), nullptr, std::move(error));
+WorkPtr PeerWindow::failed_work(std::exception_ptr error) const {
+  return c10::make_intrusive<OperationWork>(group_->rank, device_, std::vector<at::Tensor>(), nullptr, std::move(error));
 }
 
 Locks PeerWindow::own_slots() const {

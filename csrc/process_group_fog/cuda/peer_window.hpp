@@ -12,6 +12,7 @@
 #include "../window.hpp"
 #include "../window_descriptions.hpp"
 #include "kernel_types.hpp"
+#include "operation_work.hpp"
 #include "peer_memory.hpp"
 #include "pinned_memory.hpp"
 #include "stream.hpp"
@@ -70,8 +71,6 @@ class PeerWindow final : public Window {
   }
 
  private:
-  class HostCells;
-  class OperationWork;
   struct Neighbor {
     int rank;
     size_t slot; // if it is an in-neighbor
@@ -87,8 +86,6 @@ class PeerWindow final : public Window {
     char* buffers;
     size_t stride;
   };
-  // How an operation ends, as the device will have said when the event has happened.
-  struct Outcome;
   using Clock = std::chrono::steady_clock;
   using Deadline = Clock::time_point;
 
@@ -98,7 +95,7 @@ class PeerWindow final : public Window {
     return std::static_pointer_cast<PeerWindow>(shared_from_this());
   }
   WorkPtr write_slots(
-      const char* op, const char* title, bool adds, const at::Tensor& tensor, const Peers& destinations, const Options& options);
+      const char* op, bool adds, const at::Tensor& tensor, const Peers& destinations, const Options& options);
   // Takes `enqueue_`; throws if the window is closed.
   std::unique_lock<std::mutex> begin_call(const char* op);
   // Runs every kernel once, without effect: CUDA loads one when it is first started, and may wait for all that runs, a kernel that
@@ -131,8 +128,8 @@ class PeerWindow final : public Window {
   // Ends an operation whose parts are of these ranks.
   std::shared_ptr<Outcome> finish(const char* op, std::vector<int> ranks, const Stream& stream, const int* any);
 
-  WorkPtr work_of(const char* title, std::shared_ptr<Outcome> outcome, std::vector<at::Tensor> tensors);
-  WorkPtr failed_work(const char* title, std::exception_ptr error) const;
+  WorkPtr work_of(std::shared_ptr<Outcome> outcome, std::vector<at::Tensor> tensors);
+  WorkPtr failed_work(std::exception_ptr error) const;
   Locks own_slots() const;
   Locks own_tensor() const;
   // One, of this neighbor's and this rank's.
