@@ -5,6 +5,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "releases.hpp"
+
 namespace fog::cuda {
 namespace {
 
@@ -95,18 +97,6 @@ void ForeignPeerMemory::close() {
   const auto& driver = Driver::of(device_.type());
   const auto entered = driver.enter(device_);
   driver.ipc_close_handle(std::exchange(base_, 0));
-}
-
-void* keep_window_memory(std::shared_ptr<const void> owner) {
-  return new std::shared_ptr<const void>(std::move(owner));
-}
-
-void drop_window_memory(void* kept) {
-  delete static_cast<std::shared_ptr<const void>*>(kept);
-}
-
-c10::DataPtr window_memory(Address place, const at::Device& device, std::shared_ptr<const void> owner) {
-  return {reinterpret_cast<void*>(place), keep_window_memory(std::move(owner)), &drop_window_memory, device};
 }
 
 } // namespace fog::cuda

@@ -79,10 +79,4 @@ class ForeignPeerMemory {
   Address base_ = 0;
 };
 
-// Memory of a window's as a tensor has it, with what else keeps it from being given back.
-c10::DataPtr window_memory(Address place, const at::Device& device, std::shared_ptr<const void> owner);
-// The same for tensors that are made by at::for_blob.
-void* keep_window_memory(std::shared_ptr<const void> owner);
-void drop_window_memory(void* kept);
-
 } // namespace fog::cuda

@@ -53,8 +53,9 @@ void move_storage(const at::Tensor& tensor, const std::shared_ptr<PeerMemory>& m
   driver.check(
       driver.memory_copy_async(place, reinterpret_cast<Address>(storage->data()), bytes, stream), "copy the tensor of a window");
   driver.check(driver.stream_synchronize(stream), "copy the tensor of a window");
-  const auto moved = std::make_shared<Moved>(Moved{memory, {}});
-  auto data = window_memory(place, device, moved);
+  auto* moved = new Moved{memory, {}};
+  c10::DataPtr data(
+      reinterpret_cast<void*>(place), moved, [](void* both) { delete static_cast<Moved*>(both); }, device);
   if (storage->resizable()) {
     storage->set_data_ptr_noswap(std::move(data));
   } else {
@@ -496,7 +497,7 @@ at::Tensor PeerWindow::map_remote(int rank) {
   const auto lock = begin_call(op);
   const auto& view = *neighbor(rank).view;
   return at::for_blob(reinterpret_cast<void*>(view.at(view.layout().tensor)), tensor_.sizes())
-      .context(keep_window_memory(self()), &drop_window_memory)
+      .deleter([self = self()](void*) {})
       .options(tensor_.options().requires_grad(false))
       .target_device(device_)
       .make_tensor();

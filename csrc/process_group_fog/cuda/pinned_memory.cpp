@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include "driver.hpp"
+#include "releases.hpp"
 
 namespace fog::cuda {
 
