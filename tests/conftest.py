@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,62 +11,55 @@ import pytest
 
 import device_double
 import harness
+import leftovers
 
 # A shell that starts this in the background has SIGINT ignored, and all ranks would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long the system may take to remove what ended ranks held.
-SETTLE_SECONDS = 5.0
+
+def pytest_configure() -> None:
+    """Before the first test, which may start threads."""
+    leftovers.isolate()
 
 
-def _fail_unless_clean(before: set[str], worlds_run: bool = False) -> None:
-    """Fail if ranks have left a process, or a shared-memory segment that was not there before.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the long tests to ``make test-all``."""
+    if harness.ALL:
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long:
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
-    Args:
-        before: The segments that were there.
-        worlds_run: Ranks of worlds may still be there.
-    """
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while True:
-        processes = [] if worlds_run else harness.leftover_processes()
-        segments = harness.shared_memory_entries() - before
-        if segments:  # of other programs, if they are in use
-            segments -= harness.in_use(segments)
-        if not processes and not segments:
-            if not worlds_run:
-                harness.forget_sessions()
-            return
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    pytest.fail(
-        f"left behind by ranks: processes {processes}, /dev/shm entries {sorted(segments)}", pytrace=False
-    )
+
+@contextlib.contextmanager
+def _clean(worlds_run: bool = False) -> Iterator[None]:
+    before = leftovers.shared_memory_entries()
+    yield
+    if left := leftovers.left_behind(before, worlds_run):
+        pytest.fail(left, pytrace=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail the session if something of a rank is there after the last test."""
-    before = harness.shared_memory_entries()
-    yield
-    _fail_unless_clean(before)
+    with _clean():
+        yield
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """The same for one test; its worlds must be its own, from ``new_world``."""
-    before = harness.shared_memory_entries()
-    yield
-    _fail_unless_clean(before)
+    with _clean():
+        yield
 
 
 @pytest.fixture
 def no_shared_memory_left() -> Iterator[None]:
     """The same for one test beside worlds that others share: only names in /dev/shm that nobody uses count."""
-    before = harness.shared_memory_entries()
-    yield
-    _fail_unless_clean(before, worlds_run=True)
+    with _clean(worlds_run=True):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,12 @@ that has imported torch already, so a world starts in a fraction of a second; a 
 sends them functions to run. Everything that waits here has a deadline: a rank that does not answer in time is
 asked for its stack, killed with the rest of its world, and reported. Ranks leave as a script leaves: they
 destroy the process group and finalize the interpreter, so a crash at teardown fails the test that owns the
-world.
+world. In a world that tests share it is the last rank only that finalizes (see ``World``), unless all tests run.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -35,8 +36,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import leftovers
+
 # The backend under test. The same tests run on another backend of c10d to check the tests themselves.
 BACKEND = os.environ.get("FOG_TEST_BACKEND", "fog")
+
+# Whether the long tests run too, with all their samples: ``make test-all`` sets it. See docs/testing.md.
+ALL = os.environ.get("FOG_TEST_ALL", "") == "1"
 
 # Deadlines in seconds. A world starts and stops in about a second; the rest is room for a busy machine.
 START_TIMEOUT = 60.0
@@ -53,16 +59,12 @@ _ONE_THREAD = {
     "MKL_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
-# What the CUDA driver and NCCL have in /dev/shm: a process that is killed cannot remove its own, whatever fog does.
-_OF_OTHER_LIBRARIES = ("cuda.shm.", "nccl-")
 _LOG_TAIL = 6000
 
 # Ranks are forked from a process that has imported this module.
 _PRELOAD = "fork_server"
 
 _context = multiprocessing.get_context("forkserver")
-# Every rank leads a session of its own, so whatever it starts can be found by these numbers when it is gone.
-_sessions: set[int] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,7 @@ class _Settings:
     environment: dict[str, str]
     log: str
     initialize: bool
+    finalize: bool
 
 
 def init_process_group(timeout: float, backend: str = BACKEND) -> None:
@@ -163,6 +166,10 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
+    if not settings.finalize:
+        atexit._run_exitfuncs()  # among them the end of the backend
+        sys.stdout.flush()
+        os._exit(0)
     # multiprocessing ends its processes with os._exit. Leave as a script does instead, through the
     # finalization of Python and the destructors of C++, so that a backend that crashes there is seen.
     ctypes.pythonapi.Py_Exit(0)
@@ -221,6 +228,8 @@ class World:
         timeout: the group's timeout in seconds.
         environment: more environment variables for the ranks.
         initialize: False leaves ``init_process_group`` to the functions that the test sends.
+        finalizing: How many ranks, the last ones, leave with the finalization of Python and the destructors of C++, by
+            default all. Others only call what is registered for the exit: the rest takes half a second of a rank.
 
     Raises:
         RankFailures: a rank did not start.
@@ -234,6 +243,7 @@ class World:
         timeout: float = 30.0,
         environment: dict[str, str] | None = None,
         initialize: bool = True,
+        finalizing: int | None = None,
     ) -> None:
         _start_fork_server()
         self.size = size
@@ -247,7 +257,8 @@ class World:
         self._processes: list[Any] = []
         try:
             for rank in range(size):
-                self._start_rank(rank, backend, timeout, environment or {}, initialize)
+                finalize = finalizing is None or rank >= size - finalizing
+                self._start_rank(rank, backend, timeout, environment or {}, initialize, finalize)
             outcomes = self._collect(START_TIMEOUT, GRACE_AFTER_FAILURE)
             if any(o.state != "returned" for o in outcomes):
                 raise RankFailures(f"start of a world of {size} ranks", outcomes)
@@ -256,7 +267,13 @@ class World:
             raise
 
     def _start_rank(
-        self, rank: int, backend: str, timeout: float, environment: dict[str, str], initialize: bool
+        self,
+        rank: int,
+        backend: str,
+        timeout: float,
+        environment: dict[str, str],
+        initialize: bool,
+        finalize: bool,
     ) -> None:
         variables = {
             "RANK": str(rank),
@@ -274,12 +291,13 @@ class World:
             **_ONE_THREAD,
             **environment,
         }
-        settings = _Settings(rank, self.size, backend, timeout, variables, str(self._log(rank)), initialize)
+        log = str(self._log(rank))
+        settings = _Settings(rank, self.size, backend, timeout, variables, log, initialize, finalize)
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_rank_main, args=(settings, theirs), name=f"rank-{rank}")
         process.start()
         theirs.close()
-        _sessions.add(process.pid)
+        leftovers.watch(process.pid)
         self._connections.append(ours)
         self._processes.append(process)
 
@@ -468,7 +486,7 @@ class WorldPool:
         """The world of ``size`` ranks."""
         world = self._worlds.get(size)
         if world is None or world.broken:
-            world = self._worlds[size] = World(size)
+            world = self._worlds[size] = World(size, finalizing=None if ALL else 1)
         return world
 
     def close(self) -> None:
@@ -499,60 +517,3 @@ def _thread_states(pid: int) -> str:
         seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         lines.append(f"thread {name}: state {fields[0]}, {seconds:.1f} s of CPU")
     return "\n".join(lines) + "\n"
-
-
-def leftover_processes() -> dict[int, str]:
-    """Processes that ranks left behind: process id -> command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z" and int(fields[3]) in _sessions:
-                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ").strip()
-        except OSError:
-            continue  # it ended meanwhile
-    return found
-
-
-def forget_sessions() -> None:
-    """Ends the watch over ranks that have been found to be gone: others may get their numbers from now on."""
-    _sessions.clear()
-
-
-def shared_memory_entries() -> set[str]:
-    """Names of this user's entries in /dev/shm, without those that libraries of GPUs make."""
-    directory = Path("/dev/shm")
-    if not directory.exists():
-        return set()
-    return {
-        entry.name
-        for entry in directory.iterdir()
-        if not entry.name.startswith(_OF_OTHER_LIBRARIES) and _owned(entry)
-    }
-
-
-def in_use(names: set[str]) -> set[str]:
-    """Those of ``names`` in /dev/shm that a living process has mapped or open: they are not left behind."""
-    used = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        held = []
-        try:
-            held.append((entry / "maps").read_text())
-            for link in (entry / "fd").iterdir():
-                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                    held.append(os.readlink(link))
-        except OSError:
-            pass  # another user's, or it ended meanwhile
-        used |= {name for name in names if any(f"/dev/shm/{name}" in text for text in held)}
-    return used
-
-
-def _owned(path: Path) -> bool:
-    try:
-        return path.stat().st_uid == os.getuid()
-    except OSError:
-        return False

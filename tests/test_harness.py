@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import harness
+import leftovers
 from harness import RankFailures, World, WorldPool
 
 
@@ -106,30 +106,64 @@ def test_leftover_processes_are_found_and_killed_with_a_broken_world() -> None:
     world = World(1)
     left = world.run(leave_a_process)[0]
     deadline = time.monotonic() + 10
-    while not harness.leftover_processes()[left] and time.monotonic() < deadline:
+    while not leftovers.leftover_processes()[left] and time.monotonic() < deadline:
         time.sleep(0.01)  # the program that it becomes has no arguments for a moment
-    assert harness.leftover_processes()[left] == "sleep 60"
+    assert leftovers.leftover_processes()[left] == "sleep 60"
     world.abandon()
-    assert left not in harness.leftover_processes()
+    assert left not in leftovers.leftover_processes()
 
 
 @pytest.mark.parametrize("prefix", ["cuda.shm.", "nccl-"])
 def test_shared_memory_of_gpu_libraries_does_not_count(prefix: str) -> None:
-    entry = Path(f"/dev/shm/{prefix}fog-test-{os.getpid()}")
+    entry = leftovers.DIRECTORY / f"{prefix}fog-test-{os.getpid()}"
     try:
         entry.touch()
-        assert entry.name not in harness.shared_memory_entries()
+        assert entry.name not in leftovers.shared_memory_entries()
     finally:
         entry.unlink()
 
 
-def test_shared_memory_entries_are_found() -> None:
-    before = harness.shared_memory_entries()
-    entry = Path(f"/dev/shm/fog-test-{os.getpid()}")
+def test_shared_memory_that_a_process_uses_is_not_left_behind() -> None:
+    before = leftovers.shared_memory_entries()
+    entry = leftovers.DIRECTORY / f"fog-test-{os.getpid()}"
     try:
         with entry.open("wb"):
-            assert harness.shared_memory_entries() - before >= {entry.name}
-            assert harness.in_use({entry.name}) == {entry.name}
-        assert harness.in_use({entry.name}) == set()
+            assert leftovers.shared_memory_entries() - before >= {entry.name}
+            assert leftovers.in_use({entry.name}) == {entry.name}
+            assert not leftovers.left_behind(before, worlds_run=True)
+        assert leftovers.in_use({entry.name}) == set()
     finally:
         entry.unlink()
+
+
+def leave_shared_memory() -> str:
+    entry = leftovers.DIRECTORY / f"mpich_shm_{os.getpid()}_0"
+    entry.write_bytes(b"of a rank that is killed")
+    return entry.name
+
+
+def test_shared_memory_that_a_killed_rank_leaves_is_found(new_world: Callable[..., World]) -> None:
+    before = leftovers.shared_memory_entries()
+    world = new_world(1, initialize=False)
+    (name,) = world.run(leave_shared_memory)
+    try:
+        world.kill(0)
+        assert name in leftovers.left_behind(before, worlds_run=True, settle=0.2)
+    finally:
+        (leftovers.DIRECTORY / name).unlink()
+    assert not leftovers.left_behind(before, worlds_run=True)
+
+
+def test_shared_memory_that_other_programs_leave_does_not_count() -> None:
+    """As dead ranks of an unrelated MPI job have left it."""
+    outside = leftovers.directory_of_others()
+    if outside is None:
+        pytest.skip("this user may not make a mount namespace, in which /dev/shm is the tests' alone")
+    before = leftovers.shared_memory_entries()
+    name = f"mpich_shm_{os.getpid()}_0"
+    os.close(os.open(name, os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=outside))
+    try:
+        assert name in os.listdir(outside)
+        assert not leftovers.left_behind(before, worlds_run=True, settle=0.2)
+    finally:
+        os.unlink(name, dir_fd=outside)
