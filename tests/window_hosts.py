@@ -14,7 +14,7 @@ import test_window_backend as windows
 
 # Of a core, while windows are open and nothing happens.
 MOST_IDLE_CPU = 0.01
-IDLE_SECONDS = 2.0
+IDLE_SECONDS = 1.0
 
 
 def cpu_seconds() -> float:
@@ -46,7 +46,7 @@ def main() -> None:
     windows.several_windows()
     windows.many_mutexes()
     for mutex in (False, True):
-        _, mine, p, first = windows.move_mass(20_000, torch.int64, 1.0, mutex)
+        _, mine, p, first = windows.move_mass(20_000, torch.int64, 2 * windows.RACE_SECONDS, mutex)
         totals = torch.tensor([int(mine.sum()), int(p), int(first)])
         dist.all_reduce(totals)
         size = dist.get_world_size()
@@ -57,10 +57,7 @@ def main() -> None:
     if dist.get_world_size() == 2:
         assert windows.collect_meanwhile(130_000) > 3
         windows.mutex_of_operations()
-        done = torch.tensor([windows.busy_target(3.0)], dtype=torch.float64)
-        both = [torch.zeros_like(done) for _ in range(2)]
-        dist.all_gather(both, done)
-        assert both[0] < both[1]  # emulated hosts have one clock
+        assert windows.busy_target("done")  # in the job's folder, as emulated hosts have one file system
         for nbytes in (8, 100_000, 1 << 20):
             for kind in ("put", "accumulate", "get"):
                 looks, _ = windows.race(nbytes // 8, torch.int64, kind, False)
