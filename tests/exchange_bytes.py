@@ -1,14 +1,10 @@
 """Counts what exchanges with neighbors put on this host's link; the ranks of tests/test_wire_bytes.py run it.
 
-Each rank ends with a line: "bytes" and JSON, for each exchange what the host received and sent meanwhile. On
-a busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
+On a busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,25 +64,16 @@ def exchanges_of_machines(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]
     yield "hierarchical", lambda: fogdist.hierarchical_neighbor_allreduce(x), mean
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="bytes that exchanges put on the link")
-    parser.add_argument("bytes", type=int, help="of a rank's tensor")
-    parser.add_argument("--machines", action="store_true", help="exchanges of machines instead of ranks")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
+def measure(nbytes: int, machines: bool) -> dict[str, list[int]]:
+    """For each exchange of ranks, or of machines, with tensors of so many bytes what the host received and sent."""
     fogdist.init()
-    x = torch.full((arguments.bytes // 4,), float(fogdist.rank()))
+    x = torch.full((nbytes // 4,), float(fogdist.rank()))
     counts = {}
-    for name, exchange, mean in (exchanges_of_machines if arguments.machines else exchanges_of_ranks)(x):
+    for name, exchange, mean in (exchanges_of_machines if machines else exchanges_of_ranks)(x):
         seen = []
         for _ in range(REPETITIONS):
             result, found = counted(exchange)
             torch.testing.assert_close(result, torch.full_like(x, mean))
             seen.append(found)
         counts[name] = [min(each) for each in zip(*seen, strict=True)]
-    sys.stdout.write(f"bytes {json.dumps(counts)}\n")
-    fogdist.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    return counts

@@ -316,7 +316,7 @@ class World:
             RankFailures: a rank raised, died or did not answer. The world is killed then: its ranks may be
                 waiting for each other, or have messages of the failed operation in flight.
         """
-        self._send(function, arguments)
+        self._send(function, [arguments] * self.size)
         outcomes = self._collect(timeout, GRACE_AFTER_FAILURE)
         if any(o.state != "returned" for o in outcomes):
             self.abandon()
@@ -332,6 +332,16 @@ class World:
             One outcome for each rank that was alive, in rank order. Raising and dying leave the world as it
             is; if a rank is stuck the whole world is killed.
         """
+        self._send(function, [arguments] * self.size)
+        return self._collect(timeout, None)
+
+    def run_by_rank(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        timeout: float = RUN_TIMEOUT,
+    ) -> list[Outcome]:
+        """As ``run_raw``, with arguments of its own for each rank."""
         self._send(function, arguments)
         return self._collect(timeout, None)
 
@@ -389,16 +399,16 @@ class World:
     def _log(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.log"
 
-    def _send(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def _send(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         if self.broken:
             raise RuntimeError("this world was killed after an earlier failure; take a new one")
-        request = pickle.dumps((function, arguments))
+        requests = [pickle.dumps((function, each)) for each in arguments]
         for rank in range(self.size):
             log = self._log(rank)
             self._log_offsets[rank] = log.stat().st_size if log.exists() else 0
         for rank in self.living():
             with contextlib.suppress(OSError):  # it died by itself; _collect sees the end of its pipe
-                self._connections[rank].send_bytes(request)
+                self._connections[rank].send_bytes(requests[rank])
 
     def _collect(self, timeout: float, grace: float | None) -> list[Outcome]:
         waiting = {self._connections[r]: r for r in range(self.size) if r not in self._killed}

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from scripts import ROOT, Job, started
+from harness import Outcome, RankFailures, World
+from scripts import ROOT
 
 # Last, so that no name of the tests' is taken for one of the benchmarks'.
 sys.path.append(str(ROOT / "benchmarks"))
 
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, inside, ip
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip
 from emulated_hosts import emulated_hosts as _emulated_hosts
 
-CLONE_NEWNET = 0x40000000
+# Of <sched.h> and <sys/mount.h>.
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 0x2
+# On which the ranks of several hosts meet.
+PORT = 29514
 
 
 def namespace_names() -> set[str]:
@@ -45,6 +54,38 @@ def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
         yield names
 
 
+def move_to_host(name: str) -> None:
+    """Moves this thread, and the threads and processes that it starts, to an emulated host, as `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(status: int, what: str) -> None:
+        if status != 0:
+            raise OSError(ctypes.get_errno(), what)
+
+    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    check(libc.setns(namespace, CLONE_NEWNET), "setns")
+    os.close(namespace)
+    # The network's devices are in /sys as well, which is that of the namespace in which it was mounted.
+    check(libc.unshare(CLONE_NEWNS), "unshare")
+    check(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None), "mount")
+    check(libc.umount2(b"/sys", MNT_DETACH), "umount")
+    check(libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None), "mount of /sys")
+
+
+def _join_on_host(name: str, folder: str, timeout: float) -> None:
+    move_to_host(name)
+    os.chdir(folder)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    store = dist.TCPStore(address(0), PORT, size, rank == 0)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+
+
+def _call(module: str, function: str, arguments: Sequence[Any]) -> Any:
+    return getattr(importlib.import_module(module), function)(*arguments)
+
+
 def run_on_hosts(
     folder: Path,
     placement: Sequence[int],
@@ -59,40 +100,48 @@ def run_on_hosts(
     """Runs functions of a test module, one after the other, on ranks of several emulated hosts.
 
     Args:
-        folder: Takes what the ranks print.
+        folder: The ranks' directory.
         placement: The host of each rank.
         module: The test module's name.
-        calls: Names of functions, with arguments that JSON can carry.
+        calls: Names of functions, with their arguments.
         rate: As for `emulated_hosts`.
         timeout: Of the group, in seconds.
         killed: Ranks that end by SIGKILL.
         netmod: Of MPICH, a key of `ACROSS`.
 
     Returns:
-        For each rank what its functions returned, as JSON carries it.
+        For each rank what its functions returned.
 
     Raises:
-        AssertionError: A rank did not end in time, or not as it should; or processes are left.
+        RankFailures: A rank did not end in time, or not as it should.
     """
-    world = {"WORLD_SIZE": str(len(placement)), "MASTER_ADDR": address(0), "MASTER_PORT": "29514"}
-    words = [ROOT / "tests" / "on_host.py", module, str(timeout), json.dumps(calls)]
+    # Fog's own defaults, unless the test has set something else.
+    environment = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")}
+    found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate) as names:
-        jobs = [
-            Job(
-                words,
-                1,
-                folder / f"rank{rank}.txt",
-                [*inside(names[host]), sys.executable],
-                ACROSS[netmod] | world | {"RANK": str(rank)},
+        world = World(len(placement), initialize=False, environment=environment)
+        try:
+            outcomes = world.run_by_rank(
+                _join_on_host, [(names[host], str(folder), timeout) for host in placement]
             )
-            for rank, host in enumerate(placement)
-        ]
-        with started(jobs):
-            statuses = [job.wait(120.0) for job in jobs]
-    output = "\n".join(f"== rank {rank}\n{job.output}" for rank, job in enumerate(jobs))
-    assert statuses == [-9 if rank in killed else 0 for rank in range(len(jobs))], f"{statuses}\n{output}"
-    mark = '{"returned": '
-    return [
-        [json.loads(line)["returned"] for line in job.output.splitlines() if line.startswith(mark)]
-        for job in jobs
-    ]
+            _check(outcomes, ())
+            for name, arguments in calls:
+                outcomes = world.run_raw(_call, module, name, arguments, timeout=120.0)
+                _check(outcomes, killed)
+                for outcome in outcomes:
+                    if outcome.state == "returned":
+                        found[outcome.rank].append(outcome.value)
+            assert world.living() == [rank for rank in range(world.size) if rank not in killed]
+        except BaseException:
+            world.abandon()
+            raise
+        world.close()
+    return found
+
+
+def _check(outcomes: Sequence[Outcome], killed: Sequence[int]) -> None:
+    for outcome in outcomes:
+        if outcome.rank in killed and outcome.state == "died" and "SIGKILL" in outcome.details:
+            continue
+        if outcome.state != "returned":
+            raise RankFailures("on several hosts", outcomes)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import harness
 from harness import BACKEND, World, WorldPool
-from hosts import CLONE_NEWNET, address, emulated_hosts, namespace_names
+from hosts import address, emulated_hosts, move_to_host, namespace_names
 from scripts import Job, launcher_command
 
 pytestmark = [
@@ -423,12 +423,9 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
 
 # Several hosts
 
-def move_to_host(names: list[str], placement: list[int]) -> None:
-    """Move this thread, and the threads that it starts, to its rank's namespace, and meet there over TCP."""
-    namespace = os.open(f"/run/netns/{names[placement[my_rank()]]}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(namespace)
+def join_on_host(names: list[str], placement: list[int]) -> None:
+    """Move to its rank's host, and meet there over TCP."""
+    move_to_host(names[placement[my_rank()]])
     join(dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT))
 
 
@@ -458,7 +455,7 @@ def test_two_hosts(placement: list[int]) -> None:
         assert namespace_names()
         world = World(4, initialize=False)
         try:
-            world.run(move_to_host, names, placement, timeout=30)
+            world.run(join_on_host, names, placement, timeout=30)
             world.run(check_hosts, placement, timeout=30)
         finally:
             if world.broken:

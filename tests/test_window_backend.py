@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import ALL, BACKEND, World, close_all
-from hosts import ACROSS, address, emulated_hosts
+from hosts import run_on_hosts
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input
-from scripts import ROOT, Job, started
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
@@ -979,21 +978,10 @@ def test_writes_and_signals(world_of, way):
 
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["1+1", "2+2"])
-def test_between_hosts(tmp_path, placement):
+def test_between_hosts(tmp_path, monkeypatch, placement):
     """Some neighbors are on this host, and some on the other one."""
-    world = {"WORLD_SIZE": str(len(placement)), "MASTER_ADDR": address(0), "MASTER_PORT": "29514"}
-    with emulated_hosts(max(placement) + 1) as names:
-        jobs = []
-        for rank, host in enumerate(placement):
-            launcher = ["ip", "netns", "exec", names[host], sys.executable]
-            variables = ACROSS["UCX"] | world | {"RANK": str(rank), "FOG_CONFIRM": "1"}
-            script = [ROOT / "tests" / "window_hosts.py"]
-            jobs.append(Job(script, 1, tmp_path / f"rank{rank}.txt", launcher, variables))
-        with started(jobs):
-            statuses = [job.wait(120.0) for job in jobs]
-    output = "\n".join(job.output for job in jobs)
-    assert statuses == [0] * len(jobs), output
-    assert output.count("all done") == len(jobs), output
+    monkeypatch.setenv("FOG_CONFIRM", "1")
+    run_on_hosts(tmp_path, placement, "window_hosts", [("everything", [])])
 
 
 # --- the end ------------------------------------------------------------------------------------------------

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from harness import BACKEND
-from hosts import ACROSS, address, emulated_hosts
-from scripts import ROOT, Job, started
+from hosts import run_on_hosts
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="tests fog's exchanges"),
@@ -22,36 +19,21 @@ TENSOR = 8 << 20
 # Of a tensor: headers of Ethernet, IP and TCP are 66 bytes of each 1514, acknowledgements half as much; where
 # segments are cut and joined behind the link both are far less. fog's own messages are some hundred bytes.
 OVERHEAD = 0.08
-TIMEOUT = 300.0  # room for a busy machine
-PORT = 29512
 
 
-def counts(ranks_on_hosts: Sequence[int], log: Path, *options: str) -> list[dict[str, list[int]]]:
-    """Runs tests/exchange_bytes.py.
+def counts(ranks_on_hosts: Sequence[int], folder: Path, machines: bool = False) -> list[dict[str, list[int]]]:
+    """Runs `exchange_bytes.measure`.
 
     Args:
         ranks_on_hosts: The host of each rank.
-        log: Directory for what they print.
-        options: Of the script.
+        folder: The ranks' directory.
+        machines: Exchanges of machines rather than ranks.
 
     Returns:
         For each rank, and each exchange, what its host received and sent.
     """
-    script = [ROOT / "tests" / "exchange_bytes.py", str(TENSOR), *options]
-    place = {"WORLD_SIZE": str(len(ranks_on_hosts)), "MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
-    with emulated_hosts(max(ranks_on_hosts) + 1) as names:
-        jobs = []
-        for rank, host in enumerate(ranks_on_hosts):
-            launcher = ["ip", "netns", "exec", names[host], sys.executable]
-            environment = ACROSS["UCX"] | place | {"RANK": str(rank), "PYTHONWARNINGS": "ignore"}
-            jobs.append(Job(script, 1, log / f"rank{rank}.txt", launcher, environment))
-        with started(jobs):
-            statuses = [job.wait(TIMEOUT) for job in jobs]
-    output = "\n".join(job.output for job in jobs)
-    assert statuses == [0] * len(jobs), output
-    lines = [line for job in jobs for line in job.output.splitlines() if line.startswith("bytes ")]
-    assert len(lines) == len(jobs), output
-    return [json.loads(line.removeprefix("bytes ")) for line in lines]
+    results = run_on_hosts(folder, ranks_on_hosts, "exchange_bytes", [("measure", [TENSOR, machines])])
+    return [found for (found,) in results]
 
 
 def check(found: list[dict[str, list[int]]], tensors: dict[str, int]) -> None:
@@ -69,5 +51,5 @@ def test_one_tensor_for_each_peer(tmp_path: Path) -> None:
 
 def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
     """However many ranks a machine has."""
-    found = counts([0, 0, 1, 1], tmp_path, "--machines")
+    found = counts([0, 0, 1, 1], tmp_path, machines=True)
     check(found, {"hierarchical": 1})

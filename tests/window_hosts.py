@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import time
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
-import fog_pg  # noqa: F401  registers "fog"
 import test_window_backend as windows
 
-# Of a core, while windows are open and nothing happens.
-MOST_IDLE_CPU = 0.01
-IDLE_SECONDS = 1.0
 
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def idle() -> None:
-    """Prints what an open window costs; how much is the machine's business, so only a lot is an error."""
-    window = windows.create(windows.full(0))
-    dist.barrier()
-    time.sleep(1.0)
-    before = cpu_seconds()
-    time.sleep(IDLE_SECONDS)
-    share = (cpu_seconds() - before) / IDLE_SECONDS
-    print(f"an open window costs {share:.2%} of a core")
-    assert share < 10 * MOST_IDLE_CPU
-    dist.barrier()
-    window.free()
-
-
-def main() -> None:
-    dist.init_process_group("fog", timeout=timedelta(seconds=60))
+def everything() -> None:
     for numel in (0, 1, 1000, 4097, 300_001):
         windows.operations(numel)
     windows.starts_as_a_copy()
@@ -62,10 +33,3 @@ def main() -> None:
             for kind in ("put", "accumulate", "get"):
                 looks, _ = windows.race(nbytes // 8, torch.int64, kind, False)
                 assert looks > 3 or dist.get_rank() == 0
-    idle()
-    dist.destroy_process_group()
-    print("all done")
-
-
-if __name__ == "__main__":
-    main()
