@@ -76,6 +76,14 @@ def worlds() -> Iterator[harness.WorldPool]:
     pool.close()
 
 
+@pytest.fixture(scope="module")
+def script_worlds() -> Iterator[harness.WorldPool]:
+    """Worlds in which ranks run scripts, see ``scripts.run_script``."""
+    pool = harness.WorldPool(initialize=False, environment={"FOG_CONFIRM": "0"})
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def new_world() -> Iterator[Callable[..., harness.World]]:
     """Makes worlds for one test only, for tests that kill ranks or leave a group unusable."""

@@ -487,16 +487,21 @@ def _start_fork_server() -> None:
 
 
 class WorldPool:
-    """Worlds by size, started when first asked for and kept; a world that broke is replaced by a new one."""
+    """Worlds by size, started when first asked for and kept; a world that broke is replaced by a new one.
 
-    def __init__(self) -> None:
+    Args:
+        options: For each `World`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
         self._worlds: dict[int, World] = {}
 
     def __call__(self, size: int) -> World:
         """The world of ``size`` ranks."""
         world = self._worlds.get(size)
         if world is None or world.broken:
-            world = self._worlds[size] = World(size, finalizing=None if ALL else 1)
+            world = self._worlds[size] = World(size, finalizing=None if ALL else 1, **self._options)
         return world
 
     def close(self) -> None:

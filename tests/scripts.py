@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch.distributed as dist
+
+from harness import WorldPool
 
 ROOT = Path(__file__).resolve().parent.parent
 # torchrun gives its workers 30 s to leave after SIGTERM before it kills them.
@@ -136,13 +141,31 @@ def started(jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
 
 
 def run_script(
-    script: Sequence[str | Path], ranks: int, log: Path, launcher: str = "torchrun", timeout: float = 60.0
+    script: Sequence[str | Path],
+    ranks: int,
+    log: Path,
+    launcher: str | WorldPool = "torchrun",
+    timeout: float = 60.0,
 ) -> str:
     """Runs a script on several ranks to its end and returns what was printed.
+
+    Args:
+        script: The script with its arguments.
+        ranks: How many processes to start.
+        log: Takes what is printed; its folder is the ranks' directory.
+        launcher: As in `launcher_command`; or worlds of ranks that run it as `python script` would, one script after the
+            other, in the environment of torchrun: no interpreter has to start and import torch.
+        timeout: In seconds.
 
     Raises:
         AssertionError: It did not end in time, or not with status 0.
     """
+    if isinstance(launcher, WorldPool):
+        log.touch()
+        statuses = launcher(ranks).run(_as_main, [str(word) for word in script], str(log), timeout=timeout)
+        output = log.read_text(errors="replace").replace("\r", "\n")
+        assert statuses == [0] * ranks, f"exit statuses {statuses}:\n{output}"
+        return output
     job = Job(script, ranks, log, launcher)
     try:
         status = job.wait(timeout)
@@ -150,3 +173,37 @@ def run_script(
         job.stop()
     assert status == 0, f"exit status {status}:\n{job.output}"
     return job.output
+
+
+def _as_main(words: list[str], log: str) -> int:
+    """Runs a script as `python script` does; returns its exit status."""
+    printed = [os.dup(number) for number in (1, 2)]
+    folder, path, arguments = os.getcwd(), list(sys.path), sys.argv
+    file = os.open(log, os.O_WRONLY | os.O_APPEND)
+    try:
+        for number in (1, 2):
+            os.dup2(file, number)
+        os.chdir(Path(log).parent)
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        try:
+            runpy.run_path(words[0], run_name="__main__")
+        except SystemExit as exit_:
+            if exit_.code is None or isinstance(exit_.code, int):
+                return exit_.code or 0
+            print(exit_.code, file=sys.stderr)
+            return 1
+        return 0
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # What the next script's ranks write into the store has names of its own, as after a restart by torchrun.
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, before in zip((1, 2), printed, strict=True):
+            os.dup2(before, number)
+        for descriptor in (file, *printed):
+            os.close(descriptor)
+        os.chdir(folder)
+        sys.path[:], sys.argv = path, arguments

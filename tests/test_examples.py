@@ -43,7 +43,7 @@ LOST_RANK_TIMEOUT = 30.0
 Results = dict[str, Any]
 
 
-def train(folder: Path, ranks: int, *script: str | Path, launcher: str = "torchrun") -> tuple[Results, str]:
+def train(folder: Path, ranks: int, *script: str | Path, launcher: str | WorldPool) -> tuple[Results, str]:
     """Runs a training example; returns what --json got, and what was printed."""
     results, picture = folder / "results.json", folder / "picture.png"
     arguments = [*script, "--json", results, "--save-plot-file", picture]
@@ -63,12 +63,13 @@ def check_picture(path: Path) -> None:
     assert 0.01 < drawn < 0.5, f"{drawn:.3f} of the picture is not white"
 
 
-def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path) -> None:
+def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path, script_worlds: WorldPool) -> None:
     """The demo at its defaults; the two runs have the same data, initial parameters and order of samples."""
     for name in ("fog", "gloo"):
         (tmp_path / name).mkdir()
-    ours, output = train(tmp_path / "fog", 4, TRAIN_DIGITS)
-    reference, _ = train(tmp_path / "gloo", 4, TRAIN_DIGITS, "--mode", "ddp", "--backend", "gloo")
+    ours, output = train(tmp_path / "fog", 4, TRAIN_DIGITS, launcher=script_worlds)
+    flags = ["--mode", "ddp", "--backend", "gloo"]
+    reference, _ = train(tmp_path / "gloo", 4, TRAIN_DIGITS, *flags, launcher=script_worlds)
     assert min(ours["ranks"]) > 0.95
     assert len(set(reference["ranks"])) == 1
     assert max(abs(accuracy - reference["ranks"][0]) for accuracy in ours["ranks"]) <= 0.01
@@ -87,13 +88,18 @@ def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, launcher",
     [
-        (("--mode", "atc", "--topology", "ring", "--dynamic"), "torchrun"),
-        (("--mode", "gradient_allreduce"), "mpiexec"),
+        (("--mode", "atc", "--topology", "ring", "--dynamic"), "world"),
+        (("--mode", "gradient_allreduce"), "world"),
+        pytest.param(("--mode", "atc", "--topology", "ring"), "torchrun", marks=pytest.mark.long),
+        pytest.param(("--mode", "gradient_allreduce"), "mpiexec", marks=pytest.mark.long),
     ],
-    ids=["atc-torchrun", "gradient-mpiexec"],
+    ids=["atc", "gradient", "atc-torchrun", "gradient-mpiexec"],
 )
-def test_demo_in_short(tmp_path: Path, arguments: tuple[str, ...], launcher: str) -> None:
-    found, _ = train(tmp_path, 2, TRAIN_DIGITS, *arguments, "--steps", "330", launcher=launcher)
+def test_demo_in_short(
+    tmp_path: Path, script_worlds: WorldPool, arguments: tuple[str, ...], launcher: str
+) -> None:
+    how = script_worlds if launcher == "world" else launcher
+    found, _ = train(tmp_path, 2, TRAIN_DIGITS, *arguments, "--steps", "330", launcher=how)
     assert min(found["ranks"]) > 0.93
     if "gradient_allreduce" in arguments:
         assert found["consensus distance"] < 1e-6
@@ -126,8 +132,8 @@ def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(), ("--dynamic",)], ids=["static", "dynamic"])
-def test_average_consensus(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    output = run_script([AVERAGE_CONSENSUS, *arguments], 4, tmp_path / "log.txt")
+def test_average_consensus(tmp_path: Path, script_worlds: WorldPool, arguments: tuple[str, ...]) -> None:
+    output = run_script([AVERAGE_CONSENSUS, *arguments], 4, tmp_path / "log.txt", script_worlds)
     errors = [float(error) for error in re.findall(r"^ +\d+ +(\S+)$", output, re.MULTILINE)]
     assert errors[0] == 1.5 and errors[-1] == 0.0
     assert re.findall(r"^rank (\d): (\S+) ", output, re.MULTILINE) == [(str(r), "1.5") for r in range(4)]
@@ -136,8 +142,8 @@ def test_average_consensus(tmp_path: Path, arguments: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "arguments", [(), ("--topology", "ring-right", "--slow-rank", "2")], ids=["exp2", "ring"]
 )
-def test_push_sum(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    output = run_script([PUSH_SUM, *arguments], 4, tmp_path / "log.txt")
+def test_push_sum(tmp_path: Path, script_worlds: WorldPool, arguments: tuple[str, ...]) -> None:
+    output = run_script([PUSH_SUM, *arguments], 4, tmp_path / "log.txt", script_worlds)
     errors = [float(error) for error in re.findall(r"^ +\d+ +(\S+)$", output, re.MULTILINE)]
     assert errors[0] == 1.5 and errors[-1] < 1e-6
     ranks = re.findall(r"^rank (\d): (\S+) after (\d+) rounds", output, re.MULTILINE)
@@ -151,10 +157,12 @@ def test_push_sum(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     [("--lr", "0.4"), ("--task", "linear_regression", "--lr", "0.2")],
     ids=["logistic", "linear"],
 )
-def test_optimization_finds_the_optimum(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_optimization_finds_the_optimum(
+    tmp_path: Path, script_worlds: WorldPool, arguments: tuple[str, ...]
+) -> None:
     picture = tmp_path / "errors.png"
     script = [OPTIMIZATION, *arguments, "--max-iter", "300", "--save-plot-file", picture]
-    output = run_script(script, 4, tmp_path / "log.txt")
+    output = run_script(script, 4, tmp_path / "log.txt", script_worlds)
     rows = re.findall(r"^ +\d+ +(\S+) +(\S+) +(\S+) +(\S+)$", output, re.MULTILINE)
     first, last = ([float(error) for error in row] for row in (rows[0], rows[-1]))
     assert len(set(first)) == 1 and first[0] > 0.3, output
@@ -165,7 +173,7 @@ def test_optimization_finds_the_optimum(tmp_path: Path, arguments: tuple[str, ..
     check_picture(picture)
 
 
-def test_push_diging_alone(tmp_path: Path) -> None:
+def test_push_diging_alone(tmp_path: Path, script_worlds: WorldPool) -> None:
     output = run_script(
         [
             OPTIMIZATION,
@@ -180,6 +188,7 @@ def test_push_diging_alone(tmp_path: Path) -> None:
         ],
         3,
         tmp_path / "log.txt",
+        script_worlds,
     )
     errors = [float(error) for error in re.findall(r"^ +\d+ +(\S+)$", output, re.MULTILINE)]
     assert errors[0] > 0.3 and errors[-1] < 1e-5, output
@@ -194,11 +203,12 @@ def test_push_diging_alone(tmp_path: Path) -> None:
     ],
     ids=["ddp-gloo", "awc-dynamic", "ddp-async-slow"],
 )
-def test_digits_split_by_labels(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_digits_split_by_labels(tmp_path: Path, script_worlds: WorldPool, arguments: tuple[str, ...]) -> None:
     """Each rank sees half of the labels, so alone it is right in half of the cases at most."""
     picture, results = tmp_path / "loss.png", tmp_path / "results.json"
     script = [TRAIN_MNIST, *arguments, "--steps", "400", "--lr", "0.1", "--momentum", "0.5"]
-    output = run_script([*script, "--save-plot-file", picture, "--json", results], 2, tmp_path / "log.txt")
+    script += ["--save-plot-file", picture, "--json", results]
+    output = run_script(script, 2, tmp_path / "log.txt", script_worlds)
     found = json.loads(results.read_text())
     assert found["final"] > 0.65, output
     assert f"{found['final']:.4f}" in output and len(found["ranks"]) == 2
@@ -211,10 +221,10 @@ def test_digits_split_by_labels(tmp_path: Path, arguments: tuple[str, ...]) -> N
     check_picture(picture)
 
 
-def test_gpt_learns(tmp_path: Path) -> None:
+def test_gpt_learns(tmp_path: Path, script_worlds: WorldPool) -> None:
     results = tmp_path / "results.json"
     flags = ["--mode", "awc", "--steps", "40", "--width", "32", "--context", "32", "--text-bytes", "200000"]
-    run_script([TRAIN_GPT, *flags, "--lr", "0.01", "--json", results], 2, tmp_path / "log.txt")
+    run_script([TRAIN_GPT, *flags, "--lr", "0.01", "--json", results], 2, tmp_path / "log.txt", script_worlds)
     # Nothing learned: ln 256 = 5.5; how often each byte occurs: about 3.2.
     assert json.loads(results.read_text())["final"] < 4.0
 
@@ -515,9 +525,9 @@ def test_every_mode_learns(worlds: WorldPool) -> None:
 # --- residual networks ---
 
 
-def test_resnet_learns(tmp_path: Path) -> None:
+def test_resnet_learns(tmp_path: Path, script_worlds: WorldPool) -> None:
     flags = ["--depth", "8", "--steps", "72", "--batch-size", "16", "--mode", "atc", "--dynamic"]
-    found, output = train(tmp_path, 2, TRAIN_RESNET, *flags)
+    found, output = train(tmp_path, 2, TRAIN_RESNET, *flags, launcher=script_worlds)
     # Ten classes, equally frequent.
     assert found["final"] > 0.3, output
     assert [measured["step"] for measured in found["measurements"][0]] == [64, 72]
@@ -528,9 +538,9 @@ def test_resnet_learns(tmp_path: Path) -> None:
     )
 
 
-def test_resnet50_benchmark(tmp_path: Path) -> None:
+def test_resnet50_benchmark(tmp_path: Path, script_worlds: WorldPool) -> None:
     flags = "--image-size 32 --batch-size 2 --num-warmup-batches 1 --num-iters 2 --num-batches-per-iter 1"
-    found, output = train(tmp_path, 2, SYNTHETIC_RESNET50, *flags.split(), "--mode", "awc")
+    found, output = train(tmp_path, 2, SYNTHETIC_RESNET50, *flags.split(), "--mode", "awc", launcher=script_worlds)
     assert found["steps"] == [3, 3]
     rates = found["images per second"]
     assert [len(of_rank) for of_rank in rates] == [2, 2] and min(map(min, rates)) > 0
@@ -539,10 +549,9 @@ def test_resnet50_benchmark(tmp_path: Path) -> None:
         assert f"images per second of {name}: {mean:.1f} +- " in output
 
 
-def test_slow_rank_that_is_not_there(tmp_path: Path) -> None:
-    job = Job([TRAIN_DIGITS, "--slow-rank", "2"], 2, tmp_path / "log.txt")
-    try:
-        assert job.wait(120) != 0
-    finally:
-        job.stop()
-    assert "--slow-rank must be below 2, the number of ranks, got 2" in job.output
+def test_slow_rank_that_is_not_there(tmp_path: Path, script_worlds: WorldPool) -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_script([TRAIN_DIGITS, "--slow-rank", "2"], 2, tmp_path / "log.txt", script_worlds)
+    printed = str(failure.value)
+    assert printed.startswith("exit statuses [1, 1]:\n")
+    assert "--slow-rank must be below 2, the number of ranks, got 2" in printed

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from harness import ALL, WorldPool
 from scripts import ROOT, run_script
 
 if sys.version_info >= (3, 11):
@@ -65,10 +66,12 @@ def test_readme_shows_consensus_and_optimizer() -> None:
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
-def test_python_block_runs(tmp_path: Path, example: Example) -> None:
+def test_python_block_runs(tmp_path: Path, script_worlds: WorldPool, example: Example) -> None:
+    """The first one by torchrun, as it says; all of them in test-all."""
     script = tmp_path / example.name
     script.write_text(example.code)
-    output = run_script([script], example.ranks, tmp_path / "log.txt")
+    launcher = "torchrun" if ALL or example.name == "average.py" else script_worlds
+    output = run_script([script], example.ranks, tmp_path / "log.txt", launcher)
     lines = rank_lines(output)
     assert len(lines) == example.ranks, output
     if example.output is not None:
@@ -78,13 +81,24 @@ def test_python_block_runs(tmp_path: Path, example: Example) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks, launcher", [(2, "mpiexec"), (3, "torchrun"), (4, "mpiexec"), (5, "torchrun"), (8, "mpiexec")]
+    "ranks, launcher",
+    [
+        (5, "world"),
+        (8, "world"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(2, "mpiexec"), (3, "torchrun"), (4, "mpiexec"), (5, "torchrun"), (8, "mpiexec")]
+        ),
+    ],
 )
-def test_consensus_is_exact_elsewhere_too(tmp_path: Path, ranks: int, launcher: str) -> None:
+def test_consensus_is_exact_elsewhere_too(
+    tmp_path: Path, script_worlds: WorldPool, ranks: int, launcher: str
+) -> None:
     (code,) = (example.code for example in examples() if example.name == "average.py")
     script = tmp_path / "average.py"
     script.write_text(code)
-    output = run_script([script], ranks, tmp_path / "log.txt", launcher, timeout=90)
+    how = script_worlds if launcher == "world" else launcher
+    output = run_script([script], ranks, tmp_path / "log.txt", how, timeout=90)
     lines = rank_lines(output)
     assert lines == [f"rank {rank}: {(ranks - 1) / 2}" for rank in range(ranks)]
 
