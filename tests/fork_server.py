@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 
 import fogdist  # noqa: F401  loads no library before it is used
+import networkx  # noqa: F401  what a first topology imports
 import numpy  # noqa: F401
 import pytest  # noqa: F401
 import torch

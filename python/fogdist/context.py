@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-import networkx as nx
 import torch
 import torch.distributed as dist
 
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
 from fogdist.handles import HandleTable
+from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
 from fogdist.topology import ExponentialGraph
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import networkx as nx
 import torch.distributed as dist
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, PreconditionError, current
+from fogdist.lazy import nx
 from fogdist.static_topology import see_topology
 
 

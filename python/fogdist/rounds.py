@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
-import networkx as nx
 
 from fogdist.agreement import digest
 from fogdist.context import Context
+from fogdist.lazy import nx
 from fogdist.topology import Peers, Topology, uniform_weights
 
 if TYPE_CHECKING:

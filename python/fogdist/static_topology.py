@@ -9,8 +9,8 @@ import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import networkx as nx
 
+from fogdist.lazy import nx
 from fogdist.topology import GetRecvWeights, check_topology
 from fogdist.topology.validation import edge_weight
 

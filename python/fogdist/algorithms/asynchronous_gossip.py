@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any, ClassVar
 
-import networkx as nx
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 from fogdist.algorithms.frame import Algorithm
 from fogdist.collectives import barrier
 from fogdist.context import current
+from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.optim.wrapper import Models
 from fogdist.streams import Mark

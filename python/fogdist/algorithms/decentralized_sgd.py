@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from fogdist.algorithms.flats import Flats
 from fogdist.algorithms.frame import Algorithm
 from fogdist.algorithms.mixing import AllRanks, Finish, MixingLike
-from fogdist.optim.forward_hook import ForwardHook, register_before_forward
 from fogdist.optim.wrapper import Models
 
 Order = Literal["atc", "awc", "cta"]
@@ -65,6 +64,8 @@ class DecentralizedSGD(Algorithm):
         self._fog_has_begun = False
         self._fog_begin(optimizer, mixing, local_steps, order=order)
         if order != "atc":
+            from fogdist.optim.forward_hook import ForwardHook, register_before_forward
+
             for each in self._fog_models:
                 hook = ForwardHook(self._fog_before_step)
                 register = register_before_forward if order == "awc" else Module.register_forward_pre_hook

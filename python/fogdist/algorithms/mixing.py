@@ -6,13 +6,13 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-import networkx as nx
 import torch
 from torch import Tensor
 
 from fogdist.averaging import Average
 from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
 from fogdist.context import current
+from fogdist.lazy import nx
 from fogdist.neighbor_collectives import (
     neighbor_allreduce_nonblocking,
     neighbor_allreduce_nonblocking_,

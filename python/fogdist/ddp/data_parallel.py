@@ -26,7 +26,7 @@ from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flat_buckets import FlatBuckets
-from fogdist.optim.forward_hook import is_training_pass
+from fogdist.optim.training_pass import is_training_pass
 from fogdist.optim.wrapper import (
     DistributedOptimizer,
     check_ownership,

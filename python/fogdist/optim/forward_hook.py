@@ -1,4 +1,8 @@
-"""What an optimizer hangs on a model to hear of its training passes."""
+"""What an optimizer hangs on a model to hear of its training passes.
+
+Other modules import this one when they make a hook: it imports torch._dynamo, as torch itself does when it
+makes a first optimizer, which `import fogdist` alone should not pay for.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,8 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from fogdist.optim.training_pass import is_training_pass
 from fogdist.parameter_changes import forward_changes_parameters
-
-
-def is_training_pass(module: Module) -> bool:
-    """Whether a forward pass of a module now is one that a step of its optimizer follows.
-
-    It is in training mode with gradients enabled, outside of transforms of ``torch.func``.
-    """
-    return module.training and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 class ForwardHook:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 from torch.utils.hooks import RemovableHandle
 
-from fogdist.optim.forward_hook import ForwardHook, register_before_forward
 from fogdist.optim.pass_counter import warn_too_many_passes
 from fogdist.optim.wrapper import DistributedOptimizer, closure_of, evaluated, only_makes_state
 
@@ -104,6 +103,8 @@ class OverlappingOptimizer(DistributedOptimizer):
                 weakref.finalize(self, hook.remove).atexit = False
 
     def _fog_hook(self, place: int) -> RemovableHandle:
+        from fogdist.optim.forward_hook import ForwardHook, register_before_forward
+
         model, hook = self._fog_models[place], ForwardHook(self._fog_count_forward, place)
         if self._begins_with_forward:
             return register_before_forward(model, hook)

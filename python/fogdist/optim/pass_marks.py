@@ -9,8 +9,6 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fogdist.optim.forward_hook import ForwardHook
-
 
 class PassMarks:
     """Ranges of training passes in the trace of ``torch.profiler``: one a forward pass, one from there to the step.
@@ -26,6 +24,8 @@ class PassMarks:
     GRADIENT = "fogdist.gradient"
 
     def __init__(self, models: Sequence[Module], optimizer: Optimizer) -> None:
+        from fogdist.optim.forward_hook import ForwardHook
+
         self._open: torch.profiler.record_function | None = None
         self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
         for model in models:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import SupportsIndex
 
-import networkx as nx
 
+from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
 from fogdist.topology.validation import check_int, check_rank, check_topology

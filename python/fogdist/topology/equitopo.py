@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import SupportsIndex
 
-import networkx as nx
 import numpy as np
 
+from fogdist.lazy import nx
 from fogdist.topology.draws import choice, permutation
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.rounds import Matrix, Topology

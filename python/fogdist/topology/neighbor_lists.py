@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
-import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
+from fogdist.lazy import nx
 from fogdist.topology.validation import check_neighbor_ranks
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import SupportsIndex
 
-import networkx as nx
 
+from fogdist.lazy import nx
 from fogdist.topology import graphs
 from fogdist.topology.equitopo import EquiStaticGraph
 from fogdist.topology.errors import TopologyError

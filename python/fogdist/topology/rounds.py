@@ -11,10 +11,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import SupportsIndex, TypedDict
 
-import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.validation import check_int, check_rank

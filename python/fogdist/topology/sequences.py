@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import SupportsIndex
 
-import networkx as nx
 import numpy as np
 
+from fogdist.lazy import nx
 from fogdist.topology.draws import permutation
 from fogdist.topology.dynamic import (
     GetDynamicOnePeerSendRecvRanks,

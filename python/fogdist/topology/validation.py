@@ -8,8 +8,8 @@ import operator
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-import networkx as nx
 
+from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 
 

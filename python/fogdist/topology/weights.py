@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal, SupportsIndex
 
-import networkx as nx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
 from fogdist.topology.validation import check_rank, check_topology, edge_weight
