@@ -26,6 +26,7 @@ from fogdist.optim.wrapper import (
     evaluated,
     only_makes_state,
     reject_lbfgs,
+    setting,
     wrap,
 )
 
@@ -80,10 +81,10 @@ class Algorithm(DistributedOptimizer):
     # Asks a gradient scaler to call step() whether gradients overflowed or not: neighbors wait for this rank.
     _step_supports_amp_scaling = True
 
-    self_weight: float | None = None
-    src_weights: Mapping[int, float] | None = None
-    dst_weights: Iterable[int] | Mapping[int, float] | None = None
-    enable_topo_check: bool = False
+    self_weight: float | None = setting(None)
+    src_weights: Mapping[int, float] | None = setting(None)
+    dst_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
+    enable_topo_check: bool = setting(False)
 
     def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
         return wrap(cls, optimizer, model, 1)

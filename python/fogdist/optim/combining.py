@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from fogdist.optim.parameter_average import CommunicationType, NeighborWeights
-from fogdist.optim.wrapper import DistributedOptimizer
+from fogdist.optim.wrapper import DistributedOptimizer, setting
 
 
 class CombiningOptimizer(DistributedOptimizer):
@@ -32,12 +32,12 @@ class CombiningOptimizer(DistributedOptimizer):
         }
     )
 
-    self_weight: float | None = None
-    src_weights: Mapping[int, float] | None = None
-    dst_weights: Iterable[int] | Mapping[int, float] | None = None
-    src_machine_weights: Mapping[int, float] | None = None
-    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None
-    enable_topo_check: bool = False
+    self_weight: float | None = setting(None)
+    src_weights: Mapping[int, float] | None = setting(None)
+    dst_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
+    src_machine_weights: Mapping[int, float] | None = setting(None)
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
+    enable_topo_check: bool = setting(False)
     _fog_communication_type: CommunicationType
 
     @property

@@ -13,7 +13,7 @@ from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
 from fogdist.exchange import check_weight
 from fogdist.optim.window_optimizer import WindowOptimizer, make
-from fogdist.optim.wrapper import Models
+from fogdist.optim.wrapper import Models, setting
 from fogdist.windows import Window
 
 # What a rank keeps of p at least when ranks are not in step, as a part of its mean over about the last _MEMORY
@@ -74,7 +74,7 @@ class PushSumOptimizer(WindowOptimizer):
     _kind: ClassVar[str] = "push_sum"
     _zero_init: ClassVar[bool] = True
 
-    force_barrier: bool = True
+    force_barrier: bool = setting(True)
     self_weight: float
     dst_weights: Mapping[int, float]
     _fog_p: dict[Window, float]

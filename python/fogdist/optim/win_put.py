@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.optim.window_optimizer import MixingOptimizer, make
-from fogdist.optim.wrapper import Models
+from fogdist.optim.wrapper import Models, setting
 from fogdist.windows import Window
 
 
@@ -79,7 +79,7 @@ class WinPutOptimizer(MixingOptimizer):
     )
     _kind: ClassVar[str] = "win_put"
 
-    dst_weights: Iterable[int] | Mapping[int, float] | None = None
+    dst_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
 
     def _fog_send(self, window: Window) -> int:
         return window.put_nonblocking(

@@ -13,7 +13,7 @@ from fogdist.collectives import allreduce_, barrier, wait
 from fogdist.context import current
 from fogdist.optim.bucket_windows import BucketWindows, SlotsHeardOf
 from fogdist.optim.overlapping import OverlappingOptimizer
-from fogdist.optim.wrapper import Models, reject_lbfgs, wrap
+from fogdist.optim.wrapper import Models, reject_lbfgs, setting, wrap
 from fogdist.windows import Window
 
 # Which of them an optimizer has; the others raise, as they would change nothing.
@@ -35,7 +35,7 @@ class WindowOptimizer(OverlappingOptimizer):
     _kind: ClassVar[str]
     _zero_init: ClassVar[bool] = False
 
-    force_barrier: bool = False
+    force_barrier: bool = setting(False)
     _fog_prefix: str
     _fog_buckets: list[list[BucketWindows]]
     _fog_handles: list[list[int]]
@@ -195,9 +195,9 @@ class MixingOptimizer(WindowOptimizer):
             the weights of the average say otherwise. By default they make `step` raise.
     """
 
-    skip_lost: bool = False
-    self_weight: float | None = None
-    src_weights: Iterable[int] | Mapping[int, float] | None = None
+    skip_lost: bool = setting(False)
+    self_weight: float | None = setting(None)
+    src_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
     _fog_mean: tuple[float, dict[int, float]]
     _fog_heard: SlotsHeardOf
 

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,34 @@ _RENAMED = {
 _numbers = itertools.count()
 
 _View = TypeVar("_View", bound="DistributedOptimizer")
+_Value = TypeVar("_Value")
+
+
+class _Setting:
+    """An attribute of a view that users set; on what wraps the view they set the same one."""
+
+    def __init__(self, default: object) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: DistributedOptimizer | None, owner: type) -> Any:
+        if instance is None:
+            return self._default
+        return vars(instance._fog_view()).get(self._name, self._default)
+
+    def __set__(self, instance: DistributedOptimizer, value: object) -> None:
+        vars(instance._fog_view())[self._name] = value
+
+
+def setting(default: _Value) -> _Value:
+    """Returns what makes an attribute of a view one that users set; it must be in the view's `_public`.
+
+    Args:
+        default: Its value as long as nobody sets it.
+    """
+    return cast("_Value", _Setting(default))
 
 
 class DistributedOptimizer(Optimizer):
@@ -41,6 +69,9 @@ class DistributedOptimizer(Optimizer):
 
     Attributes that a subclass lists in `_public`, and names that begin with ``_fog``, live in the view. All
     others are read from, written to and deleted in the wrapped optimizer.
+
+    Frameworks wrap a view in turn, in an object of a class that they derive from the view's (Lightning does), so
+    the methods here run on it too. What it writes is its own, but for what lives in the view.
     """
 
     _public: ClassVar[frozenset[str]] = frozenset()
@@ -49,6 +80,7 @@ class DistributedOptimizer(Optimizer):
     # Written by gradient scalers; an optimizer that does not know them must not see them.
     _scaler_marks: ClassVar[frozenset[str]] = frozenset({"grad_scale", "found_inf"})
 
+    _fog_view: ClassVar[weakref.ref[DistributedOptimizer]]  # of its class, so that of wrappers' classes too
     _fog_wrapped: Optimizer
     _fog_models: tuple[Module, ...]
     _fog_owner: dict[Tensor, int]
@@ -56,10 +88,13 @@ class DistributedOptimizer(Optimizer):
     _fog_bucket_bytes: int
     _fog_number: int
     _fog_steps: int
-    _fog_marks: PassMarks | None = None
+    _fog_marks: PassMarks | None
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is found neither in the view nor in its classes.
+        view = self._fog_view()
+        if view is not self:
+            return getattr(view, name)
         if name.startswith("_fog"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._fog_wrapped, name)
@@ -67,16 +102,18 @@ class DistributedOptimizer(Optimizer):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RENAMED:
             raise AttributeError(f"the attribute {name!r} of older scripts is called {_RENAMED[name]!r} now")
-        if self._is_own(name):
+        holder = self._fog_holder(name)
+        if holder is self:
             object.__setattr__(self, name, value)
         else:
-            setattr(self._fog_wrapped, name, value)
+            setattr(holder, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if self._is_own(name):
+        holder = self._fog_holder(name)
+        if holder is self:
             object.__delattr__(self, name)
         else:
-            delattr(self._fog_wrapped, name)
+            delattr(holder, name)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a distributed optimizer cannot be copied or pickled; use its state_dict()")
@@ -116,6 +153,17 @@ class DistributedOptimizer(Optimizer):
         if self._fog_marks is not None:
             self._fog_marks.remove()
             self._fog_marks = None
+
+    def _fog_holder(self, name: str) -> Optimizer:
+        """Which object an attribute is written to: this one, the view that it wraps, or what the view wraps."""
+        view = self._fog_view()
+        assert view is not None  # whatever wraps it holds it
+        if view is self:
+            return self if self._is_own(name) else self._fog_wrapped
+        for copied in [each for each in vars(self) if each.startswith("_fog")]:
+            del vars(self)[copied]  # a wrapper that takes over attributes would see this one as it was then
+        is_views = name.startswith("_fog") or name in self._public or name in self._scaler_marks
+        return view if is_views else self
 
     def _is_own(self, name: str) -> bool:
         if name in self._scaler_marks:
@@ -210,6 +258,8 @@ def wrap(
     body = {"__module__": view.__module__, "__doc__": view.__doc__}
     made: type[_View] = type(kind.__name__, (view, kind), body)
     distributed = object.__new__(made)  # without the __init__ of the user's class
+    made._fog_view = weakref.ref(distributed)
+    distributed._fog_marks = None
     distributed._fog_wrapped = optimizer
     distributed._fog_models = tuple(models)
     distributed._fog_owner = owner

@@ -1,0 +1,248 @@
+"""Distributed optimizers inside the wrappers of training frameworks, whose classes derive from the optimizer's.
+
+Lightning and its Fabric make a class of their own and of the class of the optimizer that they are given, at run
+time. Each case is trained twice: through such a wrapper, and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+from fogdist import algorithms
+from harness import BACKEND
+from reference import Checks
+from test_optimizers import loss_of, make_net, snapshot
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
+
+KINDS: dict[str, Callable[[Optimizer, nn.Module], Any]] = {
+    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
+    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
+    "gradient": fogdist.DistributedGradientAllreduceOptimizer,
+    "win_put": fogdist.DistributedWinPutOptimizer,
+    "decentralized SGD": algorithms.DecentralizedSGD,
+    "gradient tracking": algorithms.GradientTracking,
+}
+DYNAMIC = ["awc", "atc", "decentralized SGD"]
+
+
+class Strategy:
+    """What a framework gives its wrappers when it runs them."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def optimizer_step(self, optimizer: Optimizer, *arguments: Any) -> Any:
+        self.steps += 1
+        return optimizer.step(*arguments)
+
+
+class Wrapper:
+    """What both forms of a wrapper have."""
+
+    _optimizer: Optimizer
+    _strategy: Strategy | None
+
+    def step(self, *arguments: Any) -> Any:
+        assert self._strategy is not None
+        return self._strategy.optimizer_step(self._optimizer, *arguments)
+
+
+class Holding(Wrapper):
+    """Holds the optimizer and asks it for what it does not have itself, as Lightning does today."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._strategy = None
+        self.__class__ = type(f"Holding{type(optimizer).__name__}", (Holding, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+class Copying(Wrapper):
+    """Has the optimizer's attributes as they were then, as in Lightning's earlier versions."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        taken = {name: value for name, value in vars(optimizer).items() if name not in ("state_dict", "step")}
+        self.__dict__ = taken
+        self.__class__ = type(f"Copying{type(optimizer).__name__}", (Copying, type(optimizer)), {})
+        self._optimizer = optimizer
+        self._strategy = None
+
+
+FORMS: list[type[Wrapper]] = [Holding, Copying]
+
+
+def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) -> Tensor:
+    """Parameters after some steps, through a wrapper or without one."""
+    rank, size = fogdist.rank(), fogdist.size()
+    label = f"{kind} {form.__name__ if form else 'alone'}"
+    model = make_net(rank)
+    plain = SGD(model.parameters(), lr=0.1, momentum=0.5)
+    view = optimizer = KINDS[kind](plain, model)
+    if kind == "win_put":
+        view.force_barrier = True
+    if form is not None:
+        optimizer = form(view)
+        optimizer._strategy = strategy = Strategy()
+        checks.true(f"{label}: class", isinstance(optimizer, SGD))
+        checks.true(f"{label}: strategy", "_strategy" in vars(optimizer) and not hasattr(view, "_strategy"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(4):
+        if kind in DYNAMIC and step == 2:
+            view.enable_topo_check = True
+            optimizer.self_weight = 0.25
+            optimizer.src_weights = {(rank - 1) % size: 0.75}
+            optimizer.dst_weights = [(rank + 1) % size]
+            checks.equal(f"{label}: weights", (view.self_weight, optimizer.self_weight), (0.25, 0.25))
+            checks.true(f"{label}: check", optimizer.enable_topo_check)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        scheduler.step()
+    checks.equal(f"{label}: rate", plain.param_groups[0]["lr"], 0.025)
+    ours = {name for name in vars(plain) if name.startswith("_fog") or name in view._public}
+    checks.equal(f"{label}: in the user's optimizer", ours, set())
+    if form is not None:
+        checks.equal(f"{label}: steps", strategy.steps, 4)
+        del optimizer._strategy
+        checks.true(f"{label}: deleted", "_strategy" not in vars(optimizer))
+        optimizer.turn_on_timeline()
+        checks.true(f"{label}: timeline", view._fog_marks is not None)
+        optimizer.turn_off_timeline()
+        checks.true(f"{label}: no timeline", view._fog_marks is None)
+        with pytest.raises(AttributeError, match="src_weights"):
+            optimizer.neighbor_weights = {}
+        with pytest.raises(ValueError, match="distributed already"):
+            KINDS[kind](optimizer, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    if kind == "win_put":
+        optimizer.unregister_window()
+    return snapshot(model)
+
+
+def scaled(form: Callable[[Optimizer], Any] | None) -> Tensor:
+    """Steps of a gradient scaler, whose marks are for the view."""
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer: Any = algorithms.DecentralizedSGD(SGD(model.parameters(), lr=0.1), model)
+    if form is not None:
+        optimizer = form(optimizer)
+        optimizer._strategy = Strategy()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()
+        if step == 1 and rank == 0:
+            next(model.parameters()).grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    return snapshot(model)
+
+
+def train_all() -> None:
+    fogdist.init()
+    with Checks() as checks:
+        for kind in KINDS:
+            expected = trained(kind, None, checks)
+            for form in FORMS:
+                checks.equal(f"{kind} {form.__name__}", trained(kind, form, checks), expected)
+        expected = scaled(None)
+        for form in FORMS:
+            checks.equal(f"scaled {form.__name__}", scaled(form), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+def test_frameworks_that_derive_from_the_class(worlds):
+    worlds(3).run(train_all)
+
+
+# --- the real ones ------------------------------------------------------------------------------------------
+
+
+def in_lightning(kind: str, is_automatic: bool) -> Tensor:
+    import lightning
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    rank = fogdist.rank()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net(rank)
+            self.automatic_optimization = is_automatic
+
+        def configure_optimizers(self) -> Optimizer:
+            optimizer: Optimizer = KINDS[kind](SGD(self.parameters(), lr=0.1, momentum=0.5), self)
+            return optimizer
+
+        def training_step(self, numbers: Tensor, index: int) -> Tensor:
+            loss = loss_of(self.net, rank, index)
+            if not is_automatic:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        plugins=[LightningEnvironment()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(range(4)))
+    return snapshot(module.net)
+
+
+def in_fabric(kind: str) -> Tensor:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    rank = fogdist.rank()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
+    net = make_net(rank)
+    model, optimizer = fabric.setup(net, KINDS[kind](SGD(net.parameters(), lr=0.1, momentum=0.5), net))
+    for step in range(4):
+        optimizer.zero_grad()
+        fabric.backward(loss_of(model, rank, step))
+        optimizer.step()
+    return snapshot(net)
+
+
+def alone(kind: str) -> Tensor:
+    rank = fogdist.rank()
+    model = make_net(rank)
+    optimizer = KINDS[kind](SGD(model.parameters(), lr=0.1, momentum=0.5), model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return snapshot(model)
+
+
+def train_in_lightning() -> None:
+    fogdist.init()
+    with Checks() as checks:
+        for kind in ("awc", "atc", "gradient", "gradient tracking"):
+            expected = alone(kind)
+            for is_automatic in (True, False):
+                checks.equal(f"{kind} {is_automatic}", in_lightning(kind, is_automatic), expected)
+            checks.equal(f"{kind} in Fabric", in_fabric(kind), expected)
+
+
+def test_lightning(worlds):
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    worlds(2).run(train_in_lightning)
