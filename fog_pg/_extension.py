@@ -92,6 +92,8 @@ def load() -> ModuleType:
         ImportError: If the extension is missing or built for another torch, or if no MPI library can be used.
     """
     _check_build()
+    # UCX, inside MPI, takes SIGHUP for its debug mode, and a rank would outlive its terminal. It looks as it is loaded.
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     import torch
 
     from fog_pg import _driver, _nccl

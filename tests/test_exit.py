@@ -404,3 +404,15 @@ def test_interrupt_ends_a_blocking_wait(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def hang_up() -> None:
+    """What ends a rank when its terminal or its connection goes."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this runs under
+    as_main_program(lambda rank: (dist.barrier(), os.kill(os.getpid(), signal.SIGHUP)), ())
+
+
+def test_a_hangup_ends_a_rank(new_world: Callable[..., World]) -> None:
+    # UCX takes this signal for its debug mode unless it is told not to.
+    for outcome in new_world(2, initialize=False).run_raw(hang_up, timeout=30):
+        assert Ended(outcome).status == -signal.SIGHUP, str(outcome)
