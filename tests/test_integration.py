@@ -320,6 +320,7 @@ def compiled_step(compiler: str) -> None:
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1  # no pool of processes
+    torch._inductor.config.cpp_cache_precompile_headers = False  # which takes longer than the few kernels that are there
     size = dist.get_world_size()
     group = dist.group.WORLD
 
