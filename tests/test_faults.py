@@ -1,7 +1,8 @@
 """Ranks killed or stopped during every kind of operation; programs interrupted, or that fork, meanwhile.
 
-Each case of a killed rank has a world of its own. The full matrix (every kind, every rank, both moments) runs
-with FOG_FAULTS=all, as `make faults` does; otherwise each kind is tried with one rank at one moment, in turn.
+A rank is killed while all kinds are in flight, each in a group of its own; for every rank and both moments. The
+full matrix runs with FOG_FAULTS=all, as `make faults` does: each case of a kind, a rank and a moment has a world of
+its own.
 """
 
 from __future__ import annotations
@@ -218,8 +219,13 @@ def cases() -> list[tuple[str, int, str]]:
     return [(kind, n % RANKS, moments[n // RANKS % 2]) for n, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize(("kind", "victim", "moment"), cases())
-def test_killed_rank(new_world: Callable[..., World], kind: str, victim: int, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "victim", "moment"),
+    [pytest.param(*case, marks=[] if FULL else [pytest.mark.long]) for case in cases()],
+)
+def test_killed_rank_in_each_kind(
+    new_world: Callable[..., World], kind: str, victim: int, moment: str
+) -> None:
     world = new_world(RANKS, timeout=LONG_TIMEOUT)
     outcomes = world.run_raw(lose_a_rank, kind, victim, moment, timeout=20)
     assert outcomes[victim].state == "died" and "SIGKILL" in outcomes[victim].details, str(outcomes[victim])
@@ -242,10 +248,16 @@ def test_killed_rank(new_world: Callable[..., World], kind: str, victim: int, mo
     # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
 
 
-def lose_a_rank_of_another_host(victim: int, moment: str) -> list[str]:
+def lose_a_rank_in_all_kinds(victim: int, moment: str, over_sockets: bool, folder: str) -> list[str]:
     """All kinds at a time, each in a group of its own, while a rank is killed; then the survivors go on.
 
     The victim dies before it has come to any of them, or in the middle of rows of them.
+
+    Args:
+        victim: The rank.
+        moment: "before" or "during".
+        over_sockets: Whether it is on another host.
+        folder: Of files by which the survivors say that they have noticed.
 
     Returns:
         What was not as it should be.
@@ -257,7 +269,9 @@ def lose_a_rank_of_another_host(victim: int, moment: str) -> list[str]:
         dist.barrier(group)
     if rank == victim:
         if moment == "before" and os.fork() == 0:  # what a child inherits does not hide the end
-            time.sleep(SOON + 1.0)
+            end = time.monotonic() + SOON + 1.0
+            while len(list(Path(folder).glob("noticed*"))) < RANKS - 1 and time.monotonic() < end:
+                time.sleep(0.05)
             os._exit(0)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if moment == "before":
@@ -279,21 +293,39 @@ def lose_a_rank_of_another_host(victim: int, moment: str) -> list[str]:
     ]
     for kind, group in groups.items():
         # Sockets take a large message as well.
-        expected = moment == "before" and kind != "large send" and not may_complete(kind, rank, victim)
+        at_once = over_sockets and kind == "large send"
+        expected = moment == "before" and not at_once and not may_complete(kind, rank, victim)
         if expected and kind not in errors:
             problems.append(f"{kind}: completed on rank {rank}")
         # Now the loss is known; also a send can only fail.
         text = error_of(lambda k=kind, g=group: wait_for(KINDS[k](rank, victim, g)))
         if not (f"rank {victim} " in text or (not text and may_complete(kind, rank, victim))):
             problems.append(f"{kind}: rank {rank} got {text!r} afterwards")
+        # What failed takes no more work, and says why; the first error may have been a refusal itself.
+        why = errors.get(kind, "").removeprefix("fog: ").rpartition(REFUSED)[2]
+        if why and not (REFUSED in text and text.endswith(why)):
+            problems.append(f"{kind}: rank {rank} got {errors[kind]!r} and then {text!r}")
     seconds = time.monotonic() - begin
     if seconds > SOON:
         problems.append(f"the errors came after {seconds:.1f} s")
+    Path(folder, f"noticed by {rank}").touch()
     sums = torch.ones(LARGE)
     dist.all_reduce(sums, group=living)
     if not sums.eq(RANKS - 1).all():
         problems.append(f"the survivors summed up {sums}")
     return problems
+
+
+@pytest.mark.parametrize(("victim", "moment"), [(0, "before"), (1, "during"), (2, "before"), (0, "during")])
+def test_killed_rank(new_world: Callable[..., World], tmp_path: Path, victim: int, moment: str) -> None:
+    world = new_world(RANKS, timeout=LONG_TIMEOUT)
+    arguments = (victim, moment, False, str(tmp_path))
+    outcomes = world.run_raw(lose_a_rank_in_all_kinds, *arguments, timeout=40)
+    assert outcomes[victim].state == "died" and "SIGKILL" in outcomes[victim].details, str(outcomes[victim])
+    for survivor in (o for o in outcomes if o.rank != victim):
+        assert survivor.state == "returned", str(survivor)
+        assert not survivor.value, "\n".join(survivor.value)
+    # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
 
 
 @pytest.mark.parametrize("netmod", ["UCX", "OFI"] if FULL else ["UCX"])
@@ -304,7 +336,7 @@ def test_killed_rank_of_another_host(
 ) -> None:
     """Rank 2 is lost, with another rank on its host or alone there."""
     monkeypatch.setenv("FOG_CONFIRM", "1")
-    calls = [("lose_a_rank_of_another_host", [2, moment])]
+    calls = [("lose_a_rank_in_all_kinds", [2, moment, True, str(tmp_path)])]
     problems = run_on_hosts(tmp_path, placement, "test_faults", calls, killed=[2], netmod=netmod)
     assert not any(found for (found,) in problems[:2]), problems
 
