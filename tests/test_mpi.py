@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from harness import BACKEND
+from harness import BACKEND, WorldPool
 from hosts import ACROSS, address, emulated_hosts, namespace_names, sent_bytes
 from mpi_installations import Installation, Missing, intel, mpich, open_mpi
-from scripts import ROOT, Job, launcher_command, started
+from scripts import ROOT, Job, launcher_command, run_script, started
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
@@ -50,6 +50,10 @@ def check_operations(jobs: Sequence[Job], library: str) -> None:
         statuses = [job.wait(TIMEOUT) for job in jobs]
     output = "\n".join(job.output for job in jobs)
     assert statuses == [0] * len(jobs), output
+    check_lines(output, library)
+
+
+def check_lines(output: str, library: str) -> None:
     lines = sorted(line for line in output.splitlines() if line.startswith("rank "))
     assert len(lines) == RANKS, output
     for rank, line in enumerate(lines):
@@ -69,11 +73,10 @@ def test_mpiexec(find: Callable[[], Installation], tmp_path: Path) -> None:
 
 
 @installations
+@only_in_full
 def test_mpiexec_without_local_links(find: Callable[[], Installation], tmp_path: Path) -> None:
     """All messages go through MPI."""
     installation = found(find)
-    if find is not mpich and not ALL:
-        pytest.skip("one of the slower ones: make test-mpi runs it")
     environment = QUIET | LINKS_OFF | dict(installation.environment)
     job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", installation.launcher(RANKS), environment)
     check_operations([job], installation.name)
@@ -90,9 +93,13 @@ def test_torchrun(find: Callable[[], Installation], links: Mapping[str, str], tm
     check_operations([job], installation.name)
 
 
-def test_torchrun_without_local_links(tmp_path: Path) -> None:
-    job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", "torchrun", QUIET | LINKS_OFF)
-    check_operations([job], "MPICH")
+def test_every_operation_without_local_links(tmp_path: Path) -> None:
+    pool = WorldPool(initialize=False, environment=QUIET | LINKS_OFF)
+    try:
+        output = run_script(OPERATIONS, RANKS, tmp_path / "log.txt", pool, timeout=120)
+    finally:
+        pool.close()
+    check_lines(output, "MPICH")
 
 
 # Several hosts
