@@ -20,7 +20,8 @@ from reference import DTYPES, Checks, make_input, reduce, sum_in_rank_order
 PREMUL_FACTOR = 0.375
 _COMPLEX_REDUCTIONS = ["SUM", "AVG", "PREMUL_SUM"]
 _FLOAT_REDUCTIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"]
-_INTEGER_REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+_BOOL_REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+_INTEGER_REDUCTIONS = [*_BOOL_REDUCTIONS, *(["AVG"] if BACKEND == "fog" else [])]
 
 REDUCING = ["all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"]
 MOVING = [
@@ -74,7 +75,7 @@ def supported_dtypes(operation: str) -> list[torch.dtype]:
 
 def reductions(dtype: torch.dtype) -> list[str]:
     """Names of the reductions that are defined for a dtype."""
-    names = _INTEGER_REDUCTIONS
+    names = _BOOL_REDUCTIONS if dtype == torch.bool else _INTEGER_REDUCTIONS
     if dtype.is_complex:
         names = _COMPLEX_REDUCTIONS
     elif dtype.is_floating_point:

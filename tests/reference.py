@@ -102,6 +102,8 @@ def reduce(inputs: Sequence[Tensor], op: str, factor: float = 1.0) -> Tensor:
     dtype = inputs[0].dtype
     if not dtype.is_floating_point and not dtype.is_complex:
         table = _BOOL_REDUCTIONS if dtype == torch.bool else _INTEGER_REDUCTIONS
+        if op == "AVG":
+            return torch.from_numpy(_truncated(reduce(inputs, "SUM").numpy(), len(inputs)))
         with np.errstate(over="ignore"):
             return torch.from_numpy(np.asarray(functools.reduce(table[op], [t.numpy() for t in inputs])))
     values = [wide(t) for t in inputs]
@@ -111,6 +113,12 @@ def reduce(inputs: Sequence[Tensor], op: str, factor: float = 1.0) -> Tensor:
         total = functools.reduce(torch.add, values)
         return total / len(values) if op == "AVG" else total
     return functools.reduce({"PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}[op], values)
+
+
+def _truncated(total: np.ndarray, count: int) -> np.ndarray:
+    """The quotient as C divides: towards zero, where NumPy goes down."""
+    quotient, rest = np.divmod(total, total.dtype.type(count))
+    return np.asarray(quotient + ((rest != 0) & (quotient < 0)).astype(total.dtype))
 
 
 def sum_in_rank_order(inputs: Sequence[Tensor]) -> Tensor:

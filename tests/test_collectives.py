@@ -345,6 +345,37 @@ def in_place_forms() -> None:
             given = [x[rank * numel : (rank + 1) * numel] for x in inputs]
             verify_reduction(checks, f"reduce_scatter_tensor {numel}", mine, given, "SUM")
 
+            # A rank's own place in a list, as rows, and as columns, which interleave.
+            for lay in ("rows", "columns"):
+                parts = [x.view(size, numel) for x in inputs]
+
+                def laid(values: Tensor, lay: str = lay) -> list[Tensor]:
+                    return list((values if lay == "rows" else _transposed(values)).clone().unbind())
+
+                label = f"{lay} of {numel}"
+                result = laid(torch.stack([p[rank] if r == rank else p[r] * 0 for r, p in enumerate(parts)]))
+                dist.all_gather(result, result[rank])
+                expected = [p[r] for r, p in enumerate(parts)]
+                checks.equal(f"all_gather {label}", result, expected)
+                result = laid(parts[rank])
+                dist.reduce_scatter(result[rank], result)
+                verify_reduction(checks, f"reduce_scatter {label}", result[rank], given, "SUM")
+                result = laid(torch.zeros(size, numel))
+                dist.all_to_all(result, laid(parts[rank]))
+                checks.equal(f"all_to_all {label}", result, [p[rank] for p in parts])
+                result = laid(parts[rank])
+                dist.gather(result[rank], result if rank == 1 else None, group_dst=1)
+                checks.equal(f"gather {label}", result, expected if rank == 1 else list(parts[rank]))
+                result = laid(parts[rank])
+                dist.scatter(result[rank], result if rank == 1 else None, group_src=1)
+                checks.equal(f"scatter {label}", result[rank], parts[1][rank])
+            halves = torch.zeros(size * numel, 2)
+            halves[:, 0] = inputs[rank]
+            if BACKEND == "fog":
+                dist.all_to_all_single(halves[:, 1], halves[:, 0])
+                checks.equal("all_to_all_single of halves", halves[:, 1], torch.cat(given))
+                checks.equal("all_to_all_single of halves, input", halves[:, 0], inputs[rank])
+
 
 @several_ranks
 def test_output_that_is_a_part_of_the_input_or_holds_it(worlds: WorldPool, size: int) -> None:

@@ -234,7 +234,7 @@ def local_reductions() -> None:
                 mine = make_input(rank, dtype, shape)
                 other = mine.clone()
                 with delegating():
-                    if dtype in unsigned and name in ("MIN", "MAX"):
+                    if dtype in unsigned and name in ("MIN", "MAX", "AVG"):
                         try:
                             fog.local_allreduce(other, machines, reduce_op(name))
                             checks.true(f"{label} raises", False)
@@ -370,8 +370,8 @@ def wrong_arguments() -> None:
             ("without dimensions", lambda: fog.allgather_concat(torch.tensor(1.0))),
             ("machines: rank 1 is missing", lambda: fog.local_allreduce(x, [[0]], dist.ReduceOp.SUM)),
             (
-                "got AVG for dtype int64",
-                lambda: fog.allreduce_named(torch.ones(1, dtype=torch.int64), dist.ReduceOp.AVG),
+                "got AVG for dtype bool",
+                lambda: fog.allreduce_named(torch.ones(1, dtype=torch.bool), dist.ReduceOp.AVG),
             ),
             ("root: got rank 2", lambda: fog.broadcast_named(x, 2)),
         ]

@@ -148,7 +148,7 @@ def in_place() -> None:
             checks.equal(f"{layout} place", [t.data_ptr() for t in outputs], addresses)
         for dtype in DTYPES:
             for name in reductions(dtype):
-                if dtype in (torch.uint16, torch.uint32, torch.uint64) and name in ("MIN", "MAX"):
+                if dtype in (torch.uint16, torch.uint32, torch.uint64) and name in ("MIN", "MAX", "AVG"):
                     continue
                 mine = make_input(rank, dtype, (4, 5))
                 there = mine.to(DEVICE)

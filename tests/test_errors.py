@@ -111,17 +111,16 @@ def _bad_calls() -> dict[str, tuple[Callable[[], object], list[str]]]:
         "send tag": (lambda: dist.isend(ones(2), 1, tag=-3), ["tag", "-3"]),
         "recv tag": (lambda: dist.irecv(ones(2), 1, tag=-3), ["tag", "-3"]),
     }
-    for dtype in (torch.bool, torch.uint8, torch.int32, torch.int64):
-        for name, call in {
-            "all_reduce": lambda t: dist.all_reduce(t, dist.ReduceOp.AVG),
-            "reduce": lambda t: dist.reduce(t, 0, dist.ReduceOp.AVG),
-            "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(t[:1], t, dist.ReduceOp.AVG),
-        }.items():
-            tensor = ones(size, dtype=dtype)
-            calls[f"{name} AVG {dtype}"] = (
-                lambda c=call, t=tensor: c(t),
-                ["(?i)avg", f"(?i){_type_pattern(dtype)}"],
-            )
+    calls |= _shared_memory(size)
+    for name, call in {
+        "all_reduce": lambda t: dist.all_reduce(t, dist.ReduceOp.AVG),
+        "reduce": lambda t: dist.reduce(t, 0, dist.ReduceOp.AVG),
+        "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(t[:1], t, dist.ReduceOp.AVG),
+    }.items():
+        calls[f"{name} AVG of bools"] = (
+            lambda c=call: c(ones(size, dtype=torch.bool)),
+            ["(?i)avg", "(?i)bool"],
+        )
     for dtype in (torch.float16, torch.float32, torch.float64):
         for op in ("BAND", "BOR", "BXOR"):
             tensor = ones(2, dtype=dtype)
@@ -130,6 +129,102 @@ def _bad_calls() -> dict[str, tuple[Callable[[], object], list[str]]]:
                 [f"(?i){op}", _type_pattern(dtype)],
             )
     return calls
+
+
+def _shared_memory(size: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
+    """Calls whose results would be written to where something else is still to be read or written."""
+    ones, x = torch.ones, torch.ones(4 * size)
+    parts = list(x.chunk(size))  # rank 0's first
+    matrix = ones(4, 2 * size)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    several, shares = ["shares memory with"], ["share memory"]
+
+    def together(operation: Callable[..., object], calls: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with dist._coalescing_manager():
+            for output, input in calls:
+                operation(output, input)
+
+    return {
+        "all_to_all_single in place": (lambda: dist.all_to_all_single(x, x), several),
+        "all_to_all_single shifted": (lambda: dist.all_to_all_single(x[:-size], x[size:]), several),
+        "all_to_all_single columns": (
+            lambda: dist.all_to_all_single(matrix.t()[:size], matrix.t()[size - 1 : -1]),
+            several,
+        ),
+        "all_to_all in place": (lambda: dist.all_to_all(parts, parts), [r"outputs\[1\].*inputs\[1\]"]),
+        "all_to_all one output twice": (
+            lambda: dist.all_to_all([parts[0], parts[1], parts[1]], [ones(4)] * 3),
+            [r"outputs\[2\].*outputs\[1\]"],
+        ),
+        "all_to_all output in input": (
+            lambda: dist.all_to_all([ones(4), ones(4), parts[2]], parts),
+            [r"outputs\[2\].*inputs\[2\]"],
+        ),
+        "all_gather one output thrice": (lambda: dist.all_gather([x] * size, ones(x.numel())), several),
+        "all_gather outputs that overlap": (
+            lambda: dist.all_gather([x[:4], x[4:8], x[7:11]], ones(4)),
+            [r"outputs\[2\].*outputs\[1\]"],
+        ),
+        "all_gather columns that overlap": (
+            lambda: dist.all_gather([matrix[:, :2], matrix[:, 1:3], matrix[:, 4:]], ones(4, 2)),
+            [r"outputs\[1\].*outputs\[0\]"],
+        ),
+        "all_gather input in another's place": (
+            lambda: dist.all_gather(parts, parts[1]),
+            [r"outputs\[1\].*inputs"],
+        ),
+        "all_gather input shifted": (lambda: dist.all_gather(parts, x[1:5]), several),
+        "all_gather_into_tensor another's place": (
+            lambda: dist.all_gather_into_tensor(x, parts[1]),
+            ["output.*input"],
+        ),
+        "all_gather_into_tensor shifted": (lambda: dist.all_gather_into_tensor(x, x[1:5]), ["output.*input"]),
+        "all_gather coalesced": (
+            lambda: together(dist.all_gather_into_tensor, [(x, ones(4)), (ones(4 * size), parts[0])]),
+            [r"output\[0\].*input\[1\]"],
+        ),
+        "all_gather_coalesced": (
+            lambda: dist.all_gather_coalesced([parts, parts, parts], [ones(4)] * size),
+            [r"outputs\[\d\].*outputs\[\d\]"],
+        ),
+        "reduce_scatter output in another's place": (
+            lambda: dist.reduce_scatter(parts[1], parts),
+            ["outputs.*inputs"],
+        ),
+        "reduce_scatter shifted": (lambda: dist.reduce_scatter(x[1:5], parts), ["outputs.*inputs"]),
+        "reduce_scatter all in one": (
+            lambda: dist.reduce_scatter(parts[0], [parts[0]] * size),
+            [r"outputs.*inputs\[[12]\]"],
+        ),
+        "reduce_scatter_tensor another's place": (
+            lambda: dist.reduce_scatter_tensor(parts[1], x),
+            ["output.*input"],
+        ),
+        "reduce_scatter_tensor shifted": (lambda: dist.reduce_scatter_tensor(x[1:5], x), ["output.*input"]),
+        "reduce_scatter coalesced": (
+            lambda: together(dist.reduce_scatter_tensor, [(parts[0], x), (x[4:8], ones(4 * size))]),
+            [r"output\[1\].*input\[0\]"],
+        ),
+        "gather one output twice": (
+            lambda: dist.gather(ones(4), [parts[0], parts[1], parts[1]], dst=0),
+            [r"outputs\[2\].*outputs\[1\]"],
+        ),
+        "gather input in another's place": (lambda: dist.gather(parts[1], parts, dst=0), [r"outputs\[1\].*inputs"]),
+        "scatter output in another's place": (
+            lambda: dist.scatter(parts[1], parts, src=0),
+            [r"outputs.*inputs\[1\]"],
+        ),
+        "all_reduce_coalesced twice": (lambda: dist.all_reduce_coalesced([x, x]), several),
+        "allreduce_coalesced overlap": (
+            lambda: backend.allreduce_coalesced([x[:5], x[4:]]),
+            [r"tensors\[1\].*tensors\[0\]"],
+        ),
+        "several tensors of a rank": (lambda: backend.allreduce([x, x]), several),
+        "several tensors broadcast": (lambda: backend.broadcast([parts[0], x[2:6]]), several),
+        "windows of one tensor": (lambda: dist.all_reduce(x[:8].unfold(0, 4, 2)), shares),
+        "expanded": (lambda: dist.broadcast(ones(1).expand(4), 0), shares),
+        "strides that meet": (lambda: dist.irecv(x.as_strided((2, 3), (4, 2)), 1), shares),
+    }
 
 
 def _type_pattern(dtype: torch.dtype) -> str:

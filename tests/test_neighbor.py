@@ -550,7 +550,7 @@ def test_in_place(worlds, size):
 
 def wrong_lists() -> None:
     backend, plan, _ = backend_and_plan()
-    base = torch.ones(8)
+    base, other = torch.ones(8), torch.ones(4)
     pair = [base[:4], base[4:]]
     calls: list[tuple[Any, Any, type[Exception], str]] = [
         ([], None, ValueError, "empty list"),
@@ -560,15 +560,18 @@ def wrong_lists() -> None:
         (pair, [torch.ones(4), torch.ones(5)], ValueError, r"output\[1\]: got shape \[5\]"),
         (pair, [torch.ones(4), torch.ones(4).half()], ValueError, r"output\[1\]: got dtype float16"),
         (pair, [torch.ones(1).expand(4), torch.ones(4)], ValueError, r"output\[0\].*elements share memory"),
-        (pair, pair[::-1], ValueError, r"output\[0\]: shares memory with the input"),
-        (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with the input"),
-        (base[:4], base[3:7], ValueError, "output: shares memory with the input"),
+        (pair, pair[::-1], ValueError, r"output\[1\]: shares memory with tensor\[0\]"),
+        (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with tensor\[0\]"),
+        (pair, [other, other], ValueError, r"output\[1\]: shares memory with output\[0\]"),
+        ([base, base], [base, base], ValueError, r"output\[1\]: shares memory with output\[0\]"),
+        ([base[:4], base[2:6]], [base[:4], other], ValueError, r"output\[0\]: shares memory with tensor\[1\]"),
+        (base[:4], base[3:7], ValueError, "output: shares memory with tensor"),
         (base[:4], base[:4].view(2, 2), ValueError, r"output: got shape \[2, 2\]"),
         (
             base.view(2, 4)[:, :2].t(),
             base.view(2, 4)[:, :2],
             ValueError,
-            "output: shares memory with the input",
+            "output: shares memory with tensor",
         ),
         ([base, None], None, TypeError, "incompatible function arguments"),
         ("base", None, TypeError, "incompatible function arguments"),
@@ -580,6 +583,8 @@ def wrong_lists() -> None:
     work = backend.neighbor_allreduce(pair, plan, output=[torch.zeros(4), pair[1]])
     work.wait()
     assert [t.tolist() for t in work.result()] == [[1.0] * 4] * 2
+    backend.neighbor_allreduce(base[::2], plan, output=base[1::2]).wait()  # they only interleave
+    assert base[1::2].tolist() == [1.0] * 4
 
 
 def test_wrong_lists(worlds):

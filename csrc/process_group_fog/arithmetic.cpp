@@ -193,6 +193,9 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
     case RedOp::PRODUCT:
       return;
     case RedOp::AVG:
+      TORCH_CHECK_VALUE(
+          dtype != c10::ScalarType::Bool, "op: got AVG for dtype bool; it allows integer, floating and complex dtypes");
+      return;
     case RedOp::PREMUL_SUM:
       TORCH_CHECK_VALUE(
           is_fractional(dtype), "op: got ", name, " for dtype ", dtype_name(dtype), "; it allows floating and complex dtypes");

@@ -13,13 +13,14 @@
 namespace fog {
 
 // Throws ValueError, naming what is allowed, unless `op` is defined for `dtype`: SUM, PRODUCT for every number and bool
-// (where they are logical or, and); AVG and PREMUL_SUM for floating and complex; MIN, MAX for all but complex; BAND, BOR,
-// BXOR for integers and bool.
+// (where they are logical or, and); AVG for all but bool; PREMUL_SUM for floating and complex; MIN, MAX for all but complex;
+// BAND, BOR, BXOR for integers and bool.
 void check_reduction(c10d::ReduceOp::RedOpType op, c10::ScalarType dtype);
 
 // out[i] = inputs[0][i] op inputs[1][i] op ... for `numel` elements of `dtype`. `scales` holds one factor an input for
-// PREMUL_SUM and is ignored otherwise. AVG divides by the number of inputs. float16 and bfloat16 are summed in float32 and
-// rounded once. MIN and MAX give NaN where any input is NaN. `out` may be one of the inputs.
+// PREMUL_SUM and is ignored otherwise. AVG is the SUM divided by the number of inputs; sums of integers wrap around, and of their
+// quotients the fraction is cut off, as NCCL has it. float16 and bfloat16 are summed in float32 and rounded once. MIN and MAX give
+// NaN where any input is NaN. `out` may be one of the inputs.
 void reduce(
     c10d::ReduceOp::RedOpType op,
     c10::ScalarType dtype,

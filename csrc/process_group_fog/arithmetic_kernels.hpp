@@ -214,6 +214,25 @@ struct Divide {
   }
 };
 
+// Of sums of T, which are added as unsigned numbers: what is left of the fraction is cut off, as C divides. No CPU has a vector
+// instruction for it, and the divisor need not be one of T.
+template <typename T>
+struct DivideWhole {
+  using Unsigned = std::make_unsigned_t<T>;
+  using Wide = std::conditional_t<
+      (sizeof(T) > 4),
+      std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+      std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>;
+  Wide divisor;
+
+  FOG_INLINE Vector<Unsigned> operator()(Vector<Unsigned> value) const {
+    for (size_t lane = 0; lane < kLanes<Unsigned>; ++lane) {
+      value[lane] = static_cast<Unsigned>(static_cast<Wide>(static_cast<T>(value[lane])) / divisor);
+    }
+    return value;
+  }
+};
+
 struct Sum {
   template <typename V>
   FOG_INLINE V operator()(V a, V b) const {
@@ -393,6 +412,10 @@ void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel) {
   switch (op) {
     case RedOp::SUM:
       return plain<Unsigned>(out, inputs, numel, Sum());
+    case RedOp::AVG: {
+      const DivideWhole<T> divide{static_cast<typename DivideWhole<T>::Wide>(inputs.size())};
+      return combine_all<Unsigned, Unsigned>(out, inputs, numel, Keep(), Sum(), divide);
+    }
     case RedOp::PRODUCT:
       return plain<Unsigned>(out, inputs, numel, Product());
     case RedOp::MIN:

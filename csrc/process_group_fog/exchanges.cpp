@@ -7,6 +7,7 @@
 #include "cuda/neighbors.hpp"
 #include "mpi/collectives/broadcast.hpp"
 #include "mpi/collectives/gather_scatter.hpp"
+#include "overlap.hpp"
 #include "staging.hpp"
 
 namespace fog {
@@ -16,7 +17,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int size) {
+void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int rank, int size) {
   check_tensor("allgather", "inputs", input);
   TORCH_CHECK_VALUE(
       static_cast<int>(outputs.size()) == size, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ", size,
@@ -26,13 +27,22 @@ void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& i
     check_same("allgather", "outputs", output, input);
     check_numel("allgather", "outputs", output, input.numel());
   }
+  check_disjoint("allgather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
+    return static_cast<int>(place) == rank && same_memory(outputs[place], input);
+  });
 }
 
-void check_allgather_base(const at::Tensor& output, const at::Tensor& input, int size) {
-  check_tensor("allgather_into_tensor", "input", input);
-  check_output("allgather_into_tensor", "output", output);
-  check_same("allgather_into_tensor", "output", output, input);
-  check_numel("allgather_into_tensor", "output", output, input.numel() * size);
+// Of one or several that are in flight together.
+void check_allgather_base(c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::Tensor> inputs, int rank, int size) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor("allgather_into_tensor", "input", inputs[i]);
+    check_output("allgather_into_tensor", "output", outputs[i]);
+    check_same("allgather_into_tensor", "output", outputs[i], inputs[i]);
+    check_numel("allgather_into_tensor", "output", outputs[i], inputs[i].numel() * size);
+  }
+  check_disjoint("allgather_into_tensor", {"output", outputs}, {"input", inputs}, [&](size_t output, size_t input) {
+    return output == input && is_part(inputs[input], outputs[output], rank, size);
+  });
 }
 
 // Parts of a contiguous tensor along dimension 0, one a rank; equal ones if `splits` is empty.
@@ -76,6 +86,7 @@ WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d:
   }
   // The root sends one tensor of its list, which every rank writes to all of its own.
   check_list("broadcast", "tensors", tensors);
+  check_disjoint("broadcast", {"tensors", tensors}, {});
   check_root("broadcast", options.rootRank);
   TORCH_CHECK_VALUE(
       options.rootTensor >= 0 && options.rootTensor < static_cast<int64_t>(tensors.size()), "broadcast: rootTensor: got ",
@@ -136,7 +147,7 @@ WorkPtr ProcessGroupFog::allgather(
   }
   const auto& input = inputs[0];
   const auto& outputs = only_list("allgather", "outputs", output_lists);
-  check_allgather(outputs, input, size_);
+  check_allgather(outputs, input, rank_, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
   std::vector<mpi::Block> blocks;
@@ -159,7 +170,7 @@ WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, 
   if (const auto delegate = delegate_of("allgather_into_tensor", output, input)) {
     return delegate->_allgather_base(output, input, options);
   }
-  check_allgather_base(output, input, size_);
+  check_allgather_base(output, input, rank_, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
@@ -215,6 +226,10 @@ WorkPtr ProcessGroupFog::allgather_flat(
     }
     results.insert(results.end(), list.begin(), list.end());
   }
+  // Each list has the inputs of this rank after those of the ranks before it.
+  check_disjoint(op, {"outputs", results}, {"inputs", inputs}, [&](size_t output, size_t input) {
+    return output % (inputs.size() * size_) == inputs.size() * rank_ + input && same_memory(results[output], inputs[input]);
+  });
   const auto sent = flatten(inputs);
   const auto received = at::empty({size_ * numel}, sent.options().requires_grad(false));
   auto operation =
@@ -237,9 +252,7 @@ WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "allgather_into_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
-  for (size_t i = 0; i < inputs.size(); ++i) { // all before the first is sent
-    check_allgather_base(outputs[i], inputs[i], size_);
-  }
+  check_allgather_base(outputs, inputs, rank_, size_); // all before the first is sent
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_allgather_base(outputs[i], inputs[i], options));
@@ -272,6 +285,9 @@ WorkPtr ProcessGroupFog::gather(
       staged_outputs.push_back(staging.output(output));
       blocks.push_back(block_of(staged_outputs.back()));
     }
+    check_disjoint("gather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
+      return static_cast<int>(place) == rank_ && same_memory(outputs[place], input);
+    });
   } else {
     TORCH_CHECK_VALUE(output_lists.empty() || (output_lists.size() == 1 && output_lists[0].empty()), "gather: outputs: allowed on the root only, rank ", options.rootRank);
   }
@@ -329,6 +345,9 @@ WorkPtr ProcessGroupFog::scatter(
       staged_inputs.push_back(staging.input(input));
       blocks.push_back(block_of(staged_inputs.back()));
     }
+    check_disjoint("scatter", {"outputs", output}, {"inputs", inputs}, [&](size_t, size_t place) {
+      return static_cast<int>(place) == rank_ && same_memory(inputs[place], output);
+    });
   } else {
     TORCH_CHECK_VALUE(input_lists.empty() || (input_lists.size() == 1 && input_lists[0].empty()), "scatter: inputs: allowed on the root only, rank ", options.rootRank);
   }
@@ -359,6 +378,7 @@ WorkPtr ProcessGroupFog::alltoall_base(
   if (output_splits.empty() && input_splits.empty()) {
     check_numel("alltoall_base", "output", output, input.numel());
   }
+  check_disjoint("alltoall_base", {"output", output}, {"input", input});
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
@@ -397,6 +417,9 @@ WorkPtr ProcessGroupFog::alltoall(
     receives.push_back(block_of(kept.back()));
   }
   check_numel("alltoall", "outputs", outputs[rank_], inputs[rank_].numel());
+  check_disjoint("alltoall", {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {
+    return output == input && static_cast<int>(input) == rank_ && same_memory(outputs[output], inputs[input]);
+  });
   auto operation =
       std::make_shared<mpi::Alltoall>(Signature::of(OpKind::kAlltoall, inputs[0]), std::move(sends), std::move(receives));
   for (const auto& tensor : kept) {

@@ -17,6 +17,7 @@
 #include "mpi/collectives/hierarchical_neighbor_allreduce.hpp"
 #include "mpi/collectives/neighbor_allreduce.hpp"
 #include "names.hpp"
+#include "overlap.hpp"
 #include "shared_tensors.hpp"
 #include "staging.hpp"
 
@@ -62,7 +63,6 @@ void check_outputs(const char* op, const Tensors& tensors, const Tensors& output
   TORCH_CHECK_VALUE(
       outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ", tensors.size(),
       " tensors");
-  const Spans spans(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto name = numbered("output", i, tensors);
     check_output(op, name.c_str(), outputs[i], tensors[i].device());
@@ -70,10 +70,10 @@ void check_outputs(const char* op, const Tensors& tensors, const Tensors& output
     TORCH_CHECK_VALUE(
         outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(), "; allowed is that of the tensor, ",
         tensors[i].sizes());
-    TORCH_CHECK_VALUE(
-        same_memory(outputs[i], tensors[i]) || !spans.meet(outputs[i]), op, ": ", name,
-        ": shares memory with the input; allowed is another tensor, or the input itself");
   }
+  check_disjoint(op, {"output", outputs}, {"tensor", tensors}, [&](size_t output, size_t tensor) {
+    return output == tensor && same_memory(outputs[output], tensors[tensor]);
+  });
 }
 
 // Of tensors that are all on the first one's device.

@@ -7,6 +7,7 @@
 #include "mpi/collectives/allreduce.hpp"
 #include "mpi/collectives/reduce.hpp"
 #include "mpi/collectives/reduce_scatter.hpp"
+#include "overlap.hpp"
 #include "staging.hpp"
 
 namespace fog {
@@ -16,12 +17,20 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-void check_reduce_scatter_base(const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op, int size) {
-  check_output("reduce_scatter_tensor", "output", output);
-  check_tensor("reduce_scatter_tensor", "input", input);
-  check_same("reduce_scatter_tensor", "output", output, input);
-  check_numel("reduce_scatter_tensor", "input", input, output.numel() * size);
-  check_reduction(op.op_, input.scalar_type());
+// Of one or several that are in flight together.
+void check_reduce_scatter_base(
+    c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::Tensor> inputs, const c10d::ReduceOp& op, int rank, int size) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_output("reduce_scatter_tensor", "output", outputs[i]);
+    check_tensor("reduce_scatter_tensor", "input", inputs[i]);
+    check_same("reduce_scatter_tensor", "output", outputs[i], inputs[i]);
+    check_numel("reduce_scatter_tensor", "input", inputs[i], outputs[i].numel() * size);
+    check_reduction(op.op_, inputs[i].scalar_type());
+  }
+  // Only this rank reads its own part of the input.
+  check_disjoint("reduce_scatter_tensor", {"output", outputs}, {"input", inputs}, [&](size_t output, size_t input) {
+    return output == input && is_part(outputs[output], inputs[input], rank, size);
+  });
 }
 
 } // namespace
@@ -39,6 +48,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
   }
   // All tensors of all ranks are reduced to one result, which every tensor gets.
   check_list("allreduce", "tensors", tensors);
+  check_disjoint("allreduce", {"tensors", tensors}, {});
   TORCH_CHECK_VALUE(
       options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; with AVG allowed is one a rank");
   const auto reduced = flatten({tensors[0]});
@@ -106,6 +116,7 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(
     check_output("allreduce_coalesced", "tensors", tensor);
     check_same("allreduce_coalesced", "tensors", tensor, tensors[0]);
   }
+  check_disjoint("allreduce_coalesced", {"tensors", tensors}, {});
   const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
   auto operation =
@@ -159,6 +170,9 @@ WorkPtr ProcessGroupFog::reduce_scatter(
     numel += input.numel();
   }
   check_numel("reduce_scatter", "outputs", output, inputs[rank_].numel());
+  check_disjoint("reduce_scatter", {"outputs", output}, {"inputs", inputs}, [&](size_t, size_t place) {
+    return static_cast<int>(place) == rank_ && same_memory(inputs[place], output);
+  });
   const auto staged_output = staging.output(output);
   auto signature = reduction_signature(OpKind::kReduceScatter, output, options.reduceOp);
   signature.numel = numel; // outputs may differ from rank to rank, the whole does not
@@ -179,7 +193,7 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(
   if (const auto delegate = delegate_of("reduce_scatter_tensor", output, input)) {
     return delegate->_reduce_scatter_base(output, input, options);
   }
-  check_reduce_scatter_base(output, input, options.reduceOp, size_);
+  check_reduce_scatter_base(output, input, options.reduceOp, rank_, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
@@ -207,9 +221,7 @@ WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
-  for (size_t i = 0; i < inputs.size(); ++i) { // all before the first is sent
-    check_reduce_scatter_base(outputs[i], inputs[i], options.reduceOp, size_);
-  }
+  check_reduce_scatter_base(outputs, inputs, options.reduceOp, rank_, size_); // all before the first is sent
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));

@@ -1,13 +1,11 @@
 #include "staging.hpp"
 
-#include <algorithm>
-#include <iterator>
 #include <optional>
 
 #include <ATen/Functions.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "overlap.hpp"
 #include "shared_tensors.hpp"
 
 namespace fog {
@@ -35,44 +33,8 @@ void check_tensor(const char* op, const char* argument, const at::Tensor& tensor
 void check_output(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device) {
   check_tensor(op, argument, tensor, device);
   TORCH_CHECK_VALUE(
-      at::has_internal_overlap(tensor) != at::MemOverlap::Yes, op, ": ", argument,
+      !shares_with_itself(tensor), op, ": ", argument,
       ": got a tensor whose elements share memory (an expanded one?); results cannot be written to it, call clone() first");
-}
-
-bool same_memory(const at::Tensor& one, const at::Tensor& other) {
-  return one.const_data_ptr() == other.const_data_ptr() && one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
-      one.strides() == other.strides();
-}
-
-Spans::Spans(const std::vector<at::Tensor>& tensors) {
-  for (const auto& tensor : tensors) {
-    if (tensor.numel() > 0) {
-      spans_.push_back(span_of(tensor));
-    }
-  }
-  std::sort(spans_.begin(), spans_.end(), [](const Span& one, const Span& other) { return one.begin < other.begin; });
-  for (size_t i = 1; i < spans_.size(); ++i) {
-    spans_[i].end = std::max(spans_[i].end, spans_[i - 1].end);
-  }
-}
-
-bool Spans::meet(const at::Tensor& tensor) const {
-  if (tensor.numel() == 0) {
-    return false;
-  }
-  const auto [begin, end] = span_of(tensor);
-  const auto after =
-      std::lower_bound(spans_.begin(), spans_.end(), end, [](const Span& span, const char* place) { return span.begin < place; });
-  return after != spans_.begin() && std::prev(after)->end > begin;
-}
-
-Spans::Span Spans::span_of(const at::Tensor& tensor) {
-  int64_t last = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  }
-  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-  return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
 const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors) {

@@ -16,25 +16,6 @@ void check_tensor(const char* op, const char* argument, const at::Tensor& tensor
 // The same for a tensor that is written to; its elements must not share memory with each other (expanded tensors).
 void check_output(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device = at::kCPU);
 
-// Whether two tensors are the same elements of the same memory, in the same order.
-bool same_memory(const at::Tensor& one, const at::Tensor& other);
-
-// The spans of memory of some tensors, each from its first to its last element.
-class Spans {
- public:
-  explicit Spans(const std::vector<at::Tensor>& tensors);
-  // Whether that of `tensor` meets one of them.
-  bool meet(const at::Tensor& tensor) const;
-
- private:
-  struct Span {
-    const char* begin;
-    const char* end;
-  };
-  static Span span_of(const at::Tensor& tensor);
-  std::vector<Span> spans_; // by their begins; each ends where the last of it and those before it does
-};
-
 // The one tensor of a list that c10d passes for one device each.
 const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);
 

@@ -61,10 +61,10 @@ void add(RedOp op, at::Tensor& result, const at::Tensor& row) {
 } // namespace
 
 void check_reduction_on_device(const char* op, RedOp reduction, const at::Tensor& tensor) {
+  const bool needs_sign = reduction == RedOp::MIN || reduction == RedOp::MAX || reduction == RedOp::AVG;
   TORCH_CHECK_VALUE(
-      !((reduction == RedOp::MIN || reduction == RedOp::MAX) && signed_type(tensor.scalar_type())), op, ": op: got ",
-      reduction_name(reduction), " for dtype ", dtype_name(tensor.scalar_type()), " on ", tensor.device(),
-      "; there it allows bool, uint8, signed integer and floating dtypes");
+      !(needs_sign && signed_type(tensor.scalar_type())), op, ": op: got ", reduction_name(reduction), " for dtype ",
+      dtype_name(tensor.scalar_type()), " on ", tensor.device(), "; of unsigned dtypes it allows uint8 there");
 }
 
 void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {
@@ -78,7 +78,8 @@ void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {
   }
   if (op == RedOp::AVG) {
     // By a tensor: a division by a number would be a product with its reciprocal.
-    result.div_(at::full({}, static_cast<double>(rows.size()), result.options()));
+    const auto count = at::full({}, static_cast<double>(rows.size()), result.options());
+    c10::isIntegralType(wide, false) ? result.div_(count, "trunc") : result.div_(count);
   }
   read(out).copy_(result);
 }

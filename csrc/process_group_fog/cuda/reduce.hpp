@@ -7,8 +7,8 @@
 
 namespace fog::cuda {
 
-// Throws ValueError, as an error of `op`, for the reductions that fog::reduce() has on the CPU and devices have not: MIN and MAX of uint16,
-// uint32 and uint64.
+// Throws ValueError, as an error of `op`, for the reductions that fog::reduce() has on the CPU and devices have not: MIN, MAX and AVG of
+// uint16, uint32 and uint64.
 void check_reduction_on_device(const char* op, c10d::ReduceOp::RedOpType reduction, const at::Tensor& tensor);
 
 // out = rows[0] op rows[1] op ..., in the types and the order of fog::reduce() on the CPU. PREMUL_SUM adds: factors are the caller's. On
