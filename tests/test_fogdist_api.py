@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -395,9 +396,72 @@ def test_collectives(worlds, size):
     worlds(size).run(collectives)
 
 
+def misplaced_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
+    """What older versions took at these places, where it would be true now, or a weight, or a number."""
+    x, name = torch.ones(2), "misplaced"
+    ring = fogdist.RingGraph(fogdist.size())
+    allreduces = [
+        fogdist.allreduce,
+        fogdist.allreduce_,
+        fogdist.allreduce_nonblocking,
+        fogdist.allreduce_nonblocking_,
+    ]
+    cases: list[tuple[Callable[[], object], str]] = [
+        *((lambda f=f: f(x, True, name), "is_hierarchical_local.*'misplaced'.*name=") for f in allreduces),
+        *((lambda f=f: f(x, True, 1), "is_hierarchical_local.*True or False.*1") for f in allreduces),
+        *((lambda f=f: f(x, name), "average.*True or False.*'misplaced'") for f in allreduces),
+        (lambda: fogdist.broadcast(x, True), "root_rank.*bool"),
+        (lambda: fogdist.broadcast(x, name), "root_rank.*str"),
+        (lambda: fogdist.broadcast_parameters([x], True), "root_rank.*bool"),
+        (lambda: fogdist.allgather(x, True), "name.*bool"),
+        (lambda: fogdist.barrier(name), "positional"),
+        (lambda: fogdist.neighbor_allreduce(x, True), "positional"),
+        (lambda: fogdist.neighbor_allreduce(x, name=True), "name.*bool"),
+        (lambda: fogdist.neighbor_allgather(x, name), "positional"),
+        (lambda: fogdist.pair_gossip(x, True), "target_rank.*bool"),
+        (lambda: fogdist.pair_gossip(x, 1, name, 0.5), "self_weight.*str"),
+        (lambda: fogdist.pair_gossip(x, 1, True, True), "self_weight.*bool"),
+        (lambda: fogdist.win_create(x, name, "zero"), "zero_init.*'zero'"),
+        (lambda: fogdist.win_create(x, True), "name.*bool"),
+        (lambda: fogdist.wait(True), "handle.*bool"),
+        (lambda: fogdist.init(fogdist.RingGraph, 1), "is_weighted.*1"),
+        (lambda: fogdist.init(ring), "topology_fn.*DiGraph"),
+        (lambda: fogdist.set_topology(ring, 1), "is_weighted.*1"),
+        (lambda: fogdist.InferSourceFromDestinationRanks([1], "matrix"), "construct_adjacency_matrix.*'matrix'"),
+        (lambda: fogdist.InferDestinationFromSourceRanks([1], 1), "construct_adjacency_matrix.*1"),
+        (lambda: fogdist.RingGraph(4, True), "connect_style.*bool"),  # it was left_connect once
+        (lambda: fogdist.StarGraph(4, False), "center_rank.*bool"),
+    ]
+    window = "window of misplaced arguments"
+    for write in (
+        fogdist.win_put,
+        fogdist.win_put_nonblocking,
+        fogdist.win_accumulate,
+        fogdist.win_accumulate_nonblocking,
+    ):
+        cases += [
+            (lambda f=write: f(x, window, {1: 1.0}), "self_weight.*dst_weights"),
+            (lambda f=write: f(x, window, True), "self_weight.*bool"),
+            (lambda f=write: f(x, window, None, True), "dst_weights.*bool"),
+            (lambda f=write: f(x, window, None, {1: 1.0}, 1), "require_mutex.*1"),
+        ]
+    cases += [
+        (lambda: fogdist.win_get(window, True), "src_weights.*bool"),
+        (lambda: fogdist.win_get(window, None, "yes"), "require_mutex.*'yes'"),
+        (lambda: fogdist.win_update(window, None, None, 1), "reset.*1"),
+        (lambda: fogdist.win_update(window, None, None, False, "yes"), "clone.*'yes'"),
+        (lambda: fogdist.win_update(window, None, None, False, True, 0), "require_mutex.*0"),
+        (lambda: fogdist.win_update_then_collect(window, None), "require_mutex.*None"),
+        (lambda: fogdist.win_mutex(window, [1]).__enter__(), r"for_self.*\[1\]"),
+        (lambda: fogdist.win_mutex([1]), "name.*list"),
+    ]
+    return [(call, TypeError, message) for call, message in cases]
+
+
 def wrong_arguments() -> None:
     fogdist.init()
     ints = torch.ones(2, dtype=torch.int64)
+    fogdist.win_create(torch.ones(2), "window of misplaced arguments")
     if fogdist.rank() == 0:
         for call, error, message in [
             (lambda: fogdist.allreduce(ints), ValueError, "average.*int64"),
@@ -410,10 +474,11 @@ def wrong_arguments() -> None:
             (lambda: fogdist.broadcast(ints, -1), ValueError, "root_rank.*-1"),
             (lambda: fogdist.broadcast_(ints, 0.5), TypeError, "root_rank"),
             (lambda: fogdist.allgather(torch.tensor(1)), ValueError, "dimension"),
+            *misplaced_arguments(),
         ]:
             with pytest.raises(error, match=message):
                 call()
-    fogdist.barrier()
+    fogdist.win_free("window of misplaced arguments")
 
 
 def test_wrong_arguments(worlds):

@@ -21,7 +21,7 @@ from torch import Tensor
 from fogdist.arguments import deliver, dense, has_dimensions, key, only_result, own_copy, plain, writable
 from fogdist.context import PreconditionError, current, handles
 from fogdist.machines import ranks_of_machines
-from fogdist.topology.validation import check_rank
+from fogdist.topology.validation import check_flags, check_rank
 
 
 def allreduce(
@@ -43,7 +43,8 @@ def allreduce(
         group: The group of ranks; by default that of `init`.
 
     Raises:
-        TypeError: `tensor` is not a dense torch.Tensor, `name` not a string, or `group` not a process group.
+        TypeError: `tensor` is not a dense torch.Tensor, `average` or `is_hierarchical_local` not a bool, `name`
+            not a string, or `group` not a process group.
         PreconditionError: The average of integers or bools is asked for.
         ValueError: `name` is in flight already, `group` has no fog backend, or before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
@@ -225,6 +226,13 @@ def _start_allreduce(
     target: Tensor,
     group: dist.ProcessGroup | None,
 ) -> int:
+    if type(is_hierarchical_local) is not bool:
+        if isinstance(is_hierarchical_local, str):  # BlueFog 0.1 had the name there
+            raise TypeError(
+                f"is_hierarchical_local must be True or False, got {is_hierarchical_local!r}: is it the name? "
+                "Give that as name="
+            )
+        check_flags(is_hierarchical_local=is_hierarchical_local)
     context = current(group)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     if is_hierarchical_local:
@@ -248,6 +256,8 @@ def _start_broadcast(
 
 
 def _check_average(tensor: Tensor, average: bool) -> None:
+    if type(average) is not bool:
+        check_flags(average=average)
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise PreconditionError(
             f"average must be False for a tensor of integers or bools, got {average!r} with {tensor.dtype}"

@@ -266,9 +266,9 @@ def set_topology(
         True; False, with a line in the log, if the group has windows and this is another topology than theirs.
 
     Raises:
-        TypeError: Not a networkx.DiGraph, or not as many nodes as ranks. This and the next are found before
-            anything is sent: if only some ranks are given such a graph, the others wait for them until the
-            group's timeout.
+        TypeError: Not a networkx.DiGraph, not as many nodes as ranks, or `is_weighted` not a bool. This and the
+            next are found before anything is sent: if only some ranks are given such a graph, the others wait
+            for them until the group's timeout.
         ValueError: The nodes are not the ranks, a weight is not finite, or before `init`. On all ranks alike:
             the ranks were given different edges or weights or `is_weighted`; the message names both.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.

@@ -16,6 +16,7 @@ from fogdist.topology import (
     matrix_from_sources,
     transpose_neighbor_ranks,
 )
+from fogdist.topology.validation import check_flags
 
 
 def InferSourceFromDestinationRanks(
@@ -36,10 +37,11 @@ def InferSourceFromDestinationRanks(
         matrix with self loops divided by its column sums: `W[i, j]` is the weight of the edge i -> j.
 
     Raises:
-        TypeError: A rank is not an integer.
+        TypeError: A rank is not an integer, or `construct_adjacency_matrix` not a bool.
         TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
             AssertionError.
     """
+    check_flags(construct_adjacency_matrix=construct_adjacency_matrix)
     context = current(group)
     destinations = _gather_lists(context, dst_ranks, "dst_ranks")
     sources = transpose_neighbor_ranks(destinations)[context.rank]
@@ -63,9 +65,10 @@ def InferDestinationFromSourceRanks(
         The destinations, ascending; or (destinations, W) as in `InferSourceFromDestinationRanks`.
 
     Raises:
-        TypeError: A rank is not an integer.
+        TypeError: A rank is not an integer, or `construct_adjacency_matrix` not a bool.
         TopologyError: A rank is out of range, given twice, or this rank itself.
     """
+    check_flags(construct_adjacency_matrix=construct_adjacency_matrix)
     context = current(group)
     sources = _gather_lists(context, src_ranks, "src_ranks")
     destinations = transpose_neighbor_ranks(sources)[context.rank]

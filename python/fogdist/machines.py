@@ -70,7 +70,7 @@ def set_machine_topology(
 
     Raises:
         PreconditionError: The ranks are not spread homogeneously over the machines.
-        TypeError: Not a networkx.DiGraph, or not as many nodes as machines.
+        TypeError: Not a networkx.DiGraph, not as many nodes as machines, or `is_weighted` not a bool.
         ValueError: `topology` is None; the nodes are not the machines, a weight is not finite, the ranks were
             given different graphs (on all ranks alike), or before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.

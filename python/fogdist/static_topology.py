@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from fogdist.lazy import nx
 from fogdist.topology import GetRecvWeights, check_topology
-from fogdist.topology.validation import edge_weight
+from fogdist.topology.validation import check_flags, edge_weight
 
 if TYPE_CHECKING:
     from fog_pg._C import NeighborPlan
@@ -75,12 +75,14 @@ def see_topology(
         nodes: What the nodes are, for messages.
 
     Raises:
-        TypeError: Not a networkx.DiGraph, not `size` nodes, or a weight is not a real number.
+        TypeError: Not a networkx.DiGraph, not `size` nodes, a weight is not a real number, or `is_weighted`
+            not a bool.
         TopologyError: The nodes are not 0 ... size-1, or a weight is not finite.
     """
     # Not at the top: a program may import fogdist only for its topologies, and this loads the extension.
     from fog_pg._C import NeighborPlan
 
+    check_flags(is_weighted=is_weighted)
     if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
         raise TypeError(
             f"{argument} must have as many nodes as {nodes}, {size}, got {graph.number_of_nodes()}"
@@ -97,7 +99,7 @@ def see_topology(
     else:
         sources = [(source, 1.0) for source in sorted(in_neighbors)]
         plan = NeighborPlan(node, size, 1.0, sources, destinations, mean=True)
-    return StaticTopology(graph.copy(), bool(is_weighted), in_neighbors, out_neighbors, plan)
+    return StaticTopology(graph.copy(), is_weighted, in_neighbors, out_neighbors, plan)
 
 
 def _weighing(weight: object) -> str:

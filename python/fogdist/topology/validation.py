@@ -14,13 +14,15 @@ from fogdist.topology.errors import TopologyError
 
 
 def check_int(value: SupportsIndex, argument: str, *, minimum: int | None = None) -> int:
-    """Returns `value` as a Python int; NumPy integers and 0-d integer arrays are integers, floats are not.
+    """Returns `value` as a Python int; NumPy integers and 0-d integer arrays are, floats and bools are not.
 
     Raises:
         TypeError: `value` is not an integer.
         TopologyError: `value` is below `minimum`.
     """
     try:
+        if isinstance(value, bool):  # where an older version of the function had a flag
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(
@@ -29,6 +31,17 @@ def check_int(value: SupportsIndex, argument: str, *, minimum: int | None = None
     if minimum is not None and number < minimum:
         raise TopologyError(f"{argument} must be an integer >= {minimum}, got {number}")
     return number
+
+
+def check_flags(**flags: bool) -> None:
+    """Raises TypeError for a flag that is not a bool: most likely something else stood at its place once.
+
+    Args:
+        **flags: Name of an argument and what was given for it.
+    """
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{argument} must be True or False, got {value!r} of type {type(value).__name__}")
 
 
 def check_rank(value: SupportsIndex, size: int, argument: str) -> int:

@@ -108,7 +108,8 @@ def neighbor_win_put(
         True.
 
     Raises:
-        TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer.
+        TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer, a
+            flag not a bool.
         ValueError: No window has this name; another shape or dtype than the window's; ranks that are not
             out-neighbors; a weight that is not finite; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a neighbor was lost or did not
@@ -218,7 +219,7 @@ def neighbor_win_get(
         True.
 
     Raises:
-        TypeError: A weight is not a real number, or a rank not an integer.
+        TypeError: A weight is not a real number, a rank not an integer, or a flag not a bool.
         ValueError: As `neighbor_win_put`, of in-neighbors.
         RuntimeError: As `neighbor_win_put`.
     """
@@ -275,7 +276,8 @@ def win_update(
 
     Raises:
         UnknownWindowError: No window has this name. It is a KeyError and a ValueError.
-        TypeError: `neighbor_weights` is not a dict, a weight not a real number, a rank not an integer.
+        TypeError: `neighbor_weights` is not a dict, a weight not a real number, a rank not an integer, a
+            flag not a bool.
         ValueError: Only one of the weights is given, a rank is not an in-neighbor, a weight is not finite;
             before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError at the group's timeout.
@@ -345,7 +347,7 @@ def win_mutex(
         group: The group of ranks; by default that of `init`.
 
     Raises:
-        TypeError: `ranks` is not an iterable of integers.
+        TypeError: `ranks` is not an iterable of integers, or `for_self` not a bool.
         ValueError: No window has this name, or a rank is not a neighbor.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError at the group's timeout, with no mutex
             held.

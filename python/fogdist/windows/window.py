@@ -21,6 +21,7 @@ from fogdist.arguments import dense, writable
 from fogdist.context import current, handles
 from fogdist.exchange import check_weight
 from fogdist.topology import check_neighbor_ranks
+from fogdist.topology.validation import check_flags
 
 if TYPE_CHECKING:
     from fog_pg import _C
@@ -58,7 +59,8 @@ class Window:
         timeout: Of this call; by default the group's.
 
     Raises:
-        TypeError: `tensor` is not a dense torch.Tensor, `name` not a string, or `group` not a process group.
+        TypeError: `tensor` is not a dense torch.Tensor, `name` not a string, `zero_init` not a bool, or `group`
+            not a process group.
         ValueError: `tensor` is not contiguous or of another dtype; the group has a window of this name; ranks
             disagree (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
@@ -75,6 +77,7 @@ class Window:
     ) -> None:
         context = current(group)
         dense(tensor)
+        check_flags(zero_init=zero_init)
         if name is None:
             name = next(unused for i in itertools.count() if (unused := f"window {i}") not in context.windows)
         elif not isinstance(name, str):
@@ -185,7 +188,8 @@ class Window:
             timeout: For mutexes, and for neighbors on other hosts; by default the group's.
 
         Raises:
-            TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer.
+            TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer,
+                a flag not a bool.
             ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
                 twice; a weight that is not finite.
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
@@ -317,7 +321,8 @@ class Window:
             The window's tensor, changed in place, or the clone.
 
         Raises:
-            TypeError: `neighbor_weights` is not a dict, a weight not a real number, a rank not an integer.
+            TypeError: `neighbor_weights` is not a dict, a weight not a real number, a rank not an integer,
+                a flag not a bool.
             ValueError: Only one of the weights is given, a rank is not an in-neighbor, a weight is not finite;
                 the tensor has other memory than when the window was made.
             RuntimeError: The window is closed; torch.distributed.DistBackendError at the timeout.
@@ -366,11 +371,12 @@ class Window:
             timeout: For all of them; by default the group's.
 
         Raises:
-            TypeError: `ranks` is not an iterable of integers.
+            TypeError: `ranks` is not an iterable of integers, or `for_self` not a bool.
             ValueError: A rank is not a neighbor, or given twice.
             RuntimeError: The window is closed; torch.distributed.DistBackendError at the timeout, with no
                 mutex held.
         """
+        check_flags(for_self=for_self)
         if ranks is None:
             peers = self._in if for_self else self._out
         else:
@@ -458,6 +464,8 @@ class Window:
     ) -> dist.Work:
         window = self._open()
         data = dense(tensor)
+        if not type(require_mutex) is type(with_p) is type(skip_lost) is bool:
+            check_flags(require_mutex=require_mutex, with_p=with_p, skip_lost=skip_lost)
         if isinstance(self_weight, dict):  # where dst_weights was before BlueFog 0.2.2
             raise TypeError(f"self_weight must be a real number, got {self_weight!r}: is it dst_weights?")
         keeps = check_weight(self_weight, "self_weight")
@@ -480,6 +488,8 @@ class Window:
     def _get(
         self, src_weights: Weights | None, require_mutex: bool, skip_lost: bool, timeout: timedelta | None
     ) -> dist.Work:
+        if not type(require_mutex) is type(skip_lost) is bool:
+            check_flags(require_mutex=require_mutex, skip_lost=skip_lost)
         sources = self._all_in
         if src_weights is not None:
             sources = self._peers(src_weights, self._in, "src_weights", "in-neighbors")
@@ -495,6 +505,8 @@ class Window:
         with_p: bool,
         timeout: timedelta | None,
     ) -> Tensor:
+        if not type(reset) is type(clone) is type(require_mutex) is type(with_p) is bool:
+            check_flags(reset=reset, clone=clone, require_mutex=require_mutex, with_p=with_p)
         result = self._open().update(
             own, neighbors, reset=reset, clone=clone, mutex=require_mutex, with_p=with_p, timeout=timeout
         )
