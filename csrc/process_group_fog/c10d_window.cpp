@@ -14,6 +14,13 @@ fog::Window::Options options_for(const fog::Window& window, const C10dOptions& o
   return ours;
 }
 
+// c10d's ranks are wider than fog's.
+int narrow(const char* op, int64_t rank) {
+  const auto narrowed = static_cast<int>(rank);
+  TORCH_CHECK_VALUE(narrowed == rank, op, ": rank: got rank ", rank, ", which no group has");
+  return narrowed;
+}
+
 // What c10d's calls return: they wait themselves unless they are asynchronous.
 c10::intrusive_ptr<c10d::Work> returned(c10::intrusive_ptr<c10d::Work> work, bool async_op) {
   if (!async_op) {
@@ -43,7 +50,7 @@ void C10dWindow::tensor_deregister() {
 c10::intrusive_ptr<c10d::Work> C10dWindow::put(
     const at::Tensor& tensor, int64_t destination, int64_t offset, bool async_op, const c10d::PutOptions& options) {
   auto& target = window("put");
-  return returned(target.write(tensor, static_cast<int>(destination), offset, options_for(target, options)), async_op);
+  return returned(target.write(tensor, narrow("put", destination), offset, options_for(target, options)), async_op);
 }
 
 at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
@@ -51,24 +58,24 @@ at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
   if (rank == rank_) {
     return target.tensor();
   }
-  auto mapped = target.map_remote(static_cast<int>(rank));
+  auto mapped = target.map_remote(narrow("map_remote_tensor", rank));
   TORCH_CHECK_VALUE(mapped.defined(), "map_remote_tensor: rank: got rank ", rank, ", whose memory this process cannot map");
   return mapped;
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool async_op, const c10d::SignalOptions& options) {
   auto& target = window("signal");
-  return returned(target.signal(static_cast<int>(peer), options_for(target, options)), async_op);
+  return returned(target.signal(narrow("signal", peer), options_for(target, options)), async_op);
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool async_op, const c10d::WaitSignalOptions& options) {
   auto& target = window("wait_signal");
-  return returned(target.wait_signal(static_cast<int>(peer), options_for(target, options)), async_op);
+  return returned(target.wait_signal(narrow("wait_signal", peer), options_for(target, options)), async_op);
 }
 
 c10d::WindowAttr C10dWindow::get_attr(int64_t peer) {
   auto& target = window("get_attr");
-  const bool here = peer == rank_ || target.map_remote(static_cast<int>(peer)).defined();
+  const bool here = peer == rank_ || target.map_remote(narrow("get_attr", peer)).defined();
   return {here ? c10d::WindowAccessType::UNIFIED : c10d::WindowAccessType::SEPARATE};
 }
 
