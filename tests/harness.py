@@ -114,6 +114,13 @@ class _Settings:
     finalize: bool
 
 
+def sizes(default: Sequence[int], more: Sequence[int]) -> list[Any]:
+    """Numbers of ranks to parametrize a test by; more of them in ``make test-all``."""
+    import pytest
+
+    return [*default, *(pytest.param(size, marks=pytest.mark.long) for size in more)]
+
+
 def init_process_group(timeout: float, backend: str = BACKEND) -> None:
     """Join the world in a rank process, as a script under torchrun does.
 

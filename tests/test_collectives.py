@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from harness import BACKEND, WorldPool, exception_of
+from harness import BACKEND, WorldPool, exception_of, sizes
 from operations import (
     COLLECTIVES,
     CUT_ALONG_ROWS,
@@ -30,8 +30,11 @@ from operations import (
 )
 from reference import Checks, make_input, reduce, sum_in_rank_order
 
-RANKS = [1, 2, 3, 4, 5]
-SEVERAL_RANKS = [2, 3, 5]
+# Alone, an odd number and a power of two; a pair.
+RANKS = sizes([1, 3, 4], [2, 5])
+SEVERAL_RANKS = sizes([2, 3], [5])
+# Of many operations in one call, in seconds.
+SWEEP_TIMEOUT = 300.0
 SMALL = [0, 1, 7, 1000]
 LARGE = [5_003, 300_007]
 LARGE_DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex128]
@@ -65,10 +68,14 @@ def sweep_types(operation: str) -> None:
                     ready.verify(checks, f"{name} {dtype} of {numel} root {root} on rank {rank}")
 
 
+def sweep(function: Callable[[str], None], operations: Sequence[str]) -> None:
+    for operation in operations:
+        function(operation)
+
+
 @ranks
-@pytest.mark.parametrize("operation", COLLECTIVES)
-def test_types(worlds: WorldPool, size: int, operation: str) -> None:
-    worlds(size).run(sweep_types, operation)
+def test_types(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(sweep, sweep_types, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
 
 def sweep_sizes(operation: str) -> None:
@@ -87,9 +94,8 @@ def sweep_sizes(operation: str) -> None:
 
 
 @ranks
-@pytest.mark.parametrize("operation", COLLECTIVES)
-def test_sizes(worlds: WorldPool, size: int, operation: str) -> None:
-    worlds(size).run(sweep_sizes, operation)
+def test_sizes(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(sweep, sweep_sizes, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
 
 def sweep_roots(operation: str) -> None:
@@ -102,9 +108,8 @@ def sweep_roots(operation: str) -> None:
 
 
 @several_ranks
-@pytest.mark.parametrize("operation", ROOTED)
-def test_roots(worlds: WorldPool, size: int, operation: str) -> None:
-    worlds(size).run(sweep_roots, operation)
+def test_roots(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(sweep, sweep_roots, ROOTED, timeout=SWEEP_TIMEOUT)
 
 
 def digests() -> list[str]:
@@ -167,7 +172,7 @@ def sums_in_rank_order() -> None:
 
 
 @on_fog
-@pytest.mark.parametrize("size", [3, 4, 5])
+@pytest.mark.parametrize("size", sizes([3, 4], [5]))
 def test_sums_are_added_in_rank_order(worlds: WorldPool, size: int) -> None:
     worlds(size).run(sums_in_rank_order)
 
@@ -219,9 +224,8 @@ def sweep_shapes(operation: str) -> None:
 
 
 @several_ranks
-@pytest.mark.parametrize("operation", COLLECTIVES)
-def test_empty_and_zero_dimensional_tensors(worlds: WorldPool, size: int, operation: str) -> None:
-    worlds(size).run(sweep_shapes, operation)
+def test_empty_and_zero_dimensional_tensors(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(sweep, sweep_shapes, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -284,11 +288,9 @@ def sweep_layouts(operation: str) -> None:
                             checks.true(f"{label}: between the elements", _gaps_kept(tensor))
 
 
-@pytest.mark.parametrize("operation", COLLECTIVES)
-def test_layouts(worlds: WorldPool, operation: str) -> None:
-    if BACKEND == "gloo" and operation in _WRONG_ON_GLOO:
-        pytest.skip("gloo is silently wrong here")
-    worlds(3).run(sweep_layouts, operation)
+def test_layouts(worlds: WorldPool) -> None:
+    right = [each for each in COLLECTIVES if BACKEND != "gloo" or each not in _WRONG_ON_GLOO]
+    worlds(3).run(sweep, sweep_layouts, right, timeout=SWEEP_TIMEOUT)
 
 
 def overlapping_outputs() -> list[str]:
@@ -592,9 +594,8 @@ def asynchronous(operation: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("operation", COLLECTIVES)
-def test_work_and_future(worlds: WorldPool, size: int, operation: str) -> None:
-    worlds(size).run(asynchronous, operation)
+def test_work_and_future(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(sweep, asynchronous, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
 
 def late_peer() -> None:
@@ -688,7 +689,7 @@ def exchange_with_next(dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> 
                 checks.true("completed", all(w.is_completed() for w in works))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("size", sizes([2, 4], [3, 5]))
 def test_isend_irecv(worlds: WorldPool, size: int) -> None:
     worlds(size).run(exchange_with_next, supported_dtypes("send"), SMALL)
     worlds(size).run(exchange_with_next, [torch.float32, torch.uint8], LARGE)
@@ -975,7 +976,7 @@ def subgroups() -> None:
         ready.verify(checks, "the world after its subgroups are gone")
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("size", sizes([4], [2, 5]))
 def test_subgroups(worlds: WorldPool, size: int) -> None:
     worlds(size).run(subgroups)
 
