@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build demo test test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-cuda benchmark-overlap clean FORCE
+.PHONY: help build build-tests demo test test-all test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-cuda benchmark-overlap clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -34,7 +34,8 @@ PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 
 help:
 	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--mode atc --dynamic\")"
-	@echo "make test    run the tests                                (ARGS=\"-k neighbor\")"
+	@echo "make test    run the tests, in ten minutes at most        (ARGS=\"-k neighbor\")"
+	@echo "make test-all   run all there are, with those of soak, faults and test-mpi (an hour; before a release or a large change)"
 	@echo "make test-gpu   run the tests that need a GPU; says why where it skips them   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"
@@ -57,9 +58,21 @@ demo: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc_per_node=4 \
 		examples/train_digits.py $(ARGS)
 
-test: build
+test: build build-tests
 	@echo "== tests"
-	@$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" python -m pytest tests $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" python -m pytest tests --durations=15 $(ARGS)
+
+# Installs what test-mpi needs; exits with an error if something could not be installed, after the tests.
+test-all: build build-tests
+	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
+	echo "== all tests"; \
+	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_FAULTS=all FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
+		python -m pytest tests --durations=15 $(ARGS) && exit $$installed
+
+# The double of a device, which tests load; compiled anew only when its sources change.
+build-tests: build
+	@echo "== double of a device: compiling if need be"
+	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_driver()'
 
 # Those that need several GPUs, or a newer NCCL for ranks that share one, say so.
 test-gpu: build

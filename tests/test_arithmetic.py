@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import reference
-from harness import BACKEND, World, close_all
+from harness import BACKEND, World, close_all, sizes
 from operations import reductions
 from reference import COMPLEX, DTYPES, FLOATS, HALVES, Checks, make_input
 
@@ -145,13 +145,13 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[tuple[Callable[[int
     close_all(list(made.values()))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 def test_reductions(instructions: tuple[Callable[[int], World], str | None], size: int) -> None:
     world, capability = instructions
     world(size).run(sweep_reductions, capability)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 def test_weighted_sums(instructions: tuple[Callable[[int], World], str | None], size: int) -> None:
     world, capability = instructions
     world(size).run(sweep_weighted_sums, capability)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import WorldPool
+from harness import WorldPool, sizes
 from reference import Checks
 
 STEPS = 4
@@ -114,7 +114,7 @@ ONE_BUCKET = {"bucket_cap_mb": 25}
 MANY_BUCKETS = {"bucket_cap_mb": 0.004}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", sizes([1, 3], [2, 4]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("view", [False, True])
 def test_training_equals_one_process(worlds: WorldPool, size: int, dtype: torch.dtype, view: bool) -> None:
@@ -122,18 +122,18 @@ def test_training_equals_one_process(worlds: WorldPool, size: int, dtype: torch.
         worlds(size).run(train, dtype, {**buckets, "gradient_as_bucket_view": view}, None, 1, ALWAYS)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 def test_no_sync_accumulates(worlds: WorldPool, size: int) -> None:
     worlds(size).run(train, torch.float64, MANY_BUCKETS, None, 3, ALWAYS)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 @pytest.mark.parametrize("hook", ["allreduce_hook", "fp16_compress_hook"])
 def test_communication_hooks(worlds: WorldPool, size: int, hook: str) -> None:
     worlds(size).run(train, torch.float32, MANY_BUCKETS, hook, 1, ALWAYS)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 def test_unused_parameters(worlds: WorldPool, size: int) -> None:
     options = {**MANY_BUCKETS, "find_unused_parameters": True}
     worlds(size).run(train, torch.float64, options, None, 1, range(0, STEPS, 2))

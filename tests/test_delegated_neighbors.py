@@ -24,7 +24,7 @@ import test_ops
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import BACKEND
+from harness import BACKEND, sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
 from torch import Tensor
@@ -123,7 +123,7 @@ def same_bits() -> None:
                 checks.equal(f"{label} input", mine, kept)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sizes([1, 3], [2, 4]))
 def test_results_have_the_bits_of_the_cpu(worlds, size):
     worlds(size).run(same_bits)
 
@@ -219,7 +219,7 @@ def hierarchical() -> None:
                 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sizes([1, 4], [2]))
 def test_hierarchical_exchanges(worlds, size):
     worlds(size).run(hierarchical)
 

@@ -7,7 +7,7 @@ import device_operations
 import pytest
 import test_neighbor
 from device_double import DEVICE
-from harness import BACKEND
+from harness import BACKEND, sizes
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the double stands in for a transport of fog")
 
@@ -24,7 +24,7 @@ def test_collectives(worlds, name, size):
     worlds(size).run(device_operations.collectives, name, DEVICE)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sizes([1, 3], [2, 4]))
 def test_neighbor_exchanges(worlds, size):
     worlds(size).run(device_operations.neighbor_exchanges, DEVICE)
 

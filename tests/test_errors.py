@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import BACKEND, World, WorldPool, exception_of
+from harness import BACKEND, World, WorldPool, exception_of, sizes
 from operations import prepare
 from reference import Checks
 
@@ -417,7 +417,7 @@ def one_disagrees(kind: str) -> tuple[str, float]:
     return "no error", time.monotonic() - begin
 
 
-@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("size", sizes([3], [5]))
 @pytest.mark.parametrize("kind", ["all_reduce", "large all_reduce", "all_gather", "operator"])
 def test_one_rank_disagrees_with_the_others(worlds: WorldPool, size: int, kind: str) -> None:
     for rank, (message, seconds) in enumerate(worlds(size).run(one_disagrees, kind, timeout=20)):

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.buckets import cap_bytes, flatten, make_buckets, unflatten
 from fogdist.context import PreconditionError
-from harness import init_process_group
+from harness import init_process_group, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
 
-SIZES = [1, 2, 3, 5]
+SIZES = sizes([1, 3], [2, 5])
 
 
 # --- names --------------------------------------------------------------------------------------------------

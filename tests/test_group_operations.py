@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import BACKEND, World, WorldPool
+from harness import BACKEND, World, WorldPool, sizes
 from reference import Checks
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def sum_sparse(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["floats", "integers", "hybrid", "empty on odd ranks"])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sizes([1, 3], [2]))
 def test_sparse_allreduce(worlds: WorldPool, size: int, kind: str) -> None:
     worlds(size).run(sum_sparse, kind)
 
@@ -123,7 +123,7 @@ def lists() -> None:
         checks.equal("allgather", [*outputs[0], *outputs[1]], everything * 2)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", sizes([1, 3], [2]))
 def test_lists_of_tensors(worlds: WorldPool, size: int) -> None:
     worlds(size).run(lists)
 
@@ -138,7 +138,7 @@ def monitored_barrier(wait_all_ranks: bool) -> None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sizes([1, 3], [2, 4]))
 @pytest.mark.parametrize("wait_all_ranks", [False, True])
 def test_monitored_barrier(worlds: WorldPool, size: int, wait_all_ranks: bool) -> None:
     worlds(size).run(monitored_barrier, wait_all_ranks)
@@ -229,7 +229,7 @@ def split() -> None:
         checks.true("the parent goes on", total.item() == size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 def test_split_group(worlds: WorldPool, size: int) -> None:
     worlds(size).run(split)
 

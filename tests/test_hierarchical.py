@@ -31,11 +31,11 @@ from reference import (
 )
 from torch import Tensor
 
-from harness import BACKEND, World, WorldPool
+from harness import BACKEND, World, WorldPool, sizes
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations")
 
-SIZES = [1, 2, 4, 6]
+SIZES = sizes([1, 4, 6], [2])
 # Fewer elements than ranks, none, what a message carries inline and what streams through a window several times.
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (4, 0, 2), (257,), (70_001,)]
 STREAMED = (600_001,)

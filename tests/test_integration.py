@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from harness import BACKEND, World, WorldPool, init_process_group
+from harness import BACKEND, World, WorldPool, init_process_group, sizes
 from reference import Checks
 
 STEPS = 3
@@ -142,7 +142,7 @@ def distribute() -> None:
             checks.true(f"tensor parallel: {name}", torch.allclose(gradient, other.grad, rtol=0, atol=1e-12))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", sizes([3], [2]))
 def test_dtensor(worlds: WorldPool, size: int) -> None:
     worlds(size).run(distribute)
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fog_pg import _C
 from fogdist import topology as topologies
+from harness import sizes
 from operations import COLLECTIVES, prepare
 from reference import Checks, make_input, mix
 
@@ -57,7 +58,7 @@ def exchanges() -> None:
                     checks.equal(f"{label} part", fogdist.neighbor_allreduce(longer[numel:]), expected)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sizes([3], [2, 4]))
 def test_exchanges_read_shared_memory_as_any_other(worlds, size):
     worlds(size).run(exchanges)
 

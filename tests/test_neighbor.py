@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 from fog_pg import _C
 from fogdist import topology as topologies
+from harness import sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, mix
 from torch import Tensor
 
-SIZES = [1, 2, 3, 4, 5]
+# Alone, a power of two and an odd number.
+SIZES = sizes([1, 4, 5], [2, 3])
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (257,), (4, 0, 2), (100_003,)]
 
@@ -210,7 +212,7 @@ def one_peer_rounds(enable_topo_check: bool) -> None:
 
 
 @pytest.mark.parametrize("enable_topo_check", [True, False])
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", sizes([5], [2]))
 def test_one_peer_rounds(worlds, size, enable_topo_check):
     worlds(size).run(one_peer_rounds, enable_topo_check)
 
@@ -302,7 +304,7 @@ def gossips() -> None:
         checks.true("afterwards", fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0)
 
 
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", sizes([5], [2]))
 def test_gossips_of_random_pairs(worlds, size):
     worlds(size).run(gossips)
 
@@ -448,7 +450,7 @@ def lists_of_one_dtype() -> None:
             checks.equal(f"{label} partly in place: inputs", mine[1:], inputs[rank][1:])
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sizes([1, 4], [2]))
 def test_lists(worlds, size):
     worlds(size).run(lists_of_one_dtype)
 
@@ -482,7 +484,7 @@ def lists_of_several_dtypes(named: bool) -> None:
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", sizes([1, 4], [3]))
 def test_lists_of_several_dtypes(worlds, size, named):
     worlds(size).run(lists_of_several_dtypes, named)
 
@@ -543,7 +545,7 @@ def in_place_of_every_kind() -> None:
             checks.close(name, inputs[rank], expected)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sizes([1, 4], [2]))
 def test_in_place(worlds, size):
     worlds(size).run(in_place_of_every_kind)
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from fogdist import topology as topologies
+from harness import sizes
 from reference import Checks, make_input, mix
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-SIZES = [1, 2, 4]
+SIZES = sizes([1, 4], [2])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
 
@@ -163,7 +164,7 @@ def compiled() -> None:
         assert torch.equal(gradient, expected)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", sizes([1, 4], [3]))
 def test_compiled_programs_follow_the_topology(worlds, size):
     worlds(size).run(compiled)
 

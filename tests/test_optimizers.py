@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from fogdist import CommunicationType
 from fogdist import topology as topologies
+from harness import sizes
 from reference import Checks, mix
 from test_machines import machines_of
 from torch import Tensor, nn
@@ -266,7 +267,7 @@ RUNS = [
 
 @pytest.mark.filterwarnings("ignore:step.. after")
 @pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", sizes([1, 4], [3]))
 def test_trajectories(worlds, size, run):
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
@@ -289,7 +290,7 @@ def test_trajectories_between_machines(worlds, kind, mixing):
 
 
 @pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", sizes([5], [2]))
 def test_other_sizes(worlds, size, kind):
     run = Run(kind, "adam", mixing="dynamic" if kind != "gradient" else "static")
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size)):

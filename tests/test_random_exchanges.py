@@ -19,6 +19,7 @@ import torch
 from fogdist import topology as topologies
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from harness import sizes
 from reference import HALVES, Checks, make_input, mix, wide
 from torch import Tensor
 
@@ -254,7 +255,7 @@ def run_cases(batch: list[Case]) -> None:
 # --- in pytest ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("size", sizes([1, 3, 6], [2, 4, 5, 8]))
 def test_random_exchanges(worlds, size):
     @settings(
         max_examples=12,
@@ -273,7 +274,7 @@ def test_random_exchanges(worlds, size):
     run()
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sizes([3], [2, 4]))
 def test_large_tensors(worlds, size):
     generator = np.random.default_rng(size)
     matrix = tuple(tuple(row) for row in generator.uniform(-1, 1, (size, size)).tolist())

@@ -28,7 +28,7 @@ from reference import DTYPES, FLOATS, Checks, forget_inputs, make_input, sum_in_
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own operations in it")
 
-OPERATIONS = int(os.environ.get("FOG_SOAK_OPERATIONS", "3000"))
+OPERATIONS = int(os.environ.get("FOG_SOAK_OPERATIONS", "2000"))
 SEED = int(os.environ.get("FOG_SOAK_SEED", "1"))
 RANKS = 4
 GROUPS = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2], [0, 1, 3], [1, 3]]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.optim.bucket_windows import BucketWindows
+from harness import sizes
 from reference import Checks
 from test_optimizers import OPTIMIZERS, Run, loss_of, make_net, matrices, simulate, snapshot
 from torch import Tensor, nn
@@ -244,7 +245,7 @@ def push_sum_reference(problem: Quadratics, every: int, steps: int) -> tuple[np.
 
 
 @pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("size", sizes([2, 5], [4]))
 def test_push_sum_follows_its_recursion_on_a_directed_graph(worlds, size, every):
     problem, steps = Quadratics(size), 25
     expected, weights = push_sum_reference(problem, every, steps)

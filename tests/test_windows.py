@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from fogdist import legacy
 from fogdist import topology as topologies
+from harness import sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, wide
 from torch import Tensor
 
@@ -858,7 +859,7 @@ def snippet(loop: str, slow: int, pause: float) -> tuple[float, float]:
     return (x[0] / x[-1]).item(), (together[0] / together[-1]).item()
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", sizes([2, 4], [8]))
 @pytest.mark.parametrize("loop", ["range(100)", "until_all_have(100)"], ids=["as written", "until all have"])
 def test_the_snippet_of_bluefog(worlds, loop, size):
     """As it is written it keeps the sums exactly, and no more can be had at uneven speeds.
