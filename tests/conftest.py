@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,12 @@ import leftovers
 # A shell that starts this in the background has SIGINT ignored, and all ranks would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# What `make test` may take on two idle cores, in seconds; docs/testing.md says how it is kept.
+BUDGET_SECONDS = 600.0
+
+_begin = time.monotonic()
 
 
 def pytest_configure() -> None:
@@ -31,6 +38,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if long:
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says it if the tests have become too slow. It is no failure: other programs may have slowed them down."""
+    seconds = time.monotonic() - _begin
+    if not harness.ALL and seconds > BUDGET_SECONDS:
+        terminalreporter.write_line(
+            f"WARNING: {seconds:.0f} s, the budget is {BUDGET_SECONDS:.0f} s on two idle cores: see docs/testing.md",
+            yellow=True,
+        )
 
 
 @contextlib.contextmanager

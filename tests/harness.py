@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -119,6 +119,16 @@ def sizes(default: Sequence[int], more: Sequence[int]) -> list[Any]:
     import pytest
 
     return [*default, *(pytest.param(size, marks=pytest.mark.long) for size in more)]
+
+
+@contextlib.contextmanager
+def case(**values: Any) -> Iterator[None]:
+    """Names the case of a loop in which an assertion fails; for matrices that are one test."""
+    try:
+        yield
+    except AssertionError as error:
+        named = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise AssertionError(f"with {named}: {error}") from error
 
 
 def init_process_group(timeout: float, backend: str = BACKEND) -> None:

@@ -145,7 +145,7 @@ def run_script(
     ranks: int,
     log: Path,
     launcher: str | WorldPool = "torchrun",
-    timeout: float = 60.0,
+    timeout: float = 120.0,
 ) -> str:
     """Runs a script on several ranks to its end and returns what was printed.
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from fogdist import topology
+from harness import case
 
 SIZES = range(1, 18)
 
@@ -557,17 +558,18 @@ def test_one_peer_sequence_of_the_contract() -> None:
     assert list(itertools.islice(steps, 9)) == expected * 3
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", GRAPHS)
-def test_one_peer_follows_its_definition(name: str, size: int) -> None:
-    graph = GRAPHS[name][0](size)
-    steps = steps_of_all(lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), size, 40)
-    for t, step in enumerate(steps):
-        check_consistent(step)
-        for rank in range(size):
-            clockwise = [(rank + d) % size for d in range(1, size) if graph.has_edge(rank, (rank + d) % size)]
-            assert step[rank][0] == ([clockwise[t % len(clockwise)]] if clockwise else [])
-            assert step[rank][1] == sorted(i for i in range(size) if rank in step[i][0])
+def test_one_peer_follows_its_definition(name: str) -> None:
+    for size in SIZES:
+        with case(size=size):
+            graph = GRAPHS[name][0](size)
+            steps = steps_of_all(lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), size, 40)
+            for t, step in enumerate(steps):
+                check_consistent(step)
+                for rank in range(size):
+                    clockwise = [(rank + d) % size for d in range(1, size) if graph.has_edge(rank, (rank + d) % size)]
+                    assert step[rank][0] == ([clockwise[t % len(clockwise)]] if clockwise else [])
+                    assert step[rank][1] == sorted(i for i in range(size) if rank in step[i][0])
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -624,33 +626,34 @@ def test_one_peer_exponential_is_exact_after_log2_steps(size: int) -> None:
     np.testing.assert_array_equal(product, np.full((size, size), 1 / size))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 8, 11])
 @pytest.mark.parametrize("name", ["exp2", "exp3", "symexp_default", "ring", "ring_left", "full"])
-def test_one_peer_on_regular_graphs_mixes_to_the_average(name: str, size: int) -> None:
-    graph = GRAPHS[name][0](size)
-    steps = steps_of_all(lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), size, 600)
-    product = np.eye(size)
-    for step in steps:
-        product = product @ averaging_matrix(step)
-    np.testing.assert_allclose(product, np.full((size, size), 1 / size), atol=1e-7)
+def test_one_peer_on_regular_graphs_mixes_to_the_average(name: str) -> None:
+    for size in [1, 2, 3, 5, 6, 8, 11]:
+        with case(size=size):
+            graph = GRAPHS[name][0](size)
+            steps = steps_of_all(lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), size, 600)
+            product = np.eye(size)
+            for step in steps:
+                product = product @ averaging_matrix(step)
+            np.testing.assert_allclose(product, np.full((size, size), 1 / size), atol=1e-7)
 
 
-@pytest.mark.parametrize("local_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("machines", range(2, 10))
-def test_exp2_between_machines(machines: int, local_size: int) -> None:
-    size = machines * local_size
-    steps = steps_of_all(
-        lambda rank: topology.GetExp2DynamicSendRecvMachineRanks(size, local_size, rank, rank % local_size),
-        size,
-        20,
-    )
-    for t, step in enumerate(steps):
-        distance = 2 ** (t % (int(math.log2(machines - 1)) + 1))
-        for rank, (send, recv) in enumerate(step):
-            machine = rank // local_size
-            assert send == [(machine + distance) % machines]
-            assert recv == [(machine - distance) % machines]
-        check_consistent(step[::local_size])
+def test_exp2_between_machines() -> None:
+    for machines, local_size in itertools.product(range(2, 10), [1, 2, 3, 4]):
+        with case(machines=machines, local_size=local_size):
+            size = machines * local_size
+            steps = steps_of_all(
+                lambda rank: topology.GetExp2DynamicSendRecvMachineRanks(size, local_size, rank, rank % local_size),
+                size,
+                20,
+            )
+            for t, step in enumerate(steps):
+                distance = 2 ** (t % (int(math.log2(machines - 1)) + 1))
+                for rank, (send, recv) in enumerate(step):
+                    machine = rank // local_size
+                    assert send == [(machine + distance) % machines]
+                    assert recv == [(machine - distance) % machines]
+                check_consistent(step[::local_size])
 
 
 def test_exp2_between_machines_by_hand() -> None:
@@ -682,18 +685,16 @@ INNER_OUTER = [
 INNER_OUTER_IDS = ["ring", "exp2"]
 
 
-@pytest.mark.parametrize("local_size", range(3, 9))
-@pytest.mark.parametrize("machines", range(2, 8))
 @pytest.mark.parametrize(("make", "exponential"), INNER_OUTER, ids=INNER_OUTER_IDS)
-def test_inner_outer_follows_its_definition(
-    make: Callable, exponential: bool, machines: int, local_size: int
-) -> None:
-    size = machines * local_size
-    for t, step in enumerate(steps_of_all(lambda rank: make(size, local_size, rank), size, 40)):
-        check_consistent(step)
-        destinations = inner_outer_reference(machines, local_size, t, exponential)
-        assert [send for send, _ in step] == [[destination] for destination in destinations]
-        assert all(len(recv) == 1 for _, recv in step)
+def test_inner_outer_follows_its_definition(make: Callable, exponential: bool) -> None:
+    for machines, local_size in itertools.product(range(2, 8), range(3, 9)):
+        with case(machines=machines, local_size=local_size):
+            size = machines * local_size
+            for t, step in enumerate(steps_of_all(lambda rank: make(size, local_size, rank), size, 40)):
+                check_consistent(step)
+                destinations = inner_outer_reference(machines, local_size, t, exponential)
+                assert [send for send, _ in step] == [[destination] for destination in destinations]
+                assert all(len(recv) == 1 for _, recv in step)
 
 
 @pytest.mark.parametrize("local_size", range(3, 9))
