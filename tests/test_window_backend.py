@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import ALL, BACKEND, World, close_all
+from harness import ALL, BACKEND, World, WorldPool
 from hosts import run_on_hosts
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input
 
@@ -44,16 +44,10 @@ SHORT = timedelta(milliseconds=100)
 @pytest.fixture(scope="module")
 def world_of() -> Iterator[Callable[[int, str], World]]:
     """Worlds by size and way, kept for the module."""
-    worlds: dict[tuple[int, str], World] = {}
-
-    def get(size: int, way: str) -> World:
-        world = worlds.get((size, way))
-        if world is None or world.broken:
-            world = worlds[size, way] = World(size, environment=WAYS[way])
-        return world
-
-    yield get
-    close_all(list(worlds.values()))
+    pools = {way: WorldPool(environment=environment) for way, environment in WAYS.items()}
+    yield lambda size, way: pools[way](size)
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(params=WAYS)
