@@ -18,6 +18,9 @@ import torch.distributed._functional_collectives
 import torch.nn.parallel
 import torch.testing  # noqa: F401
 
+import harness  # noqa: F401
+import reference  # noqa: F401
+
 # Ranks then neither traverse nor copy these objects when they collect garbage and when they end: that would
 # be half the time of a short world.
 gc.collect()

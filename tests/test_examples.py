@@ -108,8 +108,8 @@ def test_demo_in_short(
 def lose_a_rank(log: Path) -> tuple[str, float]:
     """Returns what the demo printed, and how long it took to end, in seconds, after rank 1 was killed."""
     # The agent ends all ranks once it has noticed: not before these have had time to say what they noticed.
-    launcher = [*launcher_command("torchrun", 3), "--monitor-interval", "5"]
-    job = Job([TRAIN_DIGITS, "--steps", "1000000"], 3, log, launcher)
+    launcher = [*launcher_command("torchrun", 2), "--monitor-interval", "5"]
+    job = Job([TRAIN_DIGITS, "--steps", "1000000"], 2, log, launcher)
     try:
         job.wait_for(lambda output: "epoch 3, " in output, 120)
         os.kill(job.worker(1), signal.SIGKILL)

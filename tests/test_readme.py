@@ -67,10 +67,10 @@ def test_readme_shows_consensus_and_optimizer() -> None:
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
 def test_python_block_runs(tmp_path: Path, script_worlds: WorldPool, example: Example) -> None:
-    """The first one by torchrun, as it says; all of them in test-all."""
+    """By torchrun, as it says, in test-all; tests/test_bootstrap.py holds torchrun against mpiexec."""
     script = tmp_path / example.name
     script.write_text(example.code)
-    launcher = "torchrun" if ALL or example.name == "average.py" else script_worlds
+    launcher = "torchrun" if ALL else script_worlds
     output = run_script([script], example.ranks, tmp_path / "log.txt", launcher)
     lines = rank_lines(output)
     assert len(lines) == example.ranks, output
