@@ -1,4 +1,6 @@
-"""Builds the extension fog_pg._C against the torch that is installed; everything else is in pyproject.toml.
+"""Builds the extension fog_pg._C against the torch that is installed, and requires that of whoever installs the result.
+
+Everything else is in pyproject.toml.
 
 Environment:
     FOG_MPICXX: path of a site's mpicxx. The extension is then compiled against, and linked with, that MPI; without it the
@@ -9,6 +11,7 @@ Environment:
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import os
 import shlex
 import shutil
@@ -17,7 +20,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = Path("csrc/process_group_fog")
@@ -29,14 +33,40 @@ def fail(message: str) -> None:
     sys.exit(f"fog: {message}")
 
 
-try:
-    import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, include_paths
-except ImportError:
-    fail(
-        "building needs torch in this environment. Install torch (2.11 or later), mpich, setuptools and ninja, then "
-        "run pip with --no-build-isolation."
-    )
+# These commands only take files, for any torch.
+IS_FOR_ANY_TORCH = not {"sdist", "egg_info", "build_py"}.isdisjoint(sys.argv)
+if IS_FOR_ANY_TORCH:
+    BuildExtension = build_ext
+else:
+    try:
+        import torch
+        from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, include_paths
+    except ImportError:
+        fail(
+            "building needs torch in this environment. Install torch (2.11 or later), mpich, setuptools, setuptools-scm "
+            "and ninja, then run pip with --no-build-isolation."
+        )
+
+
+def installed_torch() -> str:
+    """What an isolated build requires: the torch of the environment that its result is for, if it has one.
+
+    pip runs isolated builds with that environment's interpreter, and with other folders to import from.
+    """
+    folders = list({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    for distribution in importlib.metadata.distributions(name="torch", path=folders):
+        return f"torch=={distribution.version.partition('+')[0]}"
+    return "torch>=2.11"
+
+
+def requirements() -> list[str]:
+    """What the package needs to run. torch's C++ interface changes with each minor version."""
+    if IS_FOR_ANY_TORCH:
+        version = ">=2.11"
+    else:
+        major, minor = torch.__version__.split(".")[:2]
+        version = f"=={major}.{minor}.*"
+    return [f"torch{version}", "mpich>=5; platform_system == 'Linux'", "networkx>=3", "numpy"]
 
 
 def mpi_flags() -> tuple[list[str], list[str], list[str]]:
@@ -50,8 +80,6 @@ def mpi_flags() -> tuple[list[str], list[str], list[str]]:
         others = [flag for flag in flags if not flag.startswith("-I")]
         link_flags = ["-Wl,--as-needed", *wrapper_flags(wrapper, "link")]
         return folders, ["-DFOG_NATIVE_MPI", *without_bindings, *others], link_flags
-    import importlib.metadata
-
     try:
         files = importlib.metadata.files("mpich") or []
     except importlib.metadata.PackageNotFoundError:
@@ -68,7 +96,7 @@ def mpi_flags() -> tuple[list[str], list[str], list[str]]:
 def wrapper_flags(wrapper: str, step: str) -> list[str]:
     """What an mpicxx adds for one step; MPICH and Open MPI spell the question differently."""
     for question in (f"--showme:{step}", f"-{step}_info"):
-        answer = subprocess.run([wrapper, question], capture_output=True, text=True)
+        answer = subprocess.run([wrapper, question], capture_output=True, text=True, check=False)
         if answer.returncode == 0:
             return [
                 flag
@@ -121,7 +149,7 @@ class BuildFog(BuildExtension):
             *flags,
             *macros,
         ]
-        version = subprocess.run([command[0], "--version"], capture_output=True, text=True).stdout
+        version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
         text = "".join(f"#include <{name}>\n" for name in PRECOMPILED)
         # Another compiler, torch or flag: another folder, so that ninja compiles all files again.
         key = hashlib.sha256("\0".join([text, version, torch.__version__, *command]).encode()).hexdigest()[
@@ -133,7 +161,7 @@ class BuildFog(BuildExtension):
             header.parent.mkdir(parents=True, exist_ok=True)
             header.write_text(text)
             partial = header.with_name("partial")
-            done = subprocess.run([*command, "-x", "c++-header", str(header), "-o", str(partial)])
+            done = subprocess.run([*command, "-x", "c++-header", str(header), "-o", str(partial)], check=False)
             if done.returncode != 0:
                 return None
             partial.rename(compiled)
@@ -145,36 +173,43 @@ class BuildFog(BuildExtension):
         (target / "fog_pg" / "_build_info.py").write_text(
             '"""Written by setup.py: what fog_pg._C was built for."""\n\n'
             f'TORCH_VERSION = "{torch.__version__}"\n'
+            f'VERSION = "{self.distribution.get_version()}"\n'
             f"NATIVE_MPI = {bool(os.environ.get('FOG_MPICXX'))}\n"
         )
 
 
-include_mpi, compile_mpi, link_mpi = mpi_flags()
-# torch 2.15's headers need C++20; the older ones are content with C++17.
-torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-standard = "c++20" if torch_version >= (2, 13) else "c++17"
+def extension() -> Extension:
+    sources = sorted(str(source) for source in SOURCES.rglob("*.cpp"))
+    if IS_FOR_ANY_TORCH:
+        return Extension("fog_pg._C", sources)
+    include_mpi, compile_mpi, link_mpi = mpi_flags()
+    # torch 2.15's headers need C++20; the older ones are content with C++17.
+    torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    standard = "c++20" if torch_version >= (2, 13) else "c++17"
+    return CppExtension(
+        "fog_pg._C",
+        sources,
+        include_dirs=include_mpi,
+        extra_compile_args={
+            "cxx": [
+                f"-std={standard}",
+                "-O3",
+                "-g1",
+                "-Wall",
+                "-Wextra",
+                "-Wno-unused-parameter",
+                "-ffp-contract=off",  # the same bits on every CPU
+                "-fvisibility=hidden",
+                *compile_mpi,
+            ]
+        },
+        extra_link_args=link_mpi,
+    )
+
 
 setup(
-    ext_modules=[
-        CppExtension(
-            "fog_pg._C",
-            sorted(str(source) for source in SOURCES.rglob("*.cpp")),
-            include_dirs=include_mpi,
-            extra_compile_args={
-                "cxx": [
-                    f"-std={standard}",
-                    "-O3",
-                    "-g1",
-                    "-Wall",
-                    "-Wextra",
-                    "-Wno-unused-parameter",
-                    "-ffp-contract=off",  # the same bits on every CPU
-                    "-fvisibility=hidden",
-                    *compile_mpi,
-                ]
-            },
-            extra_link_args=link_mpi,
-        )
-    ],
+    setup_requires=[installed_torch()],
+    install_requires=requirements(),
+    ext_modules=[extension()],
     cmdclass={"build_ext": BuildFog},
 )

@@ -48,7 +48,10 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend_options._timeout = options.timeout
     backend_options.group_name = str(options.group_id)
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
-    return extension.ProcessGroupFog(options.store, options.group_rank, options.group_size, backend_options)
+    backend: ProcessGroupFog = extension.ProcessGroupFog(
+        options.store, options.group_rank, options.group_size, backend_options
+    )
+    return backend
 
 
 register()

@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import typing
+import venv
+from email.parser import Parser
+from pathlib import Path
 
 import fogdist
 import pytest
+import torch
 from fogdist import algorithms, topology
+from scripts import ROOT
+
+TORCH = torch.__version__.partition("+")[0]
+
+
+def run(*command: str | Path, folder: Path = ROOT, timeout: float = 120) -> str:
+    """What a command prints on standard output; AssertionError with all that it printed if it fails."""
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
 
 # --- import -------------------------------------------------------------------------------------------------
 
@@ -35,8 +57,7 @@ assert "networkx" in sys.modules and "torch._dynamo" not in sys.modules
 
 
 def test_import_loads_what_is_heavy_later() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run(sys.executable, "-c", IMPORT)
 
 
 @pytest.mark.parametrize("module", [fogdist, topology, algorithms], ids=lambda module: module.__name__)
@@ -46,3 +67,134 @@ def test_names_and_their_types_are_there_at_once(module: typing.Any) -> None:
         value = getattr(module, name)
         if callable(value) and name != "plot":  # whose Figure is matplotlib's, which need not be installed
             typing.get_type_hints(value)
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert fogdist.__version__ == importlib.metadata.version("fogdist")
+
+
+# --- archives -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[str]:
+    """Names of all files that git has and that are there."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a checkout of git: what belongs to fog cannot be told")
+    names = run("git", "ls-files", "-z").split("\0")
+    return [name for name in names if name and (ROOT / name).exists()]
+
+
+@pytest.fixture(scope="module")
+def tree(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of these files, as they are now, of which git knows nothing."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in sources:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-c", BUILD_SDIST, str(folder), folder=tree)
+    (archive,) = folder.iterdir()
+    return archive
+
+
+def test_source_archive_holds_all_that_git_has(sdist: Path, sources: list[str]) -> None:
+    with tarfile.open(sdist) as archive:
+        names = [member.name.partition("/")[2] for member in archive if member.isfile()]
+        top = archive.getnames()[0]
+        information = Parser().parsestr(archive.extractfile(f"{top}/PKG-INFO").read().decode())  # type: ignore[union-attr]
+    assert sorted(set(sources) - set(names)) == []
+    made = {name for name in set(names) - set(sources) if not name.startswith("fogdist.egg-info/")}
+    assert made == {"PKG-INFO", "setup.cfg"}
+    # Which torch the extension will be built for is not known yet.
+    assert "torch>=2.11" in information.get_all("Requires-Dist", [])
+    assert "requires-dist" in information.get_all("Dynamic", [])
+    assert information["Version"] == "0.1.0.dev0"  # as there is no git
+
+
+def test_wheel_takes_every_module(tree: Path, sources: list[str], tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path), folder=tree)
+    wanted = {name.removeprefix("python/") for name in sources if name.startswith(("python/", "fog_pg/"))}
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()} == wanted
+
+
+def test_isolated_build_takes_the_torch_of_its_environment(tree: Path) -> None:
+    ask = "from setuptools import build_meta; print(); print(*build_meta.get_requires_for_build_wheel())"
+    assert run(sys.executable, "-c", ask, folder=tree).splitlines()[-1] == f"torch=={TORCH}"
+
+
+def test_version_comes_from_tags(tree: Path) -> None:
+    shutil.copytree(tree, copy := tree.with_name("versions"))
+    git = ["git", "-c", "user.name=fog", "-c", "user.email=fog@localhost"]
+    run(*git, "init", "-q", folder=copy)
+    run(*git, "add", "pyproject.toml", folder=copy)
+    run(*git, "commit", "-qm", "first", folder=copy)
+    ask = [sys.executable, "-m", "setuptools_scm"]
+    assert run(*ask, folder=copy).startswith("0.1.0.dev1+g")  # a shallow clone has no tags either
+    run(*git, "tag", "v0.2.0", folder=copy)
+    assert run(*ask, folder=copy).strip() == "0.2.0"
+
+
+def test_hooks_run_the_linters_that_make_runs() -> None:
+    """pre-commit has lists of its own."""
+    pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
+    (line,) = re.findall(r"^lint = .*$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert pinned and pinned <= set(re.findall(r"[\w-]+==[\d.]+", line))
+
+
+# --- clean environments -------------------------------------------------------------------------------------
+
+
+class Environment:
+    """A virtual environment with nothing but pip, which no variable of this one's reaches."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=True)
+        self._programs = folder / "bin"
+
+    def run(self, *command: str, folder: Path) -> str:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FOG_"))}
+        path = f"{self._programs}{os.pathsep}{os.environ['PATH']}"
+        words = [f"{name}={value}" for name, value in (kept | {"PATH": path, "OMP_NUM_THREADS": "1"}).items()]
+        return run("env", "-i", *words, *command, folder=folder, timeout=3600)
+
+    def install(self, *arguments: str, folder: Path) -> None:
+        self.run("python", "-m", "pip", "install", "--quiet", *arguments, folder=folder)
+
+
+def check_consensus(environment: Environment, folder: Path) -> None:
+    words = ["torchrun", "--standalone", "--nproc_per_node=4", "average_consensus.py"]
+    output = environment.run(*words, folder=folder)
+    for rank in range(4):
+        assert f"rank {rank}" in output, output
+    where = environment.run("python", "-c", "import fogdist; print(fogdist.__file__)", folder=folder)
+    assert "site-packages" in where
+
+
+@pytest.mark.long
+def test_archives_install_and_run_in_clean_environments(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+        examples = tmp_path / archive.getnames()[0] / "examples"
+
+    builder, cache = Environment(tmp_path / "builder"), tmp_path / "cache"
+    builder.install(f"torch=={TORCH}", "setuptools", "setuptools-scm", "ninja", "pybind11", "mpich>=5", folder=tmp_path)
+    # pip keeps the wheel that it makes of the sources, if it has a cache.
+    builder.install("--no-build-isolation", f"--cache-dir={cache}", str(sdist), folder=tmp_path)
+    check_consensus(builder, examples)
+
+    (wheel,) = cache.rglob("fogdist-*.whl")
+    user = Environment(tmp_path / "user")
+    user.install(str(wheel), folder=tmp_path)
+    assert user.run("python", "-c", "import torch; print(torch.__version__)", folder=tmp_path).startswith(
+        TORCH.rpartition(".")[0]
+    )
+    check_consensus(user, examples)

@@ -130,6 +130,11 @@ from fogdist.windows import (
     win_wait,
 )
 
+try:
+    from fog_pg._build_info import VERSION as __version__
+except ImportError:  # of an extension that is not built, which fogdist.init() says
+    __version__ = "0+not.built"
+
 __all__ = [
     "CommunicationType",
     "DecentralizedDataParallel",

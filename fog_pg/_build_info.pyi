@@ -1,0 +1,3 @@
+TORCH_VERSION: str
+VERSION: str
+NATIVE_MPI: bool
