@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo test test-all test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-cuda benchmark-overlap clean FORCE
+.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-cuda benchmark-overlap clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -26,8 +26,11 @@ PYTHON_STAMP := $(VENV)/.made-from-python
 TORCH_STAMP := $(VENV)/.made-with-torch
 REQUIREMENTS_STAMP := $(VENV)/.requirements
 EXTENSION_STAMP := $(VENV)/.extension
+LINTERS_STAMP := $(VENV)/.linters
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
+# What clang-format is for; kernels.cuh is one string literal.
+FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # The environment's programs (ninja for one) come first. The shell finds its directory, as make splits at spaces.
 IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
 PIP = $(IN_VENV) python -m pip --disable-pip-version-check
@@ -47,6 +50,8 @@ help:
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
+	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
+	@echo "make format  bring all files into that style"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -73,6 +78,14 @@ test-all: build build-tests
 build-tests: build
 	@echo "== double of a device: compiling if need be"
 	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_driver()'
+
+lint: $(LINTERS_STAMP)
+	@echo "== style and types"
+	@export $(IN_VENV); ruff check --quiet . && ruff format --quiet --check . && clang-format --dry-run -Werror $(FORMATTED) && mypy
+
+format: $(LINTERS_STAMP)
+	@echo "== format"
+	@export $(IN_VENV); ruff check --quiet --fix --exit-zero . && ruff format --quiet . && clang-format -i $(FORMATTED)
 
 # Those that need several GPUs, or a newer NCCL for ranks that share one, say so.
 test-gpu: build
@@ -133,7 +146,7 @@ test-mpi: build
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE
@@ -151,24 +164,33 @@ $(PYTHON_STAMP): FORCE
 $(TORCH_STAMP): $(PYTHON_STAMP) FORCE
 	@if [ "$$(cat "$@" 2>/dev/null)" != '$(TORCH)' ]; then rm -rf build; echo '$(TORCH)' > "$@"; fi
 
-# What the build needs stands in pyproject.toml; pip installs it here because the build is not isolated.
-define BUILD_REQUIREMENTS
+# Lists in pyproject.toml: what the build needs, which pip installs here because the build is not isolated; the linters.
+define REQUIREMENTS
+import sys
 try:
     import tomllib
 except ImportError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 with open("pyproject.toml", "rb") as file:
-    print("\n".join(tomllib.load(file)["build-system"]["requires"]))
+    table = tomllib.load(file)
+for key in sys.argv[1:]:
+    table = table[key]
+print("\n".join(table))
 endef
-export BUILD_REQUIREMENTS
+export REQUIREMENTS
 
 $(REQUIREMENTS_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 	@echo "== requirements: installing $(TORCH) and what the build needs (a large download the first time)"
-	@$(IN_VENV) python -c "$$BUILD_REQUIREMENTS" > "$(VENV)/build-requirements.txt"
+	@$(IN_VENV) python -c "$$REQUIREMENTS" build-system requires > "$(VENV)/build-requirements.txt"
 	@$(PIP) install --quiet '$(TORCH)' -r "$(VENV)/build-requirements.txt"
 	@touch "$@"
 
 $(EXTENSION_STAMP): $(REQUIREMENTS_STAMP) $(SOURCES)
 	@echo "== extension: compiling fog_pg._C and installing fogdist in place (minutes the first time)"
 	@$(PIP) install --quiet --no-build-isolation '$(TORCH)' --editable '.[test,examples]'
+	@touch "$@"
+
+$(LINTERS_STAMP): $(EXTENSION_STAMP) pyproject.toml
+	@$(IN_VENV) python -c "$$REQUIREMENTS" project optional-dependencies lint > "$(VENV)/linters.txt"
+	@$(PIP) install --quiet -r "$(VENV)/linters.txt"
 	@touch "$@"

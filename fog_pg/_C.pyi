@@ -93,9 +93,9 @@ class ProcessGroupFog(Backend):
         """
 
         confirm: bool
-        group_name: str
+        group_name: str  # type: ignore[assignment]  # torch has a type of its own for it, which is one
         def __init__(self) -> None: ...
-        def __deepcopy__(self, memo: dict) -> ProcessGroupFog.Options: ...
+        def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
 
     def __init__(self, store: Store, rank: int, size: int, options: ProcessGroupFog.Options) -> None:
         """Blocks until all ranks have come to `store`; the first group of a process starts MPI.

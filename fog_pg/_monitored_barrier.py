@@ -25,7 +25,7 @@ def serve() -> None:
     @functools.wraps(original)
     def monitored_barrier(
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-    ) -> None:
+    ) -> Any:
         if distributed_c10d._rank_not_in_group(group) or dist.get_backend(group) != "fog":
             return original(group, timeout, wait_all_ranks)
         if isinstance(timeout, (int, float)):
@@ -36,7 +36,7 @@ def serve() -> None:
             raise TypeError(
                 f"timeout: got {type(timeout).__name__}; allowed are a timedelta and a number of seconds"
             )
-        asked = distributed_c10d._get_default_group() if group is None else group
+        asked: Any = distributed_c10d._get_default_group() if group is None else group
         return asked.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     monitored_barrier.serves_fog = True  # type: ignore[attr-defined]

@@ -121,6 +121,7 @@ def _run(
 ) -> str:
     done = subprocess.run(
         [str(word) for word in command],
+        check=False,
         cwd=directory,
         env=os.environ | dict(environment or {}),
         stdin=subprocess.DEVNULL,

@@ -335,7 +335,7 @@ def test_wait_orders_the_stream_and_does_not_block_the_host(worlds: WorldPool) -
 
 
 def chain_a_callback() -> list[float]:
-    group, made = start()
+    group, _ = start()
     dist.all_reduce(own(DEVICE, 2), group=group)
     tensor = own(DEVICE, 2)
     work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -697,7 +697,7 @@ def start_bound() -> tuple[Any, Made]:
 
 
 def bind_a_device() -> None:
-    group, made = start_bound()
+    _, made = start_bound()
     (delegate,) = made
     assert [call["name"] for call in delegate.calls] == ["eager_connect"]
     assert delegate.calls[0]["device"] == f"{DEVICE}:0"

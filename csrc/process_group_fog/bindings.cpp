@@ -105,6 +105,8 @@ std::string mpi_version() {
 
 } // namespace
 
+// One argument, one line.
+// clang-format off
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
   fog::mpi::Engine::instance().set_interrupt_check(check_interrupt);

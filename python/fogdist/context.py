@@ -208,8 +208,9 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 def shutdown() -> None:
     """Forgets topologies, other groups and all handles, and destroys the process group if `init` made it.
 
-    Windows that are still open end, without waiting for other ranks; their tensors stay. A group that the user made stays. Operations raise RuntimeError from now on, until `init` is called again.
-    Without a context it does nothing.
+    Windows that are still open end, without waiting for other ranks; their tensors stay. A group that
+    the user made stays. Operations raise RuntimeError from now on, until `init` is called again. Without a
+    context it does nothing.
     """
     global _session, _was_shut_down
     if _session is None:

@@ -8,7 +8,8 @@ or more are there in any case. Between hosts nothing changes.
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ def empty(
     """
     from fog_pg._C import empty_shared
 
-    sizes = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
+    sizes: Sequence[Any] = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     shape = [_length(length, f"size[{place}]") for place, length in enumerate(sizes)]
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
@@ -81,7 +82,7 @@ def share_(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(f"tensor must be on the CPU, got device {tensor.device}")
     if not is_shared(tensor):
-        if tensor.is_shared():
+        if tensor.is_shared():  # type: ignore[no-untyped-call]
             raise ValueError("tensor must not be in the shared memory of torch.multiprocessing already")
         share(tensor)
     return tensor

@@ -137,8 +137,10 @@ def _forward_topology(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 # topology: what torch.compile makes of a derivative holds constants from the time of tracing.
 for _schema, _kernel, _backward in (
     (
-        "neighbor_allreduce(Tensor tensor, float self_weight, int[] src_ranks, float[] src_weights, "
-        'int[] dst_ranks, float[] dst_weights, str group_name="") -> Tensor',
+        (
+            "neighbor_allreduce(Tensor tensor, float self_weight, int[] src_ranks, float[] src_weights, "
+            'int[] dst_ranks, float[] dst_weights, str group_name="") -> Tensor'
+        ),
         _neighbor_allreduce,
         _reverse_exchange,
     ),

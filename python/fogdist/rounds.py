@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
-
 from fogdist.agreement import digest
 from fogdist.context import Context
 from fogdist.lazy import nx

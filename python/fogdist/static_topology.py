@@ -9,7 +9,6 @@ import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-
 from fogdist.lazy import nx
 from fogdist.topology import GetRecvWeights, check_topology
 from fogdist.topology.validation import check_flags, edge_weight

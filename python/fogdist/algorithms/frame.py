@@ -56,17 +56,17 @@ class Algorithm(DistributedOptimizer):
             buffers do not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`): a
             UserWarning on all ranks says if they do not.
         mixing: Whom to average with, the same on all ranks. A `fogdist.topology.Topology`: its rounds, one
-            after the other. A `networkx.DiGraph`: it, with its weights, in all rounds. None: the attributes `self_weight`, `src_weights` and `dst_weights`, which can be
-            set before each step for a dynamic topology, and as long as they are None the group's topology. Or
-            `AllRanks()` or `Nobody()`.
+            after the other. A `networkx.DiGraph`: it, with its weights, in all rounds. None: the
+            attributes `self_weight`, `src_weights` and `dst_weights`, which can be set before each step for a
+            dynamic topology, and as long as they are None the group's topology. Or `AllRanks()` or `Nobody()`.
         local_steps: J: ranks communicate in every J-th step, counted in calls of `step`.
 
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name; another living optimizer or wrapper has one; a number is out of its range; a topology of another
-            number of ranks; ranks disagree on the algorithm, its options or the parameters' shapes (on all
-            ranks alike); before `init`.
+            model; two parameters have the same name; another living optimizer or wrapper has one; a number
+            is out of its range; a topology of another number of ranks; ranks disagree on the algorithm, its
+            options or the parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
 

@@ -66,16 +66,16 @@ class GossipState:
         items = [f"what: {self._what.value}", *self._rounds.items()]
         check_same_everywhere(self._context.backend, "state", items)
 
-    def _check_model(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    def _check_model(self, bucket: dist.GradBucket) -> None:
         """Raises RuntimeError for a bucket of another DDP than before."""
         parameters = bucket.parameters()
         # The buckets of a pass come in order. A first one may come again where a pass has failed.
-        if self._has_all or (bucket.index() == 0 and self._parameters):
-            if not self._parameters.issuperset(parameters):
-                raise RuntimeError(
-                    "state must be of one DistributedDataParallel only, got a bucket of another one; make a "
-                    "GossipState for each"
-                )
+        is_complete = self._has_all or (bucket.index() == 0 and self._parameters)
+        if is_complete and not self._parameters.issuperset(parameters):
+            raise RuntimeError(
+                "state must be of one DistributedDataParallel only, got a bucket of another one; make a "
+                "GossipState for each"
+            )
         self._parameters.update(parameters)
         self._has_all = self._has_all or bucket.is_last()
 
@@ -84,7 +84,7 @@ class GossipState:
         plan, name = self._rounds.plan(self.round), f"{self._name}.{bucket}"
         return self._context.backend.neighbor_allreduce(tensor, plan, output=tensor, name=name)
 
-    def _flat(self, bucket: dist.GradBucket) -> Tensor:  # type: ignore[name-defined]
+    def _flat(self, bucket: dist.GradBucket) -> Tensor:
         """Returns the buffer that the parameters of a bucket are views of."""
         parameters = bucket.parameters()
         flats = self._flats.get(bucket.index())
@@ -97,7 +97,7 @@ class GossipState:
 
 def gossip_hook(
     state: GossipState,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
+    bucket: dist.GradBucket,
 ) -> torch.futures.Future[Tensor]:
     """Averages with neighbors in place of all ranks: a hook for torch's DistributedDataParallel.
 

@@ -122,8 +122,9 @@ class DecentralizedDataParallel(nn.Module):
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: The optimizer is distributed or an LBFGS, or has a parameter that the module lacks; the
-            module has nothing to train; another living optimizer or wrapper has a parameter; options that do not go with the mode; an unfit topology, also in mode
-            "async" one without a period; ranks disagree, naming the parameters (on all ranks alike).
+            module has nothing to train; another living optimizer or wrapper has a parameter; options that do not
+            go with the mode; an unfit topology, also in mode "async" one without a period; ranks disagree, naming
+            the parameters (on all ranks alike).
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In
             training: if an exchange fails.
     """

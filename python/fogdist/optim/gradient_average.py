@@ -37,9 +37,10 @@ class GradientAverage:
     """One average of the gradients of a list of parameters after the other.
 
     All ranks average the same buckets, whichever parameters have a gradient there; a missing gradient counts
-    as zero. On the CPU a bucket is sent as soon as it is complete; on other devices, where operations have no names
-    and must come in one order on all ranks, once those before it are. The number of the step is in the name of what is sent: a rank that averages once more within a step than
-    the others gets an error, and not what they average in the next step.
+    as zero. On the CPU a bucket is sent as soon as it is complete; on other devices, where operations have no
+    names and must come in one order on all ranks, once those before it are. The number of the step is in the
+    name of what is sent: a rank that averages once more within a step than the others gets an error, and not
+    what they average in the next step.
 
     Args:
         name: What all ranks call it.

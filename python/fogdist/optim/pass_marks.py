@@ -47,7 +47,7 @@ class PassMarks:
     def _begin(self, name: str) -> None:
         self._end()
         self._open = torch.profiler.record_function(name)
-        self._open.__enter__()
+        self._open.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self) -> None:
         opened, self._open = self._open, None

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import SupportsIndex
 
-
 from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import SupportsIndex
 
-
 from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.validation import check_int, check_rank, check_topology, edge_weight

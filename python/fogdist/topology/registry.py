@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import SupportsIndex
 
-
 from fogdist.lazy import nx
 from fogdist.topology import graphs
 from fogdist.topology.equitopo import EquiStaticGraph

@@ -8,7 +8,6 @@ import operator
 from collections.abc import Iterable
 from typing import SupportsIndex
 
-
 from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
 
