@@ -72,11 +72,12 @@ def start_over(kind: str, path: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "kind", ["TCPStore", "FileStore", "PrefixStore over TCPStore", "PrefixStore over FileStore"]
-)
-def test_any_store(new_world: Callable[..., World], tmp_path: Path, kind: str) -> None:
-    new_world(2, initialize=False).run(start_over, kind, str(tmp_path / "store"))
+def test_any_store(new_world: Callable[..., World], tmp_path: Path) -> None:
+    world = new_world(2, initialize=False)
+    kinds = ["TCPStore", "FileStore", "PrefixStore over TCPStore", "PrefixStore over FileStore"]
+    for number, kind in enumerate(kinds):
+        world.run(start_over, kind, str(tmp_path / f"store{number}"))
+        world.run(dist.destroy_process_group)
 
 
 def start_alone() -> None:

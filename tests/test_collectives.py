@@ -73,7 +73,7 @@ def sweep(function: Callable[[str], None], operations: Sequence[str]) -> None:
         function(operation)
 
 
-@ranks
+@pytest.mark.parametrize("size", sizes([1, 4], [2, 3, 5]))
 def test_types(worlds: WorldPool, size: int) -> None:
     worlds(size).run(sweep, sweep_types, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
@@ -93,7 +93,7 @@ def sweep_sizes(operation: str) -> None:
                 ready.verify(checks, f"{operation} of {numel} bytes")
 
 
-@ranks
+@pytest.mark.parametrize("size", sizes([1, 3], [2, 4, 5]))
 def test_sizes(worlds: WorldPool, size: int) -> None:
     worlds(size).run(sweep, sweep_sizes, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
