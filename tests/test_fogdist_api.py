@@ -474,6 +474,8 @@ def wrong_arguments() -> None:
             (lambda: fogdist.broadcast(ints, -1), ValueError, "root_rank.*-1"),
             (lambda: fogdist.broadcast_(ints, 0.5), TypeError, "root_rank"),
             (lambda: fogdist.allgather(torch.tensor(1)), ValueError, "dimension"),
+            (lambda: fogdist.allreduce_(torch.ones(1).expand(3)), ValueError, "memory for each.*expanded"),
+            (lambda: fogdist.broadcast_(torch.ones(8).unfold(0, 4, 2), 0), ValueError, "memory for each"),
             *misplaced_arguments(),
         ]:
             with pytest.raises(error, match=message):

@@ -43,12 +43,19 @@ def writable(tensor: Tensor, argument: str = "tensor") -> Tensor:
     """Returns the tensor itself.
 
     Raises:
-        ValueError: Some of its elements are one (`expand`), so results have no place of their own.
+        ValueError: Some of its elements are one (`expand`, `unfold`), so results have no place of their own; or
+            its strides are such that they might be.
     """
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(
-            f"{argument} must have memory for each element to be written in place, got an expanded one"
-        )
+    if tensor.is_contiguous():
+        return tensor
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                f"{argument} must have memory for each element to be written in place, got shape "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()} (an expanded one?)"
+            )
+        reach += stride * max(size - 1, 0)
     return tensor
 
 
