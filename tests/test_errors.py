@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or
 # Much longer than any of these tests may take: an error that arrives at the timeout arrives too late.
 LONG_TIMEOUT = 60.0
 SOON = 5.0
-SHORT_TIMEOUT = 3.0
+SHORT_TIMEOUT = 2.0
 
 
 # Bad arguments, all on one rank: nothing is sent, so a good operation of all ranks follows at once.
