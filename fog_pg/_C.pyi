@@ -432,7 +432,11 @@ class Window:
     def name(self) -> str: ...
     @property
     def transport(self) -> str:
-        """How data goes between ranks: "shared memory" (CPU tensors; between hosts by messages), "peer memory" or "staged"."""
+        """How this rank's operations reach its neighbors: "shared memory", "messages", "shared memory and messages", "peer memory" or
+        "staged"."""
+
+    def transport_to(self, rank: int) -> str:
+        """How they reach this neighbor: one of these, or "staged, by messages"."""
     @property
     def in_neighbors(self) -> list[int]: ...
     @property
@@ -476,6 +480,28 @@ def share(tensor: Tensor) -> None:
 
 def is_shared(tensor: Tensor) -> bool:
     """Whether all of the tensor's storage is in such memory."""
+
+def protocol() -> str:
+    """What all ranks of a job must have alike: number and layout of what they say to each other, and torch's version."""
+
+def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
+    """How large the memory that a rank shares may become.
+
+    Args:
+        memory: Bytes of memory of the host.
+        local_ranks: How many ranks map each other's.
+        addresses: Bytes of addresses that a process may have.
+    """
+
+def emulate(*, page_bytes: int = 0, memory_bytes: int = 0, host_id: str = "", protocol: str = "") -> None:
+    """For tests: lets this process take itself for one of another machine, or of another build. Before anything is shared.
+
+    Args:
+        page_bytes: Of a page of memory; a multiple of the real one. 0: as it is.
+        memory_bytes: Of the machine's memory. 0: as it is.
+        host_id: What tells hosts apart as far as names can; "" as it is.
+        protocol: What `protocol` says; "" as it is.
+    """
 
 def set_delegate_factory(
     device_type: str, make: Callable[[Store, int, int, Backend.Options, torch.device, bool], Backend] | None

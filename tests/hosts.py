@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,7 @@ def run_on_hosts(
     timeout: float = 60.0,
     killed: Sequence[int] = (),
     netmod: str = "UCX",
+    environment: Mapping[str, str] | None = None,
 ) -> list[list[Any]]:
     """Runs functions of a test module, one after the other, on ranks of several emulated hosts.
 
@@ -108,6 +109,7 @@ def run_on_hosts(
         timeout: Of the group, in seconds.
         killed: Ranks that end by SIGKILL.
         netmod: Of MPICH, a key of `ACROSS`.
+        environment: More variables of the ranks.
 
     Returns:
         For each rank what its functions returned.
@@ -116,10 +118,10 @@ def run_on_hosts(
         RankFailures: A rank did not end in time, or not as it should.
     """
     # Fog's own defaults, unless the test has set something else.
-    environment = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")}
+    variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate) as names:
-        world = World(len(placement), initialize=False, environment=environment)
+        world = World(len(placement), initialize=False, environment=variables)
         try:
             outcomes = world.run_by_rank(
                 _join_on_host, [(names[host], str(folder), timeout) for host in placement]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 import harness
 from harness import ALL, BACKEND, World, WorldPool
-from hosts import address, emulated_hosts, move_to_host, namespace_names
+from hosts import address, emulated_hosts, ip, move_to_host, namespace_names
 from scripts import Job, launcher_command
 
 pytestmark = [
@@ -27,6 +29,9 @@ pytestmark = [
 ]
 
 TIMEOUT = timedelta(seconds=20)
+# Of FOG_HOST_TIMEOUT.
+HOST_TIMEOUT = 37
+TCP_USER_TIMEOUT = 18
 
 
 def my_rank() -> int:
@@ -213,7 +218,21 @@ def test_two_jobs_at_once(new_world: Callable[..., World]) -> None:
 # Arguments
 
 
+def bad_environment() -> None:
+    import fog_pg  # noqa: F401
+
+    allowed = "allowed are whole seconds from 4 to 32767"
+    wrong = [("FOG_HOST_TIMEOUT", text, allowed) for text in ("3", "-1", "11.5", "40000", "never")]
+    wrong.append(("FOG_INTERFACE", "eth99", "allowed is the name of a network interface that is up"))
+    for variable, value, message in wrong:
+        os.environ[variable] = value
+        with pytest.raises(ValueError, match=f"{variable}: got '{value}'; {message}"):
+            dist.init_process_group("fog", store=dist.HashStore(), rank=0, world_size=1)
+        del os.environ[variable]
+
+
 def bad_options() -> None:
+    bad_environment()
     import fog_pg  # noqa: F401
 
     for options in (object(), dist.ProcessGroupGloo._Options(), {"confirm": False}):
@@ -429,10 +448,42 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
 
 # Several hosts
 
-def join_on_host(names: list[str], placement: list[int]) -> None:
+def silences() -> list[float]:
+    """Of this process's TCP connections that the system ends when nothing is heard for some time: these seconds."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+            limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
+            if limit > 0:
+                probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+                idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in probes)
+                assert idle + interval * count == limit and min(idle, interval) > 0
+                found.append(limit)
+    return found
+
+
+def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
     """Move to its rank's host, and meet there over TCP."""
+    from fog_pg import _C
+
+    if clones:  # of a running virtual machine: nothing that has a name tells them apart
+        _C.emulate(host_id="boot/net:[1]/pid:[1]/shm:1:1")
     move_to_host(names[placement[my_rank()]])
-    join(dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT))
+    store = dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT)
+    join(store)
+    # Others connect to the job's interface, of the host's two.
+    (key,) = [key for key in store.list_keys() if key.endswith(f"/lifeline/{my_rank()}")]
+    port, *addresses = store.get(key).decode().split()
+    assert addresses == [address(placement[my_rank()])]
+    # They show the end of ranks of the other host: silence of so many seconds is an end.
+    expected = [HOST_TIMEOUT] * placement.count(1 - placement[my_rank()])
+    deadline = time.monotonic() + 25
+    while silences() != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert silences() == expected
+    # Nobody else can come.
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((addresses[0], int(port)), timeout=10)
 
 
 def check_hosts(placement: list[int]) -> None:
@@ -455,13 +506,19 @@ def check_hosts(placement: list[int]) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]])
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["one after the other", "clones, in turn"])
 def test_two_hosts(placement: list[int]) -> None:
+    clones = placement[1] == 1
     with emulated_hosts(2) as names:
         assert namespace_names()
-        world = World(4, initialize=False)
+        for number, name in enumerate(names):
+            ip("-n", name, "link", "add", "other", "type", "veth", "peer", "name", "end")
+            ip("-n", name, "address", "add", f"10.213.78.{number + 1}/24", "dev", "other")
+            for interface in ("other", "end"):
+                ip("-n", name, "link", "set", interface, "up")
+        world = World(4, initialize=False, environment={"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT)})
         try:
-            world.run(join_on_host, names, placement, timeout=30)
+            world.run(join_on_host, names, placement, clones, timeout=30)
             world.run(check_hosts, placement, timeout=30)
         finally:
             if world.broken:

@@ -8,7 +8,19 @@ import torch.distributed as dist
 import test_window_backend as windows
 
 
+def transports() -> None:
+    """Each neighbor is reached as its host says."""
+    hosts = windows.backend().hosts
+    window = windows.create(windows.full(0))
+    mapped = {rank: hosts[rank] == hosts[dist.get_rank()] for rank in windows.others()}
+    for rank, here in mapped.items():
+        assert window.transport_to(rank) == ("shared memory" if here else "messages")
+    assert window.transport == ("shared memory and messages" if any(mapped.values()) else "messages")
+    window.free()
+
+
 def everything() -> None:
+    transports()
     for numel in (0, 1, 1000, 4097, 300_001):
         windows.operations(numel)
     windows.starts_as_a_copy()

@@ -12,9 +12,12 @@
 #include "delegates.hpp"
 #include "mpi/api.hpp"
 #include "mpi/engine.hpp"
+#include "mpi/host.hpp"
+#include "mpi/protocol.hpp"
 #include "mpi/runtime.hpp"
 #include "neighbor_plan.hpp"
 #include "process_group_fog.hpp"
+#include "shared_memory/machine.hpp"
 #include "shared_tensors.hpp"
 #include "window.hpp"
 
@@ -402,6 +405,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("tensor", &Window::tensor)
       .def_property_readonly("name", &Window::name)
       .def_property_readonly("transport", &Window::transport)
+      .def("transport_to", &Window::transport_to, py::arg("rank"))
       .def_property_readonly("in_neighbors", &Window::in_neighbors)
       .def_property_readonly("out_neighbors", &Window::out_neighbors);
   group.def(
@@ -431,6 +435,20 @@ PYBIND11_MODULE(_C, module) {
       py::arg("dtype"));
   module.def("share", &fog::share, py::arg("tensor"));
   module.def("is_shared", &fog::is_shared, py::arg("tensor"));
+  module.def("protocol", &fog::mpi::protocol);
+  module.def(
+      "arena_bytes", &fog::shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
+  module.def(
+      "emulate",
+      [](size_t page_bytes, size_t memory_bytes, const std::string& host_id, const std::string& protocol) {
+        fog::shared_memory::emulate_machine({page_bytes, memory_bytes});
+        fog::mpi::emulate_host(host_id, protocol);
+      },
+      py::kw_only(),
+      py::arg("page_bytes") = 0,
+      py::arg("memory_bytes") = 0,
+      py::arg("host_id") = "",
+      py::arg("protocol") = "");
   module.def(
       "set_delegate_factory",
       [](const std::string& device_type, std::optional<py::function> make) {

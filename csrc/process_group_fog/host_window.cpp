@@ -24,6 +24,9 @@ using shared_memory::ForeignWindow;
 using shared_memory::PairMutex;
 using shared_memory::WindowMemory;
 
+constexpr const char* kMapped = "shared memory";
+constexpr const char* kByMessages = "messages";
+
 bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
@@ -128,7 +131,8 @@ void HostWindow::connect(const std::vector<WindowDescription>& descriptions, con
     neighbor->door_there = index_of(all_neighbors(there.in, there.out), group_->rank);
     neighbor->slot_there = index_of(there.in, group_->rank);
     if (mpi::Engine::instance().shares_memory(group_, neighbor->rank) && !there.address.empty()) {
-      neighbor->view = ForeignWindow::attach(there.address);
+      neighbor->view =
+          ForeignWindow::attach(there.address, bytes_, there.in.size(), all_neighbors(there.in, there.out).size());
     }
     if (neighbor->view) {
       neighbor->mutex_there = std::make_unique<MappedMutex>(
@@ -297,6 +301,19 @@ void HostWindow::free(Milliseconds timeout) {
 HostWindow::Neighbor& HostWindow::neighbor(const char* op, const char* argument, int rank, bool in, bool out) const {
   check_neighbor(op, argument, rank, in, out);
   return **std::find_if(neighbors_.begin(), neighbors_.end(), [rank](const auto& neighbor) { return neighbor->rank == rank; });
+}
+
+bool HostWindow::is_neighbor(int rank) const {
+  return std::any_of(neighbors_.begin(), neighbors_.end(), [rank](const auto& neighbor) { return neighbor->rank == rank; });
+}
+
+const char* HostWindow::transport() const {
+  const auto mapped = std::count_if(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) { return neighbor->view != nullptr; });
+  return mapped == static_cast<ptrdiff_t>(neighbors_.size()) ? kMapped : mapped == 0 ? kByMessages : "shared memory and messages";
+}
+
+const char* HostWindow::transport_to(int rank) const {
+  return neighbor("transport_to", "rank", rank, true, true).view ? kMapped : kByMessages;
 }
 
 void HostWindow::check_open(const char* op) const {

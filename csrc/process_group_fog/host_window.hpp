@@ -56,9 +56,8 @@ class HostWindow final : public Window, public mpi::WindowEndpoint {
   void lock(const std::vector<int>& ranks, bool own, Milliseconds timeout) override;
   void unlock(const std::vector<int>& ranks, bool own) override;
   void free(Milliseconds timeout) override;
-  const char* transport() const override {
-    return "shared memory";
-  }
+  const char* transport() const override;
+  const char* transport_to(int neighbor) const override;
 
   // --- for a window of a device's tensors that has one of these inside ---
   // Runs `change`, which changes the tensor: whoever gets it sees it as it was before or as it is afterwards.
@@ -82,6 +81,7 @@ class HostWindow final : public Window, public mpi::WindowEndpoint {
   size_t bytes() const override {
     return bytes_;
   }
+  bool is_neighbor(int rank) const override;
   void apply(int source, mpi::WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) override;
   void read(void* out) override;
   void write(int source, size_t offset, const void* data, size_t bytes) override;

@@ -236,6 +236,7 @@ void HostWindow::send(Part part) {
   request->data = part.data;
   request->what = c10::str(describe(name_of(part.op)), part.op == WindowOp::kGet ? " from" : " to", " rank ", part.neighbor->rank);
   if (part.op == WindowOp::kGet) {
+    request->reply_bytes = bytes_;
     request->take = [self = self(), &peer = *part.neighbor, weight = part.weight](const void* data) {
       const std::lock_guard<std::mutex> owner(self->owner_);
       auto& place = self->memory_->slot(peer.slot);

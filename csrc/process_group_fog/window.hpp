@@ -97,8 +97,11 @@ class Window : public std::enable_shared_from_this<Window> {
   // Waits for what is in flight and for the neighbors to call it too; then nobody uses this rank's memory.
   virtual void free(Milliseconds timeout) = 0;
 
-  // How data goes between ranks: "shared memory" (by messages between hosts), "peer memory" or "staged".
+  // How this rank's operations reach its neighbors: "shared memory", "messages" or "shared memory and messages" of CPU tensors,
+  // "peer memory" or "staged" of devices'.
   virtual const char* transport() const = 0;
+  // How they reach this one: a single word of these, or "staged, by messages".
+  virtual const char* transport_to(int neighbor) const = 0;
 
   const at::Tensor& tensor() const {
     return tensor_;

@@ -69,6 +69,10 @@ class PeerWindow final : public Window {
   const char* transport() const override {
     return "peer memory";
   }
+  const char* transport_to(int neighbor) const override {
+    check_neighbor("transport_to", "rank", neighbor, true, true);
+    return transport();
+  }
 
  private:
   struct Neighbor {

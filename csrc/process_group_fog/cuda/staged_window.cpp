@@ -1,6 +1,7 @@
 #include "staged_window.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <thread>
 
 #include <ATen/Functions.h>
@@ -146,6 +147,10 @@ WorkPtr StagedWindow::wait_signal(int source, const Options& options) {
 at::Tensor StagedWindow::map_remote(int neighbor) {
   check_neighbor("map_remote_tensor", "rank", neighbor, true, true);
   return {};
+}
+
+const char* StagedWindow::transport_to(int neighbor) const {
+  return std::strcmp(host_->transport_to(neighbor), "messages") == 0 ? "staged, by messages" : "staged";
 }
 
 void StagedWindow::check(const char* op) const {

@@ -56,6 +56,7 @@ class StagedWindow final : public Window {
   const char* transport() const override {
     return "staged";
   }
+  const char* transport_to(int neighbor) const override;
 
  private:
   using Clock = std::chrono::steady_clock;

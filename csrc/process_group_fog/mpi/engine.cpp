@@ -14,6 +14,7 @@
 
 #include "failure.hpp"
 #include "host.hpp"
+#include "interface.hpp"
 #include "point_to_point.hpp"
 
 namespace fog::mpi {
@@ -72,6 +73,8 @@ void Engine::run_callbacks(std::function<void()> callbacks) {
 std::shared_ptr<Group> Engine::connect(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
   check_not_forked();
+  Lifelines::host_timeout(); // these throw where the environment is wrong
+  check_interface();
   auto& runtime = Runtime::instance();
   std::vector<Member> members;
   std::vector<std::string> inboxes; // by member
@@ -82,8 +85,9 @@ std::shared_ptr<Group> Engine::connect(
   } else {
     Rendezvous rendezvous(store, rank, size, timeout);
     runtime.start(rendezvous, timeout);
+    const auto host = runtime.host(rendezvous);
     std::ostringstream mine;
-    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host_id() << '\n' << host_name() << '\n';
+    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host << '\n' << host_name() << '\n';
     {
       const Lock lock(mutex_);
       if (!messenger_) {
@@ -161,13 +165,21 @@ std::shared_ptr<Group> Engine::connect(
 
 void Engine::watch_other_hosts(
     Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
+  const auto addresses = addresses_towards(rendezvous.store_host());
   std::string mine;
   {
     const Lock lock(mutex_);
-    mine = lifelines_.listen();
+    mine = lifelines_.listen(addresses);
   }
   const auto& runtime = Runtime::instance();
-  const auto texts = rendezvous.allgather("lifeline", mine);
+  std::vector<std::string> texts;
+  try {
+    texts = rendezvous.allgather("lifeline", mine);
+  } catch (...) {
+    const Lock lock(mutex_);
+    lifelines_.stop_listening();
+    throw;
+  }
   std::map<int, std::string> others;
   for (size_t member = 0; member < members.size(); ++member) {
     if (members[member].host != members[rank].host) {

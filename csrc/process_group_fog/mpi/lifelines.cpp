@@ -2,8 +2,6 @@
 
 #include <arpa/inet.h>
 #include <fcntl.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
@@ -14,9 +12,14 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <sstream>
 #include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "interface.hpp"
 
 namespace fog::mpi {
 namespace {
@@ -29,11 +32,12 @@ constexpr size_t kMostAddresses = 8;
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
 constexpr size_t kRounds = 3;
 constexpr auto kGivenUp = std::chrono::seconds(30);
-// A host that vanishes without a word is noticed after 11 s: before MPI's own connections notice it, which must not be first.
-constexpr int kIdleSeconds = 5;
-constexpr int kProbeSeconds = 2;
-constexpr int kProbes = 3;
-constexpr unsigned kSilenceMs = 1000 * (kIdleSeconds + kProbeSeconds * kProbes);
+// How long a host may be silent, in seconds: by default it is noticed before MPI's own connections notice it, which must not be first.
+constexpr const char* kTimeoutVariable = "FOG_HOST_TIMEOUT";
+constexpr int kHostTimeout = 11;
+constexpr int kLeastTimeout = 4;
+constexpr int kMostTimeout = 32767; // of the system's keep-alive probes
+constexpr int kProbes = 3; // after a time without any
 // At its end a process's descriptors are closed from the highest down (seen with Linux 6), so the news that it has ended is
 // out before MPI's connections break. The table of descriptors should not become large for it.
 constexpr rlim_t kHighDescriptor = 4096;
@@ -78,45 +82,53 @@ int moved_up(int fd, int size) {
   return high;
 }
 
-void keep_alive(int fd) {
+void keep_alive(int fd, int seconds) {
   const int on = 1;
+  const int interval = std::max(1, seconds * 2 / 11);
+  const int idle = seconds - kProbes * interval;
+  const unsigned milliseconds = 1000U * static_cast<unsigned>(seconds);
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kIdleSeconds, sizeof(kIdleSeconds));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kProbeSeconds, sizeof(kProbeSeconds));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof(kProbes));
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kSilenceMs, sizeof(kSilenceMs));
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
 }
 
-// Where this machine is reached, IPv4 first.
-std::vector<std::string> own_addresses() {
-  ifaddrs* interfaces = nullptr;
-  if (getifaddrs(&interfaces) != 0) {
-    return {};
+// False if the text is no address in digits.
+bool parse_address(const std::string& text, uint16_t port, sockaddr_storage* address, socklen_t* length) {
+  *address = {};
+  auto& four = reinterpret_cast<sockaddr_in&>(*address);
+  auto& six = reinterpret_cast<sockaddr_in6&>(*address);
+  if (inet_pton(AF_INET, text.c_str(), &four.sin_addr) == 1) {
+    *length = sizeof(four);
+    address->ss_family = AF_INET;
+  } else if (inet_pton(AF_INET6, text.c_str(), &six.sin6_addr) == 1) {
+    *length = sizeof(six);
+    address->ss_family = AF_INET6;
+  } else {
+    return false;
   }
-  std::vector<std::string> addresses;
-  for (const int family : {AF_INET, AF_INET6}) {
-    for (const auto* interface = interfaces; interface != nullptr; interface = interface->ifa_next) {
-      constexpr unsigned kUp = IFF_UP | IFF_RUNNING;
-      if (interface->ifa_addr == nullptr || interface->ifa_addr->sa_family != family || (interface->ifa_flags & kUp) != kUp ||
-          (interface->ifa_flags & IFF_LOOPBACK) != 0) {
-        continue;
-      }
-      const void* number = &reinterpret_cast<const sockaddr_in*>(interface->ifa_addr)->sin_addr;
-      if (family == AF_INET6) {
-        const auto& own = reinterpret_cast<const sockaddr_in6*>(interface->ifa_addr)->sin6_addr;
-        if (IN6_IS_ADDR_LINKLOCAL(&own)) { // means nothing without the other side's name of the interface
-          continue;
-        }
-        number = &own;
-      }
-      std::array<char, INET6_ADDRSTRLEN> text = {};
-      if (inet_ntop(family, number, text.data(), text.size()) != nullptr) {
-        addresses.emplace_back(text.data());
-      }
+  four.sin_port = htons(port); // at the same place in both kinds
+  return true;
+}
+
+// A socket that listens at `address`, or at all addresses of the machine if that is empty; -1 if there is none.
+int listener_at(const std::string& address) {
+  for (const char* all : {"::", "0.0.0.0"}) { // the first one serves both
+    sockaddr_storage own = {};
+    socklen_t length = 0;
+    const int off = 0;
+    const bool parsed = parse_address(address.empty() ? all : address, 0, &own, &length);
+    const int fd = parsed ? socket(own.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0) : -1;
+    if (fd >= 0 && (own.ss_family == AF_INET || setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)) == 0) &&
+        bind(fd, reinterpret_cast<sockaddr*>(&own), length) == 0 && ::listen(fd, SOMAXCONN) == 0) {
+      return fd;
+    }
+    if (fd >= 0) {
+      close(fd);
     }
   }
-  freeifaddrs(interfaces);
-  return addresses;
+  return -1;
 }
 
 } // namespace
@@ -136,30 +148,32 @@ Lifelines::~Lifelines() {
   close(epoll_fd_);
 }
 
-std::string Lifelines::listen() {
+int Lifelines::host_timeout() {
+  const char* text = std::getenv(kTimeoutVariable);
+  if (text == nullptr || *text == '\0') {
+    return kHostTimeout;
+  }
+  char* end = nullptr;
+  const long seconds = std::strtol(text, &end, 10);
+  TORCH_CHECK_VALUE(
+      *end == '\0' && seconds >= kLeastTimeout && seconds <= kMostTimeout, kTimeoutVariable, ": got '", text,
+      "'; allowed are whole seconds from ", kLeastTimeout, " to ", kMostTimeout);
+  return static_cast<int>(seconds);
+}
+
+std::string Lifelines::listen(const std::vector<std::string>& addresses) {
   if (lines_ && listener_ < 0) {
     return "";
   }
-  sockaddr_storage own = {};
-  for (const int family : {AF_INET6, AF_INET}) { // the first one serves both
+  host_timeout_ = host_timeout();
+  if (listener_ < 0) {
+    listener_ = listener_at(addresses.size() == 1 ? addresses.front() : "");
     if (listener_ >= 0) {
-      break;
-    }
-    const int fd = socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-    const int off = 0;
-    own = {};
-    own.ss_family = static_cast<sa_family_t>(family);
-    if (fd >= 0 && (family == AF_INET || setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)) == 0) &&
-        bind(fd, reinterpret_cast<sockaddr*>(&own), family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6)) == 0 &&
-        ::listen(fd, SOMAXCONN) == 0) {
-      listener_ = fd;
-      watch(fd, kListener, EPOLLIN);
-    } else if (fd >= 0) {
-      close(fd);
+      watch(listener_, kListener, EPOLLIN);
     }
   }
+  sockaddr_storage own = {};
   socklen_t length = sizeof(own);
-  const auto addresses = own_addresses();
   if (listener_ < 0 || addresses.empty() || getsockname(listener_, reinterpret_cast<sockaddr*>(&own), &length) != 0) {
     stop_listening();
     return "";
@@ -200,19 +214,9 @@ void Lifelines::connect(int rank, int size, uint64_t token, const std::map<int, 
         continue;
       }
       Address to = {};
-      auto& four = reinterpret_cast<sockaddr_in&>(to.address);
-      auto& six = reinterpret_cast<sockaddr_in6&>(to.address);
-      if (inet_pton(AF_INET, name.c_str(), &four.sin_addr) == 1) {
-        to.length = sizeof(four);
-        to.address.ss_family = AF_INET;
-      } else if (inet_pton(AF_INET6, name.c_str(), &six.sin6_addr) == 1) {
-        to.length = sizeof(six);
-        to.address.ss_family = AF_INET6;
-      } else {
-        continue;
+      if (parse_address(name, static_cast<uint16_t>(port), &to.address, &to.length)) {
+        line.addresses.push_back(to);
       }
-      four.sin_port = htons(static_cast<uint16_t>(port));
-      line.addresses.push_back(to);
     }
     try_next(peer, false);
   }
@@ -415,7 +419,7 @@ void Lifelines::adopt(int peer, int fd) {
   const bool was_in_making = in_making(line.state); // it may have been given up
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
   const int high = moved_up(fd, size_);
-  keep_alive(high);
+  keep_alive(high, host_timeout_);
   line.fd = high;
   line.state = State::kMade;
   line.addresses = {};

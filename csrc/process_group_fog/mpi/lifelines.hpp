@@ -31,9 +31,15 @@ class Lifelines {
   Lifelines(const Lifelines&) = delete;
   Lifelines& operator=(const Lifelines&) = delete;
 
-  // Where others reach this process, without line breaks. It listens there from now on, until all who may come have.
-  // Empty if nobody can, or all have come.
-  std::string listen();
+  // After how many seconds without a sign of life a host counts as lost: FOG_HOST_TIMEOUT. Throws ValueError if that is no such number.
+  static int host_timeout();
+
+  // Where others reach this process, without line breaks, of these addresses. It listens there from now on, and nowhere else if it is
+  // one address, until all who may come have. Empty if nobody can, or all have come.
+  std::string listen(const std::vector<std::string>& addresses);
+
+  // Nobody else may come.
+  void stop_listening();
 
   // Begins to connect rank `rank` of `size` with processes that do the same, by rank, where they listen; whom it has a
   // connection with is left out. poll() goes on with it.
@@ -88,7 +94,6 @@ class Lifelines {
   void adopt(int peer, int fd);
   void give_up(int peer);
   void end_making();
-  void stop_listening();
   void watch(int fd, uint64_t key, uint32_t events);
   void drop(int fd);
 
@@ -96,6 +101,7 @@ class Lifelines {
   std::atomic<int> listener_{-1};
   int rank_ = -1;
   int size_ = 0;
+  int host_timeout_ = 0;
   uint64_t token_ = 0;
   std::unique_ptr<Line[]> lines_; // by rank
   std::list<Visitor> visitors_;

@@ -45,7 +45,7 @@ void LocalLinks::attach(int peer, const std::string& address) {
     sources_[count] = peer; // it may reach this process even where this one cannot reach it
     source_count_.store(count + 1);
   }
-  auto inbox = Inbox::attach(address);
+  auto inbox = Inbox::attach(address, static_cast<int>(links_.size()));
   if (!inbox) {
     return;
   }

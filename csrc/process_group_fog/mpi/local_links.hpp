@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstring>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -10,6 +9,7 @@
 #include <vector>
 
 #include "../shared_memory/arena.hpp"
+#include "../shared_memory/foreign_arena.hpp"
 #include "../shared_memory/inbox.hpp"
 #include "message.hpp"
 
@@ -52,7 +52,7 @@ class LocalLinks {
   // A peer that has ended takes nothing any more.
   void forget(int peer);
 
-  // Calls take(peer, header, data) for each message that has come, oldest first for each peer; true if any had.
+  // Calls take(peer, record, bytes) for each message that has come, oldest first for each peer; true if any had.
   template <typename Take>
   bool poll(Take&& take) {
     bool any = false;
@@ -61,12 +61,7 @@ class LocalLinks {
       const int peer = sources_[index];
       auto& ring = inbox_->ring(peer);
       for (int handled = 0; handled < kMessagesPerPoll; ++handled) {
-        const bool taken = ring.take_one([&](const char* record, size_t bytes) {
-          Header header;
-          std::memcpy(&header, record, sizeof(header));
-          take(peer, header, record + sizeof(header));
-        });
-        if (!taken) {
+        if (!ring.take_one([&](const char* record, size_t bytes) { take(peer, record, bytes); })) {
           break;
         }
         any = true;

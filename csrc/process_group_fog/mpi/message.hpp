@@ -1,6 +1,7 @@
 // The wire format between two processes of one world.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -50,5 +51,9 @@ struct Header {
   Signature signature;
 };
 static_assert(std::is_trivially_copyable_v<Header>);
+
+// What is wrong with a header that `came` bytes follow; nullptr if nothing is. `local`: it came through shared memory. What passes
+// can be handled without reading or writing where it must not: the operation that it is for compares the rest with its own.
+const char* fault_of(const Header& header, size_t came, bool local);
 
 } // namespace fog::mpi

@@ -12,6 +12,25 @@ namespace {
 constexpr int kMessagesPerPoll = 16;
 constexpr auto kPolledFurther = std::chrono::seconds(1);
 
+[[noreturn]] void refuse(int source, size_t length, const char* why) {
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str("fog: rank ", source, " of the world sent what is not a message of fog's, ", length, " bytes: ", why, ". Its memory is damaged?"));
+}
+
+// The header of a message of `length` bytes; throws if it cannot be one.
+Header checked_header(int source, const char* record, size_t length, bool local) {
+  if (length < sizeof(Header)) {
+    refuse(source, length, "it is shorter than a header");
+  }
+  Header header;
+  std::memcpy(&header, record, sizeof(header));
+  if (const char* fault = fault_of(header, length - sizeof(header), local)) {
+    refuse(source, length, fault);
+  }
+  return header;
+}
+
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler)
@@ -297,6 +316,11 @@ void Messenger::close_streams(Which&& which) {
 
 void Messenger::read_stream(int source, const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   auto& reading = reading_[source][header.transfer];
+  if (reading.filled > header.bytes) {
+    reading_[source].erase(header.transfer);
+    refuse(source, sizeof(header), "a stream has more data than was announced");
+  }
+  reading.bytes = header.bytes;
   reading.owner = owner;
   reading.token = token;
   if (reading.filled > 0) {
@@ -379,7 +403,7 @@ void Messenger::forget(int peer) {
 bool Messenger::poll() {
   bool progressed = local_.flush();
   progressed = send_waiting() || progressed;
-  progressed = local_.poll([this](int source, const Header& header, const char* data) { on_local(source, header, data); }) || progressed;
+  progressed = local_.poll([this](int source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
   if (must_poll()) {
     progressed = poll_messages() || progressed;
     progressed = poll_transfers() || progressed;
@@ -387,13 +411,17 @@ bool Messenger::poll() {
   return progressed;
 }
 
-void Messenger::on_local(int source, const Header& header, const char* data) {
+void Messenger::on_local(int source, const char* record, size_t length) {
+  const auto header = checked_header(source, record, length, true);
   switch (header.kind) {
     case MessageKind::kTaken:
       on_taken(header);
       break;
     case MessageKind::kFilled: {
       auto& reading = reading_[source][header.transfer]; // may come before anybody reads it
+      if (header.bytes > reading.bytes) {
+        refuse(source, length, "a stream has more data than was announced");
+      }
       reading.filled = header.bytes;
       if (const auto owner = reading.owner.lock()) {
         owner->on_filled(reading.token, reading.filled);
@@ -404,7 +432,7 @@ void Messenger::on_local(int source, const Header& header, const char* data) {
       on_emptied(source, header);
       break;
     default:
-      handler_.on_message(source, header, header.delivery == Delivery::kInline ? data : nullptr);
+      handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
   }
 }
 
@@ -414,6 +442,9 @@ void Messenger::on_emptied(int source, const Header& header) {
     return; // it was withdrawn
   }
   const auto stream = found->second;
+  if (header.bytes > stream->bytes) {
+    refuse(source, sizeof(header), "more of a stream was read than it has");
+  }
   for (auto& reader : stream->readers) {
     if (reader.rank == source) {
       reader.emptied = header.bytes;
@@ -452,21 +483,21 @@ bool Messenger::poll_messages() {
     check(api().Get_count(&status, MPI_BYTE, &length), "MPI_Get_count");
     const int source = status.MPI_SOURCE;
     auto buffer = take_buffer();
-    TORCH_CHECK_WITH(
-        DistBackendError, length >= static_cast<int>(sizeof(Header)) && length <= static_cast<int>(buffer->size()),
-        "fog: a message of ", length, " bytes came from rank ", source, " of the world; is another build of fog running there?");
+    if (length > static_cast<int>(buffer->size())) {
+      refuse(source, static_cast<size_t>(length), "it is longer than any");
+    }
     MPI_Request request = MPI_REQUEST_NULL;
     check(api().Imrecv(buffer->data(), length, MPI_BYTE, &message, &request), "MPI_Imrecv");
     if (incoming_[source].empty()) {
       int done = 0;
       check(api().Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
       if (done != 0) {
-        deliver(source, std::move(buffer));
+        deliver(source, std::move(buffer), static_cast<size_t>(length));
         continue;
       }
       sources_waiting_.push_back(source);
     }
-    incoming_[source].push_back({request, std::move(buffer)});
+    incoming_[source].push_back({request, std::move(buffer), static_cast<size_t>(length)});
   }
   for (size_t i = 0; i < sources_waiting_.size();) {
     const int source = sources_waiting_[i];
@@ -491,17 +522,16 @@ bool Messenger::drain(int source) {
     if (done == 0) {
       break;
     }
-    auto buffer = std::move(queue.front().buffer);
+    auto next = std::move(queue.front());
     queue.pop_front();
-    deliver(source, std::move(buffer));
+    deliver(source, std::move(next.buffer), next.length);
     progressed = true;
   }
   return progressed;
 }
 
-void Messenger::deliver(int source, std::unique_ptr<Buffer> buffer) {
-  Header header;
-  std::memcpy(&header, buffer->data(), sizeof(header));
+void Messenger::deliver(int source, std::unique_ptr<Buffer> buffer, size_t length) {
+  const auto header = checked_header(source, buffer->data(), length, false);
   handler_.on_message(source, header, header.delivery == Delivery::kInline ? buffer->data() + sizeof(header) : nullptr);
   give_buffer(std::move(buffer));
 }

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
@@ -203,12 +204,14 @@ class Messenger {
   };
   struct Reading {
     size_t filled = 0;
+    size_t bytes = SIZE_MAX; // in all, once somebody reads it
     std::weak_ptr<TransferOwner> owner;
     size_t token = 0;
   };
   struct Incoming {
     MPI_Request request;
     std::unique_ptr<Buffer> buffer;
+    size_t length;
   };
 
   template <typename Start>
@@ -236,7 +239,7 @@ class Messenger {
   bool poll_messages();
   bool poll_transfers();
   bool drain(int source);
-  void deliver(int source, std::unique_ptr<Buffer> buffer);
+  void deliver(int source, std::unique_ptr<Buffer> buffer, size_t length);
 
   template <typename Which>
   void drop_offers(Which&& which);
@@ -245,7 +248,7 @@ class Messenger {
   void close_stream(uint64_t transfer);
   void on_taken(const Header& header);
   void on_emptied(int source, const Header& header);
-  void on_local(int source, const Header& header, const char* data);
+  void on_local(int source, const char* record, size_t length);
 
   Runtime& runtime_;
   MessageHandler& handler_;

@@ -3,6 +3,8 @@
 #include <exception>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace fog::mpi {
 namespace {
@@ -32,6 +34,13 @@ std::unique_ptr<Rendezvous> Rendezvous::clone() const {
   } catch (const std::exception&) {
   }
   return std::unique_ptr<Rendezvous>(new Rendezvous(*this, std::move(store)));
+}
+
+std::string Rendezvous::store_host() const {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store_.get());
+  const auto store = prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore() : store_;
+  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(store.get());
+  return tcp != nullptr ? tcp->getHost() : std::string();
 }
 
 void Rendezvous::set(const std::string& key, const std::string& value) {

@@ -36,6 +36,9 @@ class Rendezvous {
   bool has(const std::string& key);
   std::string get(const std::string& key);
 
+  // Where the store is, if it is reached by TCP; else empty.
+  std::string store_host() const;
+
   int rank() const {
     return rank_;
   }

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "../shared_memory/arena.hpp"
 #include "host.hpp"
 
 namespace fog::mpi {
@@ -186,7 +188,7 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
     C10_THROW_ERROR(DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
   }
   // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
-  const auto hosts = number_hosts(rendezvous.allgather("host", host_id()));
+  const auto hosts = number_hosts(meet(rendezvous));
   job_ = rendezvous.from_rank_zero("job", random_name);
   try {
     const auto launcher = launcher_world();
@@ -215,6 +217,21 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
     throw;
   }
   unlink_shared_memory_names();
+}
+
+std::vector<std::string> Runtime::meet(Rendezvous& rendezvous) {
+  auto hosts = meet_on_hosts(rendezvous);
+  const auto& mine = hosts[static_cast<size_t>(rendezvous.rank())];
+  if (!started_ || rendezvous.size() == size_) {
+    host_ = mine;
+    shared_memory::Arena::expect_ranks(static_cast<int>(std::count(hosts.begin(), hosts.end(), mine)));
+  }
+  return hosts;
+}
+
+std::string Runtime::host(Rendezvous& rendezvous) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return host_.empty() ? meet(rendezvous)[static_cast<size_t>(rendezvous.rank())] : host_;
 }
 
 void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {

@@ -47,6 +47,8 @@ class Runtime {
   int size() const {
     return size_;
   }
+  // A name of this process's host that its other ranks of the group have as well, and nobody else. All ranks of the group call it.
+  std::string host(Rendezvous& rendezvous);
   // fog's own communicator over all ranks of the world.
   MPI_Comm communicator() const {
     return communicator_;
@@ -67,6 +69,7 @@ class Runtime {
   Runtime() = default;
   void initialize(std::chrono::milliseconds timeout);
   void adopt_world();
+  std::vector<std::string> meet(Rendezvous& rendezvous);
 
   std::mutex mutex_;
   bool started_ = false;
@@ -75,6 +78,7 @@ class Runtime {
   bool initialized_here_ = false;
   std::string failure_;
   std::string job_;
+  std::string host_; // empty until all ranks of the world have met
   int rank_ = 0;
   int size_ = 0;
   int max_tag_ = 0;

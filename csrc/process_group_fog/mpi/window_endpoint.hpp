@@ -18,6 +18,7 @@ class WindowEndpoint {
   virtual ~WindowEndpoint() = default;
 
   virtual size_t bytes() const = 0; // of the tensor
+  virtual bool is_neighbor(int rank) const = 0; // no other rank may ask for anything
   // --- without the engine's lock ---
   // kPut or kAccumulate of weight * data, and of p if it comes along, in the slot of `source`.
   virtual void apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) = 0;

@@ -227,7 +227,10 @@ void WindowService::on_reply(int source, const Header& header, const char* data)
       owner->parts_ += messenger_->receive(source, header, owner->received_.get(), owner, WindowRequest::kIncoming);
     }
   }
-  if (request) {
+  if (request && header.bytes != request->reply_bytes) {
+    end(request, backend_error(c10::str(
+        "fog: ", request->what, ": rank ", request->peer, " replies with ", header.bytes, " bytes; expected are ", request->reply_bytes)));
+  } else if (request) {
     request->replied_ = true;
     settle(request);
   }
@@ -306,6 +309,9 @@ void WindowService::on_request(const std::shared_ptr<Group>& group, int source, 
     if (found != windows_.end()) {
       queue.endpoint = found->second.endpoint;
     }
+  }
+  if (const auto endpoint = lock(queue.endpoint); endpoint && !endpoint->is_neighbor(source)) {
+    queue.endpoint.reset(); // it has no window for that rank
   }
   if (static_cast<WindowOp>(header.step) == WindowOp::kLock) {
     queue.locks.push_back(header);

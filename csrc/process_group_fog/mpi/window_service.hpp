@@ -39,6 +39,7 @@ class WindowRequest final : public TransferOwner {
   double weight = 1.0;
   std::optional<double> p;
   size_t offset = 0; // of kWrite
+  size_t reply_bytes = 0; // that the target has to reply with
   bool mutex = false; // the target holds the pair's mutex meanwhile
   at::Tensor data; // to send, contiguous
   std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"

@@ -1,42 +1,63 @@
 #include "arena.hpp"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cstdlib>
 #include <random>
-#include <string>
+
+#include "machine.hpp"
+#include "memfd.hpp"
 
 namespace fog::shared_memory {
 namespace {
 
-constexpr size_t kPage = 4096;
 constexpr size_t kLine = 64;
-// Offsets are never given back, so there are more of them than memory.
-constexpr size_t kTimesMemory = 4;
 // Pages kept for blocks to come: as many as are in use, but at least these.
 constexpr size_t kLeastKept = size_t(256) << 20;
 // A freed block serves for requests down to this part of its size: where sizes vary, few blocks serve them all.
 constexpr size_t kMostWaste = 2;
+// Small blocks are cut from stretches of so many bytes.
+constexpr size_t kSmallStretch = size_t(64) << 10;
+// An arena of less is no use.
+constexpr size_t kLeast = size_t(1) << 20;
+// Where nobody says how many ranks there are: as many as have arenas of 1 TiB each.
+constexpr int kManyRanks = 64;
 
-// Of a process's 128 TiB of addresses, what others' arenas may take: the rest is its own.
-constexpr size_t kMostForeign = size_t(32) << 40;
-std::atomic<size_t> foreign_bytes{0};
+int expected_ranks = 0;
 
-// The arena's first page, for those who map it.
-struct Label {
-  uint64_t magic;
-  uint64_t token;
-  uint64_t memory; // where the owner has it mapped
-};
-constexpr uint64_t kMagic = 0x666f672d6172656e; // "fog-aren"
+int local_ranks() {
+  if (expected_ranks > 0) {
+    return expected_ranks;
+  }
+  for (const char* name : {"LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"}) { // of torchrun, MPICH, Open MPI
+    const char* text = std::getenv(name);
+    if (const int ranks = text != nullptr ? std::atoi(text) : 0; ranks > 0) {
+      return ranks;
+    }
+  }
+  return kManyRanks;
+}
 
-// Maps all of an arena's file; nullptr if that fails. A core dump goes without: it would be as large as the file.
-void* map_all(int fd, size_t bytes, int protection) {
+size_t rounded_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Few sizes, so that freed blocks fit those who come later: eight between a power of two and the next.
+size_t block_size(size_t bytes, size_t page) {
+  size_t step = kLine;
+  while (step * 16 <= bytes) {
+    step *= 2;
+  }
+  const size_t size = std::max(kLine, rounded_up(bytes, step));
+  return size < page ? size : rounded_up(size, page);
+}
+
+} // namespace
+
+void* Arena::map_all(int fd, size_t bytes, int protection) {
   void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (memory == MAP_FAILED) {
     return nullptr;
@@ -45,74 +66,137 @@ void* map_all(int fd, size_t bytes, int protection) {
   return memory;
 }
 
-// Few sizes, so that freed blocks fit those who come later: eight between a power of two and the next.
-size_t block_size(size_t bytes) {
-  size_t step = kLine;
-  while (step * 16 <= bytes) {
-    step *= 2;
-  }
-  return std::max(kLine, (bytes + step - 1) / step * step);
-}
-
-} // namespace
-
 Arena* Arena::instance() {
   static Arena* const arena = create();
   return arena;
 }
 
+void Arena::expect_ranks(int local_ranks) {
+  expected_ranks = local_ranks;
+}
+
 Arena* Arena::create() {
-  const long pages = sysconf(_SC_PHYS_PAGES);
-  const int fd = memfd_create("fog_arena", MFD_CLOEXEC);
-  if (fd < 0 || pages <= 0) {
-    return nullptr;
+  const size_t page = machine().page;
+  // A system with fewer addresses, or with a limit on the size of files, may have room for less.
+  for (size_t bytes = arena_bytes(machine().memory, local_ranks(), address_space()); bytes >= std::max(kLeast, 4 * page);
+       bytes = bytes / 2 / page * page) {
+    const int fd = create_memfd("fog_arena", bytes);
+    void* memory = fd < 0 ? nullptr : map_all(fd, bytes, PROT_READ | PROT_WRITE);
+    if (memory == nullptr) {
+      if (fd >= 0) {
+        close(fd);
+      }
+      continue;
+    }
+    const uint32_t token = std::random_device()();
+    *static_cast<Label*>(memory) = {kMagic, token, reinterpret_cast<uintptr_t>(memory)};
+    auto* arena = new Arena(fd, static_cast<char*>(memory), bytes, token);
+    // A forked child shares the pages with its parent, but not the knowledge of which are free.
+    static Arena* parents = arena;
+    pthread_atfork(nullptr, nullptr, [] { parents->forked_ = true; });
+    return arena;
   }
-  const size_t bytes = static_cast<size_t>(pages) * kPage * kTimesMemory;
-  void* memory = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? map_all(fd, bytes, PROT_READ | PROT_WRITE) : nullptr;
-  if (memory == nullptr) {
-    close(fd);
-    return nullptr;
-  }
-  const uint32_t token = std::random_device()();
-  *static_cast<Label*>(memory) = {kMagic, token, reinterpret_cast<uintptr_t>(memory)};
-  auto* arena = new Arena(fd, static_cast<char*>(memory), bytes, token);
-  // A forked child shares the pages with its parent, but not the knowledge of which are free.
-  static Arena* parents = arena;
-  pthread_atfork(nullptr, nullptr, [] { parents->forked_ = true; });
-  return arena;
+  return nullptr;
 }
 
 Arena::Arena(int fd, char* memory, size_t bytes, uint32_t token)
-    : fd_(fd), memory_(memory), bytes_(bytes), token_(token), end_(kPage) {}
+    : fd_(fd), memory_(memory), bytes_(bytes), token_(token), page_(machine().page), end_(page_) {}
 
 void* Arena::allocate(size_t bytes) {
-  if (forked_) {
+  if (forked_ || bytes > bytes_) {
     return nullptr;
   }
-  size_t size = block_size(bytes);
+  size_t size = block_size(bytes, page_);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto freed = freed_.lower_bound(size);
-  size_t offset = 0;
-  if (freed != freed_.end() && freed->first <= kMostWaste * size) {
-    size = freed->first;
-    auto& blocks = freed->second;
-    kept_ -= blocks.with_pages.empty() ? 0 : size;
-    auto& offsets = blocks.with_pages.empty() ? blocks.bare : blocks.with_pages;
-    offset = offsets.back();
-    offsets.pop_back();
-    if (blocks.with_pages.empty() && blocks.bare.empty()) {
-      freed_.erase(freed);
-    }
-  } else {
-    offset = size >= kPage ? (end_ + kPage - 1) / kPage * kPage : end_;
-    if (size > bytes_ || offset > bytes_ - size) {
-      return nullptr;
-    }
-    end_ = offset + size;
+  auto offset = take_kept(size);
+  if (!offset) {
+    offset = size < page_ ? take_small(size) : take_pages(size);
   }
-  sizes_.emplace(offset, size);
+  if (!offset) { // what is free may be in the pages of kept blocks
+    keep_no_more_than(0);
+    offset = size < page_ ? take_small(size) : take_pages(size);
+  }
+  if (!offset) {
+    return nullptr;
+  }
+  sizes_.emplace(*offset, size);
   in_use_ += size;
-  return memory_ + offset;
+  return memory_ + *offset;
+}
+
+std::optional<size_t> Arena::take_kept(size_t& size) {
+  const auto found = kept_.lower_bound(size);
+  if (found == kept_.end() || found->first > kMostWaste * size) {
+    return std::nullopt;
+  }
+  size = found->first;
+  const size_t offset = found->second.back();
+  found->second.pop_back();
+  if (found->second.empty()) {
+    kept_.erase(found);
+  }
+  kept_bytes_ -= size;
+  return offset;
+}
+
+std::optional<size_t> Arena::take_small(size_t size) {
+  if (small_end_ - small_next_ < size) {
+    const size_t stretch = rounded_up(kSmallStretch, page_);
+    const auto fresh = take_pages(stretch);
+    if (!fresh) {
+      return std::nullopt;
+    }
+    if (const size_t rest = small_end_ - small_next_; rest > 0) {
+      kept_[rest].push_back(small_next_);
+      kept_bytes_ += rest;
+    }
+    small_next_ = *fresh;
+    small_end_ = *fresh + stretch;
+  }
+  return std::exchange(small_next_, small_next_ + size);
+}
+
+std::optional<size_t> Arena::take_pages(size_t size) {
+  const auto found = bare_sizes_.lower_bound({size, 0});
+  if (found == bare_sizes_.end()) {
+    if (size > bytes_ - end_) {
+      return std::nullopt;
+    }
+    return std::exchange(end_, end_ + size);
+  }
+  const auto [free, offset] = *found;
+  bare_sizes_.erase(found);
+  bare_.erase(offset);
+  if (free > size) {
+    bare_.emplace(offset + size, free - size);
+    bare_sizes_.emplace(free - size, offset + size);
+  }
+  return offset;
+}
+
+void Arena::add_bare(size_t offset, size_t size) {
+  const auto remove = [this](std::map<size_t, size_t>::iterator position) {
+    bare_sizes_.erase({position->second, position->first});
+    bare_.erase(position);
+  };
+  if (const auto next = bare_.find(offset + size); next != bare_.end()) {
+    size += next->second;
+    remove(next);
+  }
+  if (auto before = bare_.lower_bound(offset); before != bare_.begin()) {
+    --before;
+    if (before->first + before->second == offset) {
+      offset = before->first;
+      size += before->second;
+      remove(before);
+    }
+  }
+  if (offset + size == end_) {
+    end_ = offset;
+    return;
+  }
+  bare_.emplace(offset, size);
+  bare_sizes_.emplace(size, offset);
 }
 
 void Arena::free(void* memory) {
@@ -126,70 +210,40 @@ void Arena::free(void* memory) {
   sizes_.erase(found);
   in_use_ -= size;
   const size_t most = std::max(kLeastKept, in_use_);
-  if (size >= kPage && kept_ + size > most && drop_pages(offset, size)) {
-    freed_[size].bare.push_back(offset);
+  if (size >= page_ && kept_bytes_ + size > most && drop_pages(offset, size)) {
+    add_bare(offset, size);
   } else {
-    freed_[size].with_pages.push_back(offset);
-    kept_ += size;
+    kept_[size].push_back(offset);
+    kept_bytes_ += size;
   }
   keep_no_more_than(most); // that has become less
 }
 
 void Arena::keep_no_more_than(size_t bytes) {
-  for (auto position = freed_.rbegin(); kept_ > bytes && position != freed_.rend() && position->first >= kPage; ++position) {
-    auto& [size, blocks] = *position;
-    while (kept_ > bytes && !blocks.with_pages.empty() && drop_pages(blocks.with_pages.back(), size)) {
-      blocks.bare.push_back(blocks.with_pages.back());
-      blocks.with_pages.pop_back();
-      kept_ -= size;
+  for (auto position = kept_.end(); kept_bytes_ > bytes && position != kept_.begin();) {
+    --position;
+    auto& [size, offsets] = *position;
+    if (size < page_) {
+      return;
+    }
+    while (kept_bytes_ > bytes && !offsets.empty() && drop_pages(offsets.back(), size)) {
+      add_bare(offsets.back(), size);
+      offsets.pop_back();
+      kept_bytes_ -= size;
+    }
+    if (offsets.empty()) {
+      position = kept_.erase(position);
     }
   }
 }
 
 bool Arena::drop_pages(size_t offset, size_t size) {
-  const size_t begin = (offset + kPage - 1) / kPage * kPage; // smaller blocks may share the pages at its ends
-  const size_t end = (offset + size) / kPage * kPage;
-  return madvise(memory_ + begin, end - begin, MADV_REMOVE) == 0;
+  return madvise(memory_ + offset, size, MADV_REMOVE) == 0;
 }
 
 bool Arena::contains(const void* data, size_t bytes) const {
   const auto* begin = static_cast<const char*>(data);
   return !forked_ && begin >= memory_ && begin < memory_ + bytes_ && bytes <= static_cast<size_t>(memory_ + bytes_ - begin);
-}
-
-std::shared_ptr<ForeignArena> ForeignArena::map(int pid, int fd, uint32_t token, Access access) {
-  const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const bool write = access == Access::kWrite;
-  const int opened = open(path.c_str(), (write ? O_RDWR : O_RDONLY) | O_CLOEXEC);
-  if (opened < 0) {
-    return nullptr;
-  }
-  struct stat status = {};
-  const size_t bytes = fstat(opened, &status) == 0 ? static_cast<size_t>(status.st_size) : 0;
-  const bool fits = foreign_bytes.fetch_add(bytes) + bytes <= kMostForeign;
-  const int protection = PROT_READ | (write ? PROT_WRITE : 0);
-  const void* memory = fits && bytes >= kPage ? map_all(opened, bytes, protection) : nullptr;
-  close(opened);
-  if (memory == nullptr) {
-    foreign_bytes -= bytes;
-    return nullptr;
-  }
-  auto arena = std::shared_ptr<ForeignArena>(new ForeignArena(static_cast<const char*>(memory), bytes, access));
-  const auto* label = static_cast<const Label*>(memory);
-  return label->magic == kMagic && label->token == token ? arena : nullptr;
-}
-
-ForeignArena::~ForeignArena() {
-  munmap(const_cast<char*>(memory_), bytes_);
-  foreign_bytes -= bytes_;
-}
-
-const char* ForeignArena::at(uintptr_t address, size_t bytes) const {
-  const uintptr_t begin = reinterpret_cast<const Label*>(memory_)->memory;
-  if (address < begin || address - begin > bytes_ || bytes > bytes_ - (address - begin)) {
-    return nullptr;
-  }
-  return memory_ + (address - begin);
 }
 
 } // namespace fog::shared_memory

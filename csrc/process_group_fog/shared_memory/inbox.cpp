@@ -1,24 +1,21 @@
 #include "inbox.hpp"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include <new>
 #include <random>
 #include <sstream>
 
+#include "machine.hpp"
+#include "memfd.hpp"
 #include "process_memory.hpp"
 
 namespace fog::shared_memory {
 namespace {
 
-constexpr size_t kPage = 4096;
-
 size_t pages(size_t bytes) {
-  return (bytes + kPage - 1) / kPage * kPage;
+  const size_t page = machine().page;
+  return (bytes + page - 1) / page * page;
 }
 
 void* map(int fd, size_t bytes) {
@@ -28,7 +25,7 @@ void* map(int fd, size_t bytes) {
 
 } // namespace
 
-size_t Inbox::size_for(int ranks) {
+size_t Inbox::bytes_for(int ranks) {
   return pages(sizeof(Shared)) + pages(sizeof(Slot) * static_cast<size_t>(ranks)) + kWindows * kWindowBytes;
 }
 
@@ -50,18 +47,17 @@ Inbox::~Inbox() {
 }
 
 std::unique_ptr<Inbox> Inbox::create(int ranks) {
-  const int fd = memfd_create("fog_inbox", MFD_CLOEXEC);
+  const size_t bytes = bytes_for(ranks);
+  const int fd = create_memfd("fog_inbox", bytes);
   if (fd < 0) {
     return nullptr;
   }
-  const size_t bytes = size_for(ranks);
-  void* memory = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? map(fd, bytes) : nullptr;
+  void* memory = map(fd, bytes);
   if (memory == nullptr) {
     close(fd);
     return nullptr;
   }
-  // Where the Yama security module keeps siblings from reading each other's memory, a process may permit it.
-  prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  permit_siblings_to_read();
   std::random_device device;
   const uint64_t token = (static_cast<uint64_t>(device()) << 32) | device();
   static_cast<Shared*>(memory)->token = token;
@@ -71,7 +67,7 @@ std::unique_ptr<Inbox> Inbox::create(int ranks) {
       new Inbox(fd, memory, bytes, address.str(), getpid(), reinterpret_cast<uintptr_t>(memory)));
 }
 
-std::unique_ptr<Inbox> Inbox::attach(const std::string& address) {
+std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
   std::istringstream fields(address);
   int pid = 0;
   int number = 0;
@@ -81,14 +77,12 @@ std::unique_ptr<Inbox> Inbox::attach(const std::string& address) {
   if (!(fields >> pid >> number >> token >> bytes >> owners_view)) {
     return nullptr;
   }
-  const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
-  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  size_t there = 0;
+  const int fd = open_memfd(pid, number, &there);
   if (fd < 0) {
     return nullptr;
   }
-  struct stat status = {};
-  const bool fits = fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes;
-  void* memory = fits ? map(fd, bytes) : nullptr;
+  void* memory = there == bytes && bytes == bytes_for(ranks) ? map(fd, bytes) : nullptr;
   if (memory == nullptr) {
     close(fd);
     return nullptr;

@@ -30,10 +30,12 @@ class Inbox {
     kMaps = 4, // it has mapped the owner's arena
   };
 
+  // How large an inbox for messages from `ranks` ranks is.
+  static size_t bytes_for(int ranks);
   // An inbox for messages from `ranks` ranks; nullptr where the system has no memfd or no memory.
   static std::unique_ptr<Inbox> create(int ranks);
-  // The inbox that a process of this host has published as `address`; nullptr if it cannot be mapped.
-  static std::unique_ptr<Inbox> attach(const std::string& address);
+  // The inbox that a process of this host has published as `address`; nullptr if it cannot be mapped, or is not for `ranks` ranks.
+  static std::unique_ptr<Inbox> attach(const std::string& address, int ranks);
   ~Inbox();
   Inbox(const Inbox&) = delete;
   Inbox& operator=(const Inbox&) = delete;
@@ -76,7 +78,6 @@ class Inbox {
 
   Inbox(int fd, void* memory, size_t bytes, std::string address, int owner, uintptr_t owners_view);
   Slot* slots() const;
-  static size_t size_for(int ranks);
 
   const int fd_;
   Shared* const shared_;

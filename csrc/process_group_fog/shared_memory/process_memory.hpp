@@ -9,4 +9,8 @@ namespace fog::shared_memory {
 // process_vm_readv). Returns 0, or the errno: ESRCH if the process has ended, EPERM if the system forbids it.
 int read_process_memory(int pid, const void* from, void* to, size_t bytes);
 
+// Where the Yama security module lets a process be read by its ancestors only (kernel.yama.ptrace_scope = 1), permits it to the
+// other descendants of this process's parent: the ranks that one launcher has started. Elsewhere does nothing.
+void permit_siblings_to_read();
+
 } // namespace fog::shared_memory

@@ -47,11 +47,12 @@ struct Ring {
   }
 
   // Hands over the oldest record and removes it, even if `take(const char*, size_t)` throws; false if there is none. For the
-  // reader only.
+  // reader only. Where the writer has left what cannot be a record, all of it goes, and take() gets nothing (0 bytes).
   template <typename Take>
   bool take_one(Take&& take) {
     uint64_t begin = read.load(std::memory_order_relaxed);
-    if (begin == written.load(std::memory_order_acquire)) {
+    const uint64_t end = written.load(std::memory_order_acquire);
+    if (begin == end) {
       return false;
     }
     size_t position = begin % kCapacity;
@@ -68,8 +69,10 @@ struct Ring {
         counter.store(value, std::memory_order_release);
       }
     };
-    const Remove remove{read, begin + aligned(sizeof(uint64_t) + length)};
-    take(data + position + sizeof(uint64_t), static_cast<size_t>(length));
+    const size_t space = kCapacity - position - sizeof(uint64_t);
+    const bool whole = length <= space && aligned(sizeof(uint64_t) + length) <= end - begin;
+    const Remove remove{read, whole ? begin + aligned(sizeof(uint64_t) + length) : end};
+    take(data + position + sizeof(uint64_t), whole ? static_cast<size_t>(length) : 0);
     return true;
   }
 

@@ -2,33 +2,18 @@
 
 #include <unistd.h>
 
-#include <map>
-#include <mutex>
+#include <algorithm>
 #include <new>
 #include <sstream>
-#include <tuple>
 
+#include "arena.hpp"
 #include "futex.hpp"
+#include "machine.hpp"
 
 namespace fog::shared_memory {
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kPage = 4096;
-
-// One mapping of each arena for all windows in it.
-std::shared_ptr<const ForeignArena> writable_arena(int pid, int fd, uint32_t token) {
-  static std::mutex mutex;
-  static std::map<std::tuple<int, int, uint32_t>, std::weak_ptr<const ForeignArena>> known;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& entry = known[{pid, fd, token}];
-  std::shared_ptr<const ForeignArena> arena = entry.lock();
-  if (!arena) {
-    arena = ForeignArena::map(pid, fd, token, ForeignArena::Access::kWrite);
-    entry = arena;
-  }
-  return arena;
-}
 
 size_t window_bytes(size_t slots, size_t doors) {
   return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + doors * sizeof(Door);
@@ -70,7 +55,8 @@ std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, s
   if (place == nullptr) {
     return nullptr;
   }
-  const size_t alignment = bytes >= kPage ? kPage : kLine;
+  const size_t page = machine().page;
+  const size_t alignment = bytes >= page ? page : kLine;
   auto* label = new (place) WindowLabel();
   label->magic = kMagic;
   label->slots = static_cast<uint32_t>(slots);
@@ -132,7 +118,7 @@ bool WindowMemory::unused() const {
   return true;
 }
 
-std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address) {
+std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address, size_t bytes, size_t slots, size_t doors) {
   std::istringstream fields(address);
   int pid = 0;
   int fd = 0;
@@ -141,14 +127,17 @@ std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address)
   if (!(fields >> pid >> fd >> token >> label)) {
     return nullptr;
   }
-  auto arena = writable_arena(pid, fd, token);
-  if (!arena) {
+  auto arena = ForeignArena::map(pid, fd, token);
+  if (!arena || !arena->make_writable()) {
     return nullptr;
   }
   auto window = std::make_unique<ForeignWindow>();
   window->arena_ = std::move(arena);
   window->label_ = reinterpret_cast<WindowLabel*>(window->at(label, sizeof(WindowLabel)));
-  return window->label_ != nullptr && window->label_->magic == kMagic ? std::move(window) : nullptr;
+  const bool fits = window->label_ != nullptr && window->label_->magic == kMagic && window->label_->slots == slots &&
+      window->label_->doors == doors && window->label_->bytes == bytes && window->at(label, window_bytes(slots, doors)) != nullptr &&
+      window->tensor() != nullptr;
+  return fits ? std::move(window) : nullptr;
 }
 
 } // namespace fog::shared_memory

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "arena.hpp"
+#include "foreign_arena.hpp"
 #include "pair_mutex.hpp"
 #include "slot.hpp"
 
@@ -104,8 +104,8 @@ class WindowMemory : public WindowView {
 // A neighbor's.
 class ForeignWindow : public WindowView {
  public:
-  // The window at an address(); nullptr if it cannot be mapped for writing.
-  static std::unique_ptr<ForeignWindow> attach(const std::string& address);
+  // The window at an address(); nullptr if it cannot be mapped for writing, or is not one of so many bytes, slots and doors.
+  static std::unique_ptr<ForeignWindow> attach(const std::string& address, size_t bytes, size_t slots, size_t doors);
 };
 
 } // namespace fog::shared_memory

@@ -96,6 +96,8 @@ class Window:
             tensor, name, self._in, self._out, zero_init=zero_init, timeout=timeout
         )
         self._transport = self._window.transport
+        neighbors = sorted({*self._in, *self._out})
+        self._transports = {rank: self._window.transport_to(rank) for rank in neighbors}
         self._closed_because = ""
         # The dict of all contexts that the group will have, see fogdist.init.
         self._windows = context.windows
@@ -125,13 +127,19 @@ class Window:
 
     @property
     def transport(self) -> str:
-        """How data goes between ranks, the same on all of them.
+        """How this rank's operations reach its neighbors; `transports` has it for each of them.
 
-        "shared memory": the tensor is on the CPU; on one host its neighbors map it, between hosts it goes by
-        messages. "peer memory": its devices map each other's memory, and the origin's device does everything.
-        "staged": through host memory, as where devices cannot do that or are on several hosts.
+        Of a tensor on the CPU: "shared memory" if this rank has mapped all neighbors' memory, "messages" if none's
+        (they are on other hosts, or the system refused), "shared memory and messages" if that of some. Of a device,
+        the same on all ranks: "peer memory" if devices map each other's memory, and the origin's device does
+        everything; "staged" through host memory, as where devices cannot do that or are on several hosts.
         """
         return self._transport
+
+    @property
+    def transports(self) -> dict[int, str]:
+        """By neighbor: "shared memory", "messages", "peer memory", "staged" or "staged, by messages"."""
+        return dict(self._transports)
 
     @property
     def p(self) -> float:

@@ -1,0 +1,367 @@
+"""What processes of one host share: pages of any size, machines of any size, builds that differ, messages that are damaged."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import mmap
+import os
+import re
+import struct
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from fog_pg import _C
+from fog_pg._extension import load
+from fogdist import topology as topologies
+
+from harness import BACKEND, World, init_process_group
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="memory of backend fog")
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+# As on many kernels for ARM64 and POWER.
+LARGE_PAGE = 64 * KIB
+# Of user processes on x86-64.
+ADDRESSES = 1 << 47
+F_GET_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1034, 1, 2, 4
+
+
+def arenas() -> dict[str, list[int]]:
+    """The arenas that this process has mapped, by inode: bytes of each mapping."""
+    found: dict[str, list[int]] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:fog_arena" in line:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            found.setdefault(line.split()[4], []).append(last - first)
+    return found
+
+
+def own_arena() -> tuple[int, int]:
+    """Descriptor and address of this process's arena."""
+    tensor = fogdist.empty(1)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            for number in os.listdir("/proc/self/fd"):
+                try:
+                    found = os.stat(f"/proc/self/fd/{number}")
+                except FileNotFoundError:  # that of the listing itself
+                    continue
+                if str(found.st_ino) == line.split()[4] and "fog_arena" in os.readlink(f"/proc/self/fd/{number}"):
+                    return int(number), first
+    raise AssertionError("no arena")
+
+
+def used_bytes(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def with_memory(fd: int, page: int) -> set[int]:
+    """Numbers of the pages of `page` bytes, a multiple of the system's own, of which some bytes have memory."""
+    found: set[int] = set()
+    end = 0
+    while True:
+        try:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError:  # no more
+            return found
+        end = os.lseek(fd, begin, os.SEEK_HOLE)
+        found.update(range(begin // page, (end - 1) // page + 1))
+
+
+# --- a machine of 4 TiB with pages of 64 KiB ----------------------------------------------------------------
+
+
+def start_on_large_machine() -> None:
+    _C.emulate(page_bytes=LARGE_PAGE, memory_bytes=4 * TIB)
+    init_process_group(30.0)
+
+
+@pytest.fixture(scope="module")
+def large_machine() -> Iterator[World]:
+    world = World(4, initialize=False)
+    world.run(start_on_large_machine)
+    yield world
+    world.close()
+
+
+def windows_on_large_machine() -> None:
+    fogdist.init(topologies.FullyConnectedGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    x = fogdist.empty(100_003).fill_(float(rank))
+    window = fogdist.Window(x)
+    assert window.transport == "shared memory"
+    assert window.transports == {other: "shared memory" for other in range(size) if other != rank}
+    # Messages and windows use the same mapping: one for each rank's arena, of all of it.
+    mapped = arenas()
+    assert len(mapped) == size and all(len(mappings) == 1 for mappings in mapped.values()), mapped
+    assert {bytes_ for (bytes_,) in mapped.values()} == {8 * TIB}, mapped
+    window.put(x)
+    fogdist.barrier()
+    assert window.update().eq(sum(range(size)) / size).all()
+    window.free()
+    for numel in (100, 30_000, 700_001):  # the last one's result is in the arena, too
+        mean = fogdist.neighbor_allreduce(fogdist.empty(numel).fill_(float(rank)))
+        torch.testing.assert_close(mean, torch.full((numel,), sum(range(size)) / size))
+    assert {ino: len(mappings) for ino, mappings in arenas().items()} == dict.fromkeys(mapped, 1)
+
+
+def test_all_arenas_of_a_large_machine_are_mapped_once(large_machine: World) -> None:
+    """They were mapped twice, of 4 times the memory each, and beyond 32 TiB windows went by messages."""
+    large_machine.run(windows_on_large_machine)
+
+
+def blocks_of_large_pages() -> None:
+    if my_rank() > 0:
+        return
+    fd, _ = own_arena()
+    # Some of whole pages, some of parts of one, side by side; more than are kept.
+    sizes = [LARGE_PAGE - 4096, LARGE_PAGE, LARGE_PAGE + 4096, 5 * LARGE_PAGE - 64, 100, 40 * MIB, 10_000]
+    blocks = [
+        (fogdist.empty(size, dtype=torch.uint8).fill_(place % 251), place % 251)
+        for place, size in enumerate(sizes * 14)
+    ]
+    full, before = used_bytes(fd), with_memory(fd, mmap.PAGESIZE)
+    assert full > 500 * MIB
+    kept = [entry for place, entry in enumerate(blocks) if place % 14 not in (1, 2, 3, 5, 8, 9, 10, 12)]
+    del blocks
+    # Of a large page all goes or nothing: a kernel that has such pages takes the whole one.
+    gone = {page * mmap.PAGESIZE // LARGE_PAGE for page in before - with_memory(fd, mmap.PAGESIZE)}
+    assert len(gone) > 1000 and not gone & with_memory(fd, LARGE_PAGE)
+    assert all(bool(block.eq(value).all()) for block, value in kept)
+    assert full - used_bytes(fd) > 100 * MIB
+    more = [fogdist.empty(size, dtype=torch.uint8).fill_(252) for size in sizes * 3]
+    assert all(bool(block.eq(value).all()) for block, value in kept)
+    assert all(bool(block.eq(252).all()) for block in more)
+
+
+def my_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def test_blocks_keep_apart_where_pages_are_large(large_machine: World) -> None:
+    """Freeing a block took parts of pages, which such a kernel rounds to whole ones: its neighbors' data went too."""
+    large_machine.run(blocks_of_large_pages)
+
+
+def sealed() -> None:
+    fd, _ = own_arena()
+    inboxes = [
+        int(number)
+        for number in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{number}") and "fog_inbox" in os.readlink(f"/proc/self/fd/{number}")
+    ]
+    assert inboxes
+    for number in [fd, *inboxes]:
+        seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL
+        assert fcntl.fcntl(number, F_GET_SEALS) & seals == seals
+        with pytest.raises(PermissionError):
+            os.ftruncate(number, 0)
+        assert os.fstat(number).st_mode & 0o111 == 0
+
+
+def test_nobody_can_shrink_or_execute_what_is_shared(large_machine: World) -> None:
+    large_machine.run(sealed)
+
+
+@pytest.mark.parametrize("memory", [16 * GIB, TIB, 24 * TIB])
+@pytest.mark.parametrize("ranks", [1, 8, 192, 256])
+def test_all_arenas_of_a_host_have_room(memory: int, ranks: int) -> None:
+    size = _C.arena_bytes(memory, ranks, ADDRESSES)
+    assert size * ranks <= ADDRESSES // 2
+    # Fragmentation has room, where there is room for anything; else each has its part.
+    part = min(2 * memory, ADDRESSES // 2 // ranks)
+    assert part - LARGE_PAGE < size <= part
+    assert _C.arena_bytes(memory, ranks, 8 * GIB) * ranks <= 4 * GIB  # as RLIMIT_AS may have it
+
+
+# --- two ranks, one of which has little memory; two builds; damaged messages --------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[World]:
+    world = World(2, initialize=False)
+    yield world
+    if not world.broken:
+        world.close()
+
+
+@functools.cache
+def store() -> dist.Store:
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def make_group(name: str) -> Any:
+    load()
+    options = _C.ProcessGroupFog.Options()
+    options._timeout = timedelta(seconds=20)
+    options.group_name = name
+    return _C.ProcessGroupFog(dist.PrefixStore(name, store()), my_rank(), 2, options)
+
+
+def another_build() -> str:
+    if my_rank() == 1:
+        _C.emulate(protocol="fog protocol 0 (layout 1, torch 2.13)")
+    with pytest.raises(dist.DistBackendError) as failure:
+        make_group("two builds")
+    _C.emulate()
+    return str(failure.value)
+
+
+def test_two_builds_in_one_job_are_an_error_on_all_ranks(pair: World) -> None:
+    for message in pair.run(another_build):
+        assert f"rank 0 has {_C.protocol()}, rank 1 has fog protocol 0 (layout 1, torch 2.13)" in message
+
+
+def little_memory() -> None:
+    if my_rank() == 1:
+        _C.emulate(memory_bytes=64 * MIB)  # twice as many addresses
+    group = make_group("little memory")
+    if my_rank() == 1:
+        blocks = [fogdist.empty(MIB, dtype=torch.uint8).fill_(1) for _ in range(100)]
+        assert all(_C.is_shared(block) for block in blocks)
+        del blocks[::2]
+        assert not _C.is_shared(fogdist.empty(100 * MIB, dtype=torch.uint8))
+        del blocks
+        for mib in range(10, 110, 10):  # freed blocks are joined
+            assert _C.is_shared(fogdist.empty(mib * MIB, dtype=torch.uint8).fill_(2)), mib
+        filled = fogdist.empty(110 * MIB, dtype=torch.uint8)
+        assert _C.is_shared(filled)
+    other = 1 - my_rank()
+    x = torch.full((8 * MIB,), float(my_rank()))
+    window = group.create_window(x, "w", [other], [other])
+    # Rank 1 has no memory to share, so rank 0 has to ask it.
+    assert window.transport == window.transport_to(other) == ("messages" if my_rank() == 0 else "shared memory")
+    window.put(x, [(other, 1.0)]).wait()
+    group.barrier().wait()
+    assert window.update(0.0, [(other, 1.0)], clone=True).eq(float(other)).all()
+    window.get([(other, 1.0)]).wait()
+    assert window.update(0.0, [(other, 1.0)], clone=True).eq(float(other)).all()
+    window.free()
+
+
+def test_transport_tells_which_neighbors_are_reached_by_messages(pair: World) -> None:
+    pair.run(little_memory)
+
+
+class Header(ctypes.Structure):
+    """As csrc/process_group_fog/mpi/message.hpp has it, up to the signature."""
+
+    _fields_ = [
+        ("kind", ctypes.c_uint8),
+        ("delivery", ctypes.c_uint8),
+        ("wants_confirm", ctypes.c_uint8),
+        ("step", ctypes.c_uint16),
+        ("payload_tag", ctypes.c_uint32),
+        ("offer", ctypes.c_uint32),
+        ("window", ctypes.c_uint32),
+        ("transfer", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("group", ctypes.c_uint64),
+        ("key", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+    ]
+
+
+class RingTo:
+    """This process's ring in the inbox of another one, as csrc/process_group_fog/shared_memory has it."""
+
+    CAPACITY = 256 * KIB
+    WRITTEN, READ, DATA = 64, 128, 192
+    SLOT_BYTES = DATA + CAPACITY
+
+    def __init__(self, inbox: str, writer: int) -> None:
+        pid, fd, _, bytes_, _ = inbox.split("/")[0].split()
+        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+        self.memory = mmap.mmap(opened, int(bytes_))
+        os.close(opened)
+        page = mmap.PAGESIZE
+        self.slot = -(-(128 + 8 * 1024) // page) * page + writer * self.SLOT_BYTES
+
+    def word(self, offset: int) -> int:
+        return struct.unpack_from("<Q", self.memory, self.slot + offset)[0]
+
+    def last_record(self) -> bytes:
+        """What went last; nothing else may have wrapped around it."""
+        position = 0
+        while True:
+            (length,) = struct.unpack_from("<Q", self.memory, self.slot + self.DATA + position)
+            following = position + (8 + length + 7) // 8 * 8
+            if following == self.word(self.WRITTEN):
+                first = self.slot + self.DATA + position + 8
+                return self.memory[first : first + length]
+            position = following
+
+    def write(self, record: bytes, length: int | None = None) -> None:
+        written = self.word(self.WRITTEN)
+        assert written + 8 + len(record) < self.CAPACITY, "the ring wraps around"
+        first = self.slot + self.DATA + written
+        struct.pack_into("<Q", self.memory, first, len(record) if length is None else length)
+        self.memory[first + 8 : first + 8 + len(record)] = record
+        struct.pack_into("<Q", self.memory, self.slot + self.WRITTEN, written + (8 + len(record) + 7) // 8 * 8)
+
+
+# What is wrong with a message, and what the receiver says of it. Kinds and deliveries are numbers of message.hpp.
+DAMAGED: list[tuple[dict[str, int], str]] = [
+    ({"bytes": 1 << 20}, "its data has another length"),
+    ({"bytes": 0}, "its data has another length"),
+    ({"bytes": 1 << 60}, "no data is so long"),
+    ({"kind": 99}, "there is no such kind"),
+    ({"delivery": 77}, "its data cannot come so"),
+    ({"delivery": 2, "window": 99}, "its sender has no such window"),
+    ({"delivery": 3, "offer": 5000}, "its sender has no such offer"),
+    ({"kind": 7, "delivery": 1}, "its text is not all there"),
+    ({"kind": 11, "step": 8}, "there is no such operation on a window"),
+    ({"kind": 5}, "it carries data"),
+]
+
+
+def damaged_messages() -> list[str]:
+    """Rank 1 sends rank 0 what is no message, each time in a group of its own; all are of one world."""
+    errors = []
+    lengths: list[tuple[bytes, int | None]] = [(b"12345678", None), (b"12345678", 1 << 40)]
+    for number, damage in enumerate([*DAMAGED, *lengths]):
+        name = f"damaged {number}"
+        group = make_group(name)
+        tensor = torch.ones(1)
+        if my_rank() == 0:
+            group.recv([tensor], 1, 0).wait()
+            store().set(f"{name} received", "")
+            with pytest.raises(dist.DistBackendError) as failure:
+                group.recv([tensor], 1, 0).wait()
+            errors.append(str(failure.value))
+        else:
+            group.send([tensor], 0, 0).wait()
+            store().wait([f"{name} received"], timedelta(seconds=20))
+            *_, inbox = dist.PrefixStore(name, store()).get("fog/1/member/0").decode().splitlines()
+            ring = RingTo(inbox, 1)
+            fields, length = damage
+            if isinstance(fields, bytes):
+                assert length is None or isinstance(length, int)
+                ring.write(fields, length)
+            else:
+                record = bytearray(ring.last_record())
+                header = Header.from_buffer(record)
+                assert (header.kind, header.delivery, header.bytes) == (2, 0, 4)
+                for field, value in fields.items():
+                    setattr(header, field, value)
+                del header
+                ring.write(bytes(record))
+        store().set(f"{name} done {my_rank()}", "")
+        store().wait([f"{name} done {rank}" for rank in range(2)], timedelta(seconds=20))
+    return errors
+
+
+def test_a_damaged_message_is_an_error_that_names_its_sender(pair: World) -> None:
+    errors, _ = pair.run(damaged_messages)
+    expected = [text for _, text in DAMAGED] + ["it is shorter than a header"] * 2
+    for error, text in zip(errors, expected, strict=True):
+        assert re.search(rf"rank 1 of the world sent what is not a message of fog's, \d+ bytes: {text}", error), error
