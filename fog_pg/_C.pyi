@@ -538,11 +538,20 @@ def compile_kernels(device_type: str, major: int, minor: int) -> bytes:
         RuntimeError: There is no compiler for this type of device, or it fails: with its log.
     """
 
-def broadcast_from_rank_zero(text: str) -> str:
+def bookkeeping() -> dict[str, int]:
+    """Sizes of tables of this process that must not grow for ever, for tests.
+
+    Returns:
+        "names" of operations that groups remember, "closed_groups" that other ranks have not closed, "early_bytes" of messages that
+        came before their operation, "buried_windows" that were dropped and whose memory neighbors may still use.
+    """
+
+def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:
     """Rank 0's text on every rank of the launcher's world; after start_from_launcher.
 
     Args:
         text: At most 511 bytes; used on rank 0 only.
+        timeout: Of the call.
     """
 
 def shutdown() -> None:

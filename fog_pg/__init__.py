@@ -30,7 +30,7 @@ def autoload() -> None:
 
 def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     """Makes the backend of one group; torch calls it on every rank of the group."""
-    from fog_pg import _monitored_barrier
+    from fog_pg import _monitored_barrier, _timeouts
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -45,7 +45,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
             f"pg_options: got {type(backend_options).__name__}; allowed for backend fog is ProcessGroupFog.Options"
         )
     # What init_process_group and new_group were given holds, as with torch's own backends.
-    backend_options._timeout = options.timeout
+    backend_options._timeout = _timeouts.within_reach(options.timeout)
     backend_options.group_name = str(options.group_id)
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
     backend: ProcessGroupFog = extension.ProcessGroupFog(

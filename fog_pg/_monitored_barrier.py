@@ -10,6 +10,8 @@ import functools
 from datetime import timedelta
 from typing import Any
 
+from fog_pg._timeouts import within_reach
+
 
 def serve() -> None:
     """Lets torch.distributed.monitored_barrier reach fog groups; calling it again does nothing."""
@@ -37,7 +39,7 @@ def serve() -> None:
                 f"timeout: got {type(timeout).__name__}; allowed are a timedelta and a number of seconds"
             )
         asked: Any = distributed_c10d._get_default_group() if group is None else group
-        return asked.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+        return asked.monitored_barrier(within_reach(timeout), wait_all_ranks=wait_all_ranks)
 
     monitored_barrier.serves_fog = True  # type: ignore[attr-defined]
     distributed_c10d.monitored_barrier = monitored_barrier

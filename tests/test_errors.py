@@ -5,6 +5,7 @@ Ranks that are killed or stopped are in test_faults.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -574,3 +575,49 @@ def test_timeout_of_the_world(new_world: Callable[..., World]) -> None:
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.state == "returned" and re.search(r"(?i)rank\W*1\b", outcome.value), outcome
         assert SHORT_TIMEOUT - 0.5 < outcome.seconds < SHORT_TIMEOUT + SOON, outcome
+
+
+def far_deadlines(timeout: timedelta) -> None:
+    """All that takes a time-out takes one that a clock of nanoseconds cannot add to its time."""
+    import fogdist
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    import fog_pg  # noqa: F401
+
+    dist.init_process_group("fog", store=store, rank=rank, world_size=size, timeout=timeout)
+    fogdist.init()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    for numel in (10, 200_000):
+        dist.all_reduce(_zeros(numel))
+    # The other rank comes when whatever expires at once has done so.
+    if rank == 1:
+        time.sleep(0.1)
+    work = dist.barrier(async_op=True)
+    assert work is not None and work.wait(timeout)
+    dist.monitored_barrier(timeout=timeout)
+    backend.allreduce_named(_zeros(3), dist.ReduceOp.SUM, timeout=timeout).wait()
+    window = fogdist.Window(_zeros(4), timeout=timeout)
+    other = 1 - rank
+    window.put(torch.ones(4), timeout=timeout)
+    with window.lock(timeout=timeout):
+        window.get(timeout=timeout)
+    window.update(timeout=timeout)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.1)
+    window.free(timeout=timeout)
+    raw = backend.create_window(_zeros(4), "raw", [other], [other], timeout=timeout)
+    if rank == 0:
+        raw.signal(other, timeout=timeout).wait()
+    else:
+        raw.wait_signal(other, timeout=timeout).wait()
+    raw.write(torch.ones(2), other, 0, timeout=timeout).wait()
+    raw.free(timeout)
+
+
+@pytest.mark.parametrize(
+    "timeout", [timedelta.max, timedelta(days=300 * 365)], ids=["the largest", "300 years"]
+)
+def test_far_deadlines_do_not_expire(new_world: Callable[..., World], timeout: timedelta) -> None:
+    new_world(2, initialize=False).run(far_deadlines, timeout)

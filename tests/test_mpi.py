@@ -82,6 +82,44 @@ def test_mpiexec_without_local_links(find: Callable[[], Installation], tmp_path:
     check_operations([job], installation.name)
 
 
+# Starts MPI as mpi4py does, and goes on using it in another thread.
+BESIDE_ANOTHER = """
+import atexit, ctypes, sys, threading
+from fog_pg._extension import find_mpi_library
+
+library = ctypes.CDLL(find_mpi_library())
+multiple, world, provided = 4096, ctypes.c_void_p(0x101), ctypes.c_int()  # of the standard ABI
+assert library.MPI_Init_thread(None, None, multiple, ctypes.byref(provided)) == 0 and provided.value == multiple
+atexit.register(library.MPI_Finalize)
+
+import fogdist
+import torch
+
+fogdist.init()
+thread = threading.Thread(target=lambda: [library.MPI_Barrier(world) for _ in range(200)])
+thread.start()
+total = 0.0
+for _ in range(200):
+    total += fogdist.allreduce(torch.ones(3), average=False).sum().item()
+thread.join()
+sys.stdout.write(f"rank {fogdist.rank()}: {total}\\n")
+fogdist.shutdown()
+"""
+
+
+def test_mpi_that_another_user_has_started(tmp_path: Path) -> None:
+    """With MPI_THREAD_MULTIPLE both may use it; other levels are errors, see test_stuck_mpi."""
+    script = tmp_path / "beside_another.py"
+    script.write_text(BESIDE_ANOTHER)
+    job = Job([script], 2, tmp_path / "log.txt", found(mpich).launcher(2), QUIET | LINKS_OFF)
+    with started([job]):
+        assert job.wait(TIMEOUT) == 0, job.output
+    assert sorted(line for line in job.output.splitlines() if line.startswith("rank ")) == [
+        "rank 0: 1200.0",
+        "rank 1: 1200.0",
+    ], job.output
+
+
 @only_in_full
 @pytest.mark.parametrize("links", [{}, LINKS_OFF], ids=["with links", "without links"])
 @pytest.mark.parametrize("find", [mpich, intel])

@@ -4,6 +4,7 @@
 #include <ATen/DeviceAccelerator.h>
 #include <c10/util/Exception.h>
 
+#include "deadline.hpp"
 #include "mpi/collectives/barrier.hpp"
 #include "mpi/collectives/monitored_barrier.hpp"
 
@@ -57,7 +58,7 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
   const auto timeout = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
   const auto operation = std::make_shared<mpi::MonitoredBarrier>();
   const auto work = submit(
-      operation, {OpType::BARRIER, "fog:monitored_barrier", {}, {}}, call_options(rank_ == 0 ? timeout : timeout + kReportTime));
+      operation, {OpType::BARRIER, "fog:monitored_barrier", {}, {}}, call_options(rank_ == 0 ? timeout : saturating_add(timeout, kReportTime)));
   try {
     work->wait();
   } catch (const c10::DistBackendError& error) {

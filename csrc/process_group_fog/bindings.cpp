@@ -10,6 +10,7 @@
 #include "cuda/driver.hpp"
 #include "cuda/kernels.hpp"
 #include "delegates.hpp"
+#include "host_window.hpp"
 #include "mpi/api.hpp"
 #include "mpi/engine.hpp"
 #include "mpi/host.hpp"
@@ -25,10 +26,43 @@ namespace py = pybind11;
 
 namespace {
 
+// A timedelta. pybind11's own conversion counts in microseconds, for which the largest ones are too large.
+struct GivenTimeout {
+  std::chrono::milliseconds value{0};
+};
+
+} // namespace
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<GivenTimeout> {
+  PYBIND11_TYPE_CASTER(GivenTimeout, const_name("datetime.timedelta"));
+
+  bool load(handle source, bool convert) {
+    if (PyDateTimeAPI == nullptr) {
+      PyDateTime_IMPORT;
+    }
+    if (!source || !PyDelta_Check(source.ptr())) {
+      make_caster<std::chrono::milliseconds> other; // a number of seconds
+      const bool loaded = other.load(source, convert);
+      value.value = loaded ? cast_op<std::chrono::milliseconds>(other) : value.value;
+      return loaded;
+    }
+    const std::chrono::seconds seconds(int64_t(PyDateTime_DELTA_GET_DAYS(source.ptr())) * 86400 + PyDateTime_DELTA_GET_SECONDS(source.ptr()));
+    value.value = seconds + std::chrono::floor<std::chrono::milliseconds>(std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(source.ptr())));
+    return true;
+  }
+};
+
+} // namespace pybind11::detail
+
+namespace {
+
 using fog::NeighborPlan;
 using fog::ProcessGroupFog;
 using fog::Window;
-using Timeout = std::optional<std::chrono::milliseconds>;
+using Timeout = std::optional<GivenTimeout>;
 using Confirm = std::optional<bool>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -47,9 +81,14 @@ std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
   return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
 }
 
-std::chrono::milliseconds checked(std::chrono::milliseconds timeout) {
-  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout: got ", timeout.count(), " ms; allowed is more than 0");
-  return timeout;
+std::chrono::milliseconds checked(GivenTimeout timeout) {
+  TORCH_CHECK_VALUE(timeout.value.count() > 0, "timeout: got ", timeout.value.count(), " ms; allowed is more than 0");
+  return timeout.value;
+}
+
+// A window's own, unless the call has one.
+std::chrono::milliseconds checked(const Timeout& timeout, const Window& window) {
+  return timeout ? checked(*timeout) : window.timeout();
 }
 
 ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout, bool waits = false) {
@@ -295,7 +334,7 @@ PYBIND11_MODULE(_C, module) {
         name,
         [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
                  bool skip_lost, Timeout timeout) {
-          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout.value_or(self.timeout())), self_weight});
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout, self), self_weight});
         },
         py::arg("tensor"),
         py::arg("destinations"),
@@ -313,7 +352,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "get",
           [](Window& self, const Window::Peers& sources, bool mutex, bool skip_lost, Timeout timeout) {
-            return self.get(sources, {false, mutex, skip_lost, checked(timeout.value_or(self.timeout()))});
+            return self.get(sources, {false, mutex, skip_lost, checked(timeout, self)});
           },
           py::arg("sources"),
           py::kw_only(),
@@ -326,7 +365,7 @@ PYBIND11_MODULE(_C, module) {
           [](Window& self, double self_weight, const Window::Peers& neighbors, bool reset, bool clone, bool mutex, bool with_p,
              Timeout timeout) {
             return self.update(
-                self_weight, neighbors, reset, clone, {with_p, mutex, false, checked(timeout.value_or(self.timeout()))});
+                self_weight, neighbors, reset, clone, {with_p, mutex, false, checked(timeout, self)});
           },
           py::arg("self_weight"),
           py::arg("neighbors"),
@@ -340,7 +379,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "write",
           [](Window& self, const at::Tensor& tensor, int destination, int64_t offset, Timeout timeout) {
-            return self.write(tensor, destination, offset, {false, false, false, checked(timeout.value_or(self.timeout()))});
+            return self.write(tensor, destination, offset, {false, false, false, checked(timeout, self)});
           },
           py::arg("tensor"),
           py::arg("destination"),
@@ -351,7 +390,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "signal",
           [](Window& self, int destination, Timeout timeout) {
-            return self.signal(destination, {false, false, false, checked(timeout.value_or(self.timeout()))});
+            return self.signal(destination, {false, false, false, checked(timeout, self)});
           },
           py::arg("destination"),
           py::kw_only(),
@@ -360,7 +399,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "wait_signal",
           [](Window& self, int source, Timeout timeout) {
-            return self.wait_signal(source, {false, false, false, checked(timeout.value_or(self.timeout()))});
+            return self.wait_signal(source, {false, false, false, checked(timeout, self)});
           },
           py::arg("source"),
           py::kw_only(),
@@ -378,7 +417,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "lock",
           [](Window& self, const Ranks& ranks, bool own, Timeout timeout) {
-            self.lock(ranks, own, checked(timeout.value_or(self.timeout())));
+            self.lock(ranks, own, checked(timeout, self));
           },
           py::arg("ranks"),
           py::kw_only(),
@@ -388,7 +427,7 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "hold",
           [](Window& self, Ranks ranks, bool own, Timeout timeout) {
-            return self.hold(std::move(ranks), own, checked(timeout.value_or(self.timeout())));
+            return self.hold(std::move(ranks), own, checked(timeout, self));
           },
           py::arg("ranks"),
           py::kw_only(),
@@ -399,7 +438,7 @@ PYBIND11_MODULE(_C, module) {
           "unlock", [](Window& self, const Ranks& ranks, bool own) { self.unlock(ranks, own); }, py::arg("ranks"), py::kw_only(),
           py::arg("own") = false, release_gil)
       .def(
-          "free", [](Window& self, Timeout timeout) { self.free(checked(timeout.value_or(self.timeout()))); },
+          "free", [](Window& self, Timeout timeout) { self.free(checked(timeout, self)); },
           py::arg("timeout") = py::none(), release_gil)
       .def_property("p", py::cpp_function(&Window::p, release_gil), py::cpp_function(&Window::set_p, release_gil))
       .def_property_readonly("tensor", &Window::tensor)
@@ -484,17 +523,26 @@ PYBIND11_MODULE(_C, module) {
   });
   module.def(
       "start_from_launcher",
-      [](std::chrono::milliseconds timeout) {
+      [](GivenTimeout timeout) {
         auto& runtime = fog::mpi::Runtime::instance();
-        runtime.start_from_launcher(timeout);
+        runtime.start_from_launcher(checked(timeout));
         return std::make_pair(runtime.rank(), runtime.size());
       },
       py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "broadcast_from_rank_zero",
-      [](const std::string& text) { return fog::mpi::Runtime::instance().broadcast(text); },
+      [](const std::string& text, GivenTimeout timeout) { return fog::mpi::Runtime::instance().broadcast(text, checked(timeout)); },
       py::arg("text"),
+      py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("bookkeeping", [] {
+    const auto sizes = fog::mpi::Engine::instance().bookkeeping();
+    return std::map<std::string, size_t>{
+        {"names", sizes.names},
+        {"closed_groups", sizes.closed_groups},
+        {"early_bytes", sizes.early_bytes},
+        {"buried_windows", fog::HostWindow::buried()}};
+  }, py::call_guard<py::gil_scoped_release>());
   module.def("shutdown", [] { fog::mpi::Engine::instance().shutdown(); }, py::call_guard<py::gil_scoped_release>());
 }

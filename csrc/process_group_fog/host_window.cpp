@@ -31,25 +31,61 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-// Memory of windows that were dropped, not freed, while neighbors may still write to it.
+// Memory of windows that were dropped, not freed, while neighbors may still write to it: until they have left it, or their processes
+// have ended.
 class Graveyard {
  public:
-  static void bury(std::unique_ptr<WindowMemory> memory, const c10::Storage& storage) {
-    static auto* graveyard = new Graveyard(); // the process's end needs no order
-    std::vector<Grave> released; // after the lock
-    const std::lock_guard<std::mutex> lock(graveyard->mutex_);
-    auto& graves = graveyard->graves_;
-    graves.push_back({std::move(memory), storage});
-    const auto unused = std::stable_partition(graves.begin(), graves.end(), [](const Grave& grave) { return !grave.memory->unused(); });
-    std::move(unused, graves.end(), std::back_inserter(released));
-    graves.erase(unused, graves.end());
+  using Users = std::vector<std::pair<int, size_t>>; // ranks of the world, with their doors
+
+  static void bury(std::unique_ptr<WindowMemory> memory, const c10::Storage& storage, Users users) {
+    auto& engine = mpi::Engine::instance();
+    engine.set_ended_listener([](int world_rank) { instance().release(world_rank); });
+    {
+      const std::lock_guard<std::mutex> lock(instance().mutex_);
+      instance().graves_.push_back({std::move(memory), storage, users});
+    }
+    // From now on this hears of those that end; some may have ended before.
+    for (const auto& [world_rank, door] : users) {
+      if (engine.has_left(world_rank)) {
+        instance().release(world_rank);
+      }
+    }
+    instance().release(-1);
+  }
+
+  static size_t size() {
+    const std::lock_guard<std::mutex> lock(instance().mutex_);
+    return instance().graves_.size();
   }
 
  private:
   struct Grave {
     std::unique_ptr<WindowMemory> memory;
     c10::Storage storage;
+    Users users;
   };
+
+  static Graveyard& instance() {
+    static auto* graveyard = new Graveyard(); // the process's end needs no order
+    return *graveyard;
+  }
+
+  // Gives back what nobody uses once that process does not.
+  void release(int world_rank) {
+    std::vector<Grave> released; // after the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& grave : graves_) {
+      for (const auto& [user, door] : grave.users) {
+        if (user == world_rank) {
+          grave.memory->leave(door);
+        }
+      }
+    }
+    const auto unused = std::stable_partition(graves_.begin(), graves_.end(), [](const Grave& grave) { return !grave.memory->unused(); });
+    std::move(unused, graves_.end(), std::back_inserter(released));
+    graves_.erase(unused, graves_.end());
+  }
+
   std::mutex mutex_;
   std::vector<Grave> graves_;
 };
@@ -124,7 +160,11 @@ std::shared_ptr<HostWindow> HostWindow::prepare(Recipe recipe) {
 }
 
 void HostWindow::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
-  std::string by_messages(static_cast<size_t>(group_->size()), '0'); // whom this rank reaches so
+  // How this rank reaches whom: whether it maps his memory, sends messages, or both.
+  constexpr char kMaps = '0';
+  constexpr char kSends = '1';
+  constexpr char kDoesBoth = '2';
+  std::string ways(static_cast<size_t>(group_->size()), kMaps);
   for (const auto& neighbor : neighbors_) {
     memory_->door(neighbor->door).used.store(1); // from the next gather on
     const auto& there = descriptions[neighbor->rank];
@@ -139,19 +179,27 @@ void HostWindow::connect(const std::vector<WindowDescription>& descriptions, con
           *this, *neighbor, neighbor->view->door(neighbor->door_there).mutex, PairMutex::Side::kSecond);
     } else {
       neighbor->mutex_there = std::make_unique<RemoteMutex>(*this, *neighbor);
-      by_messages[neighbor->rank] = '1';
+      ways[neighbor->rank] = kSends;
     }
-    if (receiver_) {
-      by_messages[neighbor->rank] = '1';
+    if (receiver_ && neighbor->view) {
+      ways[neighbor->rank] = kDoesBoth;
     }
   }
-  const auto all = gather(by_messages); // and nobody uses a window before all have it
+  const auto all = gather(ways); // and nobody uses a window before all have it
+  const auto way_of = [&](int rank) { return all[static_cast<size_t>(rank * group_->size() + group_->rank)]; };
+  for (const auto& neighbor : neighbors_) {
+    neighbor->maps = way_of(neighbor->rank) != kSends;
+  }
   for (int rank = 0; rank < group_->size(); ++rank) {
-    if (all[static_cast<size_t>(rank * group_->size() + group_->rank)] == '1') {
+    if (way_of(rank) != kMaps) {
       mpi::Engine::instance().listen_for(group_, number_);
       break;
     }
   }
+}
+
+size_t HostWindow::buried() {
+  return Graveyard::size();
 }
 
 HostWindow::~HostWindow() {
@@ -173,12 +221,15 @@ void HostWindow::bury() {
   if (!memory_) {
     return;
   }
+  Graveyard::Users users;
   for (const auto& neighbor : neighbors_) {
-    if (neighbor->ended) {
+    if (neighbor->ended || !neighbor->maps) {
       memory_->leave(neighbor->door);
+    } else {
+      users.emplace_back(group_->members[neighbor->rank].world_rank, neighbor->door);
     }
   }
-  Graveyard::bury(std::move(memory_), storage_);
+  Graveyard::bury(std::move(memory_), storage_, std::move(users));
 }
 
 void HostWindow::close(const std::string& reason) {
@@ -254,7 +305,7 @@ void HostWindow::free(Milliseconds timeout) {
   constexpr const char* op = "win_free";
   auto& engine = mpi::Engine::instance();
   engine.check_not_forked();
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   {
     std::unique_lock<std::mutex> lock(state_);
     if (closed_) {

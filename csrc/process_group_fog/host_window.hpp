@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "deadline.hpp"
 #include "mpi/group.hpp"
 #include "mpi/window_endpoint.hpp"
 #include "mpi/window_service.hpp"
@@ -41,6 +42,8 @@ class HostWindow final : public Window, public mpi::WindowEndpoint {
   // goes to it instead of the tensor, by messages also on one host.
   static std::shared_ptr<HostWindow> create(Recipe recipe, const Gather& gather, Receiver receiver = nullptr);
   ~HostWindow() override;
+  // Windows that were dropped and whose memory neighbors may still use.
+  static size_t buried();
 
   WorkPtr put(const at::Tensor& tensor, const Peers& destinations, const Options& options) override;
   WorkPtr accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options) override;
@@ -98,7 +101,6 @@ class HostWindow final : public Window, public mpi::WindowEndpoint {
   class Use;
   struct Part;
   struct Neighbor;
-  using Deadline = std::chrono::steady_clock::time_point;
 
   std::shared_ptr<HostWindow> self() {
     return std::static_pointer_cast<HostWindow>(shared_from_this());

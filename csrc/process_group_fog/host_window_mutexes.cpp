@@ -135,7 +135,7 @@ std::vector<RankMutex*> HostWindow::mutexes(const char* op, std::vector<int> ran
 void HostWindow::lock(const std::vector<int>& ranks, bool own, Milliseconds timeout) {
   constexpr const char* op = "win_mutex";
   const Use use(*this, op, For::kThisRank);
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   std::vector<RankMutex*> held;
   try {
     for (auto* mutex : mutexes(op, ranks, own)) {

@@ -98,7 +98,7 @@ WorkPtr HostWindow::start(WindowOp op, const at::Tensor& tensor, const Peers& pe
     }
   }
   const double p = options.p.value_or(this->p());
-  const auto deadline = Clock::now() + options.timeout;
+  const auto deadline = deadline_after(options.timeout);
   if (out && options.self_weight != 1) {
     call->then([this, name, tensor, data, p, options, deadline] { keep(name, tensor, data, p, options, deadline); }); // the call keeps the window
   }
@@ -360,7 +360,7 @@ void HostWindow::keep(
 void HostWindow::publish(Milliseconds timeout, const std::function<void()>& change) {
   const Use use(*this, "win_update", For::kThisRank);
   const std::lock_guard<std::mutex> owner(owner_);
-  change_tensor(Clock::now() + timeout, change);
+  change_tensor(deadline_after(timeout), change);
 }
 
 void HostWindow::change_tensor(Deadline deadline, const std::function<void()>& change) {
@@ -403,7 +403,7 @@ at::Tensor HostWindow::update(double self_weight, const Peers& neighbors, bool r
   check_peers(op, "neighbors", neighbors, false);
   check_self_weight(op, self_weight);
   check_tensor_in_place(op);
-  const auto deadline = Clock::now() + options.timeout;
+  const auto deadline = deadline_after(options.timeout);
   std::vector<int> locked;
   for (const auto& peer : neighbors) {
     if (options.mutex) {
@@ -494,7 +494,7 @@ WorkPtr HostWindow::write(const at::Tensor& tensor, int destination, int64_t off
   call->expect();
   dispatch(
       {WindowOp::kWrite, &peer, 1.0, std::nullopt, static_cast<size_t>(offset) * c10::elementSize(dtype_), false,
-       tensor.is_contiguous() ? tensor : flatten({tensor}), options.timeout, Clock::now() + options.timeout, call},
+       tensor.is_contiguous() ? tensor : flatten({tensor}), options.timeout, deadline_after(options.timeout), call},
       false);
   call->finish(nullptr);
   return call->work;
@@ -505,7 +505,7 @@ WorkPtr HostWindow::signal(int destination, const Options& options) {
   const auto call = begin(WindowOp::kSignal, {});
   call->expect();
   dispatch(
-      {WindowOp::kSignal, &peer, 1.0, std::nullopt, 0, false, at::Tensor(), options.timeout, Clock::now() + options.timeout, call}, false);
+      {WindowOp::kSignal, &peer, 1.0, std::nullopt, 0, false, at::Tensor(), options.timeout, deadline_after(options.timeout), call}, false);
   call->finish(nullptr);
   return call->work;
 }
@@ -513,7 +513,7 @@ WorkPtr HostWindow::signal(int destination, const Options& options) {
 WorkPtr HostWindow::wait_signal(int source, const Options& options) {
   const auto& peer = neighbor("wait_signal", "source", source, true, false);
   const auto call = begin(WindowOp::kSignal, {});
-  const auto wait = [this, call, &peer, deadline = Clock::now() + options.timeout] {
+  const auto wait = [this, call, &peer, deadline = deadline_after(options.timeout)] {
     std::exception_ptr error;
     try {
       if (!take_signal(peer, deadline)) {

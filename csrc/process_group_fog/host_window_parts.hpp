@@ -16,6 +16,7 @@ struct HostWindow::Neighbor {
   size_t door = 0; // for it in this rank's memory
   size_t slot = 0; // if it is an in-neighbor
   std::unique_ptr<shared_memory::ForeignWindow> view; // null: it is reached by messages
+  bool maps = true; // it may map this rank's memory
   size_t door_there = 0; // for this rank in its memory
   size_t slot_there = 0; // if it is an out-neighbor
   std::unique_ptr<RankMutex> mutex_here; // [this rank][it]

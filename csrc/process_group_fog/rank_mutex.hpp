@@ -9,14 +9,14 @@
 #include <mutex>
 #include <thread>
 
+#include "deadline.hpp"
+
 namespace fog {
 
 // Held by a thread, which may lock it again; its threads come in the order in which they asked. The other process is the
 // business of whoever derives from this.
 class RankMutex {
  public:
-  using Deadline = std::chrono::steady_clock::time_point;
-
   virtual ~RankMutex() = default;
   // Throws what the other process's side throws: at the deadline, say.
   void lock(Deadline deadline);

@@ -2,6 +2,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "deadline.hpp"
+
 namespace fog {
 
 using Clock = std::chrono::steady_clock;
@@ -117,7 +119,7 @@ void WorkFog::synchronize() {
 bool WorkFog::wait(std::chrono::milliseconds timeout) {
   if (!done_.load(std::memory_order_acquire)) {
     // Without a time-out of its own the wait ends with the operation, which has the group's.
-    const auto deadline = timeout > kNoTimeout ? Clock::now() + timeout : Clock::time_point::max();
+    const auto deadline = timeout > kNoTimeout ? deadline_after(timeout) : Deadline::max();
     if (!driver_.drive_until(done_, deadline)) {
       std::function<std::string()> describe;
       {

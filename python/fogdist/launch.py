@@ -16,6 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import fog_pg  # registers the backend
 from fog_pg import _extension
+from fog_pg._timeouts import within_reach
 
 __all__ = ["connect"]
 
@@ -33,6 +34,7 @@ def connect(timeout: timedelta = default_pg_timeout) -> None:
         torch.distributed.DistBackendError: If the ranks do not come together within ``timeout``.
     """
     fog_pg.register()
+    timeout = within_reach(timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group("fog", timeout=timeout)
         return
@@ -53,7 +55,7 @@ def _store_of_rank_zero(extension: object, rank: int, size: int, timeout: timede
         port = int(os.environ.get("MASTER_PORT", "0"))  # 0: any free one
         store = dist.TCPStore(host, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
         address = f"{host} {store.port}"
-    host, port = extension.broadcast_from_rank_zero(address).split()  # type: ignore[attr-defined]
+    host, port = extension.broadcast_from_rank_zero(address, timeout).split()  # type: ignore[attr-defined]
     if store is None:
         store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
     # What the rest of the program may ask for, as under torchrun.

@@ -200,7 +200,7 @@ PeerWindow::~PeerWindow() {
 }
 
 bool PeerWindow::wait_for_streams() const noexcept {
-  const auto deadline = Clock::now() + timeout_;
+  const auto deadline = deadline_after(timeout_);
   try {
     for (const auto* stream : {&stream_, &signals_}) {
       const auto end = stream->record();
@@ -268,7 +268,7 @@ WorkPtr PeerWindow::write_slots(
   use_on(*stream_.get(), tensor);
   lock.unlock();
   if (held) {
-    await(op, outcome->end, Clock::now() + options.timeout);
+    await(op, outcome->end, deadline_after(options.timeout));
   }
   return work;
 }
@@ -360,7 +360,7 @@ WorkPtr PeerWindow::get(const Peers& sources, const Options& options) {
   }
   lock.unlock();
   if (held) {
-    await(op, outcome->end, Clock::now() + options.timeout);
+    await(op, outcome->end, deadline_after(options.timeout));
   }
   return work;
 }
@@ -414,7 +414,7 @@ at::Tensor PeerWindow::update(double self_weight, const Peers& neighbors, bool r
   order_after(outcome->end);
   lock.unlock();
   if (held) {
-    await(op, outcome->end, Clock::now() + options.timeout);
+    await(op, outcome->end, deadline_after(options.timeout));
   }
   return result;
 }
@@ -485,7 +485,7 @@ WorkPtr PeerWindow::wait_signal(int source, const Options& options) {
   const auto& peer = neighbor(source);
   auto* door = own<WindowDoor>(memory_->layout.doors) + peer.door;
   const auto* gone = gone_->as<int>() + peer.door;
-  const Count limit = static_cast<Count>(std::chrono::nanoseconds(options.timeout).count());
+  const Count limit = static_cast<Count>(saturating_nanoseconds(options.timeout).count());
   auto* any = own<int>(memory_->layout.signal);
   launch(device_, "window_wait_signal", 1, handle(signals_), {&door, &gone, &limit, &any});
   return work_of(finish(op, {source}, signals_, any), {});
@@ -540,7 +540,7 @@ uint64_t PeerWindow::read(const char* op, size_t offset) {
         "read from a window");
     outcome->end = stream_.record();
   }
-  await(op, outcome->end, Clock::now() + timeout_);
+  await(op, outcome->end, deadline_after(timeout_));
   return *outcome->cell;
 }
 
@@ -558,7 +558,7 @@ void PeerWindow::unlock(const std::vector<int>& ranks, bool own) {
         const Stream::Guard guard(stream_);
         end = stream_.record();
       }
-      await("win_mutex", end, Clock::now() + timeout_);
+      await("win_mutex", end, deadline_after(timeout_));
     } catch (...) {
       error = std::current_exception();
     }
@@ -572,7 +572,7 @@ void PeerWindow::unlock(const std::vector<int>& ranks, bool own) {
 void PeerWindow::free(Milliseconds timeout) {
   constexpr const char* op = "win_free";
   mpi::Engine::instance().check_not_forked();
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   {
     const std::lock_guard<std::mutex> lock(enqueue_);
     if (std::exchange(closed_, true)) {
@@ -653,7 +653,7 @@ void PeerWindow::begin() const {
 
 void PeerWindow::lock_on_device(const Locks& one, const Locks& two, int part, Milliseconds timeout) const {
   const auto* began = own<Count>(memory_->layout.began);
-  const Count limit = static_cast<Count>(std::chrono::nanoseconds(timeout).count());
+  const Count limit = static_cast<Count>(saturating_nanoseconds(timeout).count());
   auto* failed = own<int>(memory_->layout.failed);
   auto* any = own<int>(memory_->layout.any);
   start("window_lock", {&one, &two, &began, &limit, &part, &failed, &any});

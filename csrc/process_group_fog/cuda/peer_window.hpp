@@ -91,7 +91,6 @@ class PeerWindow final : public Window {
     size_t stride;
   };
   using Clock = std::chrono::steady_clock;
-  using Deadline = Clock::time_point;
 
   PeerWindow(Recipe recipe, std::shared_ptr<HostWindow> host, std::shared_ptr<PeerMemory> memory);
 

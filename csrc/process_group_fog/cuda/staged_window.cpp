@@ -80,7 +80,7 @@ std::shared_ptr<StagedWindow> StagedWindow::create(Recipe recipe, const Gather& 
 StagedWindow::~StagedWindow() {
   if (read_ && !is_known_to_have_happened(read_)) { // the memory is to be unlocked
     try {
-      await("win_free", read_, Clock::now() + timeout_);
+      await("win_free", read_, deadline_after(timeout_));
     } catch (const std::exception&) {
     }
   }
@@ -93,7 +93,7 @@ WorkPtr StagedWindow::put(const at::Tensor& tensor, const Peers& destinations, c
   auto given = options;
   given.p = p();
   return submit(
-      {op, Clock::now() + options.timeout, tensor, {}, nullptr,
+      {op, deadline_after(options.timeout), tensor, {}, nullptr,
        [destinations, given](HostWindow& host, const at::Tensor& staged) { return host.put(staged, destinations, given); },
        options.self_weight != 1, nullptr},
       "fog:win_put");
@@ -106,7 +106,7 @@ WorkPtr StagedWindow::accumulate(const at::Tensor& tensor, const Peers& destinat
   auto given = options;
   given.p = p();
   return submit(
-      {op, Clock::now() + options.timeout, tensor, {}, nullptr,
+      {op, deadline_after(options.timeout), tensor, {}, nullptr,
        [destinations, given](HostWindow& host, const at::Tensor& staged) { return host.accumulate(staged, destinations, given); },
        options.self_weight != 1, nullptr},
       "fog:win_accumulate");
@@ -115,7 +115,7 @@ WorkPtr StagedWindow::accumulate(const at::Tensor& tensor, const Peers& destinat
 WorkPtr StagedWindow::get(const Peers& sources, const Options& options) {
   check_peers("win_get", "sources", sources, false);
   return submit(
-      {"win_get", Clock::now() + options.timeout, {}, {}, nullptr,
+      {"win_get", deadline_after(options.timeout), {}, {}, nullptr,
        [sources, options](HostWindow& host, const at::Tensor&) { return host.get(sources, options); }, false, nullptr},
       "fog:win_get");
 }
@@ -124,7 +124,7 @@ WorkPtr StagedWindow::write(const at::Tensor& tensor, int destination, int64_t o
   check_neighbor("put", "destination", destination, false, true);
   check_written("put", tensor, offset);
   return submit(
-      {"put", Clock::now() + options.timeout, tensor, {}, nullptr,
+      {"put", deadline_after(options.timeout), tensor, {}, nullptr,
        [destination, offset, options](HostWindow& host, const at::Tensor& staged) {
          return host.write(staged, destination, offset, options);
        },
@@ -135,7 +135,7 @@ WorkPtr StagedWindow::write(const at::Tensor& tensor, int destination, int64_t o
 WorkPtr StagedWindow::signal(int destination, const Options& options) {
   check_neighbor("signal", "destination", destination, false, true);
   return submit(
-      {"signal", Clock::now() + options.timeout, {}, {}, nullptr,
+      {"signal", deadline_after(options.timeout), {}, {}, nullptr,
        [destination, options](HostWindow& host, const at::Tensor&) { return host.signal(destination, options); }, false, nullptr},
       "fog:signal");
 }
@@ -295,7 +295,7 @@ at::Tensor StagedWindow::update(double self_weight, const Peers& neighbors, bool
   check_peers(op, "neighbors", neighbors, false);
   check_self_weight(op, self_weight);
   check_tensor_in_place(op);
-  const auto deadline = Clock::now() + options.timeout;
+  const auto deadline = deadline_after(options.timeout);
   std::unique_ptr<Hold> held; // before `owner_`: whoever holds it publishes at its end
   if (options.mutex && !neighbors.empty()) {
     std::vector<int> ranks;
@@ -346,7 +346,7 @@ void StagedWindow::unlock(const std::vector<int>& ranks, bool own) {
   if (own && host_->holds_mutex() && host_->is_open() && is_tensor_in_place()) {
     try {
       const std::lock_guard<std::mutex> owner(owner_);
-      const auto deadline = Clock::now() + timeout_;
+      const auto deadline = deadline_after(timeout_);
       await("win_mutex", read_, deadline);
       publish("win_mutex", deadline);
     } catch (...) { // the mutexes are free all the same
@@ -362,7 +362,7 @@ void StagedWindow::unlock(const std::vector<int>& ranks, bool own) {
 void StagedWindow::free(Milliseconds timeout) {
   auto& engine = mpi::Engine::instance();
   engine.check_not_forked();
-  const auto deadline = Clock::now() + timeout;
+  const auto deadline = deadline_after(timeout);
   {
     std::unique_lock<std::mutex> lock(mutex_);
     closed_ = true;

@@ -60,7 +60,6 @@ class StagedWindow final : public Window {
 
  private:
   using Clock = std::chrono::steady_clock;
-  using Deadline = Clock::time_point;
   // An operation that has been called, until it is complete.
   struct Operation {
     const char* name;

@@ -27,6 +27,7 @@ namespace fog::mpi {
   X(Comm_set_errhandler)     \
   X(Comm_get_attr)           \
   X(Isend)                   \
+  X(Issend)                  \
   X(Irecv)                   \
   X(Improbe)                 \
   X(Imrecv)                  \

@@ -12,6 +12,7 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
+#include "../deadline.hpp"
 #include "failure.hpp"
 #include "host.hpp"
 #include "interface.hpp"
@@ -44,6 +45,12 @@ Member parse_member(const std::string& text, std::string* job, std::string* inbo
   std::getline(lines, member.host_name);
   std::getline(lines, *inbox);
   return member;
+}
+
+// Whether a message is of this operation, not of a later one with its name.
+bool belongs_to(const Operation& operation, int source, const Header& header) {
+  return (header.key & kNamedKey) == 0 ||
+      operation.group()->names.is_of_latest(header.key, source, {header.use, header.generation}, operation.expects(source));
 }
 
 } // namespace
@@ -90,8 +97,9 @@ std::shared_ptr<Group> Engine::connect(
     mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host << '\n' << host_name() << '\n';
     {
       const Lock lock(mutex_);
+      watchdog_.check();
       if (!messenger_) {
-        messenger_.reset(new Messenger(runtime, *this)); // the handler is a private base: make_unique cannot see it
+        messenger_.reset(new Messenger(runtime, *this, watchdog_)); // the handler is a private base: make_unique cannot see it
         windows_.use(messenger_.get());
         links_ = &messenger_->local();
       }
@@ -121,6 +129,7 @@ std::shared_ptr<Group> Engine::connect(
       std::random_device device;
       return std::to_string((static_cast<uint64_t>(device()) << 32) | device());
     }));
+    rendezvous.finish();
   }
   auto group = std::make_shared<Group>(id, name, rank, std::move(members));
   Lock lock(mutex_);
@@ -142,6 +151,7 @@ std::shared_ptr<Group> Engine::connect(
       }
     }
     oversubscribed_ = oversubscribed_ || local > available_cores();
+    watchdog_.start(timeout);
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { background(); });
     }
@@ -203,6 +213,15 @@ void Engine::watch_other_hosts(
   }
 }
 
+Engine::Lock Engine::lock_by(Deadline deadline) {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    watchdog_.expect(deadline);
+    lock.lock();
+  }
+  return lock;
+}
+
 void Engine::submit(
     const std::shared_ptr<Group>& group,
     const std::shared_ptr<Operation>& operation,
@@ -210,7 +229,8 @@ void Engine::submit(
     const std::string& name,
     bool waits) {
   check_not_forked();
-  Lock lock(mutex_);
+  const auto deadline = deadline_after(timeout);
+  auto lock = lock_by(deadline);
   if (group->closed || stopping_) {
     C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' was destroyed");
   }
@@ -219,35 +239,39 @@ void Engine::submit(
   }
   const auto kind = operation->signature().kind;
   uint64_t key = 0;
+  NameTable::Use use;
   if (kind == OpKind::kPointToPoint) {
     key = static_cast<const PointToPoint&>(*operation).tag();
   } else if (name.empty()) {
     key = group->next_key++;
   } else {
-    const auto kind_and_name = std::string(name_of(kind)) + '.' + name;
-    const auto use = group->named[kind_and_name];
-    key = key_of_name(kind, name, use);
-    if (use > 0) {
-      TORCH_CHECK_VALUE(
-          group->by_key.count(key_of_name(kind, name, use - 1)) == 0, "name: got '", name,
-          "', which names an operation still in flight; wait for it or use another name");
-    }
-    ++group->named[kind_and_name];
+    key = key_of_name(kind, name);
+    const auto in_flight = [&](uint64_t other) { return group->by_key.count(other) > 0; };
+    TORCH_CHECK_VALUE(!in_flight(key), "name: got '", name, "', which names an operation still in flight; wait for it or use another name");
+    use = group->names.next(key, in_flight);
   }
+  watchdog_.expect(deadline);
   ++in_flight_;
   group->operations.insert(operation);
   if (kind != OpKind::kPointToPoint) {
     group->by_key.emplace(key, operation);
   }
   try {
-    operation->begin(group, key, group->sequence++, timeout);
+    operation->begin(group, key, group->sequence++, timeout, deadline, use);
     if (kind != OpKind::kPointToPoint) {
       const auto found = group->early.find(key);
       if (found != group->early.end()) {
-        auto messages = std::move(found->second);
-        group->early.erase(found);
-        for (const auto& message : messages) {
-          operation->on_message(message.source, message.header, message.data.data());
+        auto& messages = found->second;
+        for (auto message = messages.begin(); message != messages.end();) {
+          if (belongs_to(*operation, message->source, message->header)) {
+            operation->on_message(message->source, message->header, message->data.data());
+            message = messages.erase(message);
+          } else { // to a later use of the name
+            ++message;
+          }
+        }
+        if (messages.empty()) {
+          group->early.erase(found);
         }
       }
     } else if (static_cast<const PointToPoint&>(*operation).receives()) {
@@ -297,6 +321,10 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     }
     return;
   }
+  if (header.kind == MessageKind::kHold || header.kind == MessageKind::kRelease) {
+    messenger_->hold_back(source, header.kind == MessageKind::kHold);
+    return;
+  }
   if (header.kind == MessageKind::kGoodbyeTaken) {
     released_by_.insert(source);
     return;
@@ -304,7 +332,9 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   const auto found = groups_.find(header.group);
   if (found == groups_.end()) {
     if (closed_groups_.count(header.group) == 0) {
-      early_[header.group].emplace_back(source, header, data);
+      early_[header.group].emplace_back(early_load_, source, source, header, data);
+    } else if (header.kind == MessageKind::kClosed) {
+      forget_closed(header.group, source);
     }
     return;
   }
@@ -351,7 +381,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
         return;
       }
       const auto found = group->by_key.find(header.key);
-      if (found != group->by_key.end()) {
+      if (found != group->by_key.end() && belongs_to(*found->second, source, header)) {
         const auto operation = found->second; // a failure takes it off the map
         hand_over(operation, source, header, data);
         return;
@@ -364,7 +394,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
                 " and sends to this rank ", group->rank, " in it, which has ended its operation at that place of its program without rank ",
                 source));
       }
-      group->early[header.key].emplace_back(source, header, data);
+      group->early[header.key].emplace_back(early_load_, group->members[source].world_rank, source, header, data);
       return;
     }
     case MessageKind::kWindow:
@@ -376,6 +406,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kEmptied:
     case MessageKind::kGoodbye:
     case MessageKind::kGoodbyeTaken:
+    case MessageKind::kHold:
+    case MessageKind::kRelease:
       return; // for the whole process, handled above
   }
 }
@@ -392,7 +424,7 @@ void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, 
       return;
     }
   }
-  group->unexpected.emplace_back(source, header, data);
+  group->unexpected.emplace_back(early_load_, group->members[source].world_rank, source, header, data);
 }
 
 void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data) {
@@ -409,12 +441,10 @@ bool Engine::drive(Lock& lock) {
     try {
       progressed = messenger_->poll();
     } catch (const std::exception& error) {
-      unhealthy_ = true;
-      const auto groups = groups_; // MPI itself failed: nobody can go on
-      for (const auto& [id, group] : groups) {
-        fail(group, c10d::ErrorType::COMM_ERROR, message_of(error), false);
-      }
-      windows_.fail_all(message_of(error));
+      on_mpi_failure(message_of(error));
+    }
+    if (watchdog_.broken() && messenger_->give_up_mpi()) {
+      on_mpi_failure(watchdog_.reason());
     }
     auto released = messenger_->take_released();
     std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
@@ -425,6 +455,9 @@ bool Engine::drive(Lock& lock) {
   // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
   for (const auto& act : std::exchange(afterwards_, {})) {
     act();
+  }
+  if (early_load_.changed()) {
+    tell_early_load();
   }
   const auto now = Clock::now();
   if (now >= next_check_) {
@@ -438,6 +471,16 @@ bool Engine::drive(Lock& lock) {
     last_news_ = now;
   }
   return progressed;
+}
+
+// Nobody can go on.
+void Engine::on_mpi_failure(const std::string& reason) {
+  unhealthy_ = true;
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    fail(group, c10d::ErrorType::COMM_ERROR, reason, false);
+  }
+  windows_.fail_all(reason);
 }
 
 bool Engine::step_windows(Lock& lock) {
@@ -525,6 +568,9 @@ void Engine::unlock_and_deliver(Lock& lock) {
   for (const auto& call : calls) {
     call();
   }
+  for (const int world_rank : outbox.ended) {
+    ended_listener_.load()(world_rank);
+  }
   for (auto& [operation, error] : outbox.completions) {
     operation->finish(std::move(error));
   }
@@ -541,7 +587,7 @@ void Engine::wake_waiters() {
 
 void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
   check_not_forked();
-  Lock lock(mutex_);
+  auto lock = lock_by(deadline_after(kLeaveTimeout));
   if (!group->closed) {
     fail(group, c10d::ErrorType::COMM_ERROR, reason);
   }
@@ -552,7 +598,7 @@ void Engine::close(const std::shared_ptr<Group>& group) {
   if (forked_) {
     return;
   }
-  Lock lock(mutex_);
+  auto lock = lock_by(deadline_after(kLeaveTimeout));
   const auto windows = windows_.endpoints(*group);
   lock.unlock();
   for (const auto& window : windows) {
@@ -563,15 +609,32 @@ void Engine::close(const std::shared_ptr<Group>& group) {
     if (!group->operations.empty()) {
       fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
     }
-    if (group->size() > 1 && group->failure.reason.empty() && !stopping_) {
-      notify(group, MessageKind::kClosed, "");
+    if (group->size() > 1 && !stopping_) {
+      notify(group, MessageKind::kClosed, ""); // also to those that have closed it: they forget it now
     }
     group->closed = true;
+    group->unexpected.clear();
+    group->early.clear();
     windows_.fail_group(*group, "the group was destroyed");
     groups_.erase(group->id);
-    closed_groups_.insert(group->id);
+    for (int peer = 0; peer < group->size(); ++peer) {
+      const int world_rank = group->members[peer].world_rank;
+      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(world_rank) == 0 && departed_.count(world_rank) == 0) {
+        closed_groups_[group->id].insert(world_rank);
+      }
+    }
   }
   unlock_and_deliver(lock);
+}
+
+void Engine::forget_closed(uint64_t group, int world_rank) {
+  const auto found = closed_groups_.find(group);
+  if (found != closed_groups_.end()) {
+    found->second.erase(world_rank);
+    if (found->second.empty()) {
+      closed_groups_.erase(found);
+    }
+  }
 }
 
 bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
@@ -616,8 +679,10 @@ void Engine::close_window(const std::shared_ptr<Group>& group, uint64_t window) 
 
 void Engine::request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout) {
   check_not_forked();
-  Lock lock(mutex_);
-  windows_.request(request, timeout);
+  const auto deadline = deadline_after(timeout);
+  auto lock = lock_by(deadline);
+  watchdog_.expect(deadline);
+  windows_.request(request, timeout, deadline);
   windows_busy_ = true;
   drive(lock);
   unlock_and_deliver(lock);
@@ -642,6 +707,20 @@ uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
   check_not_forked();
   Lock lock(mutex_);
   return group->sequence;
+}
+
+bool Engine::has_left(int world_rank) {
+  const Lock lock(mutex_);
+  return lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0;
+}
+
+Engine::Bookkeeping Engine::bookkeeping() {
+  const Lock lock(mutex_);
+  Bookkeeping sizes{0, closed_groups_.size(), early_load_.bytes()};
+  for (const auto& [id, group] : groups_) {
+    sizes.names += group->names.size();
+  }
+  return sizes;
 }
 
 std::string Engine::describe(const std::shared_ptr<Operation>& operation) {

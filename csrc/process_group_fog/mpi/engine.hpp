@@ -24,6 +24,7 @@
 #include "operation.hpp"
 #include "peer_watch.hpp"
 #include "runtime.hpp"
+#include "watchdog.hpp"
 #include "window_service.hpp"
 
 namespace fog::mpi {
@@ -69,6 +70,14 @@ class Engine : public Driver, private MessageHandler {
   uint64_t sequence(const std::shared_ptr<Group>& group);
   std::string describe(const std::shared_ptr<Operation>& operation);
 
+  // Sizes of what grows with what a program does, for tests.
+  struct Bookkeeping {
+    size_t names; // of operations, in all groups
+    size_t closed_groups; // that others have not closed
+    size_t early_bytes;
+  };
+  Bookkeeping bookkeeping();
+
   // --- windows ---
   // Whether the peer shares memory with this process.
   bool shares_memory(const std::shared_ptr<Group>& group, int peer);
@@ -84,6 +93,12 @@ class Engine : public Driver, private MessageHandler {
   // Nobody waits for it any more: `done` will not be called, if it was not.
   void forget(const std::shared_ptr<WindowRequest>& request);
   void tell(const std::shared_ptr<Group>& group, uint64_t window, int peer, WindowOp op);
+  // Whether a process has ended, or said that it does.
+  bool has_left(int world_rank);
+  // Is called without the lock when that happens, in any thread.
+  void set_ended_listener(void (*listener)(int world_rank)) {
+    ended_listener_ = listener;
+  }
   // For threads that complete a Work without the engine.
   void wake_waiters();
 
@@ -114,6 +129,7 @@ class Engine : public Driver, private MessageHandler {
     std::vector<std::shared_ptr<TransferOwner>> released;
     std::vector<std::shared_ptr<Operation>> retired;
     std::vector<std::shared_ptr<void>> windows;
+    std::vector<int> ended; // world ranks
   };
 
   Engine();
@@ -126,8 +142,13 @@ class Engine : public Driver, private MessageHandler {
   void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
   void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
 
+  // How long the end of a group, or of the process, waits for others.
+  static constexpr auto kLeaveTimeout = std::chrono::seconds(3);
+  // The lock; a call of MPI that keeps it beyond the deadline is ended.
+  Lock lock_by(Deadline deadline);
   // One round of progress with the lock held (it is released around arithmetic); true if anything moved.
   bool drive(Lock& lock);
+  void on_mpi_failure(const std::string& reason);
   void step_ready(Lock& lock);
   bool step_windows(Lock& lock);
   void check_peers(Lock& lock);
@@ -142,6 +163,10 @@ class Engine : public Driver, private MessageHandler {
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   // The same in all groups: the process has ended.
   void lose(int world_rank, const std::string& how, bool announced);
+  // Nothing more comes from there for a group that is closed here.
+  void forget_closed(uint64_t group, int world_rank);
+  // Asks processes whose early messages take too much memory to hold their data back.
+  void tell_early_load();
   void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
   // Takes what has to happen without the lock and does it after unlocking.
   void unlock_and_deliver(Lock& lock);
@@ -158,6 +183,7 @@ class Engine : public Driver, private MessageHandler {
   bool busy() const;
 
   std::mutex mutex_;
+  Watchdog watchdog_;
   std::unique_ptr<Messenger> messenger_;
   // The messenger's, for threads without the lock; null before there is one.
   std::atomic<LocalLinks*> links_{nullptr};
@@ -165,8 +191,10 @@ class Engine : public Driver, private MessageHandler {
   WindowService windows_;
   PeerWatch peers_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
+  EarlyLoad early_load_;
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
-  std::unordered_set<uint64_t> closed_groups_;
+  // Groups that are closed here, with those ranks of the world that have not said the same: something may come from them yet.
+  std::unordered_map<uint64_t, std::unordered_set<int>> closed_groups_;
   std::deque<std::shared_ptr<Operation>> ready_;
   std::vector<std::function<void()>> afterwards_; // news of failures and ends on other ranks, to act on after this round
   Outbox outbox_;
@@ -187,6 +215,7 @@ class Engine : public Driver, private MessageHandler {
   std::thread thread_;
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
+  std::atomic<void (*)(int world_rank)> ended_listener_{[](int) {}};
   Lifelines lifelines_;
   // Processes of other hosts that have ended: what they sent before may come yet, until then.
   struct LastWords {

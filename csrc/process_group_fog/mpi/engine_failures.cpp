@@ -25,7 +25,8 @@ void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const
   header.bytes = std::min(text.size(), Messenger::kInlineBytes);
   for (int peer = 0; peer < group->size(); ++peer) {
     const int world_rank = group->members[peer].world_rank;
-    if (peer == group->rank || lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0 || group->gone.count(peer) > 0) {
+    const bool closed = kind != MessageKind::kClosed && group->gone.count(peer) > 0;
+    if (peer == group->rank || lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0 || closed) {
       continue;
     }
     try {
@@ -45,7 +46,9 @@ void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, con
   // Each operation's error names itself, and later ones are refused with the text of the first.
   auto text = [&](const Operation& operation) {
     const auto own = operation.describe();
-    return reason.compare(0, own.size(), own) == 0 ? reason : own + ": " + reason;
+    const auto whole = reason.compare(0, own.size(), own) == 0 ? reason : own + ": " + reason;
+    // MPI does not always say for whom it waits.
+    return watchdog_.broken() && !operation.awaited().empty() ? whole + operation.describe_awaited() : whole;
   };
   const auto operations = group->operations;
   const auto first = std::min_element(operations.begin(), operations.end(), [](const auto& one, const auto& other) {
@@ -66,7 +69,25 @@ void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, con
   group->early.clear();
 }
 
+void Engine::tell_early_load() {
+  for (const auto& [world_rank, hold] : early_load_.take_changes()) {
+    if (lost_.count(world_rank) == 0 && departed_.count(world_rank) == 0) {
+      Header header;
+      header.kind = hold ? MessageKind::kHold : MessageKind::kRelease;
+      try {
+        messenger_->send(world_rank, header, nullptr, nullptr, 0);
+      } catch (const std::exception&) { // it sends nothing any more, then
+      }
+    }
+  }
+}
+
 void Engine::lose(int world_rank, const std::string& how, bool announced) {
+  const auto closed = closed_groups_;
+  for (const auto& [id, ranks] : closed) {
+    forget_closed(id, world_rank);
+  }
+  outbox_.ended.push_back(world_rank);
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     const int peer = group->group_rank(world_rank);
@@ -142,14 +163,16 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent) {
 
 void Engine::check_deadlines() {
   const auto now = Clock::now();
-  windows_.check_deadlines(now);
+  auto earliest = windows_.check_deadlines(now);
   if (in_flight_ == 0) {
+    watchdog_.set_deadline(earliest);
     return;
   }
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     for (const auto& operation : group->operations) {
       if (now < operation->deadline() || operation->computing) {
+        earliest = std::min(earliest, operation->deadline());
         continue;
       }
       fail(
@@ -160,6 +183,7 @@ void Engine::check_deadlines() {
       break; // fail() emptied the set
     }
   }
+  watchdog_.set_deadline(earliest);
 }
 
 } // namespace fog::mpi

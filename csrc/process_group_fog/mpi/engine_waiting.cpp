@@ -21,7 +21,6 @@ constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
 constexpr int kListeningPart = 16;
 constexpr std::chrono::nanoseconds kListeningShortest = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kListeningLongest = std::chrono::milliseconds(5);
-constexpr auto kGoodbyeTimeout = std::chrono::seconds(3);
 constexpr auto kLastWords = std::chrono::milliseconds(20);
 
 } // namespace
@@ -175,6 +174,7 @@ void Engine::shutdown() {
   if (forked_) {
     return;
   }
+  watchdog_.set_patience(kLeaveTimeout);
   Lock lock(mutex_);
   if (stopping_) {
     return;
@@ -226,7 +226,7 @@ void Engine::shutdown() {
     }
     return true;
   };
-  const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kGoodbyeTimeout));
+  const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kLeaveTimeout));
   Backoff backoff(true);
   while (!everyone_knows() && Clock::now() < limit) {
     if (drive(lock)) {
@@ -247,6 +247,7 @@ void Engine::shutdown() {
   }
   const bool healthy = !unhealthy_;
   lock.unlock();
+  watchdog_.stop();
   runtime.finalize(healthy);
 }
 

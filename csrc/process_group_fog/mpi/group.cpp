@@ -40,10 +40,9 @@ void make_ready(const std::shared_ptr<Operation>& operation) {
   }
 }
 
-uint64_t key_of_name(OpKind kind, const std::string& name, uint64_t use) {
+uint64_t key_of_name(OpKind kind, const std::string& name) {
   uint64_t hash = hash_more(kEmptyHash, static_cast<int64_t>(kind));
-  hash = hash_more(hash, name.data(), name.size());
-  return hash_more(hash, static_cast<int64_t>(use)) | kNamedKey;
+  return hash_more(hash, name.data(), name.size()) | kNamedKey;
 }
 
 } // namespace fog::mpi

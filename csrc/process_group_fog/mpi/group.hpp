@@ -10,8 +10,10 @@
 #include <unordered_set>
 #include <vector>
 
+#include "early_messages.hpp"
 #include "failure.hpp"
 #include "messenger.hpp"
+#include "name_table.hpp"
 #include "operation.hpp"
 
 namespace fog::mpi {
@@ -24,16 +26,6 @@ struct Member {
   int host = 0; // index, by first appearance
   std::string host_id;
   std::string host_name;
-};
-
-// A message that came before this rank had the operation for it.
-struct EarlyMessage {
-  int source; // group rank
-  Header header;
-  std::vector<char> data; // what came with the header
-
-  EarlyMessage(int from, const Header& its_header, const char* its_data)
-      : source(from), header(its_header), data(its_data, its_data + (its_data != nullptr ? its_header.bytes : 0)) {}
 };
 
 // All members are guarded by the engine's lock, but those that are const.
@@ -64,10 +56,10 @@ class Group {
   uint64_t next_key = 0; // of operations without a name
   uint64_t sequence = 0; // of all operations, for people
   uint64_t next_window = 0;
-  std::unordered_map<std::string, uint64_t> named; // how often each kind of operation used a name
+  NameTable names; // of operations
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> by_key; // collectives in flight
   std::unordered_set<std::shared_ptr<Operation>> operations; // all in flight, point-to-point as well
-  std::unordered_map<uint64_t, std::vector<EarlyMessage>> early; // by key
+  std::unordered_map<uint64_t, std::list<EarlyMessage>> early; // by key
   std::list<std::shared_ptr<PointToPointReceive>> posted; // receives without a message, oldest first
   std::list<EarlyMessage> unexpected; // point-to-point messages without a receive, oldest first
   std::unordered_map<int, std::string> gone; // group ranks that take no further part, and why
@@ -83,6 +75,6 @@ void make_ready(const std::shared_ptr<Operation>& operation);
 
 // Message keys: program order counts up from 0, names have the top bit set.
 constexpr uint64_t kNamedKey = uint64_t(1) << 63;
-uint64_t key_of_name(OpKind kind, const std::string& name, uint64_t use);
+uint64_t key_of_name(OpKind kind, const std::string& name);
 
 } // namespace fog::mpi

@@ -120,6 +120,7 @@ void LocalLinks::send(int peer, const Header& header, const void* data, size_t b
     // The peer may be asleep with nothing of its own in flight, and has to make space all the same.
     link.inbox->doorbell().wake(shared_memory::Doorbell::kBackground);
   }
+  link.unsent += record.size();
   link.queue.push_back(std::move(record));
   ++queued_;
 }
@@ -131,6 +132,7 @@ bool LocalLinks::flush() {
   const size_t before = queued_;
   for (auto& link : links_) {
     while (!link.queue.empty() && write(link, link.queue.front().data(), link.queue.front().size(), nullptr, 0)) {
+      link.unsent -= link.queue.front().size();
       link.queue.pop_front();
       --queued_;
     }
@@ -141,6 +143,7 @@ bool LocalLinks::flush() {
 void LocalLinks::forget(int peer) {
   queued_ -= links_[peer].queue.size();
   links_[peer].queue.clear();
+  links_[peer].unsent = 0;
   links_[peer].arena = nullptr; // its memory is free once nobody has it mapped
 }
 

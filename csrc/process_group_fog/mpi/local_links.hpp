@@ -46,6 +46,10 @@ class LocalLinks {
   void send(int peer, const Header& header, const void* data, size_t bytes);
   // Writes what waits for space; true if something was.
   bool flush();
+  // Bytes that wait for space on the way to `peer`.
+  size_t unsent(int peer) const {
+    return links_[peer].unsent;
+  }
   bool waiting_for_space() const {
     return queued_ > 0;
   }
@@ -105,6 +109,7 @@ class LocalLinks {
   struct Link {
     std::unique_ptr<shared_memory::Inbox> inbox; // the peer's
     std::deque<std::vector<char>> queue; // for which its ring has no space
+    size_t unsent = 0; // bytes of these
     std::shared_ptr<const shared_memory::ForeignArena> arena;
   };
   bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);

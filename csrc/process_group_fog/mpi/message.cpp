@@ -26,6 +26,8 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case MessageKind::kClosed:
     case MessageKind::kGoodbye:
     case MessageKind::kGoodbyeTaken:
+    case MessageKind::kHold:
+    case MessageKind::kRelease:
       return came != 0 || header.bytes != 0 || header.delivery != Delivery::kInline ? "it carries data" : nullptr;
     case MessageKind::kError:
       return header.delivery != Delivery::kInline || came != header.bytes ? "its text is not all there" : nullptr;

@@ -22,6 +22,8 @@ enum class MessageKind : uint8_t {
   kGoodbyeTaken, // the sender has taken the receiver's goodbye and all before it
   kWindow, // what the sender asks of a window of the receiver: see window_service
   kWindowReply,
+  kHold, // the receiver is to keep the data of its messages until it is asked for: too much of it waits here
+  kRelease, // not any more
 };
 
 // Where the data of a message is.
@@ -39,9 +41,11 @@ struct Header {
   Delivery delivery = Delivery::kInline;
   uint8_t wants_confirm = 0;
   uint16_t step = 0; // which message of the operation between these two ranks
+  uint16_t use = 0; // of an operation's name, by the sender's count
   uint32_t payload_tag = 0;
   uint32_t offer = 0; // number of the offer in the sender's inbox
   uint32_t window = 0; // and of the window of a stream
+  uint32_t generation = 0; // of that count
   uint64_t transfer = 0; // the sender's number for what is offered, streamed, or taken
   uint64_t address = 0;
   uint64_t group = 0;

@@ -33,8 +33,8 @@ Header checked_header(int source, const char* record, size_t length, bool local)
 
 } // namespace
 
-Messenger::Messenger(Runtime& runtime, MessageHandler& handler)
-    : runtime_(runtime), handler_(handler), local_(runtime.rank(), runtime.size()), waiting_(runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()) {}
+Messenger::Messenger(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
+    : runtime_(runtime), handler_(handler), watchdog_(watchdog), local_(runtime.rank(), runtime.size()), waiting_(runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()), held_(runtime.size()), unsent_(runtime.size(), 0), offered_(runtime.size(), 0) {}
 
 std::unique_ptr<Messenger::Buffer> Messenger::take_buffer() {
   if (buffers_.empty()) {
@@ -62,11 +62,12 @@ Messenger::Sent Messenger::send(
     int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Way way) {
   header.delivery = Delivery::kInline;
   const bool local = local_.reaches(destination);
+  // The order of messages between two ranks stays. News of failures and ends wait for nothing.
+  const bool in_order = header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
+  const bool hold = in_order && header.bytes > 0 && holds_back(destination);
   if (local) {
-    const bool inlined = header.bytes <= kLocalInlineBytes;
+    const bool inlined = header.bytes <= kLocalInlineBytes && !hold;
     const auto delivery = inlined || way == Way::kMessages ? std::nullopt : offered_as(destination, header, data);
-    // The order of messages between two ranks stays. News of failures and ends wait for nothing.
-    const bool in_order = header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
     const bool queue = in_order && !waiting_[destination].empty();
     if (inlined && !queue) {
       local_.send(destination, header, data, header.bytes);
@@ -86,7 +87,7 @@ Messenger::Sent Messenger::send(
       return {};
     }
   }
-  const bool separate = header.bytes > kInlineBytes;
+  const bool separate = header.bytes > kInlineBytes || hold;
   if (separate) {
     // Tags from 1 up, one after the other: a receiver may take payloads of one sender in any order.
     next_tag_[destination] = next_tag_[destination] % static_cast<uint32_t>(runtime_.max_tag()) + 1;
@@ -96,7 +97,7 @@ Messenger::Sent Messenger::send(
   if (local) {
     local_.send(destination, header, nullptr, 0);
     polled_until_ = Clock::now() + kPolledFurther;
-    return {send_payload(destination, header, data, owner, token), false};
+    return {send_payload(destination, header, data, owner, token, hold), false};
   }
   auto buffer = take_buffer();
   std::memcpy(buffer->data(), &header, sizeof(header));
@@ -107,18 +108,19 @@ Messenger::Sent Messenger::send(
   }
   MPI_Request request = MPI_REQUEST_NULL;
   check_reachable(destination);
-  check(
-      api().Isend(
-          buffer->data(), static_cast<int>(length), MPI_BYTE, destination, kControlTag, runtime_.communicator(), &request),
-      "MPI_Isend");
-  int done = 0;
-  check(api().Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-  if (done != 0) {
+  const auto start = [&] {
+    return api().Isend(
+        buffer->data(), static_cast<int>(length), MPI_BYTE, destination, kControlTag, runtime_.communicator(), &request);
+  };
+  check(watchdog_.call("MPI_Isend", destination, start), "MPI_Isend");
+  const bool done = test(request, destination);
+  if (done) {
     give_buffer(std::move(buffer));
   } else {
-    track(request, {std::move(buffer), nullptr, 0, true, 0});
+    unsent_[destination] += buffer->size();
+    track(request, {std::move(buffer), nullptr, 0, true, 0, destination});
   }
-  return {separate ? send_payload(destination, header, data, owner, token) : 0, false};
+  return {separate ? send_payload(destination, header, data, owner, token, hold) : 0, false};
 }
 
 void Messenger::check_reachable(int destination) const {
@@ -136,10 +138,12 @@ std::optional<Delivery> Messenger::offered_as(int destination, const Header& hea
 
 bool Messenger::offer(
     int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Delivery delivery) {
-  const auto offer = local_.offer(next_transfer_);
+  constexpr size_t kShare = shared_memory::Inbox::kOffers / 2; // one that takes nothing leaves some to the others
+  const auto offer = offered_[destination] < kShare ? local_.offer(next_transfer_) : std::nullopt;
   if (!offer) {
     return false;
   }
+  ++offered_[destination];
   header.delivery = delivery;
   header.wants_confirm = 0; // that it was taken says as much
   header.address = reinterpret_cast<uintptr_t>(data);
@@ -159,7 +163,7 @@ bool Messenger::send_waiting() {
       if (!next.owner) {
         local_.send(destination, next.header, next.copy.data(), next.copy.size());
       } else if (!offer(destination, next.header, next.data, next.owner, next.token, *offered_as(destination, next.header, next.data))) {
-        return any;
+        break;
       }
       queue.pop_front();
       --waiting_count_;
@@ -203,21 +207,33 @@ size_t Messenger::transfer(
 }
 
 size_t Messenger::send_payload(
-    int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
-  return transfer(header, owner, token, true, "MPI_Isend", [&](size_t offset, int count, MPI_Request* request) {
+    int destination,
+    const Header& header,
+    const void* data,
+    const std::shared_ptr<TransferOwner>& owner,
+    size_t token,
+    bool hold) {
+  // MPI may call what it has taken sent: if it is to be held back that has to wait for the receiver.
+  const auto isend = hold ? api().Issend : api().Isend;
+  const char* const name = hold ? "MPI_Issend" : "MPI_Isend";
+  return transfer(header, owner, token, true, name, [&](size_t offset, int count, MPI_Request* request) {
     check_reachable(destination);
-    return api().Isend(
-        static_cast<const char*>(data) + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag),
-        runtime_.communicator(), request);
+    return watchdog_.call(name, destination, [&] {
+      return isend(
+          static_cast<const char*>(data) + offset, count, MPI_BYTE, destination, static_cast<int>(header.payload_tag),
+          runtime_.communicator(), request);
+    });
   });
 }
 
 size_t Messenger::receive(
     int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   return transfer(header, owner, token, false, "MPI_Irecv", [&](size_t offset, int count, MPI_Request* request) {
-    return api().Irecv(
-        static_cast<char*>(data) + offset, count, MPI_BYTE, source, static_cast<int>(header.payload_tag), runtime_.communicator(),
-        request);
+    return watchdog_.call("MPI_Irecv", source, [&] {
+      return api().Irecv(
+          static_cast<char*>(data) + offset, count, MPI_BYTE, source, static_cast<int>(header.payload_tag), runtime_.communicator(),
+          request);
+    });
   });
 }
 
@@ -355,6 +371,7 @@ void Messenger::drop_offers(Which&& which) {
   for (auto position = offers_.begin(); position != offers_.end();) {
     auto& offer = position->second;
     if (which(offer)) {
+      --offered_[offer.destination];
       local_.withdraw(offer.index);
       released_.push_back(std::move(offer.owner));
       position = offers_.erase(position);
@@ -411,6 +428,24 @@ bool Messenger::poll() {
   return progressed;
 }
 
+bool Messenger::give_up_mpi() {
+  if (std::exchange(given_up_, true)) {
+    return false;
+  }
+  std::move(transfers_.begin(), transfers_.end(), std::back_inserter(lost_transfers_));
+  transfers_.clear();
+  requests_.clear();
+  sources_waiting_.clear();
+  sending_ = 0;
+  return true;
+}
+
+bool Messenger::test(MPI_Request& request, int peer) {
+  int done = 0;
+  check(watchdog_.call("MPI_Test", peer, [&] { return api().Test(&request, &done, MPI_STATUS_IGNORE); }), "MPI_Test");
+  return done != 0;
+}
+
 void Messenger::on_local(int source, const char* record, size_t length) {
   const auto header = checked_header(source, record, length, true);
   switch (header.kind) {
@@ -463,6 +498,7 @@ void Messenger::on_taken(const Header& header) {
     local_.withdraw(found->second.index);
     auto offer = std::move(found->second);
     offers_.erase(found);
+    --offered_[offer.destination];
     offer.owner->on_transfer(offer.token, 0);
     released_.push_back(std::move(offer.owner));
   }
@@ -474,7 +510,8 @@ bool Messenger::poll_messages() {
     int found = 0;
     MPI_Message message = MPI_MESSAGE_NULL;
     MPI_Status status;
-    check(api().Improbe(MPI_ANY_SOURCE, kControlTag, runtime_.communicator(), &found, &message, &status), "MPI_Improbe");
+    const auto probe = [&] { return api().Improbe(MPI_ANY_SOURCE, kControlTag, runtime_.communicator(), &found, &message, &status); };
+    check(watchdog_.call("MPI_Improbe", -1, probe), "MPI_Improbe");
     if (found == 0) {
       break;
     }
@@ -487,11 +524,10 @@ bool Messenger::poll_messages() {
       refuse(source, static_cast<size_t>(length), "it is longer than any");
     }
     MPI_Request request = MPI_REQUEST_NULL;
-    check(api().Imrecv(buffer->data(), length, MPI_BYTE, &message, &request), "MPI_Imrecv");
+    const auto receive = [&] { return api().Imrecv(buffer->data(), length, MPI_BYTE, &message, &request); };
+    check(watchdog_.call("MPI_Imrecv", source, receive), "MPI_Imrecv");
     if (incoming_[source].empty()) {
-      int done = 0;
-      check(api().Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-      if (done != 0) {
+      if (test(request, source)) {
         deliver(source, std::move(buffer), static_cast<size_t>(length));
         continue;
       }
@@ -517,9 +553,7 @@ bool Messenger::drain(int source) {
   bool progressed = false;
   auto& queue = incoming_[source];
   while (!queue.empty()) {
-    int done = 0;
-    check(api().Test(&queue.front().request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-    if (done == 0) {
+    if (!test(queue.front().request, source)) {
       break;
     }
     auto next = std::move(queue.front());
@@ -544,7 +578,8 @@ bool Messenger::poll_transfers() {
   indices_.resize(requests_.size());
   statuses_.resize(requests_.size());
   int completed = 0;
-  const int code = api().Testsome(count, requests_.data(), &completed, indices_.data(), statuses_.data());
+  const int code = watchdog_.call(
+      "MPI_Testsome", -1, [&] { return api().Testsome(count, requests_.data(), &completed, indices_.data(), statuses_.data()); });
   if (code != MPI_ERR_IN_STATUS) {
     check(code, "MPI_Testsome");
   }
@@ -572,6 +607,7 @@ bool Messenger::poll_transfers() {
   for (auto& [transfer, error] : ended) {
     sending_ -= transfer.outgoing ? 1 : 0;
     if (transfer.buffer) {
+      unsent_[transfer.destination] -= transfer.buffer->size();
       give_buffer(std::move(transfer.buffer));
       continue;
     }

@@ -24,6 +24,7 @@
 #include "local_links.hpp"
 #include "message.hpp"
 #include "runtime.hpp"
+#include "watchdog.hpp"
 
 namespace fog::mpi {
 
@@ -97,7 +98,7 @@ class Messenger {
     return std::clamp((bytes / 64 + 63) & ~size_t(63), kLeast, kMost);
   }
 
-  Messenger(Runtime& runtime, MessageHandler& handler);
+  Messenger(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
 
   LocalLinks& local() {
     return local_;
@@ -120,6 +121,16 @@ class Messenger {
 
   // Receives the data of a message that delivers it as payload. Returns how many on_transfer() calls will follow.
   size_t receive(int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
+
+  // `peer` has asked for it (or not any more): what is sent there stays here until an operation there takes it.
+  void hold_back(int peer, bool hold) {
+    held_[peer] = hold;
+  }
+  // Whether that holds, or too much waits here for `destination` as it is.
+  bool holds_back(int destination) const {
+    constexpr size_t kMostUnsent = size_t(4) << 20;
+    return held_[destination] || local_.unsent(destination) + unsent_[destination] > kMostUnsent;
+  }
 
   // Whether `destination` can be sent a stream.
   bool streams_to(int destination) const {
@@ -163,14 +174,17 @@ class Messenger {
   // Looks for news once; true if anything arrived or was completed.
   bool poll();
 
+  // MPI cannot be called any more: nothing comes over it, and nothing goes. False if that was known.
+  bool give_up_mpi();
+
   // Whether something may come that rings no bell, because it comes over MPI.
   bool must_poll() {
-    return !requests_.empty() || !sources_waiting_.empty() || !local_.attached_by_all() || poll_further();
+    return !given_up_ && (!requests_.empty() || !sources_waiting_.empty() || !local_.attached_by_all() || poll_further());
   }
 
   // Whether messages of this process may still be on their way out of it.
   bool sending() const {
-    return sending_ > 0 || !offers_.empty() || local_.waiting_for_space() || poll_further();
+    return sending_ > 0 || !offers_.empty() || local_.waiting_for_space() || (!given_up_ && poll_further());
   }
 
   // Owners whose last transfer ended; their memory is to be released outside of the engine's lock.
@@ -187,6 +201,7 @@ class Messenger {
     size_t token = 0;
     bool outgoing = false;
     size_t part = 0;
+    int destination = -1; // of a small message
   };
   struct Offer {
     std::shared_ptr<TransferOwner> owner;
@@ -219,10 +234,15 @@ class Messenger {
       const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start);
   void check_reachable(int destination) const;
   size_t send_payload(
-      int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token);
+      int destination,
+      const Header& header,
+      const void* data,
+      const std::shared_ptr<TransferOwner>& owner,
+      size_t token,
+      bool hold);
   // How data of a message to a rank of this host goes that does not come with its header and is read where it is.
   std::optional<Delivery> offered_as(int destination, const Header& header, const void* data) const;
-  // False if no offer is free.
+  // False if no offer is free, or `destination` has its share of them.
   bool offer(
       int destination, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, Delivery delivery);
   // Sends what can be sent of what waits.
@@ -236,6 +256,7 @@ class Messenger {
   std::unique_ptr<Buffer> take_buffer();
   void give_buffer(std::unique_ptr<Buffer> buffer);
   void track(MPI_Request request, Transfer transfer);
+  bool test(MPI_Request& request, int peer);
   bool poll_messages();
   bool poll_transfers();
   bool drain(int source);
@@ -252,6 +273,7 @@ class Messenger {
 
   Runtime& runtime_;
   MessageHandler& handler_;
+  Watchdog& watchdog_;
   LocalLinks local_;
   std::unordered_map<uint64_t, Offer> offers_; // by transfer
   std::vector<std::deque<Waiting>> waiting_; // by destination
@@ -270,6 +292,11 @@ class Messenger {
   std::vector<MPI_Status> statuses_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   size_t sending_ = 0;
+  std::vector<bool> held_; // by destination
+  std::vector<size_t> unsent_; // by destination: bytes of small messages that MPI still reads
+  std::vector<size_t> offered_; // by destination: offers that stand
+  bool given_up_ = false; // MPI
+  std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
 };
 
 } // namespace fog::mpi

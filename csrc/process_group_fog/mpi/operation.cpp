@@ -23,12 +23,19 @@ std::string ranks(const std::set<int>& numbers) {
 
 } // namespace
 
-void Operation::begin(const std::shared_ptr<Group>& group, uint64_t key, uint64_t sequence, std::chrono::milliseconds timeout) {
+void Operation::begin(
+    const std::shared_ptr<Group>& group,
+    uint64_t key,
+    uint64_t sequence,
+    std::chrono::milliseconds timeout,
+    Deadline deadline,
+    NameTable::Use use) {
   group_ = group;
   key_ = key;
   sequence_ = sequence;
+  use_ = use;
   timeout_ = timeout;
-  deadline_ = std::chrono::steady_clock::now() + timeout;
+  deadline_ = deadline;
   sending_.assign(group->size(), 0);
   state_ = State::kActive;
   work_->set_sequence(sequence);
@@ -49,6 +56,10 @@ bool Operation::one_host() const {
 
 bool Operation::heard_from(int peer) const {
   return std::any_of(receives_.begin(), receives_.end(), [peer](const Receive& receive) { return receive.arrived && receive.peer == peer; });
+}
+
+bool Operation::expects(int peer) const {
+  return std::any_of(receives_.begin(), receives_.end(), [peer](const Receive& receive) { return !receive.arrived && receive.peer == peer; });
 }
 
 std::string Operation::describe() const {
@@ -91,6 +102,8 @@ Header Operation::header_for(uint16_t step, size_t bytes) const {
   Header header;
   header.kind = signature_.kind == OpKind::kPointToPoint ? MessageKind::kPointToPoint : MessageKind::kData;
   header.step = step;
+  header.use = use_.number;
+  header.generation = use_.generation;
   header.group = group_->id;
   header.key = key_;
   header.bytes = bytes;
@@ -128,7 +141,10 @@ void Operation::send(
     streams_.push_back(stream);
     make_ready(shared_from_this());
   }
-  if (memory == Memory::kOverwritten && bytes > Messenger::kInlineBytes && (!stream || readers.size() < destinations.size())) {
+  // What comes with its header is copied at once, and may change from then on. Where it is to be held back it stands for that copy.
+  const bool small = bytes > 0 && bytes <= Messenger::kInlineBytes;
+  const bool held = small && std::any_of(world_ranks.begin(), world_ranks.end(), [&](int rank) { return messenger.holds_back(rank); });
+  if (held || (memory == Memory::kOverwritten && bytes > Messenger::kInlineBytes && (!stream || readers.size() < destinations.size()))) {
     auto* copy = scratch(bytes);
     std::memcpy(copy, data, bytes);
     data = copy;

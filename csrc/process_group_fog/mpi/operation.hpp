@@ -12,9 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "../deadline.hpp"
 #include "../signature.hpp"
 #include "../work.hpp"
 #include "messenger.hpp"
+#include "name_table.hpp"
 #include "operand.hpp"
 
 namespace fog::mpi {
@@ -45,7 +47,13 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   }
 
   // --- for the engine ---
-  void begin(const std::shared_ptr<Group>& group, uint64_t key, uint64_t sequence, std::chrono::milliseconds timeout);
+  void begin(
+      const std::shared_ptr<Group>& group,
+      uint64_t key,
+      uint64_t sequence,
+      std::chrono::milliseconds timeout,
+      Deadline deadline,
+      NameTable::Use use = {});
   void on_message(int source, const Header& header, const char* data);
   void on_confirm(int source);
   void on_transfer(size_t token, size_t part) final;
@@ -93,6 +101,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::set<int> awaited(bool announced = true) const;
   // Whether any message of this operation came from `peer`.
   bool heard_from(int peer) const;
+  // Whether a message from `peer` is still to come.
+  bool expects(int peer) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
   // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
@@ -234,6 +244,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::shared_ptr<Group> group_;
   uint64_t key_ = 0;
   uint64_t sequence_ = 0;
+  NameTable::Use use_; // of its name, if it has one
   std::chrono::steady_clock::time_point deadline_;
   std::chrono::milliseconds timeout_{0};
   bool confirm_ = true;

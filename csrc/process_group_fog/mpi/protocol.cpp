@@ -23,7 +23,7 @@ uint32_t layout() {
        {sizeof(Header), offsetof(Header, transfer), offsetof(Header, bytes), offsetof(Header, signature), sizeof(Signature),
         offsetof(Signature, shape), offsetof(Signature, plan), sizeof(Ring), Ring::kCapacity, sizeof(Doorbell), Inbox::bytes_for(1),
         Inbox::bytes_for(1000), sizeof(Arena::Label), sizeof(WindowLabel), sizeof(SlotPlace), sizeof(Door), sizeof(PairMutex),
-        size_t(Slot::kWriters), size_t(Slot::kOwners), static_cast<size_t>(MessageKind::kWindowReply),
+        size_t(Slot::kWriters), size_t(Slot::kOwners), static_cast<size_t>(MessageKind::kRelease),
         static_cast<size_t>(Delivery::kMapped), static_cast<size_t>(OpKind::kLocalAllreduce)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));
   }

@@ -6,6 +6,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "../deadline.hpp"
+
 namespace fog::mpi {
 namespace {
 
@@ -51,6 +53,19 @@ bool Rendezvous::has(const std::string& key) {
   return store_->check({prefix_ + key});
 }
 
+void Rendezvous::finish() {
+  try {
+    if (store_->add(prefix_ + "finished", 1) < size_) {
+      return;
+    }
+    exchanged_.emplace_back("finished");
+    for (const auto& key : exchanged_) {
+      store_->deleteKey(prefix_ + key);
+    }
+  } catch (const std::exception&) { // it cannot delete; or it has gone, and nobody needs it
+  }
+}
+
 std::string Rendezvous::get(const std::string& key) {
   const auto value = store_->get(prefix_ + key);
   return {value.begin(), value.end()};
@@ -63,7 +78,7 @@ void Rendezvous::wait(const std::string& key, const std::vector<int>& ranks) {
     keys.push_back(prefix_ + rank_key(key, rank));
   }
   try {
-    store_->wait(keys, timeout_);
+    store_->wait(keys, for_torch(timeout_));
   } catch (const std::exception& error) {
     std::string missing;
     try {
@@ -90,6 +105,9 @@ std::vector<std::string> Rendezvous::allgather(const std::string& key, const std
     everyone.push_back(rank);
   }
   wait(key, everyone);
+  for (const int rank : everyone) {
+    exchanged_.push_back(rank_key(key, rank));
+  }
   std::vector<std::string> values;
   values.reserve(size_);
   for (int rank = 0; rank < size_; ++rank) {
@@ -99,6 +117,7 @@ std::vector<std::string> Rendezvous::allgather(const std::string& key, const std
 }
 
 std::string Rendezvous::from_rank_zero(const std::string& key, const std::function<std::string()>& make) {
+  exchanged_.push_back(rank_key(key, 0));
   if (rank_ == 0) {
     auto value = make();
     set(rank_key(key, 0), value);

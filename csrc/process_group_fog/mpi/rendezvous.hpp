@@ -32,6 +32,9 @@ class Rendezvous {
   // Returns once every rank has called it with this key.
   void barrier(const std::string& key);
 
+  // This rank needs nothing of it any more. Once all have said so, what was exchanged is deleted, where the store can do that.
+  void finish();
+
   void set(const std::string& key, const std::string& value);
   bool has(const std::string& key);
   std::string get(const std::string& key);
@@ -55,6 +58,7 @@ class Rendezvous {
   const int size_;
   const std::chrono::milliseconds timeout_;
   const std::string prefix_;
+  std::vector<std::string> exchanged_; // keys, the same on every rank
 };
 
 } // namespace fog::mpi

@@ -15,6 +15,7 @@
 #include <c10/util/Exception.h>
 
 #include "../shared_memory/arena.hpp"
+#include "failure.hpp"
 #include "host.hpp"
 
 namespace fog::mpi {
@@ -85,6 +86,49 @@ void unlink_shared_memory_names() {
   }
 }
 
+const char* name_of_level(int level) {
+  return level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE"
+      : level == MPI_THREAD_FUNNELED ? "MPI_THREAD_FUNNELED"
+      : level == MPI_THREAD_SERIALIZED ? "MPI_THREAD_SERIALIZED" : "MPI_THREAD_MULTIPLE";
+}
+
+// MPI's collective calls have no time-out. This one runs in a thread of its own, which is left behind if it does not return in
+// time, so that the caller can give up and say why. `trouble` may end the wait early with its text.
+void call_in_time(
+    const char* name,
+    Deadline deadline,
+    std::chrono::milliseconds timeout,
+    const std::function<std::string()>& trouble,
+    const std::function<std::string()>& excuse,
+    std::function<int()> call) {
+  struct Attempt {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    int code = 0;
+  };
+  auto attempt = std::make_shared<Attempt>();
+  std::thread([attempt, call = std::move(call)] {
+    const int code = call();
+    std::lock_guard<std::mutex> lock(attempt->mutex);
+    attempt->done = true;
+    attempt->code = code;
+    attempt->changed.notify_all();
+  }).detach();
+  std::unique_lock<std::mutex> lock(attempt->mutex);
+  while (!attempt->changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return attempt->done; })) {
+    const auto error = trouble ? trouble() : std::string();
+    if (!error.empty()) {
+      C10_THROW_ERROR(DistBackendError, c10::str("fog: MPI did not start: ", error));
+    }
+    if (Clock::now() > deadline) {
+      C10_THROW_ERROR(
+          DistBackendError, c10::str("fog: MPI did not start within ", timeout.count(), " ms: ", name, " does not return", excuse ? excuse() : ""));
+    }
+  }
+  check(attempt->code, name);
+}
+
 } // namespace
 
 LauncherWorld launcher_world() {
@@ -113,60 +157,41 @@ Runtime& Runtime::instance() {
   return *runtime;
 }
 
-void Runtime::initialize(std::chrono::milliseconds timeout) {
+void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
   int running = 0;
   check(api().Initialized(&running), "MPI_Initialized");
   int provided = 0;
   if (running != 0) { // by the program itself, through another user of the same library
     check(api().Query_thread(&provided), "MPI_Query_thread");
-  } else {
-    // fog stages device memory itself where it must; MPI's own probing of GPUs costs start-up time.
-    setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
-    // MPI_Init has no time-out. It runs in a thread of its own, so that this one can give up and say why.
-    struct Attempt {
-      std::mutex mutex;
-      std::condition_variable changed;
-      bool done = false;
-      int code = 0;
-      int provided = 0;
-    };
-    auto attempt = std::make_shared<Attempt>();
-    std::thread([attempt] {
-      int level = 0;
-      const int code = api().Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, &level);
-      std::lock_guard<std::mutex> lock(attempt->mutex);
-      attempt->done = true;
-      attempt->code = code;
-      attempt->provided = level;
-      attempt->changed.notify_all();
-    }).detach();
-    const auto deadline = Clock::now() + timeout;
-    std::unique_lock<std::mutex> lock(attempt->mutex);
-    while (!attempt->changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return attempt->done; })) {
-      const auto error = pmi_ ? pmi_->error() : std::string();
-      if (!error.empty() || Clock::now() > deadline) {
-        C10_THROW_ERROR(
-            DistBackendError,
-            c10::str(
-                "fog: MPI did not start", error.empty() ? c10::str(" within ", timeout.count(), " ms") : ": " + error));
-      }
+    if (provided < MPI_THREAD_MULTIPLE) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(
+              "fog: something else in this program has started MPI (", library_path(), ") with ", name_of_level(provided),
+              "; beside another user of MPI fog needs MPI_THREAD_MULTIPLE, as each calls it under a lock of its own. With mpi4py: "
+              "mpi4py.rc.thread_level = \"multiple\" before \"from mpi4py import MPI\"; else MPI_Init_thread with MPI_THREAD_MULTIPLE."));
     }
-    check(attempt->code, "MPI_Init_thread");
-    provided = attempt->provided;
-    initialized_here_ = true;
+    return;
   }
-  if (provided < MPI_THREAD_SERIALIZED) {
+  // fog stages device memory itself where it must; MPI's own probing of GPUs costs start-up time.
+  setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
+  auto level = std::make_shared<int>(0);
+  call_in_time(
+      "MPI_Init_thread", deadline, timeout, [this] { return pmi_ ? pmi_->error() : std::string(); }, nullptr,
+      [level] { return api().Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, level.get()); });
+  initialized_here_ = true;
+  if (*level < MPI_THREAD_SERIALIZED) {
     C10_THROW_ERROR(
         DistBackendError,
-        c10::str(
-            "fog: needs MPI_THREAD_SERIALIZED, but MPI runs with thread level ", provided,
-            ". Start fog before other users of MPI, or start MPI with a higher level."));
+        c10::str("fog: needs MPI_THREAD_SERIALIZED, but the MPI library ", library_path(), " offers ", name_of_level(*level), " at most"));
   }
 }
 
-void Runtime::adopt_world() {
+void Runtime::adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse) {
   check(api().Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
-  check(api().Comm_dup(MPI_COMM_WORLD, &communicator_), "MPI_Comm_dup");
+  auto copy = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
+  call_in_time("MPI_Comm_dup", deadline, timeout, nullptr, excuse, [copy] { return api().Comm_dup(MPI_COMM_WORLD, copy.get()); });
+  communicator_ = *copy;
   check(api().Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check(api().Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
   check(api().Comm_size(communicator_, &size_), "MPI_Comm_size");
@@ -174,7 +199,6 @@ void Runtime::adopt_world() {
   int found = 0;
   check(api().Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
   max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the least that the standard promises
-  started_ = true;
 }
 
 void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
@@ -184,9 +208,7 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
   if (started_) {
     return;
   }
-  if (!failure_.empty()) {
-    C10_THROW_ERROR(DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
-  }
+  check_first_start();
   // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
   const auto hosts = number_hosts(meet(rendezvous));
   job_ = rendezvous.from_rank_zero("job", random_name);
@@ -204,15 +226,26 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
       environment.set("PMI_SIZE", std::to_string(size));
       environment.set("MPIR_CVAR_PMI_VERSION", "1");
     }
-    initialize(timeout);
-    adopt_world();
+    const auto deadline = deadline_after(timeout);
+    initialize(deadline, timeout);
+    const auto at = [](int rank) { return "mpi-initialized/" + std::to_string(rank); };
+    rendezvous.set(at(rank), "1");
+    adopt_world(deadline, timeout, [&] {
+      std::string missing;
+      for (int peer = 0; peer < size; ++peer) {
+        if (!rendezvous.has(at(peer))) {
+          missing += (missing.empty() ? "; not there: rank(s) " : ", ") + std::to_string(peer);
+        }
+      }
+      return missing;
+    });
     TORCH_CHECK_WITH(
         DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_, ", the group has this process as rank ", rank,
         " of ", size);
     rendezvous.barrier("mpi-started");
+    started_ = true;
   } catch (const std::exception& error) {
-    started_ = false;
-    failure_ = error.what();
+    failure_ = message_of(error);
     unlink_shared_memory_names();
     throw;
   }
@@ -242,19 +275,56 @@ void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
   if (launcher_world().size == 0) {
     C10_THROW_ERROR(DistBackendError, "fog: no launcher: neither mpiexec nor srun set a rank and a size in the environment");
   }
+  check_first_start();
   launched_ = true;
-  initialize(timeout);
-  adopt_world();
-  job_ = broadcast(random_name());
-  unlink_shared_memory_names(); // broadcast() from rank 0 is no barrier, but MPI_Comm_dup was: all have attached
+  try {
+    const auto deadline = deadline_after(timeout);
+    initialize(deadline, timeout);
+    adopt_world(deadline, timeout, [] { return std::string("; not every rank that the launcher has started is there"); });
+    job_ = broadcast_in_time(random_name(), deadline, timeout);
+    started_ = true;
+  } catch (const std::exception& error) {
+    failure_ = message_of(error);
+    unlink_shared_memory_names();
+    throw;
+  }
+  unlink_shared_memory_names(); // a broadcast from rank 0 is no barrier, but MPI_Comm_dup was: all have attached
 }
 
-std::string Runtime::broadcast(const std::string& text) {
-  std::array<char, 512> buffer = {};
-  TORCH_CHECK_VALUE(text.size() < buffer.size(), "fog: text of ", text.size(), " characters; at most ", buffer.size() - 1);
-  std::memcpy(buffer.data(), text.data(), text.size());
-  check(api().Bcast(buffer.data(), static_cast<int>(buffer.size()), MPI_BYTE, 0, communicator_), "MPI_Bcast");
-  return buffer.data();
+std::string Runtime::broadcast(const std::string& text, std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!started_) {
+    check_first_start();
+    C10_THROW_ERROR(DistBackendError, "fog: MPI has not been started");
+  }
+  try {
+    return broadcast_in_time(text, deadline_after(timeout), timeout);
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const std::exception& error) {
+    started_ = false; // the call that has not returned still holds MPI
+    failure_ = message_of(error);
+    throw;
+  }
+}
+
+std::string Runtime::broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout) {
+  auto buffer = std::make_shared<std::array<char, 512>>();
+  buffer->fill(0);
+  TORCH_CHECK_VALUE(text.size() < buffer->size(), "fog: text of ", text.size(), " characters; at most ", buffer->size() - 1);
+  std::memcpy(buffer->data(), text.data(), text.size());
+  call_in_time(
+      "MPI_Bcast", deadline, timeout, nullptr, [] { return std::string("; not there: rank(s) 0, from which it comes, or one on the way"); },
+      [buffer, communicator = communicator_] {
+        return api().Bcast(buffer->data(), static_cast<int>(buffer->size()), MPI_BYTE, 0, communicator);
+      });
+  return buffer->data();
+}
+
+void Runtime::check_first_start() const {
+  if (!failure_.empty()) {
+    C10_THROW_ERROR(DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
+  }
 }
 
 void Runtime::finalize(bool healthy) {

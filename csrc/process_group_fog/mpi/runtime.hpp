@@ -2,10 +2,12 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 
+#include "../deadline.hpp"
 #include "api.hpp"
 #include "pmi_server.hpp"
 #include "rendezvous.hpp"
@@ -20,7 +22,8 @@ struct LauncherWorld {
 LauncherWorld launcher_world();
 
 // MPI is started on all ranks of the first group, which becomes MPI's world; later groups are subsets of it. The thread
-// level is MPI_THREAD_SERIALIZED: whoever calls MPI holds the engine's lock.
+// level is MPI_THREAD_SERIALIZED: whoever calls MPI holds the engine's lock. Where somebody else has started MPI it must be
+// MPI_THREAD_MULTIPLE, since he holds other locks.
 class Runtime {
  public:
   // Lives until the process ends: MPI's threads and mappings must not outlive it.
@@ -57,8 +60,9 @@ class Runtime {
     return max_tag_;
   }
 
-  // Rank 0's text on every rank of the world. For the bootstrap under a launcher only: blocks inside MPI.
-  std::string broadcast(const std::string& text);
+  // Rank 0's text on every rank of the world. For the bootstrap under a launcher only. Throws DistBackendError if it has not
+  // come within `timeout`; then MPI cannot be used any more.
+  std::string broadcast(const std::string& text, std::chrono::milliseconds timeout);
 
   // Ends MPI where that is needed and safe: a launcher expects MPI_Finalize, and only a world in which nothing failed
   // comes back from it. Without a launcher nothing is left to end, since fog's own PMI server is in this process and the
@@ -67,8 +71,13 @@ class Runtime {
 
  private:
   Runtime() = default;
-  void initialize(std::chrono::milliseconds timeout);
-  void adopt_world();
+  // What a call of MPI that has not returned in time may be waiting for.
+  using Excuse = std::function<std::string()>;
+  // Throws what the first start has failed with, if it has.
+  void check_first_start() const;
+  void initialize(Deadline deadline, std::chrono::milliseconds timeout);
+  void adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse);
+  std::string broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout);
   std::vector<std::string> meet(Rendezvous& rendezvous);
 
   std::mutex mutex_;

@@ -163,7 +163,7 @@ std::vector<std::shared_ptr<WindowEndpoint>> WindowService::endpoints(const Grou
 
 // --- the origin ---
 
-void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout) {
+void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout, Deadline deadline) {
   if (const auto gone = request->group->gone.find(request->peer); gone != request->group->gone.end()) {
     std::rethrow_exception(
         backend_error("fog: " + request->what + ": " + request->group->describe_member(request->peer) + ' ' + gone->second));
@@ -171,7 +171,7 @@ void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::
   request->service_ = this;
   request->id_ = next_request_++;
   request->timeout_ = timeout;
-  request->deadline_ = Clock::now() + timeout;
+  request->deadline_ = deadline;
   auto header = header_for(MessageKind::kWindow, request->group->id, request->window, request->op, request->id_);
   header.scale = request->weight;
   header.address = request->op == WindowOp::kWrite ? request->offset : bits_of(request->p.value_or(0.0));
@@ -195,7 +195,7 @@ void WindowService::forget(const WindowRequest& request) {
 }
 
 void WindowService::tell(const Group& group, uint64_t window, int peer, WindowOp op) {
-  if (group.gone.count(peer) > 0) {
+  if (group.closed || group.gone.count(peer) > 0) { // after the news of the end nothing of the group may come
     return;
   }
   try {
@@ -257,11 +257,14 @@ void WindowService::end(const std::shared_ptr<WindowRequest>& request, std::exce
   }
 }
 
-void WindowService::check_deadlines(Clock::time_point now) {
+Deadline WindowService::check_deadlines(Deadline now) {
   std::vector<std::shared_ptr<WindowRequest>> late;
+  auto earliest = Deadline::max();
   for (const auto& [id, request] : requests_) {
     if (now >= request->deadline_) {
       late.push_back(request);
+    } else {
+      earliest = std::min(earliest, request->deadline_);
     }
   }
   for (const auto& request : late) {
@@ -270,6 +273,7 @@ void WindowService::check_deadlines(Clock::time_point now) {
     }
     end(request, backend_error(c10::str("fog: ", request->what, " timed out: its timeout of ", request->timeout_.count(), " ms is over")));
   }
+  return earliest;
 }
 
 void WindowService::fail_group(const Group& group, const std::string& reason) {
@@ -497,7 +501,7 @@ void WindowService::finish(const std::shared_ptr<Task>& task) {
 }
 
 void WindowService::reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data) {
-  if (queue.group->gone.count(queue.source) > 0) {
+  if (queue.group->closed || queue.group->gone.count(queue.source) > 0) { // who knows without this
     return;
   }
   auto header =

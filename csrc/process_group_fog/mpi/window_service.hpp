@@ -21,6 +21,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "../deadline.hpp"
 #include "group.hpp"
 #include "messenger.hpp"
 #include "window_endpoint.hpp"
@@ -84,7 +85,7 @@ class WindowService {
   std::vector<std::shared_ptr<WindowEndpoint>> endpoints(const Group& group);
 
   // Throws DistBackendError if the peer is gone. `request->done` will be called in every other case.
-  void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
+  void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout, Deadline deadline);
   // `request->done` will not be called any more.
   void forget(const WindowRequest& request);
   // Tells the peer of a request that expects no reply.
@@ -95,7 +96,8 @@ class WindowService {
   // Everything in flight fails: in all groups, or in one.
   void fail_all(const std::string& reason);
   void fail_group(const Group& group, const std::string& reason);
-  void check_deadlines(std::chrono::steady_clock::time_point now);
+  // Returns the earliest that is left.
+  Deadline check_deadlines(Deadline now);
 
   // One round of progress.
   void advance();

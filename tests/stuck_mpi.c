@@ -1,0 +1,34 @@
+// An MPI library whose calls hang when a test says so. It is linked with the real one and has that one's functions, but for these.
+#include <mpi_abi.h>
+#include <sched.h>
+#include <string.h>
+#include <unistd.h>
+
+static const char* volatile stuck = ""; // the call that does not return
+static volatile int asleep = 0; // it sleeps; else it spins
+
+void fog_test_hang(const char* name, int sleeps) {
+  asleep = sleeps;
+  stuck = strdup(name);
+}
+
+static void hang(const char* name) {
+  while (strcmp(stuck, name) == 0) {
+    asleep ? pause() : sched_yield();
+  }
+}
+
+int MPI_Comm_dup(MPI_Comm comm, MPI_Comm* copy) {
+  hang("MPI_Comm_dup");
+  return PMPI_Comm_dup(comm, copy);
+}
+
+int MPI_Isend(const void* data, int count, MPI_Datatype type, int peer, int tag, MPI_Comm comm, MPI_Request* request) {
+  hang("MPI_Isend");
+  return PMPI_Isend(data, count, type, peer, tag, comm, request);
+}
+
+int MPI_Improbe(int peer, int tag, MPI_Comm comm, int* found, MPI_Message* message, MPI_Status* status) {
+  hang("MPI_Improbe");
+  return PMPI_Improbe(peer, tag, comm, found, message, status);
+}

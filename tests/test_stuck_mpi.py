@@ -1,0 +1,195 @@
+"""MPI that another user has started, and calls of MPI that do not return.
+
+Ranks of one host talk over MPI here, and the library is a proxy of the real one (stuck_mpi.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import BACKEND, World, exception_of
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
+]
+
+# Of the operations that get stuck, in seconds; calls are ended half a second after it at the earliest.
+TIMEOUT = 0.5
+# In which all of a rank's part has to end on a busy machine. A lock that is never given back would take for ever.
+SOON = 20.0
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the library whose calls can be made to hang."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    files = importlib.metadata.files("mpich") or []
+    places = {file.name: Path(str(file.locate())).resolve() for file in files}
+    if compiler is None or "mpi_abi.h" not in places or "libmpi_abi.so.1" not in places:
+        pytest.skip("needs a C compiler and the package mpich")
+    header, real = places["mpi_abi.h"], places["libmpi_abi.so.1"]
+    library = tmp_path_factory.mktemp("proxy") / "libstuck_mpi.so"
+    source = Path(__file__).with_name("stuck_mpi.c")
+    linked = [str(real), f"-Wl,-rpath,{real.parent}"]
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", f"-I{header.parent}", str(source), "-o", str(library), *linked],
+        check=True,
+    )
+    return str(library)
+
+
+def hang(call: str, sleeps: bool = False) -> None:
+    """From now on that call does not return on this rank; "" ends the spell for later calls."""
+    ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"]).fog_test_hang(call.encode(), int(sleeps))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises(dist.DistBackendError) as failure:
+        call()
+    return str(failure.value)
+
+
+def until_completed(work: dist.Work) -> str:
+    """The error of an operation that nobody waits for."""
+    end = time.monotonic() + SOON
+    while not work.is_completed():
+        assert time.monotonic() < end, "it does not complete"
+        time.sleep(0.01)
+    return str(exception_of(work))
+
+
+def stuck_in_its_own_call() -> tuple[str, str]:
+    """The thread that sends is in the call itself."""
+    hang("MPI_Isend")
+    return error_of(lambda: dist.send(torch.ones(3), 1)), r"send/recv #\d+ .*MPI_Isend with rank 1 of MPI's world"
+
+
+def stuck_while_it_waits() -> tuple[str, str]:
+    """A sleeping call, in whichever thread drives first; the user waits for a Work."""
+    hang("MPI_Improbe", sleeps=True)
+    work = dist.irecv(torch.ones(3), 0)
+    return error_of(work.wait), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
+
+
+def stuck_in_the_background() -> tuple[str, str]:
+    """Nobody waits but a callback of a Future."""
+    work = dist.irecv(torch.ones(3), 0)
+    seen: list[str] = []
+    future = work.get_future()
+    future.add_done_callback(lambda done: seen.append("called"))
+    hang("MPI_Improbe")
+    message = until_completed(work)
+    end = time.monotonic() + SOON
+    while not seen and time.monotonic() < end:
+        time.sleep(0.01)
+    assert seen == ["called"]
+    return message, r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
+
+
+def stuck_before_anything() -> tuple[str, str]:
+    """The background is in a call when nothing is in flight; then an operation comes."""
+    hang("MPI_Improbe")
+    time.sleep(0.1)
+    return error_of(lambda: dist.send(torch.ones(3), 0)), "MPI_Improbe"
+
+
+PARTS = [stuck_in_its_own_call, stuck_while_it_waits, stuck_in_the_background, stuck_before_anything]
+
+
+def get_stuck() -> tuple[list[str], str, str, float]:
+    """Each rank does its part; then all it calls raises at once, and its groups can be destroyed."""
+    other = dist.new_group()
+    dist.barrier()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend.set_timeout(timedelta(seconds=TIMEOUT))
+    begin = time.monotonic()
+    message, pattern = PARTS[dist.get_rank()]()
+    errors = [
+        error_of(lambda: dist.all_reduce(torch.ones(3))),
+        error_of(lambda: dist.all_reduce(torch.ones(3), group=other)),
+        error_of(lambda: dist.all_reduce(torch.ones(100_000), group=other)),
+    ]
+    dist.destroy_process_group()
+    hang("")
+    return errors, message, pattern, time.monotonic() - begin
+
+
+def test_a_call_that_does_not_return(new_world: Callable[..., World], proxy: str) -> None:
+    """Its operation fails, naming the call; later ones fail at once; the process ends as others do."""
+    environment = {"FOG_MPI_LIBRARY": proxy, "FOG_LOCAL_LINKS": "0"}
+    for rank, (errors, message, pattern, seconds) in enumerate(
+        new_world(len(PARTS), environment=environment).run(get_stuck)
+    ):
+        assert re.search(pattern, message), f"rank {rank}: {message}"
+        assert [error for error in errors if "cannot be used any more" not in error] == [], rank
+        assert seconds < SOON, f"rank {rank}: {seconds} s"
+
+
+def end_while_stuck() -> None:
+    """The process exits with an operation in flight whose deadline is far."""
+    global kept
+    kept = dist.irecv(torch.ones(3), 1 - dist.get_rank())
+    hang("MPI_Improbe", sleeps=True)
+    time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_exit_while_a_call_does_not_return(new_world: Callable[..., World], proxy: str) -> None:
+    world = new_world(2, environment={"FOG_MPI_LIBRARY": proxy, "FOG_LOCAL_LINKS": "0"})
+    world.run(end_while_stuck)
+    begin = time.monotonic()
+    world.close()  # raises if a rank does not end
+    assert time.monotonic() - begin < SOON
+
+
+def start_with_a_stuck_rank() -> tuple[str, str]:
+    import fog_pg  # noqa: F401
+
+    if os.environ["RANK"] == "1":
+        hang("MPI_Comm_dup")
+    join = [error_of(lambda: dist.init_process_group("fog", timeout=timedelta(seconds=3)))]
+    join.append(error_of(lambda: dist.init_process_group("fog", timeout=timedelta(seconds=60))))
+    return join[0], join[1]
+
+
+def test_a_start_that_does_not_return(new_world: Callable[..., World], proxy: str) -> None:
+    world = new_world(2, initialize=False, environment={"FOG_MPI_LIBRARY": proxy})
+    for first, second in world.run(start_with_a_stuck_rank):
+        assert "did not start within 3000 ms: MPI_Comm_dup does not return" in first
+        assert "cannot be started a second time" in second and "MPI_Comm_dup" in second
+
+
+def mpi_of_another(level: int) -> str:
+    """What fog says where another user of the library has started MPI with a thread level."""
+    import fog_pg  # noqa: F401
+    from fog_pg._extension import find_mpi_library
+
+    provided = ctypes.c_int()
+    library = ctypes.CDLL(find_mpi_library())
+    os.environ["MPIR_CVAR_ENABLE_GPU"] = "0"
+    assert library.MPI_Init_thread(None, None, level, ctypes.byref(provided)) == 0 and provided.value == level
+    return error_of(lambda: dist.init_process_group("fog", timeout=timedelta(seconds=20)))
+
+
+@pytest.mark.parametrize(("name", "level"), [("FUNNELED", 1024), ("SERIALIZED", 2048), ("MULTIPLE", 4096)])
+def test_mpi_that_another_user_has_started(new_world: Callable[..., World], name: str, level: int) -> None:
+    """Each rank is alone in its MPI world here, which the level MULTIPLE gets to hear."""
+    for message in new_world(2, initialize=False).run(mpi_of_another, level):
+        if name == "MULTIPLE":
+            assert "MPI started as rank 0 of 1" in message
+        else:
+            assert f"with MPI_THREAD_{name}" in message and 'mpi4py.rc.thread_level = "multiple"' in message
