@@ -18,6 +18,7 @@
 #include "mpi/runtime.hpp"
 #include "neighbor_plan.hpp"
 #include "process_group_fog.hpp"
+#include "python_lock.hpp"
 #include "shared_memory/machine.hpp"
 #include "shared_tensors.hpp"
 #include "window.hpp"
@@ -152,7 +153,8 @@ std::string mpi_version() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
   fog::mpi::Engine::instance().set_interrupt_check(check_interrupt);
-  fog::set_delegate_support({copy_options, without_gil});
+  fog::set_python_lock(without_gil);
+  fog::set_delegate_support({copy_options});
 
   module.attr("torch_version") = TORCH_VERSION;
 #ifdef FOG_NATIVE_MPI

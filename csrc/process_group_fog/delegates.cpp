@@ -8,6 +8,8 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "python_lock.hpp"
+
 namespace fog {
 namespace {
 
@@ -28,10 +30,6 @@ Factories& factories() {
 DelegateSupport& support() {
   static auto* functions = new DelegateSupport;
   return *functions;
-}
-
-void without_gil(const std::function<void()>& function) {
-  support().without_gil ? support().without_gil(function) : function();
 }
 
 DelegateFactory factory_for(at::DeviceType type) {
@@ -81,7 +79,7 @@ void DelegateGate::enter(const IsFree& is_free, const Enter& enter) {
   }
   // A year is for ever, and can be added to the time.
   const auto patience = std::min<std::chrono::milliseconds>(options_->timeout, std::chrono::hours(24 * 365));
-  without_gil([&] {
+  without_python_lock([&] {
     std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(
         DistBackendError, changed_.wait_for(lock, patience, is_free), "waited ", patience.count(),
@@ -121,7 +119,7 @@ Delegates::Delegates(
 
 Delegates::~Delegates() {
   // Their threads end with them, and may be in Python.
-  without_gil([this] {
+  without_python_lock([this] {
     for (auto& [type, slot] : slots_) {
       slot.delegate.reset();
     }
@@ -195,7 +193,7 @@ BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, boo
   }
   auto& place = slot(type);
   std::unique_lock<std::mutex> making(place.making, std::defer_lock);
-  without_gil([&] { making.lock(); });
+  without_python_lock([&] { making.lock(); });
   if (auto found = made(type)) {
     return found; // another thread came first
   }
@@ -208,7 +206,7 @@ BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, boo
       return place.delegate = std::move(delegate);
     }
   }
-  without_gil([&] {
+  without_python_lock([&] {
     delegate->shutdown();
     delegate.reset();
   });

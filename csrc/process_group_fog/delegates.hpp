@@ -36,8 +36,6 @@ void set_delegate_factory(at::DeviceType type, DelegateFactory factory);
 struct DelegateSupport {
   // A copy of a delegate's options, of their own class.
   std::function<c10::intrusive_ptr<c10d::Backend::Options>(const BackendPtr&)> copy_options;
-  // Runs a function that may wait for a thread that needs Python's lock: without it.
-  std::function<void(const std::function<void()>&)> without_gil;
 };
 void set_delegate_support(DelegateSupport support);
 

@@ -115,6 +115,7 @@ class HostWindow final : public Window, public mpi::WindowEndpoint {
   std::shared_ptr<Call> begin(mpi::WindowOp op, const std::vector<at::Tensor>& inputs);
   void dispatch(Part part, bool skip_lost);
   void send(Part part);
+  [[noreturn]] void refused(const char* op, const std::exception& refusal) const;
   void run_queue(Neighbor& neighbor);
   // Runs the first of the queue, or ends it with `error` if it is one of the call that `failed`; `locked`: this thread has the
   // mutex. False if there is nothing (else) to run.

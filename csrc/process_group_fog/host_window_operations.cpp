@@ -118,12 +118,14 @@ std::shared_ptr<HostWindow::Call> HostWindow::begin(WindowOp op, const std::vect
   auto work = c10::make_intrusive<WorkFog>(
       mpi::Engine::instance(), group_->rank, c10d::OpType::UNKNOWN, title_of(op), inputs, std::vector<at::Tensor>());
   work->set_describe([self = self(), op] { return self->describe(name_of(op)); }); // until it is complete
+  auto call = std::make_shared<Call>(self(), std::move(work));
   begin_call(name_of(op), For::kThisRank);
-  return std::make_shared<Call>(self(), std::move(work));
+  return call;
 }
 
 void HostWindow::dispatch(Part part, bool skip_lost) {
   auto& peer = *part.neighbor;
+  const auto op = part.op;
   const auto call = part.call;
   std::exception_ptr error;
   try {
@@ -141,8 +143,13 @@ void HostWindow::dispatch(Part part, bool skip_lost) {
       if (!first || (part.mutex && !locked)) {
         peer.queue.push_back(std::move(part));
         if (first) {
+          try {
+            mpi::Engine::instance().run_callbacks([self = self(), &peer] { self->run_queue(peer); }, mpi::Engine::Refused::kThrow);
+          } catch (const std::exception& refusal) {
+            peer.queue.pop_back(); // nobody else is at it
+            refused(name_of(op), refusal);
+          }
           peer.running = true;
-          mpi::Engine::instance().run_callbacks([self = self(), &peer] { self->run_queue(peer); });
         }
         lock.unlock();
         if (peer.mutex_there->held_here()) { // then nobody else can get at what waits for it
@@ -165,6 +172,10 @@ void HostWindow::dispatch(Part part, bool skip_lost) {
     error = std::current_exception();
   }
   call->finish(error);
+}
+
+void HostWindow::refused(const char* op, const std::exception& refusal) const {
+  fail(op, c10::str("it has to wait, and the system refuses a thread for that: ", mpi::message_of(refusal)));
 }
 
 void HostWindow::run_queue(Neighbor& peer) {
@@ -317,7 +328,7 @@ void HostWindow::fetch(Neighbor& source, double weight, Deadline deadline) {
       break; // under way: rather wait for its end
     }
     copy();
-    std::atomic_thread_fence(std::memory_order_acquire);
+    std::atomic_thread_fence(std::memory_order_acquire); // pairs with that in change_tensor()
     whole = changes.load(std::memory_order_relaxed) == before;
   }
   auto& mutex = source.view->door(source.door_there).tensor;
@@ -383,7 +394,7 @@ void HostWindow::change_tensor(Deadline deadline, const std::function<void()>& c
   }
   auto& changes = memory_->label().changes;
   changes.fetch_add(1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst); // before what follows
+  std::atomic_thread_fence(std::memory_order_seq_cst); // before what follows; pairs with those in fetch()
   change();
   changes.fetch_add(1, std::memory_order_release);
 }
@@ -527,7 +538,15 @@ WorkPtr HostWindow::wait_signal(int source, const Options& options) {
   if (memory_->door(peer.door).signals.load(std::memory_order_acquire) > 0) {
     wait();
   } else {
-    mpi::Engine::instance().run_callbacks(wait); // the call keeps the window
+    try {
+      mpi::Engine::instance().run_callbacks(wait, mpi::Engine::Refused::kThrow); // the call keeps the window
+    } catch (const std::exception& refusal) {
+      try {
+        refused("wait_signal", refusal);
+      } catch (...) {
+        call->finish(std::current_exception());
+      }
+    }
   }
   return call->work;
 }

@@ -60,7 +60,6 @@ class HostWindow::Call {
       }
       window_->end_call();
       work->complete(error_);
-      mpi::Engine::instance().wake_waiters();
     }
   }
 

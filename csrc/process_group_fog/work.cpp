@@ -1,12 +1,29 @@
 #include "work.hpp"
 
+#include <new>
+
 #include <c10/util/Exception.h>
 
 #include "deadline.hpp"
+#include "python_lock.hpp"
+#include "unowned_failure.hpp"
 
 namespace fog {
 
 using Clock = std::chrono::steady_clock;
+
+namespace {
+
+// Of an operation that has lacked nothing before.
+std::exception_ptr no_memory_for_result(const std::function<std::string()>& describe) {
+  try {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
+  } catch (...) { // or for that
+    return std::current_exception();
+  }
+}
+
+} // namespace
 
 WorkFog::WorkFog(
     Driver& driver,
@@ -37,7 +54,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
     return whole;
   }
   whole->sequence_ = parts.back()->sequence_;
-  whole->set_describe([parts] { return parts.front()->describe_ ? parts.front()->describe_() : std::string(); });
+  whole->set_describe([parts] { return parts.front()->describe(); });
   whole->set_abort([parts] {
     for (const auto& part : parts) {
       part->abort();
@@ -56,12 +73,17 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
       if (--pending->count > 0) {
         return;
       }
-      std::vector<at::Tensor> all;
-      for (const auto& each : parts) {
-        all.insert(all.end(), each->outputs_.begin(), each->outputs_.end());
+      auto error = pending->error;
+      try {
+        std::vector<at::Tensor> all;
+        for (const auto& each : parts) {
+          all.insert(all.end(), each->outputs_.begin(), each->outputs_.end());
+        }
+        whole->set_outputs(outputs.value_or(std::move(all)));
+      } catch (const std::bad_alloc&) {
+        error = no_memory_for_result(nullptr);
       }
-      whole->set_outputs(outputs.value_or(std::move(all)));
-      whole->complete(pending->error);
+      whole->complete(error);
     });
   }
   return whole;
@@ -69,31 +91,51 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
 
 void WorkFog::complete(std::exception_ptr error) {
   ended_ = Clock::now();
+  // These refer to the operation, whose life ends here; they go after the lock.
+  std::function<std::string()> describe;
+  std::function<void()> abort;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    describe_ = nullptr; // these refer to the operation, whose life ends here
-    abort_ = nullptr;
+    describe.swap(describe_);
+    abort.swap(abort_);
   }
-  // The Work first, then its Future: a callback may wait for the Work.
+  c10::IValue value;
+  try {
+    if (!error) {
+      value = c10::IValue(outputs_);
+    }
+  } catch (const std::bad_alloc&) { // from here on none is needed
+    error = no_memory_for_result(describe);
+  }
+  // The Work first, then its Future: a callback may wait for the Work. getFuture() says that it is taken, then looks at `done_`;
+  // both are sequentially consistent, so one of the two sees the other.
   finish(error);
   done_.store(true);
-  auto mark = [future = future_, outputs = outputs_, error] {
+  driver_.wake_waiters();
+  const auto mark = [future = future_, value = std::move(value), error] {
     if (error) {
       future->setErrorIfNeeded(error);
     } else {
-      future->markCompleted(c10::IValue(outputs));
+      future->markCompleted(value);
     }
   };
+  bool given = false;
   if (future_taken_.load()) {
-    driver_.run_callbacks(std::move(mark));
-  } else {
-    mark();
+    try {
+      using Refused = CompletionPool::Refused;
+      driver_.run_callbacks(mark, future_taken_by_callback_.load() ? Refused::kRunHere : Refused::kQueue);
+      given = true;
+    } catch (const std::exception&) { // no memory for the queue
+    }
+  }
+  if (!given) {
+    report_unowned_failure("a callback", mark);
   }
 }
 
 bool WorkFog::isCompleted() {
   if (!done_.load(std::memory_order_acquire)) {
-    driver_.drive_once();
+    driver_.drive_once(done_);
   }
   return done_.load(std::memory_order_acquire);
 }
@@ -103,7 +145,7 @@ bool WorkFog::isSuccess() const {
 }
 
 int WorkFog::sourceRank() const {
-  return source_;
+  return done_.load(std::memory_order_acquire) ? source_ : -1;
 }
 
 std::vector<at::Tensor> WorkFog::result() {
@@ -120,26 +162,41 @@ bool WorkFog::wait(std::chrono::milliseconds timeout) {
   if (!done_.load(std::memory_order_acquire)) {
     // Without a time-out of its own the wait ends with the operation, which has the group's.
     const auto deadline = timeout > kNoTimeout ? deadline_after(timeout) : Deadline::max();
-    if (!driver_.drive_until(done_, deadline)) {
-      std::function<std::string()> describe;
-      {
-        std::lock_guard<std::mutex> lock(mutex_);
-        describe = describe_;
-      }
+    bool done = false;
+    without_python_lock([&] { done = driver_.drive_until(done_, deadline); });
+    if (!done) {
+      const auto what = describe();
       C10_THROW_ERROR(
           DistBackendError,
           c10::str(
-              "fog: wait() timed out after ", timeout.count(), " ms: ", describe ? describe() : std::string("operation"),
+              "fog: wait() timed out after ", timeout.count(), " ms: ", what.empty() ? "operation" : what,
               ". The operation goes on; wait() may be called again."));
     }
   }
   if (future_taken_.load()) {
-    future_->wait(); // marked right after the Work: whoever waited for one finds the other complete
+    wait_for_future(); // marked right after the Work: whoever waited for one finds the other complete
   }
   if (exception()) {
     std::rethrow_exception(exception());
   }
   return true;
+}
+
+// That of a Work that is complete: the thread that completed it is about to mark it, if it has not.
+void WorkFog::wait_for_future() {
+  if (!future_->completed()) {
+    without_python_lock([this] { future_->wait(); });
+  }
+}
+
+// Empty once the operation has ended.
+std::string WorkFog::describe() {
+  std::function<std::string()> describe;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    describe = describe_;
+  }
+  return describe ? describe() : std::string();
 }
 
 void WorkFog::abort() {
@@ -154,9 +211,12 @@ void WorkFog::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkFog::getFuture() {
+  if (CompletionPool::is_current_thread()) {
+    future_taken_by_callback_.store(true);
+  }
   future_taken_.store(true);
   if (done_.load()) {
-    future_->wait(); // the thread that completed the Work is about to mark it, if it has not
+    wait_for_future();
   }
   return future_;
 }

@@ -11,22 +11,28 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "completion_pool.hpp"
+
 namespace fog {
 
 // What drives operations forward while somebody waits; the engine of a transport.
 class Driver {
  public:
   virtual ~Driver() = default;
-  // Makes progress until `done` is set or `deadline` has passed, without the GIL; true if `done` is set. May throw what
+  // Makes progress until `done` is set or `deadline` has passed, without Python's lock; true if `done` is set. May throw what
   // the program's interrupt check throws (Ctrl-C).
   virtual bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) = 0;
-  // Makes progress once, if nobody else is at it.
-  virtual void drive_once() = 0;
+  // Makes progress once, if there is anything to do and nobody else is at it. A thread that does nothing but ask whether
+  // `done` is set sleeps for moments, until it may be. Whatever takes time is done without Python's lock.
+  virtual void drive_once(const std::atomic<bool>& done) = 0;
   // Runs callbacks, which may block, in a thread that nobody else waits for.
-  virtual void run_callbacks(std::function<void()> callbacks) = 0;
+  virtual void run_callbacks(std::function<void()> callbacks, CompletionPool::Refused refused) = 0;
+  // What a thread in drive_until() waits for may be done.
+  virtual void wake_waiters() = 0;
 };
 
-// Holds what it needs and never the group. wait() drives the engine; it may be called from any thread, several times.
+// Holds what it needs and never the group. wait() drives the engine; it may be called from any thread, several times. c10d
+// calls some of these with Python's lock: nothing is waited for, or computed, with it.
 class WorkFog : public c10d::Work {
  public:
   WorkFog(
@@ -78,15 +84,19 @@ class WorkFog : public c10d::Work {
   }
 
  private:
+  std::string describe();
+  void wait_for_future();
+
   Driver& driver_;
   std::atomic<bool> done_{false};
   std::atomic<bool> future_taken_{false}; // so it may have callbacks, or somebody who waits for it
+  std::atomic<bool> future_taken_by_callback_{false}; // who waits for it may hold one of the threads that complete Futures
   std::vector<at::Tensor> outputs_;
   int source_ = -1;
   uint64_t sequence_ = 0;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point ended_;
-  std::function<std::string()> describe_;
+  std::function<std::string()> describe_; // guarded by mutex_, as is the next
   std::function<void()> abort_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

@@ -38,16 +38,26 @@ _BUILD = _HERE.parents[1] / "build" / "device_double"
 _COMPILE_SECONDS = 600
 
 
-def build(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), library: bool = False) -> Path:
-    """Compiles C++ sources of this folder into a shared object, unless that has been done for just these.
+def build(
+    name: str,
+    sources: Sequence[str],
+    *,
+    flags: Sequence[str] = (),
+    links: Sequence[str] = (),
+    library: bool = False,
+    where: Path = _HERE,
+) -> Path:
+    """Compiles C++ sources of a folder into a shared object, unless that has been done for just these.
 
     All processes of a checkout share what is built, under ``build/``; one compiles while the others wait.
 
     Args:
         name: Of the shared object; an extension module's own name.
-        sources: Names of files in this folder. What they include from this folder counts as theirs.
+        sources: Names of files in the folder. What they include from it counts as theirs.
         flags: More arguments for the compiler.
+        links: More arguments for the linker.
         library: Whether it is a plain library, without torch.
+        where: The folder, by default this one.
 
     Returns:
         Path of the shared object.
@@ -66,14 +76,14 @@ def build(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), libra
         "-Wno-unused-parameter",
     ]
     command += ["-fvisibility=hidden", f"-std={_standard()}", *flags]
-    link: list[str] = []
+    link = list(links)
     if not library:
-        where = Path(torch.__file__).parent
-        command += [f"-I{where / 'include'}", f"-I{where / 'include/torch/csrc/api/include'}"]
+        package = Path(torch.__file__).parent
+        command += [f"-I{package / 'include'}", f"-I{package / 'include/torch/csrc/api/include'}"]
         command += [f"-I{sysconfig.get_paths()['include']}", f"-DTORCH_EXTENSION_NAME={name}"]
-        link = [f"-L{where / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    digest = hashlib.sha256("\0".join([*command, sys.version, torch.__version__, *sources]).encode())
-    for file in sorted(_HERE.glob("*.[ch]*pp")):
+        link += [f"-L{package / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    digest = hashlib.sha256("\0".join([*command, *link, sys.version, torch.__version__, *sources]).encode())
+    for file in sorted(where.glob("*.[ch]*pp")):
         if file.suffix == ".hpp" or file.name in sources:
             digest.update(file.name.encode() + file.read_bytes())
     folder = _BUILD / f"{name}-{digest.hexdigest()[:16]}"
@@ -91,7 +101,7 @@ def build(name: str, sources: Sequence[str], *, flags: Sequence[str] = (), libra
         objects = [folder / f"{Path(source).stem}.o" for source in sources]
         _run(
             [
-                [*command, "-c", str(_HERE / source), "-o", str(o)]
+                [*command, "-c", str(where / source), "-o", str(o)]
                 for source, o in zip(sources, objects, strict=True)
             ]
         )

@@ -5,14 +5,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <new>
 #include <random>
 #include <sstream>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
 #include "../deadline.hpp"
+#include "../unowned_failure.hpp"
 #include "failure.hpp"
 #include "host.hpp"
 #include "interface.hpp"
@@ -26,6 +29,8 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
 // How long a group waits for the connections that show the end of processes on other hosts; they may be made later.
 constexpr auto kLifelineLimit = std::chrono::milliseconds(1000);
+
+constexpr const char* kNoMemory = "fog's engine lacks memory (std::bad_alloc)";
 
 int available_cores() {
   cpu_set_t set;
@@ -73,8 +78,8 @@ void Engine::check_not_forked() const {
       !forked_, "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
 }
 
-void Engine::run_callbacks(std::function<void()> callbacks) {
-  completions_.run(std::move(callbacks));
+void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
+  completions_.run(std::move(callbacks), refused);
 }
 
 std::shared_ptr<Group> Engine::connect(
@@ -103,6 +108,7 @@ std::shared_ptr<Group> Engine::connect(
         windows_.use(messenger_.get());
         links_ = &messenger_->local();
       }
+      start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
       mine << messenger_->local().address();
     }
     std::vector<std::string> host_ids;
@@ -151,10 +157,6 @@ std::shared_ptr<Group> Engine::connect(
       }
     }
     oversubscribed_ = oversubscribed_ || local > available_cores();
-    watchdog_.start(timeout);
-    if (!thread_.joinable()) {
-      thread_ = std::thread([this] { background(); });
-    }
     auto early = std::move(early_[id]);
     early_.erase(id);
     for (const auto& message : early) {
@@ -171,6 +173,18 @@ std::shared_ptr<Group> Engine::connect(
   }
   unlock_and_deliver(lock);
   return group;
+}
+
+void Engine::start_threads(std::chrono::milliseconds timeout) {
+  try {
+    completions_.start();
+    watchdog_.start(timeout);
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { background(); });
+    }
+  } catch (const std::system_error& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: the system refuses this process a thread: ", error.what()));
+  }
 }
 
 void Engine::watch_other_hosts(
@@ -251,11 +265,16 @@ void Engine::submit(
     use = group->names.next(key, in_flight);
   }
   watchdog_.expect(deadline);
-  ++in_flight_;
   group->operations.insert(operation);
-  if (kind != OpKind::kPointToPoint) {
-    group->by_key.emplace(key, operation);
+  try {
+    if (kind != OpKind::kPointToPoint) {
+      group->by_key.emplace(key, operation);
+    }
+  } catch (const std::bad_alloc&) {
+    group->operations.erase(operation);
+    throw;
   }
+  ++in_flight_;
   try {
     operation->begin(group, key, group->sequence++, timeout, deadline, use);
     if (kind != OpKind::kPointToPoint) {
@@ -301,7 +320,7 @@ void Engine::submit(
       }
     }
   } catch (const std::exception& error) {
-    fail(group, c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
+    fail(operation, error);
   }
   unlock_and_deliver(lock);
   if (!waits) {
@@ -431,20 +450,42 @@ void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, 
   try {
     operation->on_message(source, header, data);
   } catch (const std::exception& error) {
-    fail(operation->group(), c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
+    fail(operation, error);
   }
 }
 
 bool Engine::drive(Lock& lock) {
+  try {
+    if (failing_) {
+      fail_everything(kNoMemory, true);
+    }
+    return make_progress(lock);
+  } catch (const std::exception& error) {
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
+    failing_ = true;
+    try {
+      const bool no_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+      fail_everything(no_memory ? kNoMemory : "fog's engine failed: " + message_of(error), true);
+    } catch (const std::exception&) { // in the next round, then
+    }
+    return false;
+  }
+}
+
+bool Engine::make_progress(Lock& lock) {
   bool progressed = false;
   if (messenger_) {
     try {
       progressed = messenger_->poll();
-    } catch (const std::exception& error) {
-      on_mpi_failure(message_of(error));
+    } catch (const c10::DistBackendError& error) { // MPI itself failed: nobody can go on
+      unhealthy_ = true;
+      fail_everything(message_of(error), false);
     }
     if (watchdog_.broken() && messenger_->give_up_mpi()) {
-      on_mpi_failure(watchdog_.reason());
+      unhealthy_ = true;
+      fail_everything(watchdog_.reason(), false);
     }
     auto released = messenger_->take_released();
     std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
@@ -473,16 +514,6 @@ bool Engine::drive(Lock& lock) {
   return progressed;
 }
 
-// Nobody can go on.
-void Engine::on_mpi_failure(const std::string& reason) {
-  unhealthy_ = true;
-  const auto groups = groups_;
-  for (const auto& [id, group] : groups) {
-    fail(group, c10d::ErrorType::COMM_ERROR, reason, false);
-  }
-  windows_.fail_all(reason);
-}
-
 bool Engine::step_windows(Lock& lock) {
   if (!windows_.busy()) {
     return false;
@@ -503,10 +534,10 @@ bool Engine::step_windows(Lock& lock) {
 void Engine::step_ready(Lock& lock) {
   while (!ready_.empty()) {
     const auto operation = ready_.front();
+    outbox_.retired.push_back(operation); // a last reference must not be dropped under the lock
     ready_.pop_front();
     operation->queued = false;
     if (operation->ended() || operation->computing) {
-      outbox_.retired.push_back(operation);
       continue;
     }
     try {
@@ -528,6 +559,12 @@ void Engine::step_ready(Lock& lock) {
           lock.lock();
           operation->computing = false;
           operation->settle();
+          if (operation->ended()) { // it has failed meanwhile, and from now on its memory is left alone
+            lock.unlock();
+            operation->finish(std::exchange(operation->late_error, nullptr));
+            lock.lock();
+            break;
+          }
           if (error) {
             std::rethrow_exception(error);
           }
@@ -536,9 +573,8 @@ void Engine::step_ready(Lock& lock) {
         }
       }
     } catch (const std::exception& error) {
-      fail(operation->group(), c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error));
+      fail(operation, error);
     }
-    outbox_.retired.push_back(operation); // a last reference must not be dropped under the lock
   }
 }
 
@@ -546,6 +582,15 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   if (operation->ended()) {
     return;
   }
+  if (error && messenger_) {
+    messenger_->withdraw(*operation); // what others may read of its memory; step_ready() has the rest
+  }
+  if (operation->computing) {
+    operation->late_error = std::move(error);
+  } else {
+    outbox_.completions.push_back({operation, std::move(error)});
+  }
+  // Nothing below needs memory.
   operation->retire();
   const auto& group = operation->group();
   group->operations.erase(operation);
@@ -554,10 +599,6 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
     group->by_key.erase(found);
   }
   --in_flight_;
-  if (error && messenger_) {
-    messenger_->withdraw(*operation); // its memory is the caller's again
-  }
-  outbox_.completions.push_back({operation, std::move(error)});
 }
 
 void Engine::unlock_and_deliver(Lock& lock) {
@@ -566,15 +607,15 @@ void Engine::unlock_and_deliver(Lock& lock) {
   const auto calls = windows_.take_calls();
   lock.unlock();
   for (const auto& call : calls) {
-    call();
+    report_unowned_failure("the end of a window's operation", call);
   }
   for (const int world_rank : outbox.ended) {
     ended_listener_.load()(world_rank);
   }
-  for (auto& [operation, error] : outbox.completions) {
-    operation->finish(std::move(error));
+  for (auto& completion : outbox.completions) {
+    report_unowned_failure("the end of an operation", [&] { completion.operation->finish(std::move(completion.error)); });
   }
-  if (!outbox.completions.empty() || !calls.empty()) {
+  if (!calls.empty()) {
     wake_waiters(); // one of these may be what another thread waits for
   }
 }

@@ -54,13 +54,14 @@ class Engine : public Driver, private MessageHandler {
       bool waits = false);
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
-  void drive_once() override;
+  void drive_once(const std::atomic<bool>& done) override;
   // Whether this process is a fork of the one that the engine is of: then it must not touch what others share.
   bool forked() const {
     return forked_;
   }
   void check_not_forked() const;
-  void run_callbacks(std::function<void()> callbacks) override;
+  using Refused = CompletionPool::Refused;
+  void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
 
   // Fails everything in flight in the group and all later operations, here and on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -99,8 +100,7 @@ class Engine : public Driver, private MessageHandler {
   void set_ended_listener(void (*listener)(int world_rank)) {
     ended_listener_ = listener;
   }
-  // For threads that complete a Work without the engine.
-  void wake_waiters();
+  void wake_waiters() override;
 
   // Called every now and then by a thread that waits; may throw (Ctrl-C).
   void set_interrupt_check(std::function<void()> check) {
@@ -146,19 +146,29 @@ class Engine : public Driver, private MessageHandler {
   static constexpr auto kLeaveTimeout = std::chrono::seconds(3);
   // The lock; a call of MPI that keeps it beyond the deadline is ended.
   Lock lock_by(Deadline deadline);
-  // One round of progress with the lock held (it is released around arithmetic); true if anything moved.
+  // One round of progress with the lock held (it is released around arithmetic); true if anything moved. An exception in it,
+  // no memory say, becomes the failure of what it concerns, or of everything in flight.
   bool drive(Lock& lock);
-  void on_mpi_failure(const std::string& reason);
+  bool make_progress(Lock& lock);
   void step_ready(Lock& lock);
   bool step_windows(Lock& lock);
   void check_peers(Lock& lock);
   void on_process_end(Lock& lock, int peer, bool silent);
+  // Throws DistBackendError if the system refuses them.
+  void start_threads(std::chrono::milliseconds timeout);
   // Connects with processes of other hosts, to notice when they end. Collective over a group that is the world.
   void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout);
   void check_deadlines();
+  // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
-  // The first failure decides; every rank of the group is told unless it told us.
+  // The first failure decides; every rank of the group is told unless it told us. Lacking memory for that, everything fails
+  // as soon as there is some.
   void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
+  void fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell);
+  // Its group, with this error of its own.
+  void fail(const std::shared_ptr<Operation>& operation, const std::exception& error);
+  // All groups and windows. Tried again in the next round if there is no memory for it.
+  void fail_everything(const std::string& reason, bool tell);
   // Fails the group if an operation waits for this rank; `announced` as in Operation::awaited().
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   // The same in all groups: the process has ended.
@@ -178,6 +188,8 @@ class Engine : public Driver, private MessageHandler {
   }
   void watch_in_background();
   void doze(std::chrono::nanoseconds limit);
+  // For a thread that waits until `done` is set: sleeps until that, or news, may have come, but not longer than `limit`.
+  void sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit);
   void background();
   // Whether somebody has to drive MPI for what this process has started.
   bool busy() const;
@@ -210,6 +222,7 @@ class Engine : public Driver, private MessageHandler {
   std::atomic<bool> windows_busy_{false};
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
+  std::atomic<bool> failing_{false}; // everything is to fail, which has not been possible yet
   bool oversubscribed_ = false;
   std::atomic<bool> forked_{false};
   std::thread thread_;

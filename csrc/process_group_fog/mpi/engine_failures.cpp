@@ -37,7 +37,33 @@ void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const
 }
 
 void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell) {
-  if (!group->failure.reason.empty()) {
+  try {
+    fail_now(group, type, reason, tell);
+  } catch (const std::exception&) { // no memory
+    failing_ = true;
+  }
+}
+
+void Engine::fail(const std::shared_ptr<Operation>& operation, const std::exception& error) {
+  try {
+    fail_now(operation->group(), c10d::ErrorType::COMM_ERROR, operation->describe() + ": " + message_of(error), true);
+  } catch (const std::exception&) {
+    failing_ = true;
+  }
+}
+
+void Engine::fail_everything(const std::string& reason, bool tell) {
+  failing_ = true;
+  const auto groups = groups_;
+  for (const auto& [id, group] : groups) {
+    fail_now(group, c10d::ErrorType::COMM_ERROR, reason, tell);
+  }
+  windows_.fail_all(reason);
+  failing_ = false;
+}
+
+void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell) {
+  if (!group->failure.reason.empty() && group->operations.empty()) {
     return;
   }
   if (tell && messenger_ && !group->closed) {
@@ -54,7 +80,9 @@ void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, con
   const auto first = std::min_element(operations.begin(), operations.end(), [](const auto& one, const auto& other) {
     return one->sequence() < other->sequence();
   });
-  group->failure = {type, first == operations.end() ? reason : text(**first)};
+  if (group->failure.reason.empty()) { // else it lacked memory the last time
+    group->failure = {type, first == operations.end() ? reason : text(**first)};
+  }
   for (const auto& operation : operations) {
     complete(operation, backend_error("fog: " + text(*operation)));
   }

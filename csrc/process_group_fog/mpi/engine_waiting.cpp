@@ -3,6 +3,8 @@
 
 #include <c10/util/thread_name.h>
 
+#include "../python_lock.hpp"
+#include "../unowned_failure.hpp"
 #include "backoff.hpp"
 #include "engine.hpp"
 
@@ -21,11 +23,19 @@ constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
 constexpr int kListeningPart = 16;
 constexpr std::chrono::nanoseconds kListeningShortest = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kListeningLongest = std::chrono::milliseconds(5);
+// A thread that asks again within this time does nothing else. When it has asked so often it sleeps before it asks again.
+constexpr auto kAskingAgain = std::chrono::microseconds(5);
+constexpr int kAsked = 500;
+constexpr int kAskedOversubscribed = 5;
+constexpr auto kNapWithBell = std::chrono::microseconds(100);
+constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kLastWords = std::chrono::milliseconds(20);
 
 } // namespace
 
-// A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes.
+// A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes. All of
+// `waiting_` and of the bell's `listening` is sequentially consistent: the background says that it does not listen, then looks
+// whether somebody waits; the last one that waited counts itself out, then says that the background listens.
 class Engine::Attendance {
  public:
   explicit Attendance(Engine& engine) : engine_(engine) {
@@ -45,7 +55,7 @@ class Engine::Attendance {
 
 void Engine::watch_in_background() {
   const auto* links = links_.load();
-  const bool needed = in_flight_.load() > 0 || windows_busy_.load() || (links != nullptr && links->waiting_for_space());
+  const bool needed = in_flight_.load() > 0 || failing_.load() || windows_busy_.load() || (links != nullptr && links->waiting_for_space());
   if (!needed || waiting_.load() > 0) {
     return;
   }
@@ -86,27 +96,50 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     if (pause.count() == 0) {
       continue;
     }
-    ++sleepers_;
-    const auto ticket = bell().listen(Doorbell::kWaiter);
     const auto* links = links_.load();
-    if (bell_rings && !(links != nullptr && links->waiting_for_space())) { // space may have come before this listened
+    if (bell_rings && !(links != nullptr && links->waiting_for_space())) { // space may have come before this listens
       pause = kLongestSleep;
     }
-    if (!done.load() && (links == nullptr || !links->news())) {
-      bell().sleep(Doorbell::kWaiter, ticket, std::min<std::chrono::nanoseconds>(pause, deadline - now));
-    }
-    --sleepers_;
+    sleep_until_news(done, std::min<std::chrono::nanoseconds>(pause, deadline - now));
   }
   return true;
 }
 
-void Engine::drive_once() {
-  check_not_forked();
-  Lock lock(mutex_, std::try_to_lock);
-  if (lock.owns_lock()) {
-    drive(lock);
-    unlock_and_deliver(lock);
+void Engine::sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit) {
+  ++sleepers_; // before the look at `done`; wake_waiters() looks at this after it was set
+  const auto ticket = bell().listen(Doorbell::kWaiter);
+  const auto* links = links_.load();
+  if (!done.load() && (links == nullptr || !links->news())) {
+    bell().sleep(Doorbell::kWaiter, ticket, limit);
   }
+  --sleepers_;
+}
+
+void Engine::drive_once(const std::atomic<bool>& done) {
+  check_not_forked();
+  thread_local Clock::time_point last;
+  thread_local int asked = 0; // in a row
+  asked = Clock::now() - last > kAskingAgain ? 1 : asked + 1; // else it did something meanwhile, or had lost its core
+  // What has no bell, or has rung it. The background looks at everything else, and at this as well.
+  const auto look = [&] {
+    const auto* links = links_.load();
+    if (!must_poll_.load() && !failing_.load() && (links == nullptr || (!links->news() && !links->waiting_for_space()))) {
+      return;
+    }
+    without_python_lock([&] {
+      Lock lock(mutex_, std::try_to_lock);
+      if (lock.owns_lock()) {
+        drive(lock);
+        unlock_and_deliver(lock);
+      }
+    });
+  };
+  look();
+  if (!done.load() && asked > (oversubscribed_ ? kAskedOversubscribed : kAsked)) {
+    without_python_lock([&] { sleep_until_news(done, must_poll_.load() ? kNap : kNapWithBell); });
+    look();
+  }
+  last = Clock::now();
 }
 
 // Sleeps until a message comes, but not longer than `limit`.
@@ -119,7 +152,7 @@ void Engine::doze(std::chrono::nanoseconds limit) {
 }
 
 bool Engine::busy() const {
-  return in_flight_ > 0 || windows_.busy() || (messenger_ && messenger_->sending());
+  return in_flight_ > 0 || failing_ || windows_.busy() || (messenger_ && messenger_->sending());
 }
 
 void Engine::background() {
@@ -141,6 +174,7 @@ void Engine::background() {
       const bool listening = windows_.listening();
       const auto quiet = Clock::now() - last_news_;
       unlock_and_deliver(lock);
+      completions_.grow();
       if (progressed) {
         backoff.reset();
         continue;

@@ -35,8 +35,8 @@ void Group::check_present(int member) const {
 
 void make_ready(const std::shared_ptr<Operation>& operation) {
   if (!operation->queued && !operation->ended()) {
-    operation->queued = true;
     operation->group()->ready->push_back(operation);
+    operation->queued = true;
   }
 }
 

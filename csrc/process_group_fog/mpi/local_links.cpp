@@ -98,7 +98,9 @@ bool LocalLinks::write(Link& link, const void* first, size_t first_bytes, const 
     link.inbox->doorbell().ring();
     return true;
   }
-  ring.writer_waits.store(1); // then once more: the reader may have made space before it could see this
+  ring.writer_waits.store(1, std::memory_order_relaxed);
+  // Pairs with the fence in poll(). Then once more: the reader may have made space before it could see this.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   if (ring.write(first, first_bytes, second, second_bytes)) {
     link.inbox->doorbell().ring();
     return true;
@@ -169,7 +171,7 @@ std::optional<uint32_t> LocalLinks::offer(uint64_t transfer) {
 
 void LocalLinks::withdraw(uint32_t offer) {
   inbox_->offer(offer).store(0);
-  std::atomic_thread_fence(std::memory_order_seq_cst); // before the window is filled with something else
+  std::atomic_thread_fence(std::memory_order_seq_cst); // before the window is filled with something else; pairs with that in stands()
   free_offers_.push_back(offer);
 }
 
@@ -187,7 +189,7 @@ void LocalLinks::give_window(uint32_t window) {
 }
 
 bool LocalLinks::stands(int peer, const Header& header) const {
-  std::atomic_thread_fence(std::memory_order_acquire);
+  std::atomic_thread_fence(std::memory_order_acquire); // what was read comes before; pairs with that in withdraw()
   return links_[peer].inbox->offer(header.offer).load() == header.transfer;
 }
 

@@ -64,11 +64,18 @@ class LocalLinks {
     for (int index = 0; index < count; ++index) {
       const int peer = sources_[index];
       auto& ring = inbox_->ring(peer);
+      bool taken_any = false;
       for (int handled = 0; handled < kMessagesPerPoll; ++handled) {
         if (!ring.take_one([&](const char* record, size_t bytes) { take(peer, record, bytes); })) {
           break;
         }
+        taken_any = true;
+      }
+      if (taken_any) {
         any = true;
+        // Pairs with the fence in write(): the space is visible before this looks whether the writer waits for it, and a writer
+        // looks for space once more after it has said so.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
       }
       if (ring.writer_waits.load(std::memory_order_relaxed) != 0 && ring.writer_waits.exchange(0) != 0 && reaches(peer)) {
         links_[peer].inbox->doorbell().ring();

@@ -34,7 +34,9 @@ Header checked_header(int source, const char* record, size_t length, bool local)
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
-    : runtime_(runtime), handler_(handler), watchdog_(watchdog), local_(runtime.rank(), runtime.size()), waiting_(runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()), held_(runtime.size()), unsent_(runtime.size(), 0), offered_(runtime.size(), 0) {}
+    : runtime_(runtime), handler_(handler), watchdog_(watchdog), local_(runtime.rank(), runtime.size()), waiting_(runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()), held_(runtime.size()), unsent_(runtime.size(), 0), offered_(runtime.size(), 0) {
+  sources_waiting_.reserve(runtime.size());
+}
 
 std::unique_ptr<Messenger::Buffer> Messenger::take_buffer() {
   if (buffers_.empty()) {
@@ -49,6 +51,13 @@ void Messenger::give_buffer(std::unique_ptr<Buffer> buffer) {
   constexpr size_t kKept = 64;
   if (buffers_.size() < kKept) {
     buffers_.push_back(std::move(buffer));
+  }
+}
+
+void Messenger::make_room() {
+  if (transfers_.size() == transfers_.capacity() || requests_.size() == requests_.capacity()) {
+    transfers_.reserve(2 * transfers_.size() + 16);
+    requests_.reserve(2 * requests_.size() + 16);
   }
 }
 
@@ -107,6 +116,7 @@ Messenger::Sent Messenger::send(
     length += header.bytes;
   }
   MPI_Request request = MPI_REQUEST_NULL;
+  make_room();
   check_reachable(destination);
   const auto start = [&] {
     return api().Isend(
@@ -199,6 +209,7 @@ size_t Messenger::transfer(
   size_t parts = 0;
   for (size_t offset = 0; offset < header.bytes; offset += most) {
     MPI_Request request = MPI_REQUEST_NULL;
+    make_room();
     check(start(offset, static_cast<int>(std::min(most, header.bytes - offset)), &request), call);
     track(request, {nullptr, owner, token, outgoing, parts});
     ++parts;
@@ -321,13 +332,13 @@ void Messenger::end_filling(Stream& stream) {
 
 template <typename Which>
 void Messenger::close_streams(Which&& which) {
-  std::vector<uint64_t> transfers;
-  for (const auto& [transfer, stream] : streams_) {
-    if (which(*stream)) {
-      transfers.push_back(transfer);
+  for (auto position = streams_.begin(); position != streams_.end();) {
+    const auto next = std::next(position); // stays where it is
+    if (which(*position->second)) {
+      close_stream(position->first);
     }
+    position = next;
   }
-  std::for_each(transfers.begin(), transfers.end(), [this](uint64_t transfer) { close_stream(transfer); });
 }
 
 void Messenger::read_stream(int source, const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token) {
@@ -372,8 +383,8 @@ void Messenger::drop_offers(Which&& which) {
     auto& offer = position->second;
     if (which(offer)) {
       --offered_[offer.destination];
+      released_.push_back(std::move(offer.owner)); // first, as there may be no memory for it
       local_.withdraw(offer.index);
-      released_.push_back(std::move(offer.owner));
       position = offers_.erase(position);
     } else {
       ++position;
@@ -519,21 +530,23 @@ bool Messenger::poll_messages() {
     int length = 0;
     check(api().Get_count(&status, MPI_BYTE, &length), "MPI_Get_count");
     const int source = status.MPI_SOURCE;
-    auto buffer = take_buffer();
-    if (length > static_cast<int>(buffer->size())) {
+    if (length > static_cast<int>(sizeof(Header) + kInlineBytes)) {
       refuse(source, static_cast<size_t>(length), "it is longer than any");
     }
-    MPI_Request request = MPI_REQUEST_NULL;
-    const auto receive = [&] { return api().Imrecv(buffer->data(), length, MPI_BYTE, &message, &request); };
-    check(watchdog_.call("MPI_Imrecv", source, receive), "MPI_Imrecv");
-    if (incoming_[source].empty()) {
-      if (test(request, source)) {
-        deliver(source, std::move(buffer), static_cast<size_t>(length));
-        continue;
-      }
-      sources_waiting_.push_back(source);
+    auto& queue = incoming_[source];
+    queue.push_back({MPI_REQUEST_NULL, take_buffer(), static_cast<size_t>(length)}); // kept before MPI writes to it
+    const auto receive = [&] { return api().Imrecv(queue.back().buffer->data(), length, MPI_BYTE, &message, &queue.back().request); };
+    const int code = watchdog_.call("MPI_Imrecv", source, receive);
+    if (code != MPI_SUCCESS) {
+      queue.pop_back();
+      check(code, "MPI_Imrecv");
     }
-    incoming_[source].push_back({request, std::move(buffer), static_cast<size_t>(length)});
+    if (queue.size() == 1) {
+      drain(source);
+      if (!queue.empty()) {
+        sources_waiting_.push_back(source);
+      }
+    }
   }
   for (size_t i = 0; i < sources_waiting_.size();) {
     const int source = sources_waiting_[i];
@@ -577,6 +590,8 @@ bool Messenger::poll_transfers() {
   const int count = static_cast<int>(requests_.size());
   indices_.resize(requests_.size());
   statuses_.resize(requests_.size());
+  done_.reserve(requests_.size()); // now: MPI says once what is complete
+  ended_.reserve(requests_.size());
   int completed = 0;
   const int code = watchdog_.call(
       "MPI_Testsome", -1, [&] { return api().Testsome(count, requests_.data(), &completed, indices_.data(), statuses_.data()); });
@@ -586,17 +601,14 @@ bool Messenger::poll_transfers() {
   if (completed == MPI_UNDEFINED || completed == 0) {
     return false;
   }
-  std::vector<std::pair<int, int>> done; // index and error
-  done.reserve(completed);
+  done_.clear();
   for (int i = 0; i < completed; ++i) {
-    done.emplace_back(indices_[i], code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS);
+    done_.emplace_back(indices_[i], code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS);
   }
-  std::sort(done.rbegin(), done.rend()); // from the back, so that filling a gap from there never moves one of these
-  std::vector<std::pair<Transfer, int>> ended;
-  ended.reserve(completed);
-  for (const auto& [position, error] : done) {
+  std::sort(done_.rbegin(), done_.rend()); // from the back, so that filling a gap from there never moves one of these
+  for (const auto& [position, error] : done_) {
     const auto index = static_cast<size_t>(position);
-    ended.emplace_back(std::move(transfers_[index]), error);
+    ended_.emplace_back(std::move(transfers_[index]), error);
     requests_[index] = requests_.back();
     requests_.pop_back();
     if (index + 1 < transfers_.size()) {
@@ -604,19 +616,28 @@ bool Messenger::poll_transfers() {
     }
     transfers_.pop_back();
   }
-  for (auto& [transfer, error] : ended) {
+  std::exception_ptr failure; // that of one owner must not keep the others from hearing of theirs
+  for (auto& [transfer, error] : ended_) {
     sending_ -= transfer.outgoing ? 1 : 0;
-    if (transfer.buffer) {
-      unsent_[transfer.destination] -= transfer.buffer->size();
-      give_buffer(std::move(transfer.buffer));
-      continue;
+    try {
+      if (transfer.buffer) {
+        unsent_[transfer.destination] -= transfer.buffer->size();
+        give_buffer(std::move(transfer.buffer));
+        continue;
+      }
+      released_.push_back(transfer.owner);
+      if (error == MPI_SUCCESS) {
+        transfer.owner->on_transfer(transfer.token, transfer.part);
+      } else {
+        transfer.owner->on_transfer_error(transfer.token, error_text(error));
+      }
+    } catch (const std::exception&) {
+      failure = std::current_exception();
     }
-    if (error == MPI_SUCCESS) {
-      transfer.owner->on_transfer(transfer.token, transfer.part);
-    } else {
-      transfer.owner->on_transfer_error(transfer.token, error_text(error));
-    }
-    released_.push_back(std::move(transfer.owner));
+  }
+  ended_.clear();
+  if (failure) {
+    std::rethrow_exception(failure);
   }
   return true;
 }

@@ -255,6 +255,8 @@ class Messenger {
   }
   std::unique_ptr<Buffer> take_buffer();
   void give_buffer(std::unique_ptr<Buffer> buffer);
+  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
+  void make_room();
   void track(MPI_Request request, Transfer transfer);
   bool test(MPI_Request& request, int peer);
   bool poll_messages();
@@ -290,6 +292,8 @@ class Messenger {
   std::vector<Transfer> transfers_;
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
+  std::vector<std::pair<int, int>> done_; // index of a request, and MPI's error
+  std::vector<std::pair<Transfer, int>> ended_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   size_t sending_ = 0;
   std::vector<bool> held_; // by destination

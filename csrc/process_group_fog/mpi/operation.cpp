@@ -163,11 +163,17 @@ void Operation::send(
     } else {
       Messenger::Sent sent;
       try {
-        sent = messenger.send(world_ranks[i], header, data, shared_from_this(), kSendToken + static_cast<size_t>(peer));
+        const auto token = kSendToken + static_cast<size_t>(peer) + (step == 0 ? 0 : kLaterToken);
+        sent = messenger.send(world_ranks[i], header, data, shared_from_this(), token);
       } catch (const Unreachable& error) {
         C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + ' ' + error.what());
       }
       parts = sent.parts;
+      for (auto& receive : receives_) {
+        if (step == 0 && receive.over_sent && receive.peer == peer) {
+          receive.unsent += parts;
+        }
+      }
       if (sent.answered && header.wants_confirm != 0) {
         unconfirmed_.erase(unconfirmed_.find(peer));
       }
@@ -269,7 +275,7 @@ void Operation::take(size_t index, const char* data) {
       std::memcpy(receive.data, data, header.bytes);
     }
     complete_receive(receive);
-  } else {
+  } else if (receive.waits = receive.unsent > 0; !receive.waits) { // else on_transfer() goes on
     receive.parts_missing = messenger.receive(member.world_rank, header, receive.data, shared_from_this(), index);
     receive.parts.assign(receive.parts_missing, false);
   }
@@ -509,8 +515,15 @@ void Operation::on_confirm(int source) {
 
 void Operation::on_transfer(size_t token, size_t part) {
   if (token >= kSendToken) {
-    --sending_[token - kSendToken];
+    const int peer = peer_of(token);
+    --sending_[peer];
     --sends_;
+    for (size_t index = 0; token < kSendToken + kLaterToken && index < receives_.size(); ++index) {
+      auto& receive = receives_[index];
+      if (receive.over_sent && receive.peer == peer && --receive.unsent == 0 && receive.waits && !ended()) {
+        take(index, nullptr);
+      }
+    }
     make_ready(shared_from_this());
     return;
   }
@@ -526,7 +539,7 @@ void Operation::on_transfer(size_t token, size_t part) {
 }
 
 void Operation::on_transfer_error(size_t token, const std::string& reason) {
-  const int peer = token >= kSendToken ? static_cast<int>(token - kSendToken) : receives_[token].peer;
+  const int peer = token >= kSendToken ? peer_of(token) : receives_[token].peer;
   transfer_error_ = c10::str("MPI failed to ", token >= kSendToken ? "send to " : "receive from ", group_->describe_member(peer), ": ", reason);
   make_ready(shared_from_this());
 }

@@ -76,7 +76,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool ended() const {
     return state_ == State::kEnded;
   }
-  bool computing = false; // a thread is in compute()
+  bool computing = false; // a thread is in run()
+  std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
   bool queued = false; // for a step()
   uint64_t key() const {
     return key_;
@@ -144,6 +145,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::vector<Destination> others() const;
   // Expects exactly `bytes` from `peer` as message `step`, into `data`.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
+  // The same into memory that is about to be sent to `peer` as message 0, which the peer has in whole when it sends this one. But
+  // MPI may not have said so, and must not be asked to write to what it still reads: the message waits for that.
+  void receive_over(int peer, uint16_t step, void* data, size_t bytes) {
+    receives_[receive(peer, step, data, bytes)].over_sent = true;
+  }
   // Expects exactly `bytes` from `peer`, which stay where this process can read them: compute() finds them as operand().
   size_t receive_operand(int peer, uint16_t step, size_t bytes);
   const Operand& operand(size_t receive) const {
@@ -211,6 +217,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     size_t parts_missing = 0;
     Header header;
     std::vector<char> stash; // inline data whose place is not known yet
+    bool over_sent = false; // into memory that is sent to the peer as message 0
+    size_t unsent = 0; // parts of that which MPI still reads
+    bool waits = false; // for these
     bool in_place = false; // to be read where it is
     Operand operand;
     std::shared_ptr<const shared_memory::ForeignArena> arena; // which the operand is in
@@ -228,7 +237,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // How much of a stream of `bytes` is moved before the other side hears of it.
   static size_t move_bytes(size_t bytes);
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
-  static constexpr size_t kSendToken = size_t(1) << 62; // + peer; receives use their index
+  static constexpr size_t kSendToken = size_t(1) << 62; // + peer, + kLaterToken but for message 0; receives use their index
+  static constexpr size_t kLaterToken = size_t(1) << 61;
+  static int peer_of(size_t token) {
+    return static_cast<int>(token & (kLaterToken - 1));
+  }
 
   void confirm_to(int peer);
   void complete_receive(Receive& receive);

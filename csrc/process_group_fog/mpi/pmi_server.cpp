@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 namespace fog::mpi {
 namespace {
@@ -43,7 +44,13 @@ PmiServer::PmiServer(std::unique_ptr<Rendezvous> rendezvous, std::string job, st
       socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0, "fog: socketpair for the PMI server: ", std::strerror(errno));
   client_fd_ = ends[0];
   server_fd_ = ends[1];
-  thread_ = std::thread([this] { serve(); });
+  try {
+    thread_ = std::thread([this] { serve_until_error(); });
+  } catch (const std::exception& error) {
+    close(server_fd_);
+    close(client_fd_);
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: the system refuses a thread for the start of MPI: ", error.what()));
+  }
 }
 
 PmiServer::~PmiServer() {
@@ -56,6 +63,20 @@ PmiServer::~PmiServer() {
 std::string PmiServer::error() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return error_;
+}
+
+void PmiServer::serve_until_error() {
+  try {
+    serve();
+  } catch (const std::exception& error) {
+    // MPI_Init gets no answer and stays where it is: MPICH would end the program on a failed one. Whoever started it sees
+    // error() and raises.
+    std::lock_guard<std::mutex> lock(mutex_);
+    error_ = "no memory"; // short enough to need none
+    if (dynamic_cast<const std::bad_alloc*>(&error) == nullptr) {
+      error_ = error.what();
+    }
+  }
 }
 
 void PmiServer::serve() {
@@ -73,16 +94,7 @@ void PmiServer::serve() {
     for (auto end = received.find('\n'); end != std::string::npos; end = received.find('\n')) {
       const auto line = received.substr(0, end);
       received.erase(0, end + 1);
-      std::string reply;
-      try {
-        reply = answer(line);
-      } catch (const std::exception& error) {
-        // MPI_Init gets no answer and stays where it is: MPICH would end the program on a failed one. Whoever started
-        // it sees error() and raises.
-        std::lock_guard<std::mutex> lock(mutex_);
-        error_ = error.what();
-        return;
-      }
+      const auto reply = answer(line);
       for (size_t sent = 0; sent < reply.size();) {
         const auto written = send(server_fd_, reply.data() + sent, reply.size() - sent, MSG_NOSIGNAL);
         if (written < 0 && errno == EINTR) {

@@ -32,6 +32,7 @@ class PmiServer {
   std::string error() const;
 
  private:
+  void serve_until_error();
   void serve();
   std::string answer(const std::string& line);
 

@@ -37,6 +37,16 @@ double number_of(uint64_t bits) {
   return number;
 }
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::bad_alloc&) {
+    return "no memory"; // short enough to need none
+  } catch (const std::exception& failure) {
+    return message_of(failure);
+  }
+}
+
 bool has_data(WindowOp op) {
   return op == WindowOp::kPut || op == WindowOp::kAccumulate || op == WindowOp::kWrite;
 }
@@ -135,9 +145,7 @@ void WindowService::close(const Group& group, uint64_t window) {
       reply(queue, header, kNoWindow);
     }
     for (const auto& serving : queue.servings) {
-      if (serving->header.transfer != 0) {
-        reply(queue, serving->header, kNoWindow);
-      }
+      reply(queue, serving->header, kNoWindow);
     }
   }
   queues_.erase(first, last);
@@ -220,11 +228,18 @@ void WindowService::on_reply(int source, const Header& header, const char* data)
     // Data that nobody waits for any more has to be received all the same.
     const auto owner = request ? request : std::make_shared<WindowRequest>();
     owner->service_ = this;
-    owner->received_ = shared_allocator().allocate(header.bytes);
-    if (data != nullptr) {
-      std::memcpy(owner->received_.get(), data, header.bytes);
-    } else {
-      owner->parts_ += messenger_->receive(source, header, owner->received_.get(), owner, WindowRequest::kIncoming);
+    try {
+      owner->received_ = shared_allocator().allocate(header.bytes);
+      if (data != nullptr) {
+        std::memcpy(owner->received_.get(), data, header.bytes);
+      } else {
+        owner->parts_ += messenger_->receive(source, header, owner->received_.get(), owner, WindowRequest::kIncoming);
+      }
+    } catch (const std::exception& error) {
+      if (request) {
+        end(request, backend_error(c10::str("fog: ", request->what, ": cannot receive ", header.bytes, " bytes: ", message_of(error))));
+      }
+      return;
     }
   }
   if (request && header.bytes != request->reply_bytes) {
@@ -244,17 +259,24 @@ void WindowService::settle(const std::shared_ptr<WindowRequest>& request) {
     end(request, nullptr);
     return;
   }
-  request->replied_ = false; // once
   auto task = std::make_shared<Task>();
   task->request = request;
   tasks_.push_back(std::move(task));
+  request->replied_ = false; // once
+  request->taking_ = true;
 }
 
 void WindowService::end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error) {
-  if (requests_.erase(request->id_) > 0) {
-    // The call holds the request, so that its tensor is released without the lock.
-    calls_.emplace_back([request, error] { request->done(error); });
+  if (requests_.count(request->id_) == 0) {
+    return;
   }
+  if (request->taking_) { // it writes to the window: finish() goes on
+    request->error_ = error;
+    return;
+  }
+  // The call holds the request, so that its tensor is released without the lock.
+  calls_.emplace_back([request, error] { request->done(error); });
+  requests_.erase(request->id_);
 }
 
 Deadline WindowService::check_deadlines(Deadline now) {
@@ -286,9 +308,12 @@ void WindowService::fail_group(const Group& group, const std::string& reason) {
 }
 
 void WindowService::fail_all(const std::string& reason) {
-  while (!requests_.empty()) {
-    const auto request = requests_.begin()->second;
+  const auto requests = requests_;
+  for (const auto& [id, request] : requests) {
     end(request, backend_error("fog: " + request->what + ": " + reason));
+  }
+  for (const auto& [origin, queue] : queues_) { // the news of one may have been lost with what failed
+    active_.insert(origin);
   }
 }
 
@@ -297,8 +322,15 @@ void WindowService::fail_all(const std::string& reason) {
 void WindowService::on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kWindowReply) {
     on_reply(group->members[source].world_rank, header, data);
-  } else {
+    return;
+  }
+  try {
     on_request(group, source, header, data);
+  } catch (const std::exception& error) { // there is no memory for it
+    Queue queue;
+    queue.group = group;
+    queue.source = source;
+    reply(queue, header, message_of(error));
   }
 }
 
@@ -322,13 +354,29 @@ void WindowService::on_request(const std::shared_ptr<Group>& group, int source, 
   } else {
     auto serving = std::make_shared<Serving>(*this, origin, header);
     if (header.bytes > 0 && data != nullptr) {
-      serving->data = shared_allocator().allocate(header.bytes);
-      std::memcpy(serving->data.get(), data, header.bytes);
+      try {
+        serving->data = shared_allocator().allocate(header.bytes);
+        std::memcpy(serving->data.get(), data, header.bytes);
+      } catch (const std::exception& error) {
+        serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
+      }
       serving->posted = true;
     }
     queue.servings.push_back(std::move(serving));
   }
   active_.insert(origin);
+}
+
+void WindowService::post(const Queue& queue, const std::shared_ptr<Serving>& serving) {
+  const auto& header = serving->header;
+  try {
+    serving->data = shared_allocator().allocate(header.bytes);
+    serving->parts += messenger_->receive(
+        queue.group->members[queue.source].world_rank, header, serving->data.get(), serving, 0);
+  } catch (const std::exception& error) { // of this request alone; nothing of it is applied
+    serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
+  }
+  serving->posted = true;
 }
 
 bool WindowService::obtain(Queue& queue, WindowEndpoint& endpoint, Hold hold) {
@@ -374,10 +422,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
       return false; // finish() goes on
     }
     if (header.bytes > 0 && !serving->posted) {
-      serving->posted = true;
-      serving->data = shared_allocator().allocate(header.bytes);
-      serving->parts += messenger_->receive(
-          queue.group->members[queue.source].world_rank, header, serving->data.get(), serving, 0);
+      post(queue, serving);
     }
     if (serving->parts > 0) {
       return false; // on_transfer() goes on
@@ -391,7 +436,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
       }
       if (op == WindowOp::kLeave && endpoint) {
         endpoint->on_left(queue.source);
-      } else if (header.transfer != 0) {
+      } else {
         reply(queue, header, "");
       }
       queue.servings.pop_front();
@@ -411,12 +456,12 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
     if ((header.offer & kNeedsMutex) != 0 && queue.hold == Hold::kNone && !obtain(queue, *endpoint, Hold::kOperation)) {
       return true;
     }
-    serving->running = true;
     auto task = std::make_shared<Task>();
     task->serving = serving;
     task->endpoint = endpoint;
     task->origin = origin;
     tasks_.push_back(std::move(task));
+    serving->running = true;
     return false;
   }
   return !queue.locks.empty();
@@ -444,7 +489,8 @@ std::shared_ptr<WindowService::Task> WindowService::next_task() {
   if (tasks_.empty()) {
     return nullptr;
   }
-  auto task = std::move(tasks_.front());
+  auto task = tasks_.front();
+  released_.push_back(task); // so that finish() needs no memory for it
   tasks_.pop_front();
   ++running_;
   return task;
@@ -473,16 +519,16 @@ void WindowService::run(Task& task) noexcept {
       task.endpoint->apply(
           std::get<2>(task.origin), static_cast<WindowOp>(header.step), header.scale, p, serving.data.get(), header.bytes);
     }
-  } catch (const std::exception& error) {
-    serving.error = message_of(error);
+  } catch (const std::exception&) {
+    task.error = std::current_exception();
   }
 }
 
 void WindowService::finish(const std::shared_ptr<Task>& task) {
   --running_;
-  released_.push_back(task);
   if (task->request) {
-    end(task->request, task->error);
+    task->request->taking_ = false;
+    end(task->request, task->request->error_ ? task->request->error_ : task->error);
     return;
   }
   const auto found = queues_.find(task->origin);
@@ -492,16 +538,20 @@ void WindowService::finish(const std::shared_ptr<Task>& task) {
   auto& queue = found->second;
   const auto& serving = task->serving;
   const bool get = static_cast<WindowOp>(serving->header.step) == WindowOp::kGet;
+  if (task->error) {
+    serving->error = text_of(task->error);
+  }
+  queue.servings.pop_front(); // it has been done, whether the source hears of it or not
   if (queue.hold == Hold::kOperation) {
     release(queue);
   }
   reply(queue, serving->header, serving->error, get && serving->error.empty() ? serving : nullptr);
-  queue.servings.pop_front();
   active_.insert(task->origin);
 }
 
 void WindowService::reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data) {
-  if (queue.group->closed || queue.group->gone.count(queue.source) > 0) { // who knows without this
+  // Nobody expects it, or who does knows without it.
+  if (request.transfer == 0 || queue.group->closed || queue.group->gone.count(queue.source) > 0) {
     return;
   }
   auto header =

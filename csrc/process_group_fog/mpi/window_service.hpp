@@ -63,13 +63,15 @@ class WindowRequest final : public TransferOwner {
   std::chrono::milliseconds timeout_{0};
   size_t parts_ = 0; // transfers to come
   bool replied_ = false;
+  bool taking_ = false; // a thread is in take()
+  std::exception_ptr error_; // with which it ended meanwhile: done() follows once that thread has left
   c10::DataPtr received_; // a get's data
 };
 
 // Every call needs the engine's lock, but run().
 class WindowService {
  public:
-  // What is to be done without the lock, and to be handed to finish() afterwards.
+  // What is to be done without the lock, and to be handed to finish() afterwards, whatever comes of it.
   class Task;
 
   void use(Messenger* messenger) {
@@ -140,6 +142,8 @@ class WindowService {
   };
 
   void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  // Its data comes, or has come, or `error` says why not.
+  void post(const Queue& queue, const std::shared_ptr<Serving>& serving);
   void on_reply(int source, const Header& header, const char* data);
   std::shared_ptr<WindowEndpoint> lock(const std::weak_ptr<WindowEndpoint>& endpoint);
   void settle(const std::shared_ptr<WindowRequest>& request);

@@ -5,8 +5,8 @@
 namespace fog::shared_memory {
 
 void Doorbell::ring() {
-  // What the caller has published is visible before this looks for listeners, and a listener looks for news after it has
-  // said that it listens: one of the two sees the other.
+  // Pairs with the fence in listen(): what the caller has published is visible before this looks for listeners, and a listener
+  // looks for news after it has said that it listens: one of the two sees the other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (listening.load(std::memory_order_relaxed) == 0) {
     return;
@@ -34,6 +34,7 @@ bool Doorbell::wake(Listener listener) {
 uint32_t Doorbell::listen(Listener listener) {
   const uint32_t ticket = rung[listener].load();
   listening.fetch_or(1U << listener);
+  std::atomic_thread_fence(std::memory_order_seq_cst); // pairs with that in ring(): the caller looks for news next
   return ticket;
 }
 

@@ -45,7 +45,8 @@ unsigned Slot::writers_buffer() const {
 
 unsigned Slot::owners_buffer() const {
   const unsigned buffer = load().latest == kWriters ? kWriters + 1 : kWriters;
-  // The writer may still read it to add to it: whatever it reads from now on, it will see that the state has changed.
+  // The writer may still read it to add to it: whatever it reads from now on, it will see that the state has changed. Pairs
+  // with the fence in add().
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return buffer;
 }
@@ -70,7 +71,7 @@ Slot::View Slot::base() const {
 }
 
 bool Slot::add(unsigned buffer, double p, const View& base) {
-  std::atomic_thread_fence(std::memory_order_acquire); // the base was read before this
+  std::atomic_thread_fence(std::memory_order_acquire); // the base was read before this; pairs with that in owners_buffer()
   p_[buffer].store(p, std::memory_order_relaxed);
   auto seen = load();
   while (seen.change == base.change) {

@@ -32,7 +32,7 @@ void Allreduce::launch() {
     expect_input(other, part(own_));
     if (!whole_) {
       // Comes after `other` has all of its slice from here, so nothing that is still to be read is overwritten.
-      receive(member(other), 1, slice(other), part(other));
+      receive_over(member(other), 1, slice(other), part(other));
       send(member(other), 0, slice(other), part(other), scale());
     }
   }

@@ -33,10 +33,11 @@ void Reduce::launch() {
     if (whole_) {
       announce_to(peer);
     } else {
-      send(peer, 0, slice(peer), slice_of(numel_, peer, size()).numel * item(), scale());
+      const size_t theirs = slice_of(numel_, peer, size()).numel * item();
       if (at_root()) {
-        receive(peer, 1, slice(peer), slice_of(numel_, peer, size()).numel * item());
+        receive_over(peer, 1, slice(peer), theirs);
       }
+      send(peer, 0, slice(peer), theirs, scale());
     }
   }
   result_ = at_root() ? (whole_ ? data_ : slice(rank())) : static_cast<char*>(scratch(part_));
