@@ -237,9 +237,7 @@ def bad_options() -> None:
 
     for options in (object(), dist.ProcessGroupGloo._Options(), {"confirm": False}):
         with pytest.raises(TypeError, match=r"pg_options: got \w+; allowed .*ProcessGroupFog.Options"):
-            dist.init_process_group(
-                "fog", store=dist.HashStore(), rank=0, world_size=1, pg_options=options
-            )
+            dist.init_process_group("fog", store=dist.HashStore(), rank=0, world_size=1, pg_options=options)
         assert not dist.is_initialized()
 
 
@@ -448,6 +446,7 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
 
 # Several hosts
 
+
 def silences() -> list[float]:
     """Of this process's TCP connections that the system ends when nothing is heard for some time: these seconds."""
     found = []
@@ -456,7 +455,9 @@ def silences() -> list[float]:
             limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
             if limit > 0:
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
-                idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in probes)
+                idle, interval, count = (
+                    connection.getsockopt(socket.IPPROTO_TCP, option) for option in probes
+                )
                 assert idle + interval * count == limit and min(idle, interval) > 0
                 found.append(limit)
     return found
@@ -506,7 +507,9 @@ def check_hosts(placement: list[int]) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["one after the other", "clones, in turn"])
+@pytest.mark.parametrize(
+    "placement", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["one after the other", "clones, in turn"]
+)
 def test_two_hosts(placement: list[int]) -> None:
     clones = placement[1] == 1
     with emulated_hosts(2) as names:

@@ -55,7 +55,9 @@ def own_arena() -> tuple[int, int]:
                     found = os.stat(f"/proc/self/fd/{number}")
                 except FileNotFoundError:  # that of the listing itself
                     continue
-                if str(found.st_ino) == line.split()[4] and "fog_arena" in os.readlink(f"/proc/self/fd/{number}"):
+                if str(found.st_ino) == line.split()[4] and "fog_arena" in os.readlink(
+                    f"/proc/self/fd/{number}"
+                ):
                     return int(number), first
     raise AssertionError("no arena")
 
@@ -157,7 +159,8 @@ def sealed() -> None:
     inboxes = [
         int(number)
         for number in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{number}") and "fog_inbox" in os.readlink(f"/proc/self/fd/{number}")
+        if os.path.lexists(f"/proc/self/fd/{number}")
+        and "fog_inbox" in os.readlink(f"/proc/self/fd/{number}")
     ]
     assert inboxes
     for number in [fd, *inboxes]:
@@ -239,7 +242,9 @@ def little_memory() -> None:
     x = torch.full((8 * MIB,), float(my_rank()))
     window = group.create_window(x, "w", [other], [other])
     # Rank 1 has no memory to share, so rank 0 has to ask it.
-    assert window.transport == window.transport_to(other) == ("messages" if my_rank() == 0 else "shared memory")
+    assert (
+        window.transport == window.transport_to(other) == ("messages" if my_rank() == 0 else "shared memory")
+    )
     window.put(x, [(other, 1.0)]).wait()
     group.barrier().wait()
     assert window.update(0.0, [(other, 1.0)], clone=True).eq(float(other)).all()
@@ -308,7 +313,9 @@ class RingTo:
         first = self.slot + self.DATA + written
         struct.pack_into("<Q", self.memory, first, len(record) if length is None else length)
         self.memory[first + 8 : first + 8 + len(record)] = record
-        struct.pack_into("<Q", self.memory, self.slot + self.WRITTEN, written + (8 + len(record) + 7) // 8 * 8)
+        struct.pack_into(
+            "<Q", self.memory, self.slot + self.WRITTEN, written + (8 + len(record) + 7) // 8 * 8
+        )
 
 
 # What is wrong with a message, and what the receiver says of it. Kinds and deliveries are numbers of message.hpp.
@@ -366,4 +373,6 @@ def test_a_damaged_message_is_an_error_that_names_its_sender(pair: World) -> Non
     errors, _ = pair.run(damaged_messages)
     expected = [text for _, text in DAMAGED] + ["it is shorter than a header"] * 2
     for error, text in zip(errors, expected, strict=True):
-        assert re.search(rf"rank 1 of the world sent what is not a message of fog's, \d+ bytes: {text}", error), error
+        assert re.search(
+            rf"rank 1 of the world sent what is not a message of fog's, \d+ bytes: {text}", error
+        ), error

@@ -122,7 +122,8 @@ std::vector<std::string> meet_on_hosts(Rendezvous& rendezvous) {
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
     TORCH_CHECK_WITH(
         DistBackendError, ranks[rank].protocol == ranks[0].protocol, "fog: two builds of fog in one job: rank 0 has ",
-        ranks[0].protocol, ", rank ", rank, " has ", ranks[rank].protocol, ". Install the same fog, and the same torch, for all ranks.");
+        ranks[0].protocol, ", rank ", rank, " has ", ranks[rank].protocol,
+        ". Install the same fog, and the same torch, for all ranks.");
   }
   // Who is alone on its host, or whose system has no beacons, finds nobody but itself.
   std::string host = id + "#rank " + std::to_string(rendezvous.rank());

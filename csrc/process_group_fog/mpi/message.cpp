@@ -61,7 +61,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       [[fallthrough]];
     case Delivery::kOffer:
     case Delivery::kMapped:
-      return !local                         ? "no other host can send this"
+      return !local                        ? "no other host can send this"
           : header.offer >= Inbox::kOffers ? "its sender has no such offer"
           : came != 0                      ? "it carries data"
                                            : nullptr;

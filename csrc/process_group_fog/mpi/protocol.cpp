@@ -20,11 +20,28 @@ uint32_t layout() {
   using namespace shared_memory;
   uint64_t hash = kEmptyHash;
   for (const size_t number :
-       {sizeof(Header), offsetof(Header, transfer), offsetof(Header, bytes), offsetof(Header, signature), sizeof(Signature),
-        offsetof(Signature, shape), offsetof(Signature, plan), sizeof(Ring), Ring::kCapacity, sizeof(Doorbell), Inbox::bytes_for(1),
-        Inbox::bytes_for(1000), sizeof(Arena::Label), sizeof(WindowLabel), sizeof(SlotPlace), sizeof(Door), sizeof(PairMutex),
-        size_t(Slot::kWriters), size_t(Slot::kOwners), static_cast<size_t>(MessageKind::kRelease),
-        static_cast<size_t>(Delivery::kMapped), static_cast<size_t>(OpKind::kLocalAllreduce)}) {
+       {sizeof(Header),
+        offsetof(Header, transfer),
+        offsetof(Header, bytes),
+        offsetof(Header, signature),
+        sizeof(Signature),
+        offsetof(Signature, shape),
+        offsetof(Signature, plan),
+        sizeof(Ring),
+        Ring::kCapacity,
+        sizeof(Doorbell),
+        Inbox::bytes_for(1),
+        Inbox::bytes_for(1000),
+        sizeof(Arena::Label),
+        sizeof(WindowLabel),
+        sizeof(SlotPlace),
+        sizeof(Door),
+        sizeof(PairMutex),
+        size_t(Slot::kWriters),
+        size_t(Slot::kOwners),
+        static_cast<size_t>(MessageKind::kRelease),
+        static_cast<size_t>(Delivery::kMapped),
+        static_cast<size_t>(OpKind::kLocalAllreduce)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));
   }
   return mark(hash);

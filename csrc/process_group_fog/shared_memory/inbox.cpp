@@ -63,8 +63,7 @@ std::unique_ptr<Inbox> Inbox::create(int ranks) {
   static_cast<Shared*>(memory)->token = token;
   std::ostringstream address;
   address << getpid() << ' ' << fd << ' ' << token << ' ' << bytes << ' ' << reinterpret_cast<uintptr_t>(memory);
-  return std::unique_ptr<Inbox>(
-      new Inbox(fd, memory, bytes, address.str(), getpid(), reinterpret_cast<uintptr_t>(memory)));
+  return std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address.str(), getpid(), reinterpret_cast<uintptr_t>(memory)));
 }
 
 std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
