@@ -88,7 +88,9 @@ def ring(checks: Checks, dtype: torch.dtype, late: bool, async_op: bool) -> None
         checks.equal(f"{label}: a part", mine[1], expected)
     dist.barrier()
     window.tensor_deregister()
-    checks.equal(f"{label}: kept", mine[(rank + 2) % size][-1], torch.tensor(30 + (rank + 2) % size).to(dtype))
+    checks.equal(
+        f"{label}: kept", mine[(rank + 2) % size][-1], torch.tensor(30 + (rank + 2) % size).to(dtype)
+    )
 
 
 def rings() -> None:

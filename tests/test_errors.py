@@ -210,7 +210,10 @@ def _shared_memory(size: int) -> dict[str, tuple[Callable[[], object], list[str]
             lambda: dist.gather(ones(4), [parts[0], parts[1], parts[1]], dst=0),
             [r"outputs\[2\].*outputs\[1\]"],
         ),
-        "gather input in another's place": (lambda: dist.gather(parts[1], parts, dst=0), [r"outputs\[1\].*inputs"]),
+        "gather input in another's place": (
+            lambda: dist.gather(parts[1], parts, dst=0),
+            [r"outputs\[1\].*inputs"],
+        ),
         "scatter output in another's place": (
             lambda: dist.scatter(parts[1], parts, src=0),
             [r"outputs.*inputs\[1\]"],

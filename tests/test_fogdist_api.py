@@ -427,7 +427,10 @@ def misplaced_arguments() -> list[tuple[Callable[[], object], type[Exception], s
         (lambda: fogdist.init(fogdist.RingGraph, 1), "is_weighted.*1"),
         (lambda: fogdist.init(ring), "topology_fn.*DiGraph"),
         (lambda: fogdist.set_topology(ring, 1), "is_weighted.*1"),
-        (lambda: fogdist.InferSourceFromDestinationRanks([1], "matrix"), "construct_adjacency_matrix.*'matrix'"),
+        (
+            lambda: fogdist.InferSourceFromDestinationRanks([1], "matrix"),
+            "construct_adjacency_matrix.*'matrix'",
+        ),
         (lambda: fogdist.InferDestinationFromSourceRanks([1], 1), "construct_adjacency_matrix.*1"),
         (lambda: fogdist.RingGraph(4, True), "connect_style.*bool"),  # it was left_connect once
         (lambda: fogdist.StarGraph(4, False), "center_rank.*bool"),

@@ -566,7 +566,12 @@ def wrong_lists() -> None:
         (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with tensor\[0\]"),
         (pair, [other, other], ValueError, r"output\[1\]: shares memory with output\[0\]"),
         ([base, base], [base, base], ValueError, r"output\[1\]: shares memory with output\[0\]"),
-        ([base[:4], base[2:6]], [base[:4], other], ValueError, r"output\[0\]: shares memory with tensor\[1\]"),
+        (
+            [base[:4], base[2:6]],
+            [base[:4], other],
+            ValueError,
+            r"output\[0\]: shares memory with tensor\[1\]",
+        ),
         (base[:4], base[3:7], ValueError, "output: shares memory with tensor"),
         (base[:4], base[:4].view(2, 2), ValueError, r"output: got shape \[2, 2\]"),
         (
@@ -926,7 +931,11 @@ def exchanges_in_parts() -> None:
         [(r, 1.0) for r in range(size) if r != rank],
     )
     with Checks() as checks:
-        for dtype, numel in [(torch.float32, 1_000_003), (torch.bfloat16, 524_288), (torch.float64, 9_000_001)]:
+        for dtype, numel in [
+            (torch.float32, 1_000_003),
+            (torch.bfloat16, 524_288),
+            (torch.float64, 9_000_001),
+        ]:
             inputs = [make_input(r, dtype, (numel,)) for r in range(size)]
             expected = mix(inputs, matrix)[rank]
             checks.close(f"{dtype} of {numel}", fogdist.neighbor_allreduce(inputs[rank]), expected)

@@ -185,7 +185,9 @@ void check_disjoint(
   std::sort(places.begin(), places.end(), [](const Place& one, const Place& next) { return one.span.begin < next.span.begin; });
   c10::SmallVector<const Place*, 16> open; // those that may reach into what follows
   for (const auto& place : places) {
-    open.erase(std::remove_if(open.begin(), open.end(), [&](const Place* before) { return before->span.end <= place.span.begin; }), open.end());
+    open.erase(
+        std::remove_if(open.begin(), open.end(), [&](const Place* before) { return before->span.end <= place.span.begin; }),
+        open.end());
     for (const auto* before : open) {
       if (!before->is_output && !place.is_output) {
         continue;
