@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import shlex
 import shutil
@@ -33,6 +34,9 @@ def fail(message: str) -> None:
     sys.exit(f"fog: {message}")
 
 
+# Compiling in place needs no version.
+if importlib.util.find_spec("setuptools_scm") is None and "build_ext" not in sys.argv:
+    fail("the version comes from git, by setuptools-scm, which is not installed: pip install setuptools-scm")
 # These commands only take files, for any torch.
 IS_FOR_ANY_TORCH = not {"sdist", "egg_info", "build_py"}.isdisjoint(sys.argv)
 if IS_FOR_ANY_TORCH:
@@ -149,7 +153,9 @@ class BuildFog(BuildExtension):
             *flags,
             *macros,
         ]
-        version = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False).stdout
+        version = subprocess.run(
+            [command[0], "--version"], capture_output=True, text=True, check=False
+        ).stdout
         text = "".join(f"#include <{name}>\n" for name in PRECOMPILED)
         # Another compiler, torch or flag: another folder, so that ninja compiles all files again.
         key = hashlib.sha256("\0".join([text, version, torch.__version__, *command]).encode()).hexdigest()[
@@ -161,7 +167,9 @@ class BuildFog(BuildExtension):
             header.parent.mkdir(parents=True, exist_ok=True)
             header.write_text(text)
             partial = header.with_name("partial")
-            done = subprocess.run([*command, "-x", "c++-header", str(header), "-o", str(partial)], check=False)
+            done = subprocess.run(
+                [*command, "-x", "c++-header", str(header), "-o", str(partial)], check=False
+            )
             if done.returncode != 0:
                 return None
             partial.rename(compiled)
@@ -208,7 +216,8 @@ def extension() -> Extension:
 
 
 setup(
-    setup_requires=[installed_torch()],
+    # The question that isolated builds ask first.
+    setup_requires=[installed_torch()] if "egg_info" in sys.argv else [],
     install_requires=requirements(),
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildFog},

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import typing
 import venv
@@ -26,7 +27,13 @@ TORCH = torch.__version__.partition("+")[0]
 def run(*command: str | Path, folder: Path = ROOT, timeout: float = 120) -> str:
     """What a command prints on standard output; AssertionError with all that it printed if it fails."""
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, check=False
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -70,7 +77,12 @@ def test_names_and_their_types_are_there_at_once(module: typing.Any) -> None:
 
 
 def test_version_is_that_of_the_installed_package() -> None:
-    assert fogdist.__version__ == importlib.metadata.version("fogdist")
+    # Of the environment only: a build leaves what it wrote in the checkout.
+    installed = importlib.metadata.distributions(name="fogdist", path=[sysconfig.get_path("purelib")])
+    versions = [distribution.version for distribution in installed]
+    if not versions:
+        pytest.skip("fogdist is not installed in this environment")
+    assert versions == [fogdist.__version__]
 
 
 # --- archives -----------------------------------------------------------------------------------------------
@@ -186,7 +198,9 @@ def test_archives_install_and_run_in_clean_environments(sdist: Path, tmp_path: P
         examples = tmp_path / archive.getnames()[0] / "examples"
 
     builder, cache = Environment(tmp_path / "builder"), tmp_path / "cache"
-    builder.install(f"torch=={TORCH}", "setuptools", "setuptools-scm", "ninja", "pybind11", "mpich>=5", folder=tmp_path)
+    builder.install(
+        f"torch=={TORCH}", "setuptools", "setuptools-scm", "ninja", "pybind11", "mpich>=5", folder=tmp_path
+    )
     # pip keeps the wheel that it makes of the sources, if it has a cache.
     builder.install("--no-build-isolation", f"--cache-dir={cache}", str(sdist), folder=tmp_path)
     check_consensus(builder, examples)
