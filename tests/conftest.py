@@ -103,11 +103,14 @@ def script_worlds() -> Iterator[harness.WorldPool]:
 
 @pytest.fixture
 def new_world() -> Iterator[Callable[..., harness.World]]:
-    """Makes worlds for one test only, for tests that kill ranks or leave a group unusable."""
+    """Makes worlds for one test only, for tests that kill ranks or leave a group unusable.
+
+    The last rank leaves as a script does; all do with ``finalizing=None``, for tests of how ranks end.
+    """
     made: list[harness.World] = []
 
     def make(size: int, **options: Any) -> harness.World:
-        made.append(harness.World(size, **options))
+        made.append(harness.World(size, **({"finalizing": None if harness.ALL else 1} | options)))
         return made[-1]
 
     yield make

@@ -5,7 +5,7 @@ that has imported torch already, so a world starts in a fraction of a second; a 
 sends them functions to run. Everything that waits here has a deadline: a rank that does not answer in time is
 asked for its stack, killed with the rest of its world, and reported. Ranks leave as a script leaves: they
 destroy the process group and finalize the interpreter, so a crash at teardown fails the test that owns the
-world. In a world that tests share it is the last rank only that finalizes (see ``World``), unless all tests run.
+world. Of worlds that tests share one rank does all of that, and the others a part (see ``World``), unless all tests run.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ _ONE_THREAD = {
 }
 _LOG_TAIL = 6000
 
+# What a rank gets in place of a call when its world ends.
+_LEAVE, _LEAVE_AS_SCRIPTS_DO = b"leave", b""
+
 # Ranks are forked from a process that has imported this module.
 _PRELOAD = "fork_server"
 
@@ -111,7 +114,6 @@ class _Settings:
     environment: dict[str, str]
     log: str
     initialize: bool
-    finalize: bool
 
 
 def sizes(default: Sequence[int], more: Sequence[int]) -> list[Any]:
@@ -177,13 +179,13 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
             request = connection.recv_bytes()
         except EOFError:  # pytest has gone, or gave this world up
             os._exit(1)
-        if not request:
+        if request in (_LEAVE, _LEAVE_AS_SCRIPTS_DO):
             break
         _answer(connection, settings.rank, _unpickle_and_call, (request,))
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
-    if not settings.finalize:
+    if request == _LEAVE:
         atexit._run_exitfuncs()  # among them the end of the backend
         sys.stdout.flush()
         os._exit(0)
@@ -245,8 +247,8 @@ class World:
         timeout: the group's timeout in seconds.
         environment: more environment variables for the ranks.
         initialize: False leaves ``init_process_group`` to the functions that the test sends.
-        finalizing: How many ranks, the last ones, leave with the finalization of Python and the destructors of C++, by
-            default all. Others only call what is registered for the exit: the rest takes half a second of a rank.
+        finalizing: How many ranks, the last ones, leave as scripts do, by default all. The others only call what is
+            registered for the exit: the finalization of Python and the destructors of C++ take half a second of a rank.
 
     Raises:
         RankFailures: a rank did not start.
@@ -264,6 +266,7 @@ class World:
     ) -> None:
         _start_fork_server()
         self.size = size
+        self.finalizing = size if finalizing is None else finalizing
         self.broken = False
         self._killed: set[int] = set()
         self._directory = Path(tempfile.mkdtemp(prefix="fog-test-"))
@@ -274,8 +277,7 @@ class World:
         self._processes: list[Any] = []
         try:
             for rank in range(size):
-                finalize = finalizing is None or rank >= size - finalizing
-                self._start_rank(rank, backend, timeout, environment or {}, initialize, finalize)
+                self._start_rank(rank, backend, timeout, environment or {}, initialize)
             outcomes = self._collect(START_TIMEOUT, GRACE_AFTER_FAILURE)
             if any(o.state != "returned" for o in outcomes):
                 raise RankFailures(f"start of a world of {size} ranks", outcomes)
@@ -284,13 +286,7 @@ class World:
             raise
 
     def _start_rank(
-        self,
-        rank: int,
-        backend: str,
-        timeout: float,
-        environment: dict[str, str],
-        initialize: bool,
-        finalize: bool,
+        self, rank: int, backend: str, timeout: float, environment: dict[str, str], initialize: bool
     ) -> None:
         variables = {
             "RANK": str(rank),
@@ -308,8 +304,7 @@ class World:
             **_ONE_THREAD,
             **environment,
         }
-        log = str(self._log(rank))
-        settings = _Settings(rank, self.size, backend, timeout, variables, log, initialize, finalize)
+        settings = _Settings(rank, self.size, backend, timeout, variables, str(self._log(rank)), initialize)
         ours, theirs = _context.Pipe()
         process = _context.Process(target=_rank_main, args=(settings, theirs), name=f"rank-{rank}")
         process.start()
@@ -386,7 +381,8 @@ class World:
         waiting = self.living()
         for rank in waiting:
             with contextlib.suppress(OSError):  # it died by itself; its exit status tells
-                self._connections[rank].send_bytes(b"")
+                finalizes = rank >= self.size - self.finalizing
+                self._connections[rank].send_bytes(_LEAVE_AS_SCRIPTS_DO if finalizes else _LEAVE)
         deadline = time.monotonic() + STOP_TIMEOUT
         outcomes = []
         for rank in waiting:
@@ -518,11 +514,17 @@ class WorldPool:
         """The world of ``size`` ranks."""
         world = self._worlds.get(size)
         if world is None or world.broken:
-            world = self._worlds[size] = World(size, finalizing=None if ALL else 1, **self._options)
+            world = self._worlds[size] = World(size, **self._options)
         return world
 
     def close(self) -> None:
-        """End all worlds; raises RankFailures if one did not end well."""
+        """End all worlds; raises RankFailures if one did not end well.
+
+        Of the largest one a rank leaves as a script does, in ``make test-all`` all of all.
+        """
+        if not ALL:
+            for size, world in self._worlds.items():
+                world.finalizing = int(size == max(self._worlds))
         close_all(list(self._worlds.values()))
 
 

@@ -97,6 +97,7 @@ def run_on_hosts(
     killed: Sequence[int] = (),
     netmod: str = "UCX",
     environment: Mapping[str, str] | None = None,
+    finalizing: int | None = 1,
 ) -> list[list[Any]]:
     """Runs functions of a test module, one after the other, on ranks of several emulated hosts.
 
@@ -110,6 +111,7 @@ def run_on_hosts(
         killed: Ranks that end by SIGKILL.
         netmod: Of MPICH, a key of `ACROSS`.
         environment: More variables of the ranks.
+        finalizing: As for `World`.
 
     Returns:
         For each rank what its functions returned.
@@ -121,7 +123,7 @@ def run_on_hosts(
     variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate) as names:
-        world = World(len(placement), initialize=False, environment=variables)
+        world = World(len(placement), initialize=False, environment=variables, finalizing=finalizing)
         try:
             outcomes = world.run_by_rank(
                 _join_on_host, [(names[host], str(folder), timeout) for host in placement]

@@ -1,6 +1,7 @@
 """The benchmarks run to their end, on tiny sizes, and write what they promise. Numbers are not judged.
 
-Their ranks are new interpreters, which mpiexec starts: as few as there can be, except in test-all.
+Their ranks are new interpreters, which mpiexec starts: as few as there can be, except in test-all. Without it one
+benchmark of each kind runs: of operations, side by side with raw MPI, and of training.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dic
     return rows, printed
 
 
+@pytest.mark.long
 def test_collectives(tmp_path: Path) -> None:
     options = ["--ranks", "2", "--sizes", "4", "64K", "--iterations", "3", "--dtypes", "float32", "bfloat16"]
     rows, printed = run_benchmark("collectives.py", tmp_path, *options)
@@ -91,7 +93,8 @@ def test_neighbor(tmp_path: Path, ranks: int) -> None:
         assert "one-peer, 4 ranks, 4 KiB" in printed[printed.index("Goals") :]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_windows(tmp_path: Path, ranks: int) -> None:
     options = ["--ranks", str(ranks), "--sizes", "4K", "2M", "--iterations", "3"]
     rows, printed = run_benchmark("windows.py", tmp_path, *options)
@@ -125,6 +128,7 @@ def test_training(tmp_path: Path) -> None:
     assert "AWC, one-peer (" in neighbor_modes and "DiLoCo" not in neighbor_modes
 
 
+@pytest.mark.long
 def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     """The same code as on GPUs, with Gloo in place of NCCL."""
     modes = ["none", "awc", *(["ddp_sync"] if ALL else []), "win_put"]
@@ -239,6 +243,7 @@ def test_cuda_without_a_gpu(tmp_path: Path) -> None:
     assert not (tmp_path / "numbers.json").exists()
 
 
+@pytest.mark.long
 def test_overlap(tmp_path: Path) -> None:
     with emulated_hosts(1, "1gbit"):
         pass  # skips where it cannot make any

@@ -1415,7 +1415,7 @@ def end_early() -> None:
 
 @pytest.mark.parametrize("local_links", ["1", "0"], ids=["memory", "messages"])
 def test_a_rank_ends_early(new_world, local_links):
-    new_world(2, environment={"FOG_LOCAL_LINKS": local_links}).run(end_early)
+    new_world(2, environment={"FOG_LOCAL_LINKS": local_links}, finalizing=None).run(end_early)
 
 
 def leave(mode: str) -> None:
@@ -1432,7 +1432,7 @@ def leave(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_nothing_is_left(no_shared_memory_left, new_world, mode):
-    world = new_world(3)
+    world = new_world(3, finalizing=None)
     world.run(leave, mode)
     world.close()
 

@@ -682,7 +682,7 @@ def end_groups() -> None:
 
 
 def test_a_group_that_ended_makes_no_delegate(new_world: Callable[..., World]) -> None:
-    new_world(RANKS).run(end_groups)
+    new_world(RANKS, finalizing=None).run(end_groups)
 
 
 # --- bound devices and groups that are split off ---

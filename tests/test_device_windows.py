@@ -1088,7 +1088,7 @@ def all_is_given_back(transport: str) -> list[int]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_everything_is_given_back(new_world, transport, no_shared_memory_left):
-    world = new_world(2)
+    world = new_world(2, finalizing=None)
     for before, meanwhile, after in world.run(all_is_given_back, transport):
         assert before == after < meanwhile
     world.close()
@@ -1153,6 +1153,6 @@ def drop_in_disorder(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_ends_in_disorder(new_world, transport, no_shared_memory_left):
-    world = new_world(2)
+    world = new_world(2, finalizing=None)
     world.run(drop_in_disorder, transport)
     world.close()

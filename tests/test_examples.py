@@ -197,7 +197,7 @@ def test_push_diging_alone(tmp_path: Path, script_worlds: WorldPool) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--mode", "ddp", "--backend", "gloo"),
+        pytest.param(("--mode", "ddp", "--backend", "gloo"), marks=pytest.mark.long),
         ("--mode", "awc", "--dynamic"),
         ("--mode", "ddp_async", "--slow-rank", "1", "--slowdown", "3"),
     ],

@@ -228,7 +228,7 @@ def cases() -> list[tuple[str, int, str]]:
 def test_killed_rank_in_each_kind(
     new_world: Callable[..., World], kind: str, victim: int, moment: str
 ) -> None:
-    world = new_world(RANKS, timeout=LONG_TIMEOUT)
+    world = new_world(RANKS, timeout=LONG_TIMEOUT, finalizing=None)
     outcomes = world.run_raw(lose_a_rank, kind, victim, moment, timeout=20)
     assert outcomes[victim].state == "died" and "SIGKILL" in outcomes[victim].details, str(outcomes[victim])
     survivors: list[Outcome] = [o for o in outcomes if o.rank != victim]
@@ -320,7 +320,7 @@ def lose_a_rank_in_all_kinds(victim: int, moment: str, over_sockets: bool, folde
 
 @pytest.mark.parametrize(("victim", "moment"), [(0, "before"), (1, "during"), (2, "before"), (0, "during")])
 def test_killed_rank(new_world: Callable[..., World], tmp_path: Path, victim: int, moment: str) -> None:
-    world = new_world(RANKS, timeout=LONG_TIMEOUT)
+    world = new_world(RANKS, timeout=LONG_TIMEOUT, finalizing=None)
     arguments = (victim, moment, False, str(tmp_path))
     outcomes = world.run_raw(lose_a_rank_in_all_kinds, *arguments, timeout=40)
     assert outcomes[victim].state == "died" and "SIGKILL" in outcomes[victim].details, str(outcomes[victim])

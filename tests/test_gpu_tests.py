@@ -1,4 +1,7 @@
-"""The tests of tests/gpu, which wait for a GPU, are right themselves: one of each runs on the device double."""
+"""The tests of tests/gpu, which wait for a GPU, are right themselves: one of each runs on the device double.
+
+What they test is tested by tests/test_device_*.py on the double in any case.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from harness import BACKEND
 FOLDER = Path(__file__).resolve().parent / "gpu"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BACKEND != "fog", reason="for backend fog")
 def test_one_of_each_on_the_double(compiled_double: None) -> None:
     ended = subprocess.run(

@@ -1177,7 +1177,7 @@ def end_in_disorder(how: str) -> None:
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("how", ["exit", "destroy", "one destroys", "drop", "free on one"])
 def test_the_end_in_any_order(new_world, way, how):
-    new_world(3, environment=WAYS[way]).run(end_in_disorder, how)
+    new_world(3, environment=WAYS[way], finalizing=None).run(end_in_disorder, how)
 
 
 def destroy_while_waiting() -> None:
@@ -1194,4 +1194,4 @@ def destroy_while_waiting() -> None:
 
 
 def test_destroying_the_group_ends_what_waits(new_world, way):
-    new_world(2, environment=WAYS[way]).run(destroy_while_waiting)
+    new_world(2, environment=WAYS[way], finalizing=None).run(destroy_while_waiting)

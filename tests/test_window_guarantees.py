@@ -405,13 +405,13 @@ ENDS = ["free", "shutdown", "destroy", "one frees, one destroys", "exit"]
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("how", ENDS)
 def test_the_end_in_any_order(new_world, how):
-    new_world(3).run(end_in_disorder, how)
+    new_world(3, finalizing=None).run(end_in_disorder, how)
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("how", [ENDS[0], ENDS[3], ENDS[4]])
 def test_the_end_in_any_order_between_hosts(tmp_path, how):
-    run_on_hosts(tmp_path, [0, 1, 1], "test_window_guarantees", [("end_in_disorder", [how])])
+    run_on_hosts(tmp_path, [0, 1, 1], "test_window_guarantees", [("end_in_disorder", [how])], finalizing=None)
 
 
 def lose_a_neighbor(victim: int) -> list[str]:

@@ -921,7 +921,7 @@ def end_in_any_order(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["free", "shutdown", "some free", "destroy", "exit"])
 def test_the_end_in_any_order(new_world, how):
-    new_world(3).run(end_in_any_order, how)
+    new_world(3, finalizing=None).run(end_in_any_order, how)
 
 
 def shut_down_and_start_again() -> None:
@@ -979,7 +979,7 @@ def lose_a_neighbor() -> None:
 
 
 def test_a_lost_neighbor(new_world):
-    world = new_world(3)
+    world = new_world(3, finalizing=None)
     outcomes = world.run_raw(lose_a_neighbor)
     assert [outcome.state for outcome in outcomes] == ["returned", "died", "returned"], "\n".join(
         map(str, outcomes)
