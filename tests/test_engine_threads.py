@@ -155,16 +155,16 @@ def memory_after_a_failure(numel: int, delays: list[float]) -> list[bool]:
         x = fogdist.share_(torch.full((numel,), 1.0))
         result = fogdist.share_(torch.full((numel,), 2.0))
         plan = NeighborPlan(rank, 2, 0.5, [(1 - rank, 0.5)], [(1 - rank, 1.0)])
-        if rank == 0:
-            work = backend.neighbor_allreduce(x, plan, output=result)
-            dist.barrier()
-            time.sleep(delay)  # the background is at it now
-            backend.abort()
-        else:
-            dist.barrier()
-            work = backend.neighbor_allreduce(x, plan, output=result)
         failed = False
         try:
+            if rank == 0:
+                work = backend.neighbor_allreduce(x, plan, output=result)
+                dist.barrier()
+                time.sleep(delay)  # the background is at it now
+                backend.abort()
+            else:
+                dist.barrier()
+                work = backend.neighbor_allreduce(x, plan, output=result)
             work.wait()
         except dist.DistBackendError as error:
             assert "abort" in str(error) or "given up" in str(error)

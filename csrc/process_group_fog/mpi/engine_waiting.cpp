@@ -4,7 +4,6 @@
 #include <c10/util/thread_name.h>
 
 #include "../python_lock.hpp"
-#include "../unowned_failure.hpp"
 #include "backoff.hpp"
 #include "engine.hpp"
 
