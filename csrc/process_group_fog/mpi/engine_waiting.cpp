@@ -26,6 +26,7 @@ constexpr std::chrono::nanoseconds kListeningLongest = std::chrono::milliseconds
 constexpr auto kAskingAgain = std::chrono::microseconds(5);
 constexpr int kAsked = 500;
 constexpr int kAskedOversubscribed = 5;
+constexpr int kYields = 500; // before the first sleep that no bell would end
 constexpr auto kNapWithBell = std::chrono::microseconds(100);
 constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kLastWords = std::chrono::milliseconds(20);
@@ -134,8 +135,15 @@ void Engine::drive_once(const std::atomic<bool>& done) {
     });
   };
   look();
-  if (!done.load() && asked > (oversubscribed_ ? kAskedOversubscribed : kAsked)) {
-    without_python_lock([&] { sleep_until_news(done, must_poll_.load() ? kNap : kNapWithBell); });
+  const int most = oversubscribed_ ? kAskedOversubscribed : kAsked;
+  if (!done.load() && asked > most) {
+    without_python_lock([&] {
+      if (must_poll_.load() && asked <= most + kYields) { // nothing would end a sleep
+        sched_yield();
+      } else {
+        sleep_until_news(done, must_poll_.load() ? kNap : kNapWithBell);
+      }
+    });
     look();
   }
   last = Clock::now();

@@ -10,6 +10,7 @@
 #include <iomanip>
 #include <random>
 #include <sstream>
+#include <system_error>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -108,13 +109,17 @@ void call_in_time(
     int code = 0;
   };
   auto attempt = std::make_shared<Attempt>();
-  std::thread([attempt, call = std::move(call)] {
-    const int code = call();
-    std::lock_guard<std::mutex> lock(attempt->mutex);
-    attempt->done = true;
-    attempt->code = code;
-    attempt->changed.notify_all();
-  }).detach();
+  try {
+    std::thread([attempt, call = std::move(call)] {
+      const int code = call();
+      std::lock_guard<std::mutex> lock(attempt->mutex);
+      attempt->done = true;
+      attempt->code = code;
+      attempt->changed.notify_all();
+    }).detach();
+  } catch (const std::system_error& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: MPI did not start: the system refuses a thread for ", name, ": ", error.what()));
+  }
   std::unique_lock<std::mutex> lock(attempt->mutex);
   while (!attempt->changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return attempt->done; })) {
     const auto error = trouble ? trouble() : std::string();

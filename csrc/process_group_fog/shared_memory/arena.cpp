@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <new>
 #include <random>
 
 #include "machine.hpp"
@@ -147,8 +148,7 @@ std::optional<size_t> Arena::take_small(size_t size) {
       return std::nullopt;
     }
     if (const size_t rest = small_end_ - small_next_; rest > 0) {
-      kept_[rest].push_back(small_next_);
-      kept_bytes_ += rest;
+      keep(small_next_, rest);
     }
     small_next_ = *fresh;
     small_end_ = *fresh + stretch;
@@ -210,29 +210,47 @@ void Arena::free(void* memory) {
   sizes_.erase(found);
   in_use_ -= size;
   const size_t most = std::max(kLeastKept, in_use_);
-  if (size >= page_ && kept_bytes_ + size > most && drop_pages(offset, size)) {
-    add_bare(offset, size);
-  } else {
-    kept_[size].push_back(offset);
-    kept_bytes_ += size;
+  try {
+    if (size >= page_ && kept_bytes_ + size > most && drop_pages(offset, size)) {
+      add_bare(offset, size);
+    } else {
+      keep(offset, size);
+    }
+    keep_no_more_than(most); // that has become less
+  } catch (const std::bad_alloc&) { // whoever frees it cannot fail: what cannot be noted as free is not used again
   }
-  keep_no_more_than(most); // that has become less
+}
+
+void Arena::keep(size_t offset, size_t size) {
+  const auto place = kept_.try_emplace(size).first;
+  try {
+    place->second.push_back(offset);
+  } catch (const std::bad_alloc&) {
+    if (place->second.empty()) {
+      kept_.erase(place);
+    }
+    throw;
+  }
+  kept_bytes_ += size;
 }
 
 void Arena::keep_no_more_than(size_t bytes) {
   for (auto position = kept_.end(); kept_bytes_ > bytes && position != kept_.begin();) {
     --position;
-    auto& [size, offsets] = *position;
+    const size_t size = position->first;
     if (size < page_) {
       return;
     }
-    while (kept_bytes_ > bytes && !offsets.empty() && drop_pages(offsets.back(), size)) {
-      add_bare(offsets.back(), size);
-      offsets.pop_back();
+    bool more = true;
+    while (more && kept_bytes_ > bytes && drop_pages(position->second.back(), size)) {
+      const size_t offset = position->second.back();
+      position->second.pop_back();
       kept_bytes_ -= size;
-    }
-    if (offsets.empty()) {
-      position = kept_.erase(position);
+      more = !position->second.empty();
+      if (!more) {
+        position = kept_.erase(position);
+      }
+      add_bare(offset, size); // it is in one place only, also if there is no memory to note it there
     }
   }
 }

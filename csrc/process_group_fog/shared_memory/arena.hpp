@@ -61,6 +61,8 @@ class Arena {
   // Whole pages, without memory so far.
   std::optional<size_t> take_pages(size_t size);
   void add_bare(size_t offset, size_t size);
+  // A freed block keeps its pages.
+  void keep(size_t offset, size_t size);
   // Gives the pages of a block back to the system; false if it would not have them.
   bool drop_pages(size_t offset, size_t size);
   void keep_no_more_than(size_t bytes);
