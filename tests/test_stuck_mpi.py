@@ -80,8 +80,8 @@ def stuck_in_its_own_call() -> tuple[str, str]:
 
 def stuck_while_it_waits() -> tuple[str, str]:
     """A sleeping call, in whichever thread drives first; the user waits for a Work."""
-    hang("MPI_Improbe", sleeps=True)
     work = dist.irecv(torch.ones(3), 0)
+    hang("MPI_Improbe", sleeps=True)
     return error_of(work.wait), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
 
 

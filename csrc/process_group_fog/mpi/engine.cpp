@@ -610,7 +610,7 @@ void Engine::unlock_and_deliver(Lock& lock) {
     report_unowned_failure("the end of a window's operation", call);
   }
   for (const int world_rank : outbox.ended) {
-    ended_listener_.load()(world_rank);
+    report_unowned_failure("the end of a process", [&] { ended_listener_.load()(world_rank); });
   }
   for (auto& completion : outbox.completions) {
     report_unowned_failure("the end of an operation", [&] { completion.operation->finish(std::move(completion.error)); });
