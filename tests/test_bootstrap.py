@@ -450,17 +450,25 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
 def silences() -> list[float]:
     """Of this process's TCP connections that the system ends when nothing is heard for some time: these seconds."""
     found = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+    for name in os.listdir("/proc/self/fd"):
+        connection = None
+        with contextlib.suppress(OSError):  # it is no TCP connection, or closed by now
+            connection = socket.socket(fileno=int(name))
             limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
             if limit > 0:
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
-                idle, interval, count = (
-                    connection.getsockopt(socket.IPPROTO_TCP, option) for option in probes
-                )
+                idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
                 assert idle + interval * count == limit and min(idle, interval) > 0
                 found.append(limit)
+        if connection is not None:
+            connection.detach()  # it is not this function's
     return found
+
+
+def listens(store_address: str) -> list[str]:
+    """The port and the addresses that this rank tells others while it starts; the group deletes its keys afterwards."""
+    store = dist.TCPStore(store_address, 29500, is_master=False, timeout=TIMEOUT)
+    return store.get(f"0//cpu//fog/1/lifeline/{my_rank()}").decode().split()
 
 
 def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
@@ -471,10 +479,11 @@ def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
         _C.emulate(host_id="boot/net:[1]/pid:[1]/shm:1:1")
     move_to_host(names[placement[my_rank()]])
     store = dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT)
-    join(store)
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(listens, address(placement[0]))
+        join(store)
     # Others connect to the job's interface, of the host's two.
-    (key,) = [key for key in store.list_keys() if key.endswith(f"/lifeline/{my_rank()}")]
-    port, *addresses = store.get(key).decode().split()
+    port, *addresses = told.result()
     assert addresses == [address(placement[my_rank()])]
     # They show the end of ranks of the other host: silence of so many seconds is an end.
     expected = [HOST_TIMEOUT] * placement.count(1 - placement[my_rank()])

@@ -285,13 +285,16 @@ class RingTo:
     WRITTEN, READ, DATA = 64, 128, 192
     SLOT_BYTES = DATA + CAPACITY
 
-    def __init__(self, inbox: str, writer: int) -> None:
-        pid, fd, _, bytes_, _ = inbox.split("/")[0].split()
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        self.memory = mmap.mmap(opened, int(bytes_))
-        os.close(opened)
+    def __init__(self, writer: int) -> None:
         page = mmap.PAGESIZE
         self.slot = -(-(128 + 8 * 1024) // page) * page + writer * self.SLOT_BYTES
+        for number in os.listdir("/proc/self/fd"):
+            name = f"/proc/self/fd/{number}"
+            if os.path.lexists(name) and "fog_inbox" in os.readlink(name):
+                self.memory = mmap.mmap(int(number), os.fstat(int(number)).st_size)
+                if self.word(self.WRITTEN) > 0:  # nobody sends to himself
+                    return
+        raise AssertionError(f"rank {writer} has written to no inbox")
 
     def word(self, offset: int) -> int:
         return struct.unpack_from("<Q", self.memory, self.slot + offset)[0]
@@ -350,8 +353,7 @@ def damaged_messages() -> list[str]:
         else:
             group.send([tensor], 0, 0).wait()
             store().wait([f"{name} received"], timedelta(seconds=20))
-            *_, inbox = dist.PrefixStore(name, store()).get("fog/1/member/0").decode().splitlines()
-            ring = RingTo(inbox, 1)
+            ring = RingTo(1)
             fields, length = damage
             if isinstance(fields, bytes):
                 assert length is None or isinstance(length, int)
