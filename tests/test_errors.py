@@ -348,7 +348,7 @@ DISAGREEMENTS: dict[str, tuple[_Call, list[str]]] = {
         ["10|20", "11|22"],
     ),
     "all_to_all size": (
-        lambda r, g: dist.all_to_all([_zeros(10 + r)] * 2, [_zeros(10 + r)] * 2, group=g),
+        lambda r, g: dist.all_to_all([_zeros(10 + r), _zeros(10 + r)], [_zeros(10 + r)] * 2, group=g),
         ["10", "11"],
     ),
     "all_to_all_single splits": (
@@ -356,7 +356,7 @@ DISAGREEMENTS: dict[str, tuple[_Call, list[str]]] = {
         ["20", "16|24"],  # bytes of float32
     ),
     "number of coalesced tensors": (
-        lambda r, g: dist.all_reduce_coalesced([_zeros(6)] * (2 + r), group=g),
+        lambda r, g: dist.all_reduce_coalesced([_zeros(6) for _ in range(2 + r)], group=g),
         ["2|12", "3|18"],
     ),
     "operation": (

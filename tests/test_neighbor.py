@@ -934,15 +934,7 @@ def exchanges_in_parts() -> None:
         for dtype, numel in [
             (torch.float32, 1_000_003),
             (torch.bfloat16, 524_288),
-<<<<<<< Updated upstream
             (torch.float64, 9_000_001 if ALL else 1_500_001),
-=======
-<<<<<<< HEAD
-            (torch.float64, 9_000_001),
-=======
-            (torch.float64, 9_000_001 if ALL else 1_500_001),
->>>>>>> 10596fe (Ranks end as scripts do where that is tested, and one of each file; long samples of benchmarks and GPU tests)
->>>>>>> Stashed changes
         ]:
             inputs = [make_input(r, dtype, (numel,)) for r in range(size)]
             expected = mix(inputs, matrix)[rank]
