@@ -32,10 +32,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fogdist
 import torch
 import torch.distributed as dist
-
-import fogdist
 from fogdist.topology import by_name
 
 # The examples are what is measured. They come first: benchmarks has a training.py too.

@@ -46,7 +46,6 @@ from report import Row, Table, write_json
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
     from side_by_side import Systems
 
 OPERATIONS = ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "send/recv", "barrier"]

@@ -104,6 +104,7 @@ TASKS = {
     "resnet20": Task("ResNet-20, batch 4", (4, 3, 32, 32), _resnet20),
 }
 
+
 def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Callable[[], None]:
     """Sets a mode up; returns what makes one step of it. All ranks call this together.
 

@@ -419,7 +419,9 @@ class Window:
     def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
         """Gives them back; ValueError, and nothing given back, if this thread does not have them all."""
 
-    def hold(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> WindowHold:
+    def hold(
+        self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
+    ) -> WindowHold:
         """Takes mutexes as `lock` does, until the end of what it returns."""
 
     def free(self, timeout: timedelta | None = None) -> None:

@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
-
 import device_double
 import harness
 import leftovers
+import pytest
 
 # A shell that starts this in the background has SIGINT ignored, and all ranks would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -33,10 +33,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import leftovers
 import torch
 import torch.distributed as dist
-
-import leftovers
 
 # The backend under test. The same tests run on another backend of c10d to check the tests themselves.
 BACKEND = os.environ.get("FOG_TEST_BACKEND", "fog")

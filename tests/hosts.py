@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-
 from harness import Outcome, RankFailures, World
 from scripts import ROOT
 
@@ -79,7 +78,9 @@ def _join_on_host(name: str, folder: str, timeout: float) -> None:
     import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
 
     store = dist.TCPStore(address(0), PORT, size, rank == 0)
-    dist.init_process_group("fog", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "fog", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
 
 
 def _call(module: str, function: str, arguments: Sequence[Any]) -> Any:

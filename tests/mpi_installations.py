@@ -116,9 +116,7 @@ def _open_mpi_environment() -> dict[str, str]:
     }
 
 
-def _run(
-    *command: str | Path, directory: Path = ROOT, environment: Mapping[str, str] | None = None
-) -> str:
+def _run(*command: str | Path, directory: Path = ROOT, environment: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(
         [str(word) for word in command],
         check=False,

@@ -11,10 +11,9 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import BACKEND
 from reference import DTYPES, Checks, make_input, reduce, sum_in_rank_order
+from torch import Tensor
 
 # Reductions that hold for complex, floating and integer types. PREMUL_SUM multiplies by PREMUL_FACTOR first.
 PREMUL_FACTOR = 0.375

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-
 from harness import WorldPool
 
 ROOT = Path(__file__).resolve().parent.parent

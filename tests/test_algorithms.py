@@ -539,7 +539,11 @@ CASES = [
 
 
 # Of odd numbers of ranks, where pairs leave one over, one case for each algorithm and kind of rounds; in test-all every case.
-ODD = {(case.name, case.graph) for case in CASES if case.graph in ("pairs", "base", "one-peer", "lopsided rounds", "all")}
+ODD = {
+    (case.name, case.graph)
+    for case in CASES
+    if case.graph in ("pairs", "base", "one-peer", "lopsided rounds", "all")
+}
 
 
 def sized_cases() -> Iterator[Any]:

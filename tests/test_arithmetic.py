@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+import reference
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-import reference
 from harness import BACKEND, World, close_all, sizes
 from operations import reductions
 from reference import COMPLEX, DTYPES, FLOATS, HALVES, Checks, make_input
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the order of additions is a promise of fog alone")
 

@@ -17,10 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import device_operations
 import pytest
 import torch
-
-import device_operations
 from harness import ALL
 from hosts import emulated_hosts
 
@@ -122,7 +121,9 @@ def test_training(tmp_path: Path) -> None:
     assert list(together["times"]) == modes
     assert together["elements"] == 785 * 1024 + 2 * 1025 * 1024 + 1025 * 10
     # Those that need a second rank are left out.
-    assert [list(row["times"]) for row in alone] == [["none", "ddp", "awc", "ddp_async", "diloco"]][: len(alone)]
+    assert [list(row["times"]) for row in alone] == [["none", "ddp", "awc", "ddp_async", "diloco"]][
+        : len(alone)
+    ]
     assert printed.count("\nGoal, ") == len(RANKS)
     neighbor_modes = printed[printed.rindex("\nGoal, ") :]
     assert "AWC, one-peer (" in neighbor_modes and "DiLoCo" not in neighbor_modes
@@ -163,9 +164,7 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     assert [(row["operation"], row["ranks"]) for row in timed] == expected, printed
     assert all(set(row["times"]) == {"fog", "torch", "limit"} and row["bytes"] == 4 << 10 for row in timed)
     steps = [row for row in rows if "limit" not in row["times"]]
-    assert [(row["ranks"], list(row["times"])) for row in steps] == [
-        (int(ranks), modes) for ranks in RANKS
-    ]
+    assert [(row["ranks"], list(row["times"])) for row in steps] == [(int(ranks), modes) for ranks in RANKS]
     if ALL:
         assert "one rank: at most 1.03 times the bare optimizer's step, with FOG_EXCHANGE_ALONE=1" in printed
     assert (tmp_path / "picture-training.png").stat().st_size > 1000

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
-
-import harness
 from harness import ALL, BACKEND, World, WorldPool
 from hosts import address, emulated_hosts, ip, move_to_host, namespace_names
 from scripts import Job, launcher_command

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import Tensor
-
 from harness import BACKEND, WorldPool, exception_of, sizes
 from operations import (
     COLLECTIVES,
@@ -29,6 +27,7 @@ from operations import (
     verify_reduction,
 )
 from reference import Checks, make_input, reduce, sum_in_rank_order
+from torch import Tensor
 
 # Alone, an odd number and a power of two; a pair.
 RANKS = sizes([1, 3, 4], [2, 5])
@@ -921,10 +920,14 @@ def test_sequence_number_counts_collectives(worlds: WorldPool, size: int) -> Non
     results = worlds(size).run(sequence_numbers)
     assert results == [results[0]] * size
     assert results[0] == sorted(set(results[0]))
-    if BACKEND == "fog":  # gloo counts the steps of a reduce_scatter; fog counts each part of a coalesced operation
+    if (
+        BACKEND == "fog"
+    ):  # gloo counts the steps of a reduce_scatter; fog counts each part of a coalesced operation
         names = [*COLLECTIVES, "barrier"]
         counted = dict(zip(names, (after - before for before, after in zip(results[0], results[0][1:]))))
-        assert {name for name, count in counted.items() if count != 1} <= {n for n in names if "coalesced" in n}
+        assert {name for name, count in counted.items() if count != 1} <= {
+            n for n in names if "coalesced" in n
+        }
 
 
 # Subgroups

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from harness import ALL, BACKEND
 
 # Where the driver is; `make` sets it.

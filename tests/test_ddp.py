@@ -8,12 +8,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WorldPool, sizes
+from reference import Checks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-
-from harness import WorldPool, sizes
-from reference import Checks
 
 STEPS = 4
 ROWS = 6  # of one rank's batch

@@ -11,11 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import device_double
 import pytest
 import torch
 import torch.distributed as dist
-
-import device_double
 from device_double import DEVICE, current_stream, held
 from harness import World, WorldPool
 
@@ -721,7 +720,10 @@ def bind_a_device() -> None:
             assert [call["name"] for call in delegate.calls] == ["split"]
             assert delegate.calls[0]["ranks"] == (mine or ranks[0])
             if mine is None:
-                assert split in (None, dist.GroupMember.NON_GROUP_MEMBER)  # before torch 2.14, and from then on
+                assert split in (
+                    None,
+                    dist.GroupMember.NON_GROUP_MEMBER,
+                )  # before torch 2.14, and from then on
                 continue
             child = split._get_backend(torch.device(DEVICE))
             assert split._get_backend(torch.device("cpu")) is child

@@ -14,11 +14,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import BACKEND, World, WorldPool, exception_of, sizes
 from operations import prepare
 from reference import Checks
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or crash here")
 

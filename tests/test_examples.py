@@ -17,12 +17,11 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import fogdist
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
-import fogdist
 from fogdist.topology import by_name
 from harness import WorldPool
 from scripts import ROOT, Job, launcher_command, run_script
@@ -540,7 +539,9 @@ def test_resnet_learns(tmp_path: Path, script_worlds: WorldPool) -> None:
 
 def test_resnet50_benchmark(tmp_path: Path, script_worlds: WorldPool) -> None:
     flags = "--image-size 32 --batch-size 2 --num-warmup-batches 1 --num-iters 2 --num-batches-per-iter 1"
-    found, output = train(tmp_path, 2, SYNTHETIC_RESNET50, *flags.split(), "--mode", "awc", launcher=script_worlds)
+    found, output = train(
+        tmp_path, 2, SYNTHETIC_RESNET50, *flags.split(), "--mode", "awc", launcher=script_worlds
+    )
     assert found["steps"] == [3, 3]
     rates = found["images per second"]
     assert [len(of_rank) for of_rank in rates] == [2, 2] and min(map(min, rates)) > 0

@@ -20,11 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
-
-import harness
 from harness import BACKEND, Outcome, World
 
 pytestmark = [

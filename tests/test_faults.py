@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import BACKEND, Outcome, World
 from hosts import run_on_hosts
+from torch import Tensor
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or crash here"),

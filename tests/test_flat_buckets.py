@@ -8,11 +8,12 @@ import io
 import fogdist
 import pytest
 import torch
-from fog_pg import _C
 from fogdist.buckets import make_buckets
 from fogdist.flat_buckets import ALIGNMENT, FlatBuckets
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+
+from fog_pg import _C
 
 
 class Net(nn.Module):

@@ -8,10 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WorldPool
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-
-from harness import WorldPool
 
 SHORT = timedelta(seconds=10)
 

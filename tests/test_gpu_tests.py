@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from device_double import DEVICE
 from harness import BACKEND
 

@@ -9,10 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import BACKEND, World, WorldPool, sizes
 from reference import Checks
+from torch import Tensor
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=1)
@@ -48,7 +47,9 @@ def sum_sparse(kind: str) -> None:
         tensor = sparse_input(rank, kind)
         work = dist.all_reduce(tensor, async_op=True)
         (result,) = work.get_future().wait()
-        checks.true("the Future's value is the tensor", result is tensor or torch.equal(result.to_dense(), expected))
+        checks.true(
+            "the Future's value is the tensor", result is tensor or torch.equal(result.to_dense(), expected)
+        )
         one, other = sparse_input(rank, kind), sparse_input(rank + size, kind)
         dist.group.WORLD.allreduce([one, other]).wait()
         both = sum(sparse_input(source, kind).to_dense() for source in range(2 * size))
@@ -161,7 +162,11 @@ def test_monitored_barrier_holds_everybody(worlds: WorldPool) -> None:
 def miss_monitored_barrier(absent: list[int], wait_all_ranks: bool) -> str:
     group = dist.new_group()
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    came = {r: f"rank {r} has its error in {group.group_name}" for r in range(dist.get_world_size()) if r not in absent}
+    came = {
+        r: f"rank {r} has its error in {group.group_name}"
+        for r in range(dist.get_world_size())
+        if r not in absent
+    }
     if rank in absent:
         store.wait(list(came.values()))
         return ""

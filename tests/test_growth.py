@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import BACKEND, World, WorldPool
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="looks into fog's own tables")
 
@@ -67,7 +66,9 @@ def use_many_names() -> int:
     before = extension().bookkeeping()["names"]
     works = []
     for number in range(NAMES + 500):
-        works.append(exchange(backend_of(group), f"step {number}", [(0, 1)] if number % 50 == 0 else [], 1.0)[0])
+        works.append(
+            exchange(backend_of(group), f"step {number}", [(0, 1)] if number % 50 == 0 else [], 1.0)[0]
+        )
     for work in works:
         work.wait()
     return extension().bookkeeping()["names"] - before
@@ -94,7 +95,9 @@ def use_forgotten_names(seed: int, steps: int) -> int:
 
     for first in range(0, steps, len(names)):
         # Each name once, on the same edges everywhere.
-        round_ = [(name, common.sample(pairs, common.randint(0, 3)), first + k) for k, name in enumerate(names)]
+        round_ = [
+            (name, common.sample(pairs, common.randint(0, 3)), first + k) for k, name in enumerate(names)
+        ]
         own.shuffle(round_)
         for name, edges, step in round_:
             if own.random() < 0.05:

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import leftovers
 import pytest
 import torch
 import torch.distributed as dist
-
-import leftovers
 from harness import RankFailures, World, WorldPool
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness import BACKEND, World, WorldPool, sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import (
     COMPLEX,
@@ -30,8 +31,6 @@ from reference import (
     wide,
 )
 from torch import Tensor
-
-from harness import BACKEND, World, WorldPool, sizes
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations")
 

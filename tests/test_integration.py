@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from harness import BACKEND, World, WorldPool, init_process_group, sizes
+from reference import Checks
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
@@ -21,9 +23,6 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-
-from harness import BACKEND, World, WorldPool, init_process_group, sizes
-from reference import Checks
 
 STEPS = 3
 ROWS = 4  # of one rank's batch
@@ -33,7 +32,9 @@ FEATURES = 12
 def network(seed: int = 0) -> nn.Sequential:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        return nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3)
+        ).double()
 
 
 def batches(size: int) -> Iterator[Tensor]:
@@ -86,13 +87,18 @@ def mesh_groups() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     with Checks() as checks:
-        for name, members in (("replicas", [rank % 2, rank % 2 + 2]), ("shards", [rank // 2 * 2, rank // 2 * 2 + 1])):
+        for name, members in (
+            ("replicas", [rank % 2, rank % 2 + 2]),
+            ("shards", [rank // 2 * 2, rank // 2 * 2 + 1]),
+        ):
             group = mesh.get_group(name)
             checks.true(f"{name}: backend", dist.get_backend(group) == BACKEND)
             checks.true(f"{name}: ranks", dist.get_process_group_ranks(group) == members)
             value = functional.all_reduce(torch.tensor([float(rank)]), "sum", group)
             checks.true(f"{name}: sum {value}", value.item() == sum(members))
-            gathered = functional.all_gather_tensor(torch.tensor([rank]), 0, (mesh, mesh.mesh_dim_names.index(name)))
+            gathered = functional.all_gather_tensor(
+                torch.tensor([rank]), 0, (mesh, mesh.mesh_dim_names.index(name))
+            )
             checks.true(f"{name}: gather {gathered}", gathered.tolist() == members)
         flat = mesh._flatten("all")
         scattered = functional.reduce_scatter_tensor(torch.arange(8.0), "sum", 0, flat.get_group())
@@ -125,7 +131,9 @@ def distribute() -> None:
             ("replicate", sharded.redistribute(mesh, [Replicate()])),
         ):
             checks.equal(label, [tensor.full_tensor()], [whole])
-        product = distribute_tensor(whole, mesh, [Shard(1)]) @ distribute_tensor(whole.t().contiguous(), mesh, [Shard(0)])
+        product = distribute_tensor(whole, mesh, [Shard(1)]) @ distribute_tensor(
+            whole.t().contiguous(), mesh, [Shard(0)]
+        )
         checks.true("partial sums", product.placements == (Partial(),))
         checks.equal("matmul", [product.full_tensor()], [whole @ whole.t()])
 
@@ -138,7 +146,9 @@ def distribute() -> None:
         loss_of(model, batch).backward()
         loss_of(wanted, batch).backward()
         for (name, parameter), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
-            gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            gradient = (
+                parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            )
             checks.true(f"tensor parallel: {name}", torch.allclose(gradient, other.grad, rtol=0, atol=1e-12))
 
 
@@ -154,7 +164,9 @@ def fully_sharded(reshard: bool, hybrid: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, size // 2) if hybrid else (size,), mesh_dim_names=("r", "s")[2 - 1 - hybrid :])
+    mesh = init_device_mesh(
+        "cpu", (2, size // 2) if hybrid else (size,), mesh_dim_names=("r", "s")[2 - 1 - hybrid :]
+    )
     model = network()
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -320,7 +332,9 @@ def compiled_step(compiler: str) -> None:
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1  # no pool of processes
-    torch._inductor.config.cpp_cache_precompile_headers = False  # which takes longer than the few kernels that are there
+    torch._inductor.config.cpp_cache_precompile_headers = (
+        False  # which takes longer than the few kernels that are there
+    )
     size = dist.get_world_size()
     group = dist.group.WORLD
 
@@ -364,7 +378,9 @@ def profiled() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor, parts = torch.ones(size, 3), [torch.zeros(3) for _ in range(size)]
     peer = rank ^ 1
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         dist.all_reduce(tensor)
         dist.broadcast(tensor, 0)
         dist.reduce(tensor, 0)
@@ -379,7 +395,9 @@ def profiled() -> None:
         for work in sends:
             work.wait()
         dist.barrier()
-    names = "all_reduce broadcast reduce all_gather gather scatter reduce_scatter all_to_all send recv barrier"
+    names = (
+        "all_reduce broadcast reduce all_gather gather scatter reduce_scatter all_to_all send recv barrier"
+    )
     with Checks() as checks:
         for name in names.split():
             events = [event for event in profile.events() if event.name == f"{BACKEND}:{name}"]
@@ -440,7 +458,9 @@ def overlapping_groups() -> None:
     with Checks() as checks:
         for index, tensor, work in works:
             work.wait()
-            checks.true(f"{members[index]}: {tensor[0]}", bool((tensor == sum(r + 1 for r in members[index])).all()))
+            checks.true(
+                f"{members[index]}: {tensor[0]}", bool((tensor == sum(r + 1 for r in members[index])).all())
+            )
         mine, _ = dist.new_subgroups(2)
         objects: list[Any] = [None, None]
         dist.all_gather_object(objects, {"rank": rank}, group=mine)
@@ -455,7 +475,9 @@ def overlapping_groups() -> None:
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-        checks.true(f"tags {received}", [t[0].item() for t in received] == [10.0 * partner + 1, 10.0 * partner])
+        checks.true(
+            f"tags {received}", [t[0].item() for t in received] == [10.0 * partner + 1, 10.0 * partner]
+        )
 
 
 def test_overlapping_groups(worlds: WorldPool) -> None:

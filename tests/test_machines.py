@@ -320,7 +320,7 @@ def wrong_arguments() -> None:
                         **arguments,
                     }
                 for form in ("", "_", "_nonblocking", "_nonblocking_"):
-                    if form.endswith("_") and "_machine_weights'" in message or "unexpected" in message:
+                    if (form.endswith("_") and "_machine_weights'" in message) or "unexpected" in message:
                         continue  # the forms in place have no old names to tell
                     with pytest.raises(error, match=message):
                         getattr(fogdist, f"hierarchical_neighbor_allreduce{form}")(**arguments)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fog_pg import _C
 from fogdist import topology as topologies
 from harness import sizes
 from operations import COLLECTIVES, prepare
 from reference import Checks, make_input, mix
+
+from fog_pg import _C
 
 MIB = 1 << 20
 # Around the sizes at which data goes another way, in float32 elements.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-
 from harness import BACKEND, WorldPool
 from hosts import ACROSS, address, emulated_hosts, namespace_names, sent_bytes
 from mpi_installations import Installation, Missing, intel, mpich, open_mpi

@@ -58,7 +58,7 @@ class Distributed:
     def is_nccl_available(self) -> bool:
         return True
 
-    def PrefixStore(self, prefix: str, store: Any) -> tuple[str, Any]:  # noqa: N802  as torch calls it
+    def PrefixStore(self, prefix: str, store: Any) -> tuple[str, Any]:
         return (prefix, store)
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fog_pg import _C
 from fogdist import topology as topologies
 from harness import ALL, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, mix
 from torch import Tensor
+
+from fog_pg import _C
 
 # Alone, a power of two and an odd number.
 SIZES = sizes([1, 4, 5], [2, 3])

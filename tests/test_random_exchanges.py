@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from fogdist import topology as topologies
+from harness import sizes
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from harness import sizes
 from reference import HALVES, Checks, make_input, mix, wide
 from torch import Tensor
 

@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable
 from unittest import mock
 
+import fogdist
 import pytest
 import torch
 import torch.distributed as dist
+from harness import WorldPool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-
-import fogdist
-from harness import WorldPool
 
 STEPS = 3
 

@@ -18,11 +18,11 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
+from fogdist import topology as topologies
+from harness import BACKEND, World, init_process_group
+
 from fog_pg import _C
 from fog_pg._extension import load
-from fogdist import topology as topologies
-
-from harness import BACKEND, World, init_process_group
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="memory of backend fog")
 

@@ -20,11 +20,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import BACKEND, World
 from operations import COLLECTIVES, REDUCING, ROOTED, prepare, reductions
 from reference import DTYPES, FLOATS, Checks, forget_inputs, make_input, sum_in_rank_order
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own operations in it")
 

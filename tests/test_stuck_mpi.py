@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from harness import BACKEND, World, exception_of
 
 pytestmark = [
@@ -75,7 +74,9 @@ def until_completed(work: dist.Work) -> str:
 def stuck_in_its_own_call() -> tuple[str, str]:
     """The thread that sends is in the call itself."""
     hang("MPI_Isend")
-    return error_of(lambda: dist.send(torch.ones(3), 1)), r"send/recv #\d+ .*MPI_Isend with rank 1 of MPI's world"
+    return error_of(
+        lambda: dist.send(torch.ones(3), 1)
+    ), r"send/recv #\d+ .*MPI_Isend with rank 1 of MPI's world"
 
 
 def stuck_while_it_waits() -> tuple[str, str]:

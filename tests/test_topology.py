@@ -14,7 +14,6 @@ from fractions import Fraction
 import networkx as nx
 import numpy as np
 import pytest
-
 from fogdist import topology
 from harness import case
 
@@ -567,7 +566,9 @@ def test_one_peer_follows_its_definition(name: str) -> None:
             for t, step in enumerate(steps):
                 check_consistent(step)
                 for rank in range(size):
-                    clockwise = [(rank + d) % size for d in range(1, size) if graph.has_edge(rank, (rank + d) % size)]
+                    clockwise = [
+                        (rank + d) % size for d in range(1, size) if graph.has_edge(rank, (rank + d) % size)
+                    ]
                     assert step[rank][0] == ([clockwise[t % len(clockwise)]] if clockwise else [])
                     assert step[rank][1] == sorted(i for i in range(size) if rank in step[i][0])
 
@@ -643,7 +644,9 @@ def test_exp2_between_machines() -> None:
         with case(machines=machines, local_size=local_size):
             size = machines * local_size
             steps = steps_of_all(
-                lambda rank: topology.GetExp2DynamicSendRecvMachineRanks(size, local_size, rank, rank % local_size),
+                lambda rank: topology.GetExp2DynamicSendRecvMachineRanks(
+                    size, local_size, rank, rank % local_size
+                ),
                 size,
                 20,
             )

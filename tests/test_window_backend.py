@@ -22,11 +22,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from harness import ALL, BACKEND, World, WorldPool
 from hosts import run_on_hosts
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input
+from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 

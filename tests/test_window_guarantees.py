@@ -157,7 +157,9 @@ def race(nbytes: int, kind: str, mutex: bool, seconds: float) -> list[int]:
     with fogdist.Window(x, zero_init=True) as window:
         fogdist.barrier()
         end = time.monotonic() + seconds
-        over = dist.barrier(async_op=True) if rank == 0 else None  # which the others join once they have seen enough
+        over = (
+            dist.barrier(async_op=True) if rank == 0 else None
+        )  # which the others join once they have seen enough
         while over is None or not over.is_completed():
             if rank != 0:
                 now = time.monotonic()
@@ -214,7 +216,9 @@ CASES = [
 def test_nothing_is_torn(worlds):
     for case in CASES:
         _, *readers = worlds(3).run(race, *case, RACE_SECONDS)
-        assert all(looks > 3 and seen > 2 for looks, seen in readers), f"too little was seen: {case} {readers}"
+        assert all(looks > 3 and seen > 2 for looks, seen in readers), (
+            f"too little was seen: {case} {readers}"
+        )
 
 
 def test_nothing_is_torn_between_hosts(tmp_path):

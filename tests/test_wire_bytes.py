@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
 from harness import BACKEND
 from hosts import run_on_hosts
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import test_window_backend as windows
 import torch
 import torch.distributed as dist
-
-import test_window_backend as windows
 
 
 def transports() -> None:

@@ -15,8 +15,8 @@ void check_same(const char* op, const char* argument, const at::Tensor& tensor, 
 
 void check_numel(const char* op, const char* argument, const at::Tensor& tensor, int64_t numel) {
   TORCH_CHECK_VALUE(
-      tensor.numel() == numel, op, ": ", argument, ": got shape ", tensor.sizes(), " (", tensor.numel(), " elements); allowed is one of ",
-      numel, " elements");
+      tensor.numel() == numel, op, ": ", argument, ": got shape ", tensor.sizes(), " (", tensor.numel(),
+      " elements); allowed is one of ", numel, " elements");
 }
 
 double factor_of(const c10d::ReduceOp& op) {

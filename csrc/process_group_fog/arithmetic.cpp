@@ -193,8 +193,7 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
     case RedOp::PRODUCT:
       return;
     case RedOp::AVG:
-      TORCH_CHECK_VALUE(
-          dtype != c10::ScalarType::Bool, "op: got AVG for dtype bool; it allows integer, floating and complex dtypes");
+      TORCH_CHECK_VALUE(dtype != c10::ScalarType::Bool, "op: got AVG for dtype bool; it allows integer, floating and complex dtypes");
       return;
     case RedOp::PREMUL_SUM:
       TORCH_CHECK_VALUE(
@@ -219,8 +218,7 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
   }
 }
 
-void reduce(
-    RedOp op, c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> scales, size_t numel) {
+void reduce(RedOp op, c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> scales, size_t numel) {
   switch (dtype) {
     case c10::ScalarType::Bool:
       return kernels().reduce(bitwise(op), c10::ScalarType::Byte, out, inputs, scales, numel);
@@ -240,12 +238,7 @@ void check_weighted_sum(c10::ScalarType dtype) {
 }
 
 void weighted_sum(
-    c10::ScalarType dtype,
-    void* out,
-    c10::ArrayRef<const void*> inputs,
-    c10::ArrayRef<double> weights,
-    bool mean,
-    size_t numel) {
+    c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> weights, bool mean, size_t numel) {
   switch (dtype) {
     case c10::ScalarType::ComplexFloat: // real weights act on both parts alike
       return kernels().weighted_sum(c10::ScalarType::Float, out, inputs, weights, mean, 2 * numel);

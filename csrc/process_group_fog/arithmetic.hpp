@@ -36,11 +36,6 @@ void check_weighted_sum(c10::ScalarType dtype);
 // number. float32 is summed in float64 and rounded once, so that weights such as 1/3 lose nothing on the way;
 // float16 and bfloat16 are summed in float32. `out` may be one of the inputs.
 void weighted_sum(
-    c10::ScalarType dtype,
-    void* out,
-    c10::ArrayRef<const void*> inputs,
-    c10::ArrayRef<double> weights,
-    bool mean,
-    size_t numel);
+    c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> weights, bool mean, size_t numel);
 
 } // namespace fog

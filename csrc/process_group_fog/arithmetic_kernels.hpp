@@ -325,8 +325,7 @@ FOG_INLINE void combine_pairs(
 // The same for the last elements, less than a pair, by way of a whole one.
 template <typename T, typename A, typename Prepare, typename Combine, typename Finish>
 FOG_INLINE void combine_rest(
-    T* out, const void* const* inputs, size_t count, size_t offset, size_t numel, Prepare prepare, Combine combine,
-    Finish finish) {
+    T* out, const void* const* inputs, size_t count, size_t offset, size_t numel, Prepare prepare, Combine combine, Finish finish) {
   T items[kPairLanes<A>] = {};
   const size_t bytes = (numel - offset) * sizeof(T);
   std::memcpy(items, static_cast<const T*>(inputs[0]) + offset, bytes);

@@ -53,12 +53,13 @@ WorkPtr ProcessGroupFog::barrier(const c10d::BarrierOptions& options) {
 
 void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   TORCH_CHECK_VALUE(
-      options.timeout == c10d::kUnsetTimeout || options.timeout > kNoTimeout, "monitored_barrier: timeout: got ", options.timeout.count(),
-      " ms; allowed is more than 0");
+      options.timeout == c10d::kUnsetTimeout || options.timeout > kNoTimeout, "monitored_barrier: timeout: got ",
+      options.timeout.count(), " ms; allowed is more than 0");
   const auto timeout = options.timeout > kNoTimeout ? options.timeout : options_->timeout;
   const auto operation = std::make_shared<mpi::MonitoredBarrier>();
   const auto work = submit(
-      operation, {OpType::BARRIER, "fog:monitored_barrier", {}, {}}, call_options(rank_ == 0 ? timeout : saturating_add(timeout, kReportTime)));
+      operation, {OpType::BARRIER, "fog:monitored_barrier", {}, {}},
+      call_options(rank_ == 0 ? timeout : saturating_add(timeout, kReportTime)));
   try {
     work->wait();
   } catch (const c10::DistBackendError& error) {
@@ -66,9 +67,9 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
       C10_THROW_ERROR(
           DistBackendError,
           c10::str(
-              "Rank ", rank_, " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0 of group '",
-              group_->name, "': ",
-              error.what_without_backtrace()));
+              "Rank ", rank_,
+              " successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0 of group '",
+              group_->name, "': ", error.what_without_backtrace()));
     }
     std::vector<int> missing;
     for (int peer = 1; peer < size_ && (wait_all_ranks || missing.empty()); ++peer) {
@@ -82,7 +83,8 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            name_ranks(missing, wait_all_ranks), " failed to pass monitoredBarrier in ", timeout.count(), " ms: ", error.what_without_backtrace()));
+            name_ranks(missing, wait_all_ranks), " failed to pass monitoredBarrier in ", timeout.count(),
+            " ms: ", error.what_without_backtrace()));
   }
 }
 

@@ -50,8 +50,10 @@ struct type_caster<GivenTimeout> {
       value.value = loaded ? cast_op<std::chrono::milliseconds>(other) : value.value;
       return loaded;
     }
-    const std::chrono::seconds seconds(int64_t(PyDateTime_DELTA_GET_DAYS(source.ptr())) * 86400 + PyDateTime_DELTA_GET_SECONDS(source.ptr()));
-    value.value = seconds + std::chrono::floor<std::chrono::milliseconds>(std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(source.ptr())));
+    const std::chrono::seconds seconds(
+        int64_t(PyDateTime_DELTA_GET_DAYS(source.ptr())) * 86400 + PyDateTime_DELTA_GET_SECONDS(source.ptr()));
+    value.value = seconds +
+        std::chrono::floor<std::chrono::milliseconds>(std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(source.ptr())));
     return true;
   }
 };

@@ -20,8 +20,8 @@ namespace {
 void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int rank, int size) {
   check_tensor("allgather", "inputs", input);
   TORCH_CHECK_VALUE(
-      static_cast<int>(outputs.size()) == size, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ", size,
-      " ranks");
+      static_cast<int>(outputs.size()) == size, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ",
+      size, " ranks");
   for (const auto& output : outputs) {
     check_output("allgather", "outputs", output);
     check_same("allgather", "outputs", output, input);
@@ -51,20 +51,21 @@ std::vector<mpi::Block> split_rows(
   TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", argument, ": got a tensor without dimensions; allowed are 1 or more");
   if (splits.empty()) {
     TORCH_CHECK_VALUE(
-        tensor.size(0) % count == 0, op, ": ", argument, ": got ", tensor.size(0), " rows; without split sizes allowed are multiples of the ",
-        count, " ranks");
+        tensor.size(0) % count == 0, op, ": ", argument, ": got ", tensor.size(0),
+        " rows; without split sizes allowed are multiples of the ", count, " ranks");
     return parts_of(tensor, count);
   }
   TORCH_CHECK_VALUE(
-      static_cast<int>(splits.size()) == count, op, ": ", argument, " split sizes: got ", splits.size(), "; allowed is one for each of the ",
-      count, " ranks");
+      static_cast<int>(splits.size()) == count, op, ": ", argument, " split sizes: got ", splits.size(),
+      "; allowed is one for each of the ", count, " ranks");
   int64_t rows = 0;
   for (const auto size : splits) {
     TORCH_CHECK_VALUE(size >= 0, op, ": ", argument, " split sizes: got ", size, "; allowed are 0 and more");
     rows += size;
   }
   TORCH_CHECK_VALUE(
-      rows == tensor.size(0), op, ": ", argument, " split sizes: got a sum of ", rows, "; allowed is the tensor's ", tensor.size(0), " rows");
+      rows == tensor.size(0), op, ": ", argument, " split sizes: got a sum of ", rows, "; allowed is the tensor's ", tensor.size(0),
+      " rows");
   const size_t row_bytes = rows > 0 ? tensor.nbytes() / static_cast<size_t>(rows) : 0;
   std::vector<mpi::Block> parts;
   auto* data = static_cast<char*>(tensor.mutable_data_ptr());
@@ -141,8 +142,8 @@ WorkPtr ProcessGroupFog::allgather(
     // Every list of outputs takes all tensors of all ranks.
     check_list("allgather", "inputs", inputs);
     TORCH_CHECK_VALUE(
-        output_lists.size() == inputs.size(), "allgather: outputs: got ", output_lists.size(), " lists; allowed is one for each of the ",
-        inputs.size(), " inputs");
+        output_lists.size() == inputs.size(), "allgather: outputs: got ", output_lists.size(),
+        " lists; allowed is one for each of the ", inputs.size(), " inputs");
     return allgather_flat(OpType::ALLGATHER, inputs, output_lists, call_options(options));
   }
   const auto& input = inputs[0];
@@ -156,8 +157,8 @@ WorkPtr ProcessGroupFog::allgather(
     staged_outputs.push_back(staging.output(output));
     blocks.push_back(block_of(staged_outputs.back()));
   }
-  auto operation = std::make_shared<mpi::Allgather>(
-      Signature::of(OpKind::kAllgather, input), block_of(staged_input), std::move(blocks));
+  auto operation =
+      std::make_shared<mpi::Allgather>(Signature::of(OpKind::kAllgather, input), block_of(staged_input), std::move(blocks));
   operation->keep(staged_input);
   operation->set_epilogue(staging.copy_back());
   for (const auto& staged : staged_outputs) {
@@ -195,8 +196,8 @@ WorkPtr ProcessGroupFog::allgather_coalesced(
   std::vector<at::Tensor> outputs;
   for (const auto& list : output_lists) {
     TORCH_CHECK_VALUE(
-        list.size() == inputs.size(), "allgather_coalesced: outputs: got a list of ", list.size(), " tensors; allowed is one for each of the ",
-        inputs.size(), " inputs");
+        list.size() == inputs.size(), "allgather_coalesced: outputs: got a list of ", list.size(),
+        " tensors; allowed is one for each of the ", inputs.size(), " inputs");
     outputs.insert(outputs.end(), list.begin(), list.end());
   }
   return allgather_flat(OpType::ALLGATHER_COALESCED, inputs, {outputs}, call_options(options));
@@ -232,8 +233,7 @@ WorkPtr ProcessGroupFog::allgather_flat(
   });
   const auto sent = flatten(inputs);
   const auto received = at::empty({size_ * numel}, sent.options().requires_grad(false));
-  auto operation =
-      std::make_shared<mpi::Allgather>(Signature::of(OpKind::kAllgather, sent), block_of(sent), parts_of(received, size_));
+  auto operation = std::make_shared<mpi::Allgather>(Signature::of(OpKind::kAllgather, sent), block_of(sent), parts_of(received, size_));
   operation->keep(sent);
   operation->keep(received);
   operation->set_epilogue([received, outputs] {
@@ -276,8 +276,8 @@ WorkPtr ProcessGroupFog::gather(
   if (rank_ == options.rootRank) {
     outputs = only_list("gather", "outputs", output_lists);
     TORCH_CHECK_VALUE(
-        static_cast<int>(outputs.size()) == size_, "gather: outputs: got ", outputs.size(), " tensors on the root; allowed is one for each of the ",
-        size_, " ranks");
+        static_cast<int>(outputs.size()) == size_, "gather: outputs: got ", outputs.size(),
+        " tensors on the root; allowed is one for each of the ", size_, " ranks");
     for (const auto& output : outputs) {
       check_output("gather", "outputs", output);
       check_same("gather", "outputs", output, input);
@@ -289,7 +289,9 @@ WorkPtr ProcessGroupFog::gather(
       return static_cast<int>(place) == rank_ && same_memory(outputs[place], input);
     });
   } else {
-    TORCH_CHECK_VALUE(output_lists.empty() || (output_lists.size() == 1 && output_lists[0].empty()), "gather: outputs: allowed on the root only, rank ", options.rootRank);
+    TORCH_CHECK_VALUE(
+        output_lists.empty() || (output_lists.size() == 1 && output_lists[0].empty()),
+        "gather: outputs: allowed on the root only, rank ", options.rootRank);
   }
   auto signature = Signature::of(OpKind::kGather, input);
   signature.root = static_cast<int32_t>(options.rootRank);
@@ -336,8 +338,8 @@ WorkPtr ProcessGroupFog::scatter(
   if (rank_ == options.rootRank) {
     inputs = only_list("scatter", "inputs", input_lists);
     TORCH_CHECK_VALUE(
-        static_cast<int>(inputs.size()) == size_, "scatter: inputs: got ", inputs.size(), " tensors on the root; allowed is one for each of the ",
-        size_, " ranks");
+        static_cast<int>(inputs.size()) == size_, "scatter: inputs: got ", inputs.size(),
+        " tensors on the root; allowed is one for each of the ", size_, " ranks");
     for (const auto& input : inputs) {
       check_tensor("scatter", "inputs", input);
       check_same("scatter", "inputs", input, output);
@@ -349,7 +351,9 @@ WorkPtr ProcessGroupFog::scatter(
       return static_cast<int>(place) == rank_ && same_memory(inputs[place], output);
     });
   } else {
-    TORCH_CHECK_VALUE(input_lists.empty() || (input_lists.size() == 1 && input_lists[0].empty()), "scatter: inputs: allowed on the root only, rank ", options.rootRank);
+    TORCH_CHECK_VALUE(
+        input_lists.empty() || (input_lists.size() == 1 && input_lists[0].empty()), "scatter: inputs: allowed on the root only, rank ",
+        options.rootRank);
   }
   const auto staged_output = staging.output(output);
   auto signature = Signature::of(OpKind::kScatter, output);
@@ -384,8 +388,7 @@ WorkPtr ProcessGroupFog::alltoall_base(
   const auto staged_output = staging.output(output);
   auto sends = split_rows("alltoall_base", "input", staged_input, input_splits, size_);
   auto receives = split_rows("alltoall_base", "output", staged_output, output_splits, size_);
-  auto operation =
-      std::make_shared<mpi::Alltoall>(Signature::of(OpKind::kAlltoall, input), std::move(sends), std::move(receives));
+  auto operation = std::make_shared<mpi::Alltoall>(Signature::of(OpKind::kAlltoall, input), std::move(sends), std::move(receives));
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
@@ -399,8 +402,8 @@ WorkPtr ProcessGroupFog::alltoall(
   }
   for (const auto& [argument, tensors] : {std::make_pair("inputs", &inputs), std::make_pair("outputs", &outputs)}) {
     TORCH_CHECK_VALUE(
-        static_cast<int>(tensors->size()) == size_, "alltoall: ", argument, ": got ", tensors->size(), " tensors; allowed is one for each of the ",
-        size_, " ranks");
+        static_cast<int>(tensors->size()) == size_, "alltoall: ", argument, ": got ", tensors->size(),
+        " tensors; allowed is one for each of the ", size_, " ranks");
   }
   Staging staging;
   std::vector<at::Tensor> kept;
@@ -420,8 +423,7 @@ WorkPtr ProcessGroupFog::alltoall(
   check_disjoint("alltoall", {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {
     return output == input && static_cast<int>(input) == rank_ && same_memory(outputs[output], inputs[input]);
   });
-  auto operation =
-      std::make_shared<mpi::Alltoall>(Signature::of(OpKind::kAlltoall, inputs[0]), std::move(sends), std::move(receives));
+  auto operation = std::make_shared<mpi::Alltoall>(Signature::of(OpKind::kAlltoall, inputs[0]), std::move(sends), std::move(receives));
   for (const auto& tensor : kept) {
     operation->keep(tensor);
   }

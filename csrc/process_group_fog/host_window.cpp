@@ -81,7 +81,8 @@ class Graveyard {
         }
       }
     }
-    const auto unused = std::stable_partition(graves_.begin(), graves_.end(), [](const Grave& grave) { return !grave.memory->unused(); });
+    const auto unused =
+        std::stable_partition(graves_.begin(), graves_.end(), [](const Grave& grave) { return !grave.memory->unused(); });
     std::move(unused, graves_.end(), std::back_inserter(released));
     graves_.erase(unused, graves_.end());
   }
@@ -171,12 +172,11 @@ void HostWindow::connect(const std::vector<WindowDescription>& descriptions, con
     neighbor->door_there = index_of(all_neighbors(there.in, there.out), group_->rank);
     neighbor->slot_there = index_of(there.in, group_->rank);
     if (mpi::Engine::instance().shares_memory(group_, neighbor->rank) && !there.address.empty()) {
-      neighbor->view =
-          ForeignWindow::attach(there.address, bytes_, there.in.size(), all_neighbors(there.in, there.out).size());
+      neighbor->view = ForeignWindow::attach(there.address, bytes_, there.in.size(), all_neighbors(there.in, there.out).size());
     }
     if (neighbor->view) {
-      neighbor->mutex_there = std::make_unique<MappedMutex>(
-          *this, *neighbor, neighbor->view->door(neighbor->door_there).mutex, PairMutex::Side::kSecond);
+      neighbor->mutex_there =
+          std::make_unique<MappedMutex>(*this, *neighbor, neighbor->view->door(neighbor->door_there).mutex, PairMutex::Side::kSecond);
     } else {
       neighbor->mutex_there = std::make_unique<RemoteMutex>(*this, *neighbor);
       ways[neighbor->rank] = kSends;
@@ -338,9 +338,10 @@ void HostWindow::free(Milliseconds timeout) {
     const auto left = deadline - Clock::now();
     if (left.count() <= 0) {
       fail(
-          op, c10::str(
-                  "timed out: its timeout of ", timeout.count(), " ms is over; not there: ", list_ranks(missing),
-                  " (windows have to be freed in the same order on all ranks)"));
+          op,
+          c10::str(
+              "timed out: its timeout of ", timeout.count(), " ms is over; not there: ", list_ranks(missing),
+              " (windows have to be freed in the same order on all ranks)"));
     }
     engine.check_interrupt();
     shared_memory::futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kLook, left));
@@ -359,7 +360,8 @@ bool HostWindow::is_neighbor(int rank) const {
 }
 
 const char* HostWindow::transport() const {
-  const auto mapped = std::count_if(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) { return neighbor->view != nullptr; });
+  const auto mapped =
+      std::count_if(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) { return neighbor->view != nullptr; });
   return mapped == static_cast<ptrdiff_t>(neighbors_.size()) ? kMapped : mapped == 0 ? kByMessages : "shared memory and messages";
 }
 

@@ -38,7 +38,8 @@ void HostWindow::MappedMutex::time_out() {
   const bool here = side_ == PairMutex::Side::kFirst;
   const int me = window_.group_->rank;
   window_.fail(
-      "win_mutex", c10::str("timed out waiting for the mutex of owner ", here ? me : other_.rank, " and rank ", here ? other_.rank : me));
+      "win_mutex",
+      c10::str("timed out waiting for the mutex of owner ", here ? me : other_.rank, " and rank ", here ? other_.rank : me));
 }
 
 bool HostWindow::RemoteMutex::acquire(Deadline deadline) {

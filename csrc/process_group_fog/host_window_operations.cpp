@@ -100,7 +100,9 @@ WorkPtr HostWindow::start(WindowOp op, const at::Tensor& tensor, const Peers& pe
   const double p = options.p.value_or(this->p());
   const auto deadline = deadline_after(options.timeout);
   if (out && options.self_weight != 1) {
-    call->then([this, name, tensor, data, p, options, deadline] { keep(name, tensor, data, p, options, deadline); }); // the call keeps the window
+    call->then([this, name, tensor, data, p, options, deadline] {
+      keep(name, tensor, data, p, options, deadline);
+    }); // the call keeps the window
   }
   for (const auto& [rank, weight] : peers) {
     call->expect();
@@ -283,7 +285,8 @@ void HostWindow::execute(const Part& part) {
   write_slot(*peer.view, peer.slot_there, part.op, part.weight, part.p, part.data.const_data_ptr());
 }
 
-void HostWindow::write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
+void HostWindow::write_slot(
+    const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) {
   auto& place = view.slot(slot);
   if (op == WindowOp::kPut) {
     const bool read = place.slot.may_have_been_read();
@@ -516,7 +519,8 @@ WorkPtr HostWindow::signal(int destination, const Options& options) {
   const auto call = begin(WindowOp::kSignal, {});
   call->expect();
   dispatch(
-      {WindowOp::kSignal, &peer, 1.0, std::nullopt, 0, false, at::Tensor(), options.timeout, deadline_after(options.timeout), call}, false);
+      {WindowOp::kSignal, &peer, 1.0, std::nullopt, 0, false, at::Tensor(), options.timeout, deadline_after(options.timeout), call},
+      false);
   call->finish(nullptr);
   return call->work;
 }
@@ -578,8 +582,7 @@ at::Tensor HostWindow::map_remote(int rank) {
   if (!peer.view) {
     return {};
   }
-  return at::from_blob(
-      peer.view->tensor(), tensor_.sizes(), [self = self()](void*) {}, tensor_.options().requires_grad(false));
+  return at::from_blob(peer.view->tensor(), tensor_.sizes(), [self = self()](void*) {}, tensor_.options().requires_grad(false));
 }
 
 void HostWindow::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) {
@@ -593,7 +596,9 @@ void HostWindow::apply(int source, WindowOp op, double weight, std::optional<dou
 
 void HostWindow::write(int source, size_t offset, const void* data, size_t bytes) {
   const Use use(*this, "put", For::kNeighbor);
-  TORCH_CHECK_VALUE(offset <= bytes_ && bytes <= bytes_ - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '", name_, "' has ", bytes_);
+  TORCH_CHECK_VALUE(
+      offset <= bytes_ && bytes <= bytes_ - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '", name_, "' has ",
+      bytes_);
   if (receiver_) {
     receiver_(offset, data, bytes);
   } else {

@@ -35,7 +35,8 @@ struct HostWindow::Neighbor {
 // One call, complete once all its parts are.
 class HostWindow::Call {
  public:
-  Call(std::shared_ptr<HostWindow> window, c10::intrusive_ptr<WorkFog> its_work) : work(std::move(its_work)), window_(std::move(window)) {}
+  Call(std::shared_ptr<HostWindow> window, c10::intrusive_ptr<WorkFog> its_work)
+      : work(std::move(its_work)), window_(std::move(window)) {}
   void expect() {
     pending_.fetch_add(1);
   }

@@ -10,7 +10,8 @@ Machines::Machines(const char* op, std::vector<std::vector<int>> ranks, int rank
     for (size_t place = 0; place < ranks_[machine].size(); ++place) {
       const int member = ranks_[machine][place];
       TORCH_CHECK_VALUE(
-          member >= 0 && member < size, op, ": machines: got rank ", member, "; allowed are ranks 0 to ", size - 1, " of this group of ", size);
+          member >= 0 && member < size, op, ": machines: got rank ", member, "; allowed are ranks 0 to ", size - 1,
+          " of this group of ", size);
       TORCH_CHECK_VALUE(!seen[member], op, ": machines: rank ", member, " is there twice; each rank belongs to one machine");
       seen[member] = true;
       if (member == rank) {

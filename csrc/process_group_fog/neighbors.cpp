@@ -61,15 +61,15 @@ std::string numbered(const char* argument, size_t index, const Tensors& tensors)
 // Results must have a place each, which nobody reads before it is written: that of their own tensor or of none.
 void check_outputs(const char* op, const Tensors& tensors, const Tensors& outputs) {
   TORCH_CHECK_VALUE(
-      outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ", tensors.size(),
-      " tensors");
+      outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ",
+      tensors.size(), " tensors");
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto name = numbered("output", i, tensors);
     check_output(op, name.c_str(), outputs[i], tensors[i].device());
     check_same(op, name.c_str(), outputs[i], tensors[i]);
     TORCH_CHECK_VALUE(
-        outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(), "; allowed is that of the tensor, ",
-        tensors[i].sizes());
+        outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(),
+        "; allowed is that of the tensor, ", tensors[i].sizes());
   }
   check_disjoint(op, {"output", outputs}, {"tensor", tensors}, [&](size_t output, size_t tensor) {
     return output == tensor && same_memory(outputs[output], tensors[tensor]);
@@ -154,8 +154,7 @@ std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
 
 } // namespace
 
-std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(
-    const char* op, const std::vector<const at::Tensor*>& tensors) {
+std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
   const auto device = tensors[0]->device();
   TORCH_CHECK_VALUE(
       !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
@@ -227,8 +226,7 @@ WorkPtr ProcessGroupFog::mix(
     for (size_t i = 0; i < places.size(); ++i) {
       results[places[i]] = part[i];
     }
-    const auto operation =
-        make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
+    const auto operation = make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
     operation->keep(in);
     operation->keep(out);
     operation->set_epilogue(staging.copy_back());
@@ -257,8 +255,7 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
     return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
   return mix(
-      kKind, "fog:neighbor_allreduce", tensors, outputs, options,
-      [&](Signature signature, const void* in, void* out, size_t numel) {
+      kKind, "fog:neighbor_allreduce", tensors, outputs, options, [&](Signature signature, const void* in, void* out, size_t numel) {
         return std::make_shared<mpi::NeighborAllreduce>(signature, plan, in, out, numel);
       });
 }
@@ -319,8 +316,7 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
       layout.sign(signature);
       compare_plans(signature, layout, plan, options);
     }
-    return device->hierarchical_neighbor_allreduce(
-        tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts));
+    return device->hierarchical_neighbor_allreduce(tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
   return mix(
       kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options,
@@ -332,11 +328,7 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
 }
 
 WorkPtr ProcessGroupFog::gather_concat(
-    const at::Tensor& tensor,
-    OpKind kind,
-    std::vector<int> sources,
-    std::vector<int> destinations,
-    const CallOptions& options) {
+    const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
   const char* op = name_of(kind);
   check_tensor(op, "tensor", tensor, where_is(tensor));
   TORCH_CHECK_VALUE(

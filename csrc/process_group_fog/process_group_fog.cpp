@@ -31,8 +31,7 @@ void enable_timing(c10d::Backend& delegate) {
 
 } // namespace
 
-ProcessGroupFog::ProcessGroupFog(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
+ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
     : Backend(rank, size),
       options_(std::move(options)),
       delegates_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
@@ -67,7 +66,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
     const c10::intrusive_ptr<c10d::Backend::Options>& options) {
   for (const int rank : ranks) {
     TORCH_CHECK_VALUE(
-        rank >= 0 && rank < size_, "split: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+        rank >= 0 && rank < size_, "split: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ",
+        size_);
     TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split: ranks: got rank ", rank, " more than once");
   }
   auto child = child_options("split", options);
@@ -91,8 +91,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
     delegates_.split(store, ranks, *child, nullptr);
     return nullptr;
   }
-  auto group = c10::make_intrusive<ProcessGroupFog>(
-      store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child);
+  auto group =
+      c10::make_intrusive<ProcessGroupFog>(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child);
   delegates_.split(store, ranks, *child, &group->delegates_);
   last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
   return group;
@@ -171,8 +171,7 @@ bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
   if (!getBoundDeviceId() && !at::getAccelerator()) {
     return false;
   }
-  const auto delegate =
-      delegates_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
+  const auto delegate = delegates_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
   return delegate && delegate->supportsTensorAlloc(index);
 }
 
@@ -305,8 +304,7 @@ ProcessGroupFog::CallOptions ProcessGroupFog::call_options(std::chrono::millisec
   return options;
 }
 
-WorkPtr ProcessGroupFog::submit(
-    const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options) {
+WorkPtr ProcessGroupFog::submit(const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options) {
   auto& engine = mpi::Engine::instance();
   auto work = c10::make_intrusive<WorkFog>(engine, rank_, call.type, call.title, call.inputs, call.outputs);
   for (const auto& tensor : call.inputs) {
@@ -359,11 +357,13 @@ WorkPtr ProcessGroupFog::endCoalescing() {
 }
 
 void ProcessGroupFog::check_root(const char* op, int64_t root) const {
-  TORCH_CHECK_VALUE(root >= 0 && root < size_, op, ": root: got rank ", root, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+  TORCH_CHECK_VALUE(
+      root >= 0 && root < size_, op, ": root: got rank ", root, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
 }
 
 void ProcessGroupFog::check_peer(const char* op, int peer, int tag) const {
-  TORCH_CHECK_VALUE(peer >= 0 && peer < size_, op, ": peer: got rank ", peer, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+  TORCH_CHECK_VALUE(
+      peer >= 0 && peer < size_, op, ": peer: got rank ", peer, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
   TORCH_CHECK_VALUE(peer != rank_, op, ": peer: got this rank itself (", peer, ")");
   TORCH_CHECK_VALUE(tag >= 0, op, ": tag: got ", tag, "; allowed are 0 and more");
 }

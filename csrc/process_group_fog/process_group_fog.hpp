@@ -48,8 +48,7 @@ class ProcessGroupFog : public c10d::Backend {
   };
 
   // Blocks until all `size` ranks have come to `store`.
-  ProcessGroupFog(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
   ~ProcessGroupFog() override;
 
   const std::string getBackendName() const override {
@@ -74,8 +73,7 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allreduce_sparse(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
-      std::vector<at::Tensor>& tensors,
-      const c10d::AllreduceCoalescedOptions& options = c10d::AllreduceCoalescedOptions()) override;
+      std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options = c10d::AllreduceCoalescedOptions()) override;
   c10::intrusive_ptr<c10d::Work> reduce(
       std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options = c10d::ReduceOptions()) override;
   c10::intrusive_ptr<c10d::Work> allgather(
@@ -130,8 +128,7 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options = c10d::BarrierOptions()) override;
   // Blocks. If ranks do not come in time, rank 0 throws an error that names them (the first of them unless
   // `wait_all_ranks`); the others throw what rank 0 reports.
-  void monitoredBarrier(
-      const c10d::BarrierOptions& options = c10d::BarrierOptions(), bool wait_all_ranks = false) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options = c10d::BarrierOptions(), bool wait_all_ranks = false) override;
 
   // A group of its own for `ranks` of this one, which must all call it; null on ranks that are not among them. Each rank's
   // place in `ranks` is its rank in the new group, which meets at `store`.
@@ -211,8 +208,7 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> local_allreduce(
       at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options);
   // The Work's result is the sources' tensors, one after the other along dimension 0 in the plan's order.
-  c10::intrusive_ptr<c10d::Work> neighbor_allgather(
-      const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
+  c10::intrusive_ptr<c10d::Work> neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
   // The Work's result is all ranks' tensors along dimension 0; first dimensions may differ.
   c10::intrusive_ptr<c10d::Work> allgather_concat(const at::Tensor& tensor, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options);
@@ -245,8 +241,7 @@ class ProcessGroupFog : public c10d::Backend {
     std::vector<at::Tensor> outputs; // result()
   };
 
-  c10::intrusive_ptr<Options> child_options(
-      const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
+  c10::intrusive_ptr<Options> child_options(const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
   // Those of c10d's options that all operations have.
   template <typename C10dOptions>
@@ -255,14 +250,12 @@ class ProcessGroupFog : public c10d::Backend {
     call.waits = !options.asyncOp;
     return call;
   }
-  c10::intrusive_ptr<c10d::Work> submit(
-      const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
+  c10::intrusive_ptr<c10d::Work> submit(const std::shared_ptr<mpi::Operation>& operation, const Call& call, const CallOptions& options);
   // With the outputs of all works, one after the other, unless others are given.
   c10::intrusive_ptr<c10d::Work> when_all(
       c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);
   // Makes the operation that mixes `numel` elements of the signature's dtype from `in` into `out`, which may be the same.
-  using MakeMix =
-      std::function<std::shared_ptr<mpi::Operation>(Signature signature, const void* in, void* out, size_t numel)>;
+  using MakeMix = std::function<std::shared_ptr<mpi::Operation>(Signature signature, const void* in, void* out, size_t numel)>;
   c10::intrusive_ptr<c10d::Work> mix(
       OpKind kind,
       const char* title,
@@ -281,11 +274,7 @@ class ProcessGroupFog : public c10d::Backend {
   std::shared_ptr<cuda::Neighbors> neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors);
   // What this rank's `sources` give as numbers; the peers' signatures agree. Blocks.
   std::vector<int64_t> compare(
-      const Signature& signature,
-      int64_t number,
-      std::vector<int> sources,
-      std::vector<int> destinations,
-      const CallOptions& options);
+      const Signature& signature, int64_t number, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
   // Among all ranks, where calls are to be confirmed.
   void compare_everywhere(const Signature& signature, const CallOptions& options);
   void compare_plans(const Signature& signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
@@ -300,11 +289,7 @@ class ProcessGroupFog : public c10d::Backend {
       std::vector<int> members,
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
-      const at::Tensor& tensor,
-      OpKind kind,
-      std::vector<int> sources,
-      std::vector<int> destinations,
-      const CallOptions& options);
+      const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
   // allgather of several tensors a rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
   c10::intrusive_ptr<c10d::Work> allgather_flat(
       c10d::OpType type,

@@ -99,15 +99,13 @@ WorkPtr ProcessGroupFog::allreduce_among(
   Staging staging;
   const double factor = factor_of(op);
   const auto staged = staging.in_place(tensor);
-  auto operation =
-      std::make_shared<mpi::Allreduce>(signature, block_of(staged).data, staged.numel(), factor, std::move(members));
+  auto operation = std::make_shared<mpi::Allreduce>(signature, block_of(staged).data, staged.numel(), factor, std::move(members));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
 }
 
-WorkPtr ProcessGroupFog::allreduce_coalesced(
-    std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
+WorkPtr ProcessGroupFog::allreduce_coalesced(std::vector<at::Tensor>& tensors, const c10d::AllreduceCoalescedOptions& options) {
   if (const auto delegate = delegate_of("allreduce_coalesced", tensors)) {
     return delegate->allreduce_coalesced(tensors, options);
   }
@@ -119,12 +117,10 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(
   check_disjoint("allreduce_coalesced", {"tensors", tensors}, {});
   const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
-  auto operation =
-      std::make_shared<mpi::Allreduce>(signature, block_of(flat).data, flat.numel(), factor_of(options.reduceOp));
+  auto operation = std::make_shared<mpi::Allreduce>(signature, block_of(flat).data, flat.numel(), factor_of(options.reduceOp));
   operation->keep(flat);
   operation->set_epilogue([flat, tensors] { unflatten(flat, tensors); });
-  return submit(
-      operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
+  return submit(operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& options) {
@@ -138,8 +134,7 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
   signature.root = static_cast<int32_t>(options.rootRank);
   Staging staging;
   const auto staged = rank_ == options.rootRank ? staging.in_place(tensor) : staging.input(tensor);
-  auto operation =
-      std::make_shared<mpi::Reduce>(signature, block_of(staged).data, staged.numel(), factor_of(options.reduceOp));
+  auto operation = std::make_shared<mpi::Reduce>(signature, block_of(staged).data, staged.numel(), factor_of(options.reduceOp));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options));
@@ -154,8 +149,8 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   const auto& inputs = only_list("reduce_scatter", "inputs", input_lists);
   check_output("reduce_scatter", "outputs", output);
   TORCH_CHECK_VALUE(
-      static_cast<int>(inputs.size()) == size_, "reduce_scatter: inputs: got ", inputs.size(), " tensors; allowed is one for each of the ", size_,
-      " ranks");
+      static_cast<int>(inputs.size()) == size_, "reduce_scatter: inputs: got ", inputs.size(),
+      " tensors; allowed is one for each of the ", size_, " ranks");
   Staging staging;
   std::vector<at::Tensor> staged_inputs;
   std::vector<const void*> data;
@@ -188,8 +183,7 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   return submit(operation, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
 }
 
-WorkPtr ProcessGroupFog::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   if (const auto delegate = delegate_of("reduce_scatter_tensor", output, input)) {
     return delegate->_reduce_scatter_base(output, input, options);
   }
@@ -209,8 +203,7 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
-  return submit(
-      operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
+  return submit(operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

@@ -20,8 +20,8 @@ WorkPtr ProcessGroupFog::send(std::vector<at::Tensor>& tensors, int destination,
   Staging staging;
   const auto staged = staging.input(tensor);
   const auto block = block_of(staged);
-  auto operation = std::make_shared<mpi::PointToPointSend>(
-      Signature::of(OpKind::kPointToPoint, tensor), destination, tag, block.data, block.bytes);
+  auto operation =
+      std::make_shared<mpi::PointToPointSend>(Signature::of(OpKind::kPointToPoint, tensor), destination, tag, block.data, block.bytes);
   operation->keep(staged);
   return submit(operation, {OpType::SEND, "fog:send", tensors, {}}, call_options(c10d::kUnsetTimeout));
 }
@@ -36,8 +36,8 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
   Staging staging;
   const auto staged = staging.output(tensor);
   const auto block = block_of(staged);
-  auto operation = std::make_shared<mpi::PointToPointReceive>(
-      Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
+  auto operation =
+      std::make_shared<mpi::PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::RECV, "fog:recv", tensors, tensors}, call_options(c10d::kUnsetTimeout));
@@ -54,8 +54,8 @@ WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag
   Staging staging;
   const auto staged = staging.output(tensor);
   const auto block = block_of(staged);
-  auto operation = std::make_shared<mpi::PointToPointReceive>(
-      Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
+  auto operation =
+      std::make_shared<mpi::PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::RECVANYSOURCE, "fog:recvAnySource", tensors, tensors}, call_options(c10d::kUnsetTimeout));

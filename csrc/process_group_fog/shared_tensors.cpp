@@ -52,8 +52,7 @@ c10::Allocator& shared_allocator() {
 }
 
 at::Tensor empty_shared(at::IntArrayRef sizes, c10::ScalarType dtype) {
-  return at::detail::empty_generic(
-      sizes, &shared_allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
+  return at::detail::empty_generic(sizes, &shared_allocator(), c10::DispatchKeySet(c10::DispatchKey::CPU), dtype, std::nullopt);
 }
 
 void share(const at::Tensor& tensor) {
@@ -77,8 +76,8 @@ void share(const at::Tensor& tensor) {
   // Somebody else may hold the old address, and torch has marked the storage for it: tensor.numpy() does.
   void* data = memory.get();
   auto* moved = new Moved{std::move(memory), {}};
-  moved->old = storage->set_data_ptr(
-      {data, moved, [](void* both) { delete static_cast<Moved*>(both); }, c10::Device(c10::DeviceType::CPU)});
+  moved->old =
+      storage->set_data_ptr({data, moved, [](void* both) { delete static_cast<Moved*>(both); }, c10::Device(c10::DeviceType::CPU)});
 }
 
 bool is_shared(const at::Tensor& tensor) {

@@ -25,14 +25,16 @@ namespace {
 void check_sparse(const at::Tensor& tensor, const at::Tensor& like) {
   TORCH_CHECK_VALUE(tensor.defined(), "allreduce_sparse: tensors: got an undefined tensor");
   TORCH_CHECK_VALUE(
-      tensor.layout() == at::kSparse, "allreduce_sparse: tensors: got a tensor of layout ", tensor.layout(), "; allowed are sparse COO tensors");
+      tensor.layout() == at::kSparse, "allreduce_sparse: tensors: got a tensor of layout ", tensor.layout(),
+      "; allowed are sparse COO tensors");
   TORCH_CHECK_VALUE(
       tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(),
       "; this version of fog serves tensors on cpu (its CUDA transport does not exist yet)");
   check_same("allreduce_sparse", "tensors", tensor, like);
   TORCH_CHECK_VALUE(
-      tensor.sizes() == like.sizes() && tensor.sparse_dim() == like.sparse_dim(), "allreduce_sparse: tensors: got shape ", tensor.sizes(),
-      " with ", tensor.sparse_dim(), " sparse dimensions; allowed is that of the first one, ", like.sizes(), " with ", like.sparse_dim());
+      tensor.sizes() == like.sizes() && tensor.sparse_dim() == like.sparse_dim(), "allreduce_sparse: tensors: got shape ",
+      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is that of the first one, ", like.sizes(), " with ",
+      like.sparse_dim());
 }
 
 // What ranks must agree on beside their numbers of entries: dtype, shape and the dimensions of one entry.
@@ -56,7 +58,8 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
     check_sparse(tensor, tensors[0]);
   }
   TORCH_CHECK_VALUE(
-      options.reduceOp.op_ == c10d::ReduceOp::SUM, "allreduce_sparse: op: got ", reduction_name(options.reduceOp.op_), "; allowed is SUM");
+      options.reduceOp.op_ == c10d::ReduceOp::SUM, "allreduce_sparse: op: got ", reduction_name(options.reduceOp.op_),
+      "; allowed is SUM");
   const c10::InferenceMode normal(false);
   at::AutoDispatchBelowAutograd guard;
   auto input = tensors[0];
@@ -72,8 +75,7 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   std::iota(everyone.begin(), everyone.end(), 0);
   const auto call = call_options(options);
   auto gather = [&](const at::Tensor& rows) {
-    auto operation =
-        std::make_shared<mpi::GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, everyone);
+    auto operation = std::make_shared<mpi::GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, everyone);
     return submit(operation, {OpType::_ALLREDUCE_SPARSE, nullptr, {rows}, {}}, call);
   };
   const bool coalescing = std::exchange(coalescing_, false); // a part alone is not what the caller asked for
@@ -81,8 +83,7 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   coalescing_ = coalescing;
 
   auto& engine = mpi::Engine::instance();
-  auto work = c10::make_intrusive<WorkFog>(
-      engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
+  auto work = c10::make_intrusive<WorkFog>(engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
   work->set_sequence(gathered->getSequencenumber());
   work->set_abort([gathered] { gathered->abort(); });
   work->set_describe([name = group_->name] { return "allreduce_sparse of group '" + name + "'"; });

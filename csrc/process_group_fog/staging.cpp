@@ -27,7 +27,9 @@ void check_tensor(const char* op, const char* argument, const at::Tensor& tensor
       tensor.layout() == at::kStrided, op, ": ", argument, ": got a tensor of layout ", tensor.layout(), "; allowed are dense tensors");
   TORCH_CHECK_VALUE(
       tensor.device() == device, op, ": ", argument, ": got a tensor on ", tensor.device(), "; allowed are tensors on ", device);
-  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), op, ": ", argument, ": got a lazily conjugated or negated tensor; call resolve_conj().resolve_neg() first");
+  TORCH_CHECK_VALUE(
+      !tensor.is_conj() && !tensor.is_neg(), op, ": ", argument,
+      ": got a lazily conjugated or negated tensor; call resolve_conj().resolve_neg() first");
 }
 
 void check_output(const char* op, const char* argument, const at::Tensor& tensor, const at::Device& device) {
@@ -42,8 +44,7 @@ const at::Tensor& only_tensor(const char* op, const char* argument, const std::v
   return tensors[0];
 }
 
-const std::vector<at::Tensor>& only_list(
-    const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists) {
+const std::vector<at::Tensor>& only_list(const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists) {
   TORCH_CHECK_VALUE(lists.size() == 1, op, ": ", argument, ": got ", lists.size(), " lists of tensors; allowed is one a rank");
   return lists[0];
 }

@@ -20,8 +20,7 @@ void check_output(const char* op, const char* argument, const at::Tensor& tensor
 const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);
 
 // The list for the one device.
-const std::vector<at::Tensor>& only_list(
-    const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists);
+const std::vector<at::Tensor>& only_list(const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists);
 
 // Throws ValueError unless `tensors` holds tensors of one dtype and shape, all of which may be written to.
 void check_list(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);

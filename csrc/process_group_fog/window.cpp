@@ -64,7 +64,10 @@ void Window::check_neighbor(const char* op, const char* argument, int rank, bool
   const auto allowed = in && out ? all_neighbors(in_neighbors_, out_neighbors_) : in ? in_neighbors_ : out_neighbors_;
   TORCH_CHECK_VALUE(
       false, op, ": ", argument, ": got rank ", rank, "; window '", name_, "' has ", list_ranks(allowed), " among the ",
-      in && out ? "neighbors" : in ? "in-neighbors" : "out-neighbors", " of rank ", group_->rank);
+      in && out ? "neighbors"
+          : in  ? "in-neighbors"
+                : "out-neighbors",
+      " of rank ", group_->rank);
 }
 
 void Window::check_peers(const char* op, const char* argument, const Peers& peers, bool out) const {

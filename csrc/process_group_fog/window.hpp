@@ -157,7 +157,8 @@ class Window : public std::enable_shared_from_this<Window> {
 
 class Window::Hold {
  public:
-  Hold(std::shared_ptr<Window> window, std::vector<int> ranks, bool own) : window_(std::move(window)), ranks_(std::move(ranks)), own_(own) {}
+  Hold(std::shared_ptr<Window> window, std::vector<int> ranks, bool own)
+      : window_(std::move(window)), ranks_(std::move(ranks)), own_(own) {}
   ~Hold() {
     release();
   }

@@ -17,7 +17,8 @@ namespace {
 // Of an operation that has lacked nothing before.
 std::exception_ptr no_memory_for_result(const std::function<std::string()>& describe) {
   try {
-    C10_THROW_ERROR(DistBackendError, c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
+    C10_THROW_ERROR(
+        DistBackendError, c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
   } catch (...) { // or for that
     return std::current_exception();
   }
@@ -149,8 +150,7 @@ int WorkFog::sourceRank() const {
 }
 
 std::vector<at::Tensor> WorkFog::result() {
-  TORCH_CHECK(
-      done_.load(std::memory_order_acquire), "fog: result() of an operation that is still in flight; call wait() first");
+  TORCH_CHECK(done_.load(std::memory_order_acquire), "fog: result() of an operation that is still in flight; call wait() first");
   return outputs_;
 }
 

@@ -61,8 +61,10 @@ py::dict to_python(const Call& call) {
   }
   py::list tensors;
   for (const auto& [shape, dtype, device] : call.tensors) {
-    tensors.append(py::make_tuple(
-        py::tuple(py::cast(shape)), py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))), device));
+    tensors.append(
+        py::make_tuple(
+            py::tuple(py::cast(shape)), py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype))),
+            device));
   }
   dict["tensors"] = tensors;
   return dict;
@@ -266,10 +268,15 @@ class RecordingDelegate : public c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     auto call = describe("broadcast", tensors, options);
     call.options["root"] = options.rootRank;
-    return run({c10d::OpType::BROADCAST, std::move(call), tensors, tensors, options.asyncOp,
-                {[host = on_host(tensors), options = async(options)](const BackendPtr& gloo) mutable {
-                  return std::vector<WorkPtr>{gloo->broadcast(host, options)};
-                }}});
+    return run(
+        {c10d::OpType::BROADCAST,
+         std::move(call),
+         tensors,
+         tensors,
+         options.asyncOp,
+         {[host = on_host(tensors), options = async(options)](const BackendPtr& gloo) mutable {
+           return std::vector<WorkPtr>{gloo->broadcast(host, options)};
+         }}});
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return allreduce_each("allreduce", c10d::OpType::ALLREDUCE, tensors, options);
@@ -290,26 +297,36 @@ class RecordingDelegate : public c10d::Backend {
     auto sum = std::make_shared<Tensors>();
     auto given = async(options);
     given.reduceOp = reduction.op;
-    return run({c10d::OpType::REDUCE, std::move(call), tensors, tensors, options.asyncOp,
-                {[=](const BackendPtr& gloo) {
-                   *sum = {host.clone()};
-                   reduction.prepare(sum->at(0));
-                   return std::vector<WorkPtr>{gloo->reduce(*sum, given)};
-                 },
-                 [=, is_root = rank_ == options.rootRank] {
-                   if (is_root) {
-                     reduction.finish(sum->at(0));
-                     host.copy_(sum->at(0));
-                   }
-                 }}});
+    return run(
+        {c10d::OpType::REDUCE,
+         std::move(call),
+         tensors,
+         tensors,
+         options.asyncOp,
+         {[=](const BackendPtr& gloo) {
+            *sum = {host.clone()};
+            reduction.prepare(sum->at(0));
+            return std::vector<WorkPtr>{gloo->reduce(*sum, given)};
+          },
+          [=, is_root = rank_ == options.rootRank] {
+            if (is_root) {
+              reduction.finish(sum->at(0));
+              host.copy_(sum->at(0));
+            }
+          }}});
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     auto call = describe("allgather", concat(inputs, flat(outputs)), options);
     std::vector<Tensors> host_outputs = {on_host(outputs.at(0))};
-    return run({c10d::OpType::ALLGATHER, std::move(call), inputs, flat(outputs), options.asyncOp,
-                {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
-                  return std::vector<WorkPtr>{gloo->allgather(host_outputs, host, options)};
-                }}});
+    return run(
+        {c10d::OpType::ALLGATHER,
+         std::move(call),
+         inputs,
+         flat(outputs),
+         options.asyncOp,
+         {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
+           return std::vector<WorkPtr>{gloo->allgather(host_outputs, host, options)};
+         }}});
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     return allgather_each("_allgather_base", c10d::OpType::_ALLGATHER_BASE, {output}, {input}, options);
@@ -328,10 +345,15 @@ class RecordingDelegate : public c10d::Backend {
     for (const auto& list : outputs) {
       host_outputs.push_back(on_host(list));
     }
-    return run({c10d::OpType::GATHER, std::move(call), inputs, flat(outputs), options.asyncOp,
-                {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
-                  return std::vector<WorkPtr>{gloo->gather(host_outputs, host, options)};
-                }}});
+    return run(
+        {c10d::OpType::GATHER,
+         std::move(call),
+         inputs,
+         flat(outputs),
+         options.asyncOp,
+         {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
+           return std::vector<WorkPtr>{gloo->gather(host_outputs, host, options)};
+         }}});
   }
 #ifdef C10D_BACKEND_HAS_WINDOW
   WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) override {
@@ -350,17 +372,21 @@ class RecordingDelegate : public c10d::Backend {
     for (const auto& list : inputs) {
       host_inputs.push_back(on_host(list));
     }
-    return run({c10d::OpType::SCATTER, std::move(call), flat(inputs), outputs, options.asyncOp,
-                {[host_inputs, host = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
-                  return std::vector<WorkPtr>{gloo->scatter(host, host_inputs, options)};
-                }}});
+    return run(
+        {c10d::OpType::SCATTER,
+         std::move(call),
+         flat(inputs),
+         outputs,
+         options.asyncOp,
+         {[host_inputs, host = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
+           return std::vector<WorkPtr>{gloo->scatter(host, host_inputs, options)};
+         }}});
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
     return reduce_scatter_each("reduce_scatter", c10d::OpType::REDUCE_SCATTER, outputs, {inputs.at(0)}, options);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return reduce_scatter_each(
-        "_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, {output}, {chunks(input)}, options);
+    return reduce_scatter_each("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, {output}, {chunks(input)}, options);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
     std::vector<Tensors> lists;
@@ -378,40 +404,50 @@ class RecordingDelegate : public c10d::Backend {
     auto call = describe("alltoall_base", {input, output}, options);
     call.options["output_splits"] = output_splits;
     call.options["input_splits"] = input_splits;
-    return run({c10d::OpType::ALLTOALL_BASE, std::move(call), {input}, {output}, options.asyncOp,
-                {[in = device_double::on_host(input), out = device_double::on_host(output), output_splits, input_splits,
-                  options = async(options)](const BackendPtr& gloo) mutable {
-                  return std::vector<WorkPtr>{gloo->alltoall_base(out, in, output_splits, input_splits, options)};
-                }}});
+    return run(
+        {c10d::OpType::ALLTOALL_BASE,
+         std::move(call),
+         {input},
+         {output},
+         options.asyncOp,
+         {[in = device_double::on_host(input), out = device_double::on_host(output), output_splits, input_splits,
+           options = async(options)](const BackendPtr& gloo) mutable {
+           return std::vector<WorkPtr>{gloo->alltoall_base(out, in, output_splits, input_splits, options)};
+         }}});
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
     auto call = describe("alltoall", concat(inputs, outputs), options);
     auto received = std::make_shared<at::Tensor>();
     const auto bytes = [](const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); };
-    return run({c10d::OpType::ALLTOALL, std::move(call), inputs, outputs, options.asyncOp,
-                {[=, in = on_host(inputs), out = on_host(outputs), options = async(options)](const BackendPtr& gloo) {
-                   std::vector<int64_t> output_splits;
-                   std::vector<int64_t> input_splits;
-                   Tensors parts;
-                   int64_t total = 0;
-                   for (size_t i = 0; i < in.size(); ++i) {
-                     parts.push_back(bytes(in[i]));
-                     input_splits.push_back(parts.back().numel());
-                     output_splits.push_back(bytes(out[i]).numel());
-                     total += output_splits.back();
-                   }
-                   auto sent = at::cat(parts);
-                   *received = at::empty({total}, sent.options());
-                   return std::vector<WorkPtr>{gloo->alltoall_base(*received, sent, output_splits, input_splits, options)};
-                 },
-                 [=, out = on_host(outputs)] {
-                   int64_t begin = 0;
-                   for (const auto& each : out) {
-                     const auto part = bytes(each);
-                     part.copy_(received->narrow(0, begin, part.numel()));
-                     begin += part.numel();
-                   }
-                 }}});
+    return run(
+        {c10d::OpType::ALLTOALL,
+         std::move(call),
+         inputs,
+         outputs,
+         options.asyncOp,
+         {[=, in = on_host(inputs), out = on_host(outputs), options = async(options)](const BackendPtr& gloo) {
+            std::vector<int64_t> output_splits;
+            std::vector<int64_t> input_splits;
+            Tensors parts;
+            int64_t total = 0;
+            for (size_t i = 0; i < in.size(); ++i) {
+              parts.push_back(bytes(in[i]));
+              input_splits.push_back(parts.back().numel());
+              output_splits.push_back(bytes(out[i]).numel());
+              total += output_splits.back();
+            }
+            auto sent = at::cat(parts);
+            *received = at::empty({total}, sent.options());
+            return std::vector<WorkPtr>{gloo->alltoall_base(*received, sent, output_splits, input_splits, options)};
+          },
+          [=, out = on_host(outputs)] {
+            int64_t begin = 0;
+            for (const auto& each : out) {
+              const auto part = bytes(each);
+              part.copy_(received->narrow(0, begin, part.numel()));
+              begin += part.numel();
+            }
+          }}});
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     return message("send", c10d::OpType::SEND, tensors, peer, tag);
@@ -481,7 +517,9 @@ class RecordingDelegate : public c10d::Backend {
   }
 
   BackendPtr split(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks, const c10::intrusive_ptr<Options>& options) override {
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override {
     record({"split", {}, {{"ranks", std::vector<int64_t>(ranks.begin(), ranks.end())}}, {}});
     const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
     if (mine == ranks.end()) {
@@ -635,32 +673,42 @@ class RecordingDelegate : public c10d::Backend {
     auto given = async(options);
     given.reduceOp = reduction.op;
     const auto host = on_host(tensors);
-    return run({type, std::move(call), tensors, tensors, options.asyncOp,
-                {[=](const BackendPtr& gloo) {
-                   std::vector<WorkPtr> works;
-                   for (const auto& tensor : host) {
-                     reduction.prepare(tensor);
-                     Tensors one = {tensor};
-                     works.push_back(gloo->allreduce(one, given));
-                   }
-                   return works;
-                 },
-                 [=] {
-                   for (const auto& tensor : host) {
-                     reduction.finish(tensor);
-                   }
-                 }}});
+    return run(
+        {type,
+         std::move(call),
+         tensors,
+         tensors,
+         options.asyncOp,
+         {[=](const BackendPtr& gloo) {
+            std::vector<WorkPtr> works;
+            for (const auto& tensor : host) {
+              reduction.prepare(tensor);
+              Tensors one = {tensor};
+              works.push_back(gloo->allreduce(one, given));
+            }
+            return works;
+          },
+          [=] {
+            for (const auto& tensor : host) {
+              reduction.finish(tensor);
+            }
+          }}});
   }
   WorkPtr allgather_each(
       const char* name, c10d::OpType type, const Tensors& outputs, const Tensors& inputs, const c10d::AllgatherOptions& options) {
-    return run({type, describe(name, concat(inputs, outputs), options), inputs, outputs, options.asyncOp,
-                {[host_inputs = on_host(inputs), host_outputs = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
-                  std::vector<WorkPtr> works;
-                  for (size_t i = 0; i < host_inputs.size(); ++i) {
-                    works.push_back(gloo->_allgather_base(host_outputs[i], host_inputs[i], options));
-                  }
-                  return works;
-                }}});
+    return run(
+        {type,
+         describe(name, concat(inputs, outputs), options),
+         inputs,
+         outputs,
+         options.asyncOp,
+         {[host_inputs = on_host(inputs), host_outputs = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
+           std::vector<WorkPtr> works;
+           for (size_t i = 0; i < host_inputs.size(); ++i) {
+             works.push_back(gloo->_allgather_base(host_outputs[i], host_inputs[i], options));
+           }
+           return works;
+         }}});
   }
   WorkPtr reduce_scatter_each(
       const char* name,
@@ -679,27 +727,32 @@ class RecordingDelegate : public c10d::Backend {
     given.reduceOp = reduction.op;
     given.timeout = options.timeout;
     auto sums = std::make_shared<std::vector<Tensors>>();
-    return run({type, std::move(call), flat(inputs), outputs, options.asyncOp,
-                {[=](const BackendPtr& gloo) {
-                   std::vector<WorkPtr> works;
-                   for (const auto& list : host) {
-                     sums->emplace_back();
-                     for (const auto& input : list) {
-                       sums->back().push_back(input.clone());
-                       reduction.prepare(sums->back().back());
-                       Tensors one = {sums->back().back()};
-                       works.push_back(gloo->allreduce(one, given));
-                     }
-                   }
-                   return works;
-                 },
-                 [=, host_outputs = on_host(outputs), rank = rank_] {
-                   for (size_t i = 0; i < host_outputs.size(); ++i) {
-                     const auto& sum = (*sums)[i][rank];
-                     reduction.finish(sum);
-                     host_outputs[i].view({-1}).copy_(sum.view({-1}));
-                   }
-                 }}});
+    return run(
+        {type,
+         std::move(call),
+         flat(inputs),
+         outputs,
+         options.asyncOp,
+         {[=](const BackendPtr& gloo) {
+            std::vector<WorkPtr> works;
+            for (const auto& list : host) {
+              sums->emplace_back();
+              for (const auto& input : list) {
+                sums->back().push_back(input.clone());
+                reduction.prepare(sums->back().back());
+                Tensors one = {sums->back().back()};
+                works.push_back(gloo->allreduce(one, given));
+              }
+            }
+            return works;
+          },
+          [=, host_outputs = on_host(outputs), rank = rank_] {
+            for (size_t i = 0; i < host_outputs.size(); ++i) {
+              const auto& sum = (*sums)[i][rank];
+              reduction.finish(sum);
+              host_outputs[i].view({-1}).copy_(sum.view({-1}));
+            }
+          }}});
   }
   // A message alone has a communicator of the two ranks, as with NCCL; in a coalesced group it has the group's.
   WorkPtr message(const char* name, c10d::OpType type, Tensors& tensors, int peer, int tag) {
@@ -724,10 +777,15 @@ class RecordingDelegate : public c10d::Backend {
       return run({type, std::move(call), tensors, is_send ? Tensors() : tensors, true, std::move(task)});
     }
     const int there = alone ? (peer < rank_ ? 0 : 1) : peer;
-    Operation operation{type, std::move(call), tensors, is_send ? Tensors() : tensors, true,
-                        {[=, host = on_host(tensors)](const BackendPtr& gloo) mutable {
-                          return std::vector<WorkPtr>{is_send ? gloo->send(host, there, 0) : gloo->recv(host, there, 0)};
-                        }}};
+    Operation operation{
+        type,
+        std::move(call),
+        tensors,
+        is_send ? Tensors() : tensors,
+        true,
+        {[=, host = on_host(tensors)](const BackendPtr& gloo) mutable {
+          return std::vector<WorkPtr>{is_send ? gloo->send(host, there, 0) : gloo->recv(host, there, 0)};
+        }}};
     if (!alone) {
       return run(std::move(operation));
     }
@@ -815,11 +873,11 @@ void bind_delegate(py::module_& module) {
                       const c10::intrusive_ptr<c10d::Backend::Options>& options, const at::Device& device) {
             // Never destroyed: the delegate may outlive the interpreter.
             auto* function = new py::function(std::move(make));
-            RecordingDelegate::Maker maker = [function](
-                                                 const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout) {
-              const py::gil_scoped_acquire gil;
-              return (*function)(store, rank, size, timeout).cast<BackendPtr>();
-            };
+            RecordingDelegate::Maker maker =
+                [function](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout) {
+                  const py::gil_scoped_acquire gil;
+                  return (*function)(store, rank, size, timeout).cast<BackendPtr>();
+                };
             return c10::make_intrusive<RecordingDelegate>(std::move(maker), store, rank, size, options, device);
           }))
       .def_property_readonly("calls", &RecordingDelegate::calls)

@@ -497,8 +497,7 @@ at::Tensor empty(
     std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(device_of(device));
   constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
-  return at::detail::empty_generic(
-      C10_AS_INTARRAYREF_SLOW(sizes), &Allocator::instance(), keys, c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(sizes), &Allocator::instance(), keys, c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(
@@ -539,7 +538,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
-at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<c10::SymInt> offset) {
+at::Tensor as_strided(
+    const at::Tensor& self, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<c10::SymInt> offset) {
   return at::native::as_strided_tensorimpl(
       self, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides),
       offset ? std::make_optional(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
@@ -687,7 +687,8 @@ at::Tensor on_host(const at::Tensor& tensor) {
     return tensor;
   }
   auto host = at::from_blob(
-      const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), tensor.options().device(c10::kCPU).requires_grad(false));
+      const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+      tensor.options().device(c10::kCPU).requires_grad(false));
   host._set_conj(tensor.is_conj());
   host._set_neg(tensor.is_neg());
   return host;

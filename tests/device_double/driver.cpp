@@ -72,8 +72,8 @@ struct Registration {
 
 #define __global__
 #define __device__
-#define FOG_KERNEL(name, ...)                         \
-  void name(__VA_ARGS__);                             \
+#define FOG_KERNEL(name, ...)                              \
+  void name(__VA_ARGS__);                                  \
   const Registration registration_of_##name(#name, &name); \
   void name(__VA_ARGS__)
 
@@ -178,14 +178,14 @@ int enter(const char* function) {
   return found == state().failures.end() ? kSuccess : found->second;
 }
 
-#define ENTER(function)                         \
+#define ENTER(function)                                          \
   if (const int wanted = enter(#function); wanted != kSuccess) { \
-    return wanted;                              \
+    return wanted;                                               \
   }
-#define ENTER_IN_CONTEXT(function)    \
-  ENTER(function)                     \
-  if (current_context == nullptr) {   \
-    return kInvalidContext;           \
+#define ENTER_IN_CONTEXT(function)  \
+  ENTER(function)                   \
+  if (current_context == nullptr) { \
+    return kInvalidContext;         \
   }
 
 Queue& used(Handle stream) {
@@ -445,8 +445,7 @@ EXPORT int cuMemsetD8Async(Address address, unsigned char value, size_t bytes, H
 
 EXPORT int cuMemcpyAsync(Address to, Address from, size_t bytes, Handle stream) {
   ENTER_IN_CONTEXT(cuMemcpyAsync)
-  used(stream).enqueue(
-      [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
+  used(stream).enqueue([=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
   return kSuccess;
 }
 

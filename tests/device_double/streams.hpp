@@ -112,8 +112,8 @@ class Queue {
   void drain() {
     if (!mark()->wait()) {
       throw std::runtime_error(
-          "the host waited " + std::to_string(kPatience.count()) + " s for stream " + std::to_string(id_) + " of double:" +
-          std::to_string(device_) + ", which is held or waits for one that is");
+          "the host waited " + std::to_string(kPatience.count()) + " s for stream " + std::to_string(id_) +
+          " of double:" + std::to_string(device_) + ", which is held or waits for one that is");
     }
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failure_) {

@@ -25,8 +25,10 @@ void warn_once(const at::Device& device, const std::string& reason) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (warned->insert(device.type()).second) {
     TORCH_WARN(
-        "fog: weighted sums on ", c10::DeviceTypeName(device.type(), true), " run on torch's own operations, which take several "
-        "passes: ", reason);
+        "fog: weighted sums on ", c10::DeviceTypeName(device.type(), true),
+        " run on torch's own operations, which take several "
+        "passes: ",
+        reason);
   }
 }
 
@@ -93,8 +95,7 @@ CombineForm combine_form(const at::Device& device) {
   }
 }
 
-void combine(
-    CombineForm form, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows, c10::ArrayRef<double> weights, bool mean) {
+void combine(CombineForm form, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows, c10::ArrayRef<double> weights, bool mean) {
   if (out.numel() == 0) {
     return;
   }

@@ -21,7 +21,6 @@ CombineForm combine_form(const at::Device& device);
 // numbers part by part. On the device's current stream, without waiting for it.
 //
 // All tensors are contiguous, of one device, dtype (floating or complex) and number of elements. `out` may be one of the rows.
-void combine(
-    CombineForm form, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows, c10::ArrayRef<double> weights, bool mean);
+void combine(CombineForm form, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows, c10::ArrayRef<double> weights, bool mean);
 
 } // namespace fog::cuda

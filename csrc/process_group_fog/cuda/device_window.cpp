@@ -22,15 +22,14 @@ void say_why(const at::Device& device, const std::exception& reason) {
 std::shared_ptr<PeerMemory> offer_memory(const Window::Recipe& recipe) {
   const auto& group = *recipe.group;
   const auto all = all_neighbors(recipe.in_neighbors, recipe.out_neighbors);
-  const bool one_host = std::all_of(
-      all.begin(), all.end(), [&](int rank) { return group.members[rank].host == group.members[group.rank].host; });
+  const bool one_host =
+      std::all_of(all.begin(), all.end(), [&](int rank) { return group.members[rank].host == group.members[group.rank].host; });
   if (!one_host || recipe.in_neighbors.size() > PeerWindow::kMostSlots) {
     return nullptr;
   }
   try {
     prepare_kernels(recipe.tensor.device());
-    return std::make_shared<PeerMemory>(
-        recipe.tensor.device(), PeerLayout(recipe.tensor, recipe.in_neighbors.size(), all.size()));
+    return std::make_shared<PeerMemory>(recipe.tensor.device(), PeerLayout(recipe.tensor, recipe.in_neighbors.size(), all.size()));
   } catch (const std::exception& reason) { // no driver, no run-time compiler, or no memory
     say_why(recipe.tensor.device(), reason);
     return nullptr;
@@ -68,8 +67,8 @@ std::shared_ptr<Window> create_window(Window::Recipe recipe, const Window::Gathe
     std::rethrow_exception(error);
   }
   check_agreement(descriptions);
-  const bool offered = std::all_of(
-      descriptions.begin(), descriptions.end(), [](const WindowDescription& rank) { return !rank.address.empty(); });
+  const bool offered =
+      std::all_of(descriptions.begin(), descriptions.end(), [](const WindowDescription& rank) { return !rank.address.empty(); });
   if (offered) {
     std::vector<std::unique_ptr<ForeignPeerMemory>> views;
     std::string opened = "1";

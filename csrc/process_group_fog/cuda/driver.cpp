@@ -103,8 +103,7 @@ Drivers& drivers() {
 
 Opened& known(at::DeviceType type) {
   const auto found = drivers().by_type.find(type);
-  TORCH_CHECK(
-      found != drivers().by_type.end(), "fog: no driver is known for devices of type ", c10::DeviceTypeName(type, true));
+  TORCH_CHECK(found != drivers().by_type.end(), "fog: no driver is known for devices of type ", c10::DeviceTypeName(type, true));
   return found->second;
 }
 

@@ -24,45 +24,45 @@ using Handle = void*; // CUcontext, CUstream, CUmodule, CUfunction, nvrtcProgram
 using DriverResult = int; // CUresult, nvrtcResult: 0 is success
 
 // X(name, symbol, parameters)
-#define FOG_CUDA_DRIVER_FUNCTIONS(X)                                                                                       \
-  X(get_error_string, cuGetErrorString, (DriverResult, const char**))                                                      \
-  X(context_get_current, cuCtxGetCurrent, (Handle*))                                                                       \
-  X(context_set_current, cuCtxSetCurrent, (Handle))                                                                        \
-  X(device_get, cuDeviceGet, (DriverDevice*, int))                                                                         \
-  X(device_get_attribute, cuDeviceGetAttribute, (int*, int, DriverDevice))                                                 \
-  X(device_get_uuid, cuDeviceGetUuid_v2, (Uuid*, DriverDevice))                                                            \
-  X(device_primary_context_retain, cuDevicePrimaryCtxRetain, (Handle*, DriverDevice))                                      \
-  X(module_load_data, cuModuleLoadData, (Handle*, const void*))                                                            \
-  X(module_get_function, cuModuleGetFunction, (Handle*, Handle, const char*))                                              \
-  X(launch_kernel, cuLaunchKernel,                                                                                         \
-    (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**))                \
-  X(memory_allocate, cuMemAlloc_v2, (Address*, size_t))                                                                    \
-  X(memory_free, cuMemFree_v2, (Address))                                                                                  \
-  X(memory_set_async, cuMemsetD8Async, (Address, unsigned char, size_t, Handle))                                           \
-  X(memory_copy_async, cuMemcpyAsync, (Address, Address, size_t, Handle))                                                  \
-  X(host_allocate, cuMemHostAlloc, (void**, size_t, unsigned))                                                             \
-  X(host_free, cuMemFreeHost, (void*))                                                                                     \
-  X(host_register, cuMemHostRegister_v2, (void*, size_t, unsigned))                                                        \
-  X(host_unregister, cuMemHostUnregister, (void*))                                                                         \
-  X(ipc_get_handle, cuIpcGetMemHandle, (IpcHandle*, Address))                                                              \
-  X(ipc_open_handle, cuIpcOpenMemHandle_v2, (Address*, IpcHandle, unsigned))                                               \
-  X(ipc_close_handle, cuIpcCloseMemHandle, (Address))                                                                      \
-  X(context_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int*, int*))                                          \
-  X(stream_create_with_priority, cuStreamCreateWithPriority, (Handle*, unsigned, int))                                     \
-  X(stream_destroy, cuStreamDestroy_v2, (Handle))                                                                          \
+#define FOG_CUDA_DRIVER_FUNCTIONS(X)                                                                        \
+  X(get_error_string, cuGetErrorString, (DriverResult, const char**))                                       \
+  X(context_get_current, cuCtxGetCurrent, (Handle*))                                                        \
+  X(context_set_current, cuCtxSetCurrent, (Handle))                                                         \
+  X(device_get, cuDeviceGet, (DriverDevice*, int))                                                          \
+  X(device_get_attribute, cuDeviceGetAttribute, (int*, int, DriverDevice))                                  \
+  X(device_get_uuid, cuDeviceGetUuid_v2, (Uuid*, DriverDevice))                                             \
+  X(device_primary_context_retain, cuDevicePrimaryCtxRetain, (Handle*, DriverDevice))                       \
+  X(module_load_data, cuModuleLoadData, (Handle*, const void*))                                             \
+  X(module_get_function, cuModuleGetFunction, (Handle*, Handle, const char*))                               \
+  X(launch_kernel, cuLaunchKernel,                                                                          \
+    (Handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Handle, void**, void**)) \
+  X(memory_allocate, cuMemAlloc_v2, (Address*, size_t))                                                     \
+  X(memory_free, cuMemFree_v2, (Address))                                                                   \
+  X(memory_set_async, cuMemsetD8Async, (Address, unsigned char, size_t, Handle))                            \
+  X(memory_copy_async, cuMemcpyAsync, (Address, Address, size_t, Handle))                                   \
+  X(host_allocate, cuMemHostAlloc, (void**, size_t, unsigned))                                              \
+  X(host_free, cuMemFreeHost, (void*))                                                                      \
+  X(host_register, cuMemHostRegister_v2, (void*, size_t, unsigned))                                         \
+  X(host_unregister, cuMemHostUnregister, (void*))                                                          \
+  X(ipc_get_handle, cuIpcGetMemHandle, (IpcHandle*, Address))                                               \
+  X(ipc_open_handle, cuIpcOpenMemHandle_v2, (Address*, IpcHandle, unsigned))                                \
+  X(ipc_close_handle, cuIpcCloseMemHandle, (Address))                                                       \
+  X(context_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int*, int*))                           \
+  X(stream_create_with_priority, cuStreamCreateWithPriority, (Handle*, unsigned, int))                      \
+  X(stream_destroy, cuStreamDestroy_v2, (Handle))                                                           \
   X(stream_synchronize, cuStreamSynchronize, (Handle))
 
 // The same of those that older drivers of CUDA 12 lack: null there.
 #define FOG_CUDA_OPTIONAL_DRIVER_FUNCTIONS(X) X(function_load, cuFuncLoad, (Handle)) // 12.4
 
-#define FOG_NVRTC_FUNCTIONS(X)                                                                                             \
-  X(error_string, nvrtcGetErrorString, const char*, (DriverResult))                                                        \
+#define FOG_NVRTC_FUNCTIONS(X)                                                                                                  \
+  X(error_string, nvrtcGetErrorString, const char*, (DriverResult))                                                             \
   X(create, nvrtcCreateProgram, DriverResult, (Handle*, const char*, const char*, int, const char* const*, const char* const*)) \
-  X(compile_program, nvrtcCompileProgram, DriverResult, (Handle, int, const char* const*))                                         \
-  X(log_size, nvrtcGetProgramLogSize, DriverResult, (Handle, size_t*))                                                     \
-  X(program_log, nvrtcGetProgramLog, DriverResult, (Handle, char*))                                                                \
-  X(cubin_size, nvrtcGetCUBINSize, DriverResult, (Handle, size_t*))                                                        \
-  X(cubin, nvrtcGetCUBIN, DriverResult, (Handle, char*))                                                                   \
+  X(compile_program, nvrtcCompileProgram, DriverResult, (Handle, int, const char* const*))                                      \
+  X(log_size, nvrtcGetProgramLogSize, DriverResult, (Handle, size_t*))                                                          \
+  X(program_log, nvrtcGetProgramLog, DriverResult, (Handle, char*))                                                             \
+  X(cubin_size, nvrtcGetCUBINSize, DriverResult, (Handle, size_t*))                                                             \
+  X(cubin, nvrtcGetCUBIN, DriverResult, (Handle, char*))                                                                        \
   X(destroy, nvrtcDestroyProgram, DriverResult, (Handle*))
 
 enum DriverConstant : int {

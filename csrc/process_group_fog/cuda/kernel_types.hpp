@@ -5,47 +5,47 @@
 #define FOG_TEXT(...) FOG_TEXT_OF(__VA_ARGS__)
 
 // Rows: inputs of one elementwise sum, with their weights. So many take 2 of the 4 KiB that a kernel's arguments may have; `whole`: all weights are whole numbers.
-#define FOG_KERNEL_TYPES       \
-  constexpr int kMostRows = 128; \
-  struct Rows {                \
-    const void* data[kMostRows]; \
-    double weights[kMostRows]; \
-    int count;                 \
-    int mean;                  \
-    int whole;                 \
-  };                           \
-                               \
-  struct Sum {                 \
-    void* out;                 \
-    Rows rows;                 \
-  };                           \
-                               \
-  struct PairLock {            \
-    volatile int wants[2];     \
-    volatile int turn;         \
-    int unused;                \
-  };                           \
-                               \
-  struct Locks {               \
-    PairLock* first;           \
-    unsigned long long stride; \
-    int count;                 \
-    int side;                  \
-    const volatile int* gone;  \
-  };                           \
-                               \
-  struct WindowSlot {          \
-    PairLock lock;             \
+#define FOG_KERNEL_TYPES               \
+  constexpr int kMostRows = 128;       \
+  struct Rows {                        \
+    const void* data[kMostRows];       \
+    double weights[kMostRows];         \
+    int count;                         \
+    int mean;                          \
+    int whole;                         \
+  };                                   \
+                                       \
+  struct Sum {                         \
+    void* out;                         \
+    Rows rows;                         \
+  };                                   \
+                                       \
+  struct PairLock {                    \
+    volatile int wants[2];             \
+    volatile int turn;                 \
+    int unused;                        \
+  };                                   \
+                                       \
+  struct Locks {                       \
+    PairLock* first;                   \
+    unsigned long long stride;         \
+    int count;                         \
+    int side;                          \
+    const volatile int* gone;          \
+  };                                   \
+                                       \
+  struct WindowSlot {                  \
+    PairLock lock;                     \
     volatile unsigned long long state; \
-    volatile double p[2];      \
-    unsigned long long unused[3]; \
-  };                           \
-                               \
-  struct WindowDoor {          \
-    PairLock tensor;           \
-    volatile unsigned long long sent; \
+    volatile double p[2];              \
+    unsigned long long unused[3];      \
+  };                                   \
+                                       \
+  struct WindowDoor {                  \
+    PairLock tensor;                   \
+    volatile unsigned long long sent;  \
     volatile unsigned long long taken; \
-    unsigned long long unused[4]; \
+    unsigned long long unused[4];      \
   };
 
 // Sum: rows, and where their sum goes, as a kernel has found out on the device.

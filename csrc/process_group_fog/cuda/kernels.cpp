@@ -25,8 +25,8 @@ struct Loaded {
 
 Loaded& loaded_on(const at::Device& device) {
   static std::mutex mutex;
-  static auto* all = new std::map<at::Device, Loaded*, bool (*)(const at::Device&, const at::Device&)>(
-      [](const at::Device& a, const at::Device& b) {
+  static auto* all =
+      new std::map<at::Device, Loaded*, bool (*)(const at::Device&, const at::Device&)>([](const at::Device& a, const at::Device& b) {
         return std::make_pair(a.type(), a.index()) < std::make_pair(b.type(), b.index());
       });
   const std::lock_guard<std::mutex> lock(mutex);
@@ -48,8 +48,8 @@ void load(Loaded& loaded, const at::Device& device, const Driver& driver, Driver
     return value;
   };
   loaded.most_blocks = kBlocksOfProcessor * static_cast<size_t>(attribute(kMultiprocessorCount));
-  const auto code = Compiler::of(device.type())
-                        .compile(kernel_source(), attribute(kComputeCapabilityMajor), attribute(kComputeCapabilityMinor));
+  const auto code =
+      Compiler::of(device.type()).compile(kernel_source(), attribute(kComputeCapabilityMajor), attribute(kComputeCapabilityMinor));
   Handle module = nullptr;
   driver.check(driver.module_load_data(&module, code.data()), "load the device's kernels");
   for (const auto& name : kernel_names()) {
@@ -109,8 +109,7 @@ size_t threads_for(c10::ScalarType dtype, size_t elements) {
 } // namespace
 
 const char* kernel_source() {
-  return FOG_TEXT(FOG_KERNEL_TYPES)
-      "\n"
+  return FOG_TEXT(FOG_KERNEL_TYPES) "\n"
 #include "kernels.cuh"
       ;
 }
@@ -193,8 +192,7 @@ void launch_combine(
   launch(device, kernel.c_str(), threads_for(dtype, elements), stream, {&out, &packed, &elements, &failed});
 }
 
-void launch_sum(
-    const at::Device& device, c10::ScalarType dtype, const Sum* sum, size_t numel, Handle stream, const int* failed) {
+void launch_sum(const at::Device& device, c10::ScalarType dtype, const Sum* sum, size_t numel, Handle stream, const int* failed) {
   if (numel == 0) {
     return;
   }

@@ -44,7 +44,6 @@ void launch_combine(
     const int* failed = nullptr);
 
 // The same of a sum that is on the device.
-void launch_sum(
-    const at::Device& device, c10::ScalarType dtype, const Sum* sum, size_t numel, Handle stream, const int* failed);
+void launch_sum(const at::Device& device, c10::ScalarType dtype, const Sum* sum, size_t numel, Handle stream, const int* failed);
 
 } // namespace fog::cuda

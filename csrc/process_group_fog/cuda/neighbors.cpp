@@ -78,8 +78,7 @@ Tensors slices_of(const at::Tensor& vector, size_t count) {
 
 } // namespace
 
-Neighbors::Neighbors(
-    BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device)
+Neighbors::Neighbors(BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device)
     : delegate_(std::move(delegate)),
       gate_(std::move(gate)),
       rank_(rank),
@@ -93,8 +92,7 @@ Neighbors::Neighbors(
       }()),
       stream_(device) {}
 
-WorkPtr Neighbors::run(
-    const Call& call, const Tensors& inputs, const Tensors& outputs, const std::function<void(Works& works)>& body) {
+WorkPtr Neighbors::run(const Call& call, const Tensors& inputs, const Tensors& outputs, const std::function<void(Works& works)>& body) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t sequence = ++sequence_;
   const auto what = c10::str(call.op, " #", sequence, " of group '", group_, "' on ", device_);
@@ -229,8 +227,7 @@ void Neighbors::mix(std::vector<Mix>& mixes, const NeighborPlan& plan, const Ran
   }
 }
 
-WorkPtr Neighbors::neighbor_allreduce(
-    const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs) {
+WorkPtr Neighbors::neighbor_allreduce(const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs) {
   const Call call = {"neighbor_allreduce", "fog:neighbor_allreduce", OpType::UNKNOWN};
   return run(call, tensors, outputs, [&](Works& works) {
     std::vector<Flat> results;
@@ -301,8 +298,7 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
   });
 }
 
-WorkPtr Neighbors::local_allreduce(
-    const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor) {
+WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor) {
   const Call call = {"local_allreduce", "fog:local_allreduce", OpType::ALLREDUCE};
   const auto& local = machines.local();
   const auto place = static_cast<size_t>(machines.place());

@@ -67,8 +67,7 @@ std::exception_ptr Outcome::error() {
 OperationWork::OperationWork(
     int rank, const at::Device& device, std::vector<at::Tensor> tensors, std::shared_ptr<Outcome> outcome, std::exception_ptr error)
     : c10d::Work(rank, c10d::OpType::UNKNOWN), tensors_(std::move(tensors)), outcome_(std::move(outcome)), error_(std::move(error)) {
-  future_ = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()), std::vector<at::Device>{device});
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<at::Device>{device});
   if (error_) {
     future_->setError(error_);
     return;

@@ -54,8 +54,7 @@ void move_storage(const at::Tensor& tensor, const std::shared_ptr<PeerMemory>& m
       driver.memory_copy_async(place, reinterpret_cast<Address>(storage->data()), bytes, stream), "copy the tensor of a window");
   driver.check(driver.stream_synchronize(stream), "copy the tensor of a window");
   auto* moved = new Moved{memory, {}};
-  c10::DataPtr data(
-      reinterpret_cast<void*>(place), moved, [](void* both) { delete static_cast<Moved*>(both); }, device);
+  c10::DataPtr data(reinterpret_cast<void*>(place), moved, [](void* both) { delete static_cast<Moved*>(both); }, device);
   if (storage->resizable()) {
     storage->set_data_ptr_noswap(std::move(data));
   } else {
@@ -72,8 +71,9 @@ PeerWindow::PeerWindow(Recipe recipe, std::shared_ptr<HostWindow> host, std::sha
       memory_(std::move(memory)),
       stream_(device_),
       signals_(Stream::apart(device_)),
-      gone_(std::make_shared<MappedMemory>(
-          device_, sizeof(int) * (all_neighbors(in_neighbors_, out_neighbors_).size() + in_neighbors_.size() + 1))), // not 0 bytes
+      gone_(
+          std::make_shared<MappedMemory>(
+              device_, sizeof(int) * (all_neighbors(in_neighbors_, out_neighbors_).size() + in_neighbors_.size() + 1))), // not 0 bytes
       cells_(std::make_shared<HostCells>(device_)) {}
 
 std::shared_ptr<PeerWindow> PeerWindow::create(
@@ -147,7 +147,8 @@ void PeerWindow::load_kernels() {
   auto* failed = own<int>(memory_->layout.signal);
   const auto set = [&](unsigned char value) {
     driver.check(
-        driver.memory_set_async(memory_->at(memory_->layout.signal), value, sizeof(int), handle(stream_)), "prepare memory of a window");
+        driver.memory_set_async(memory_->at(memory_->layout.signal), value, sizeof(int), handle(stream_)),
+        "prepare memory of a window");
   };
   auto* slot = own<WindowSlot>(memory_->layout.slots);
   auto* buffers = own<char>(memory_->layout.buffers);
@@ -535,8 +536,7 @@ uint64_t PeerWindow::read(const char* op, size_t offset) {
     const Stream::Guard guard(stream_);
     const auto entered = driver.enter(device_);
     driver.check(
-        driver.memory_copy_async(
-            reinterpret_cast<Address>(outcome->cell), memory_->at(offset), sizeof(uint64_t), handle(stream_)),
+        driver.memory_copy_async(reinterpret_cast<Address>(outcome->cell), memory_->at(offset), sizeof(uint64_t), handle(stream_)),
         "read from a window");
     outcome->end = stream_.record();
   }
@@ -612,8 +612,7 @@ void PeerWindow::check(const char* op) {
   }
 }
 
-Window::Peers PeerWindow::present(
-    const char* op, const Peers& peers, const Options& options, std::exception_ptr& error) const {
+Window::Peers PeerWindow::present(const char* op, const Peers& peers, const Options& options, std::exception_ptr& error) const {
   Peers there;
   for (const auto& peer : peers) {
     const auto why = host_->why_gone(peer.first);
@@ -664,8 +663,7 @@ void PeerWindow::unlock_on_device(const Locks& one, const Locks& two) const {
   start("window_unlock", {&one, &two, &failed});
 }
 
-std::shared_ptr<Outcome> PeerWindow::finish(
-    const char* op, std::vector<int> ranks, const Stream& stream, const int* any) {
+std::shared_ptr<Outcome> PeerWindow::finish(const char* op, std::vector<int> ranks, const Stream& stream, const int* any) {
   auto its_failure = [ranks = std::move(ranks), op, what = describe(op), host = host_](int part) {
     const bool waits = std::strcmp(op, "wait_signal") == 0;
     if (waits && part == kSourceIsGone) {
@@ -673,8 +671,10 @@ std::shared_ptr<Outcome> PeerWindow::finish(
     }
     const auto place = static_cast<size_t>(part) - 1;
     const auto whom = place < ranks.size() ? c10::str("rank ", ranks[place]) : std::string("the neighbors");
-    return mpi::backend_error(c10::str(
-        "fog: ", what, ": timed out waiting for ", waits ? "a signal of " : "", whom, waits ? "" : " to end what it does in the window"));
+    return mpi::backend_error(
+        c10::str(
+            "fog: ", what, ": timed out waiting for ", waits ? "a signal of " : "", whom,
+            waits ? "" : " to end what it does in the window"));
   };
   auto outcome = std::make_shared<Outcome>(cells_, std::move(its_failure));
   auto* word = outcome->word();
@@ -693,12 +693,14 @@ WorkPtr PeerWindow::failed_work(std::exception_ptr error) const {
 }
 
 Locks PeerWindow::own_slots() const {
-  return {&own<WindowSlot>(memory_->layout.slots)->lock, sizeof(WindowSlot), static_cast<int>(in_neighbors_.size()), 0,
-          gone_->as<int>() + neighbors_.size()};
+  return {
+      &own<WindowSlot>(memory_->layout.slots)->lock, sizeof(WindowSlot), static_cast<int>(in_neighbors_.size()), 0,
+      gone_->as<int>() + neighbors_.size()};
 }
 
 Locks PeerWindow::own_tensor() const {
-  return {&own<WindowDoor>(memory_->layout.doors)->tensor, sizeof(WindowDoor), static_cast<int>(neighbors_.size()), 0, gone_->as<int>()};
+  return {
+      &own<WindowDoor>(memory_->layout.doors)->tensor, sizeof(WindowDoor), static_cast<int>(neighbors_.size()), 0, gone_->as<int>()};
 }
 
 Locks PeerWindow::lock_of(const Neighbor& neighbor, PairLock* lock, size_t stride, int side) const {

@@ -97,8 +97,7 @@ class PeerWindow final : public Window {
   std::shared_ptr<PeerWindow> self() {
     return std::static_pointer_cast<PeerWindow>(shared_from_this());
   }
-  WorkPtr write_slots(
-      const char* op, bool adds, const at::Tensor& tensor, const Peers& destinations, const Options& options);
+  WorkPtr write_slots(const char* op, bool adds, const at::Tensor& tensor, const Peers& destinations, const Options& options);
   // Takes `enqueue_`; throws if the window is closed.
   std::unique_lock<std::mutex> begin_call(const char* op);
   // Runs every kernel once, without effect: CUDA loads one when it is first started, and may wait for all that runs, a kernel that

@@ -65,8 +65,8 @@ std::shared_ptr<StagedWindow> StagedWindow::create(Recipe recipe, const Gather& 
   const auto receive = [flat = recipe.tensor.detach().view({-1}), stream = Stream(recipe.tensor.device())](
                            size_t offset, const void* data, size_t bytes) {
     const auto size = static_cast<size_t>(flat.element_size());
-    const auto from = at::from_blob(
-        const_cast<void*>(data), {static_cast<int64_t>(bytes / size)}, at::TensorOptions().dtype(flat.scalar_type()));
+    const auto from =
+        at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(bytes / size)}, at::TensorOptions().dtype(flat.scalar_type()));
     const c10::OptionalStreamGuard guard(stream.get());
     copy_values(flat.narrow(0, static_cast<int64_t>(offset / size), from.numel()), from);
     if (const auto event = stream.record()) {
@@ -93,9 +93,14 @@ WorkPtr StagedWindow::put(const at::Tensor& tensor, const Peers& destinations, c
   auto given = options;
   given.p = p();
   return submit(
-      {op, deadline_after(options.timeout), tensor, {}, nullptr,
+      {op,
+       deadline_after(options.timeout),
+       tensor,
+       {},
+       nullptr,
        [destinations, given](HostWindow& host, const at::Tensor& staged) { return host.put(staged, destinations, given); },
-       options.self_weight != 1, nullptr},
+       options.self_weight != 1,
+       nullptr},
       "fog:win_put");
 }
 
@@ -106,17 +111,28 @@ WorkPtr StagedWindow::accumulate(const at::Tensor& tensor, const Peers& destinat
   auto given = options;
   given.p = p();
   return submit(
-      {op, deadline_after(options.timeout), tensor, {}, nullptr,
+      {op,
+       deadline_after(options.timeout),
+       tensor,
+       {},
+       nullptr,
        [destinations, given](HostWindow& host, const at::Tensor& staged) { return host.accumulate(staged, destinations, given); },
-       options.self_weight != 1, nullptr},
+       options.self_weight != 1,
+       nullptr},
       "fog:win_accumulate");
 }
 
 WorkPtr StagedWindow::get(const Peers& sources, const Options& options) {
   check_peers("win_get", "sources", sources, false);
   return submit(
-      {"win_get", deadline_after(options.timeout), {}, {}, nullptr,
-       [sources, options](HostWindow& host, const at::Tensor&) { return host.get(sources, options); }, false, nullptr},
+      {"win_get",
+       deadline_after(options.timeout),
+       {},
+       {},
+       nullptr,
+       [sources, options](HostWindow& host, const at::Tensor&) { return host.get(sources, options); },
+       false,
+       nullptr},
       "fog:win_get");
 }
 
@@ -124,19 +140,30 @@ WorkPtr StagedWindow::write(const at::Tensor& tensor, int destination, int64_t o
   check_neighbor("put", "destination", destination, false, true);
   check_written("put", tensor, offset);
   return submit(
-      {"put", deadline_after(options.timeout), tensor, {}, nullptr,
+      {"put",
+       deadline_after(options.timeout),
+       tensor,
+       {},
+       nullptr,
        [destination, offset, options](HostWindow& host, const at::Tensor& staged) {
          return host.write(staged, destination, offset, options);
        },
-       false, nullptr},
+       false,
+       nullptr},
       "fog:put");
 }
 
 WorkPtr StagedWindow::signal(int destination, const Options& options) {
   check_neighbor("signal", "destination", destination, false, true);
   return submit(
-      {"signal", deadline_after(options.timeout), {}, {}, nullptr,
-       [destination, options](HostWindow& host, const at::Tensor&) { return host.signal(destination, options); }, false, nullptr},
+      {"signal",
+       deadline_after(options.timeout),
+       {},
+       {},
+       nullptr,
+       [destination, options](HostWindow& host, const at::Tensor&) { return host.signal(destination, options); },
+       false,
+       nullptr},
       "fog:signal");
 }
 
@@ -370,7 +397,9 @@ void StagedWindow::free(Milliseconds timeout) {
       if (Clock::now() >= deadline) {
         const auto left = calls_;
         lock.unlock();
-        fail("win_free", c10::str("timed out: its timeout of ", timeout.count(), " ms is over; operations of this rank in flight: ", left));
+        fail(
+            "win_free",
+            c10::str("timed out: its timeout of ", timeout.count(), " ms is over; operations of this rank in flight: ", left));
       }
       lock.unlock();
       engine.check_interrupt();

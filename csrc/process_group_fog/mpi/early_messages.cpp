@@ -54,12 +54,20 @@ std::vector<std::pair<int, bool>> EarlyLoad::take_changes() {
 }
 
 EarlyMessage::EarlyMessage(EarlyLoad& load, int world_rank, int from, const Header& its_header, const char* its_data)
-    : source(from), header(its_header), data(its_data, its_data + (its_data != nullptr ? its_header.bytes : 0)), load_(&load), world_rank_(world_rank) {
+    : source(from),
+      header(its_header),
+      data(its_data, its_data + (its_data != nullptr ? its_header.bytes : 0)),
+      load_(&load),
+      world_rank_(world_rank) {
   load_->add(world_rank_, bytes());
 }
 
 EarlyMessage::EarlyMessage(EarlyMessage&& other) noexcept
-    : source(other.source), header(other.header), data(std::move(other.data)), load_(std::exchange(other.load_, nullptr)), world_rank_(other.world_rank_) {}
+    : source(other.source),
+      header(other.header),
+      data(std::move(other.data)),
+      load_(std::exchange(other.load_, nullptr)),
+      world_rank_(other.world_rank_) {}
 
 EarlyMessage::~EarlyMessage() {
   if (load_ != nullptr) {

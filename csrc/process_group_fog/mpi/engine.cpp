@@ -75,7 +75,8 @@ Engine::Engine() : last_news_(Clock::now()), next_check_(Clock::now()) {
 
 void Engine::check_not_forked() const {
   TORCH_CHECK(
-      !forked_, "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
+      !forked_,
+      "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
 }
 
 void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
@@ -261,7 +262,8 @@ void Engine::submit(
   } else {
     key = key_of_name(kind, name);
     const auto in_flight = [&](uint64_t other) { return group->by_key.count(other) > 0; };
-    TORCH_CHECK_VALUE(!in_flight(key), "name: got '", name, "', which names an operation still in flight; wait for it or use another name");
+    TORCH_CHECK_VALUE(
+        !in_flight(key), "name: got '", name, "', which names an operation still in flight; wait for it or use another name");
     use = group->names.next(key, in_flight);
   }
   watchdog_.expect(deadline);
@@ -372,17 +374,17 @@ void Engine::on_message(int source, const Header& header, const char* data) {
 void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   switch (header.kind) {
     case MessageKind::kError:
-      afterwards_.emplace_back([this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
-        fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
-      });
+      afterwards_.emplace_back(
+          [this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
+            fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
+          });
       return;
     case MessageKind::kClosed: {
       group->gone.emplace(source, "has destroyed its group");
       messenger_->forget(group->members[source].world_rank, group->id);
       windows_.on_gone(*group, source, group->gone[source]);
-      afterwards_.emplace_back([this, group, source] {
-        fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false);
-      });
+      afterwards_.emplace_back(
+          [this, group, source] { fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false); });
       return;
     }
     case MessageKind::kPointToPoint:
@@ -410,8 +412,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
             DistBackendError,
             c10::str(
                 "ranks disagree in group '", group->name, "': rank ", source, " called ", header.signature.describe(),
-                " and sends to this rank ", group->rank, " in it, which has ended its operation at that place of its program without rank ",
-                source));
+                " and sends to this rank ", group->rank,
+                " in it, which has ended its operation at that place of its program without rank ", source));
       }
       group->early[header.key].emplace_back(early_load_, group->members[source].world_rank, source, header, data);
       return;
@@ -477,12 +479,7 @@ bool Engine::drive(Lock& lock) {
 bool Engine::make_progress(Lock& lock) {
   bool progressed = false;
   if (messenger_) {
-    try {
-      progressed = messenger_->poll();
-    } catch (const c10::DistBackendError& error) { // MPI itself failed: nobody can go on
-      unhealthy_ = true;
-      fail_everything(message_of(error), false);
-    }
+    progressed = take_messages();
     if (watchdog_.broken() && messenger_->give_up_mpi()) {
       unhealthy_ = true;
       fail_everything(watchdog_.reason(), false);
@@ -493,9 +490,15 @@ bool Engine::make_progress(Lock& lock) {
   progressed = progressed || !ready_.empty();
   step_ready(lock);
   progressed = step_windows(lock) || progressed;
+  if (!failed_.empty() && messenger_) {
+    take_messages(); // a peer that has given an operation up has said before why: this comes first
+  }
   // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
   for (const auto& act : std::exchange(afterwards_, {})) {
     act();
+  }
+  for (const auto& [operation, reason] : std::exchange(failed_, {})) {
+    fail(operation->group(), c10d::ErrorType::COMM_ERROR, reason);
   }
   if (early_load_.changed()) {
     tell_early_load();
@@ -512,6 +515,16 @@ bool Engine::make_progress(Lock& lock) {
     last_news_ = now;
   }
   return progressed;
+}
+
+bool Engine::take_messages() {
+  try {
+    return messenger_->poll();
+  } catch (const c10::DistBackendError& error) { // MPI itself failed: nobody can go on
+    unhealthy_ = true;
+    fail_everything(message_of(error), false);
+    return false;
+  }
 }
 
 bool Engine::step_windows(Lock& lock) {
@@ -537,7 +550,7 @@ void Engine::step_ready(Lock& lock) {
     outbox_.retired.push_back(operation); // a last reference must not be dropped under the lock
     ready_.pop_front();
     operation->queued = false;
-    if (operation->ended() || operation->computing) {
+    if (operation->ended() || operation->computing || operation->failing) {
       continue;
     }
     try {
@@ -573,7 +586,8 @@ void Engine::step_ready(Lock& lock) {
         }
       }
     } catch (const std::exception& error) {
-      fail(operation, error);
+      operation->failing = true;
+      failed_.emplace_back(operation, operation->describe() + ": " + message_of(error));
     }
   }
 }

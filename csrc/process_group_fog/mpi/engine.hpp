@@ -37,11 +37,7 @@ class Engine : public Driver, private MessageHandler {
   // Makes a group of the ranks that meet at `store`, and starts MPI in the first one. Blocks until every rank has come;
   // throws DistBackendError naming those that do not within `timeout`.
   std::shared_ptr<Group> connect(
-      const c10::intrusive_ptr<c10d::Store>& store,
-      int rank,
-      int size,
-      std::chrono::milliseconds timeout,
-      const std::string& name);
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
   // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the caller
@@ -150,6 +146,7 @@ class Engine : public Driver, private MessageHandler {
   // no memory say, becomes the failure of what it concerns, or of everything in flight.
   bool drive(Lock& lock);
   bool make_progress(Lock& lock);
+  bool take_messages();
   void step_ready(Lock& lock);
   bool step_windows(Lock& lock);
   void check_peers(Lock& lock);
@@ -209,6 +206,7 @@ class Engine : public Driver, private MessageHandler {
   std::unordered_map<uint64_t, std::unordered_set<int>> closed_groups_;
   std::deque<std::shared_ptr<Operation>> ready_;
   std::vector<std::function<void()>> afterwards_; // news of failures and ends on other ranks, to act on after this round
+  std::vector<std::pair<std::shared_ptr<Operation>, std::string>> failed_; // in a step, and why
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended

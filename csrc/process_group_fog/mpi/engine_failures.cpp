@@ -77,9 +77,8 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
     return watchdog_.broken() && !operation.awaited().empty() ? whole + operation.describe_awaited() : whole;
   };
   const auto operations = group->operations;
-  const auto first = std::min_element(operations.begin(), operations.end(), [](const auto& one, const auto& other) {
-    return one->sequence() < other->sequence();
-  });
+  const auto first = std::min_element(
+      operations.begin(), operations.end(), [](const auto& one, const auto& other) { return one->sequence() < other->sequence(); });
   if (group->failure.reason.empty()) { // else it lacked memory the last time
     group->failure = {type, first == operations.end() ? reason : text(**first)};
   }
@@ -181,8 +180,8 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent) {
     const int rank = group->group_rank(peer);
     if (rank >= 0 && !group->closed) {
       std::fprintf(
-          stderr, "fog: rank %d of group '%s': lost %s: %s\n", group->rank, group->name.c_str(),
-          group->describe_member(rank).c_str(), silent ? "its host does not answer" : "its process ended");
+          stderr, "fog: rank %d of group '%s': lost %s: %s\n", group->rank, group->name.c_str(), group->describe_member(rank).c_str(),
+          silent ? "its host does not answer" : "its process ended");
       break;
     }
   }

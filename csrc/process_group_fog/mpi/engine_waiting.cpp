@@ -55,7 +55,8 @@ class Engine::Attendance {
 
 void Engine::watch_in_background() {
   const auto* links = links_.load();
-  const bool needed = in_flight_.load() > 0 || failing_.load() || windows_busy_.load() || (links != nullptr && links->waiting_for_space());
+  const bool needed =
+      in_flight_.load() > 0 || failing_.load() || windows_busy_.load() || (links != nullptr && links->waiting_for_space());
   if (!needed || waiting_.load() > 0) {
     return;
   }

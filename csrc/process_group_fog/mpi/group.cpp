@@ -8,7 +8,10 @@
 namespace fog::mpi {
 
 Group::Group(uint64_t group_id, std::string group_name, int group_rank, std::vector<Member> group_members)
-    : id(group_id), name(std::move(group_name)), rank(group_rank), members(std::move(group_members)),
+    : id(group_id),
+      name(std::move(group_name)),
+      rank(group_rank),
+      members(std::move(group_members)),
       one_host(std::all_of(members.begin(), members.end(), [](const Member& member) { return member.host == 0; })) {
   for (int member = 0; member < size(); ++member) {
     group_ranks_.emplace(members[member].world_rank, member);

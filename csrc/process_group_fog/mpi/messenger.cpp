@@ -15,7 +15,9 @@ constexpr auto kPolledFurther = std::chrono::seconds(1);
 [[noreturn]] void refuse(int source, size_t length, const char* why) {
   C10_THROW_ERROR(
       DistBackendError,
-      c10::str("fog: rank ", source, " of the world sent what is not a message of fog's, ", length, " bytes: ", why, ". Its memory is damaged?"));
+      c10::str(
+          "fog: rank ", source, " of the world sent what is not a message of fog's, ", length, " bytes: ", why,
+          ". Its memory is damaged?"));
 }
 
 // The header of a message of `length` bytes; throws if it cannot be one.
@@ -34,7 +36,17 @@ Header checked_header(int source, const char* record, size_t length, bool local)
 } // namespace
 
 Messenger::Messenger(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
-    : runtime_(runtime), handler_(handler), watchdog_(watchdog), local_(runtime.rank(), runtime.size()), waiting_(runtime.size()), reading_(runtime.size()), next_tag_(runtime.size(), 0), incoming_(runtime.size()), held_(runtime.size()), unsent_(runtime.size(), 0), offered_(runtime.size(), 0) {
+    : runtime_(runtime),
+      handler_(handler),
+      watchdog_(watchdog),
+      local_(runtime.rank(), runtime.size()),
+      waiting_(runtime.size()),
+      reading_(runtime.size()),
+      next_tag_(runtime.size(), 0),
+      incoming_(runtime.size()),
+      held_(runtime.size()),
+      unsent_(runtime.size(), 0),
+      offered_(runtime.size(), 0) {
   sources_waiting_.reserve(runtime.size());
 }
 
@@ -119,8 +131,7 @@ Messenger::Sent Messenger::send(
   make_room();
   check_reachable(destination);
   const auto start = [&] {
-    return api().Isend(
-        buffer->data(), static_cast<int>(length), MPI_BYTE, destination, kControlTag, runtime_.communicator(), &request);
+    return api().Isend(buffer->data(), static_cast<int>(length), MPI_BYTE, destination, kControlTag, runtime_.communicator(), &request);
   };
   check(watchdog_.call("MPI_Isend", destination, start), "MPI_Isend");
   const bool done = test(request, destination);
@@ -172,7 +183,8 @@ bool Messenger::send_waiting() {
       const auto& next = queue.front();
       if (!next.owner) {
         local_.send(destination, next.header, next.copy.data(), next.copy.size());
-      } else if (!offer(destination, next.header, next.data, next.owner, next.token, *offered_as(destination, next.header, next.data))) {
+      } else if (!offer(
+                     destination, next.header, next.data, next.owner, next.token, *offered_as(destination, next.header, next.data))) {
         break;
       }
       queue.pop_front();
@@ -218,12 +230,7 @@ size_t Messenger::transfer(
 }
 
 size_t Messenger::send_payload(
-    int destination,
-    const Header& header,
-    const void* data,
-    const std::shared_ptr<TransferOwner>& owner,
-    size_t token,
-    bool hold) {
+    int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, bool hold) {
   // MPI may call what it has taken sent: if it is to be held back that has to wait for the receiver.
   const auto isend = hold ? api().Issend : api().Isend;
   const char* const name = hold ? "MPI_Issend" : "MPI_Isend";
@@ -237,8 +244,7 @@ size_t Messenger::send_payload(
   });
 }
 
-size_t Messenger::receive(
-    int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
+size_t Messenger::receive(int source, const Header& header, void* data, const std::shared_ptr<TransferOwner>& owner, size_t token) {
   return transfer(header, owner, token, false, "MPI_Irecv", [&](size_t offset, int count, MPI_Request* request) {
     return watchdog_.call("MPI_Irecv", source, [&] {
       return api().Irecv(
@@ -257,11 +263,7 @@ size_t Stream::limit() const {
 }
 
 std::shared_ptr<Stream> Messenger::open_stream(
-    const std::vector<int>& destinations,
-    uint64_t group,
-    const void* data,
-    size_t bytes,
-    const std::shared_ptr<TransferOwner>& owner) {
+    const std::vector<int>& destinations, uint64_t group, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner) {
   if (bytes <= kLocalInlineBytes || destinations.empty()) {
     return nullptr;
   }

@@ -234,12 +234,7 @@ class Messenger {
       const Header& header, const std::shared_ptr<TransferOwner>& owner, size_t token, bool outgoing, const char* call, Start&& start);
   void check_reachable(int destination) const;
   size_t send_payload(
-      int destination,
-      const Header& header,
-      const void* data,
-      const std::shared_ptr<TransferOwner>& owner,
-      size_t token,
-      bool hold);
+      int destination, const Header& header, const void* data, const std::shared_ptr<TransferOwner>& owner, size_t token, bool hold);
   // How data of a message to a rank of this host goes that does not come with its header and is read where it is.
   std::optional<Delivery> offered_as(int destination, const Header& header, const void* data) const;
   // False if no offer is free, or `destination` has its share of them.

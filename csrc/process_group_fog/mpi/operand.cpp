@@ -55,8 +55,8 @@ void for_blocks(
     size_t from,
     size_t to,
     const std::function<void(const std::vector<const void*>& inputs, size_t begin, size_t count)>& use) {
-  const auto foreign = static_cast<size_t>(
-      std::count_if(operands.begin(), operands.end(), [](const Operand& operand) { return operand.pid != 0; }));
+  const auto foreign =
+      static_cast<size_t>(std::count_if(operands.begin(), operands.end(), [](const Operand& operand) { return operand.pid != 0; }));
   const size_t block = std::clamp(kStepBytes / std::max<size_t>(operands.size(), 1), kLeastBlock, kLargestBlock);
   const size_t step = foreign == 0 ? std::max<size_t>(to - from, 1) : std::max<size_t>(block / item, 1);
   // Kept from call to call: fresh memory would be faulted in page by page every time.

@@ -55,11 +55,13 @@ bool Operation::one_host() const {
 }
 
 bool Operation::heard_from(int peer) const {
-  return std::any_of(receives_.begin(), receives_.end(), [peer](const Receive& receive) { return receive.arrived && receive.peer == peer; });
+  return std::any_of(
+      receives_.begin(), receives_.end(), [peer](const Receive& receive) { return receive.arrived && receive.peer == peer; });
 }
 
 bool Operation::expects(int peer) const {
-  return std::any_of(receives_.begin(), receives_.end(), [peer](const Receive& receive) { return !receive.arrived && receive.peer == peer; });
+  return std::any_of(
+      receives_.begin(), receives_.end(), [peer](const Receive& receive) { return !receive.arrived && receive.peer == peer; });
 }
 
 std::string Operation::describe() const {
@@ -132,7 +134,8 @@ void Operation::send(
     group_->check_present(peer);
     world_ranks.push_back(group_->members[peer].world_rank);
     const int destination = world_ranks.back();
-    if (messenger.streams_to(destination) && (memory == Memory::kOverwritten || !messenger.local().mapped_by(destination, data, bytes))) {
+    if (messenger.streams_to(destination) &&
+        (memory == Memory::kOverwritten || !messenger.local().mapped_by(destination, data, bytes))) {
       readers.push_back(destination);
     }
   }
@@ -144,7 +147,8 @@ void Operation::send(
   // What comes with its header is copied at once, and may change from then on. Where it is to be held back it stands for that copy.
   const bool small = bytes > 0 && bytes <= Messenger::kInlineBytes;
   const bool held = small && std::any_of(world_ranks.begin(), world_ranks.end(), [&](int rank) { return messenger.holds_back(rank); });
-  if (held || (memory == Memory::kOverwritten && bytes > Messenger::kInlineBytes && (!stream || readers.size() < destinations.size()))) {
+  if (held ||
+      (memory == Memory::kOverwritten && bytes > Messenger::kInlineBytes && (!stream || readers.size() < destinations.size()))) {
     auto* copy = scratch(bytes);
     std::memcpy(copy, data, bytes);
     data = copy;
@@ -257,8 +261,7 @@ void Operation::take(size_t index, const char* data) {
       }
     }
   } else if (header.delivery == Delivery::kStream) {
-    receive.operand = {
-        messenger.local().window_of(member.world_rank, header.window), 0, shared_memory::Inbox::kWindowBytes};
+    receive.operand = {messenger.local().window_of(member.world_rank, header.window), 0, shared_memory::Inbox::kWindowBytes};
     receive.available = 0;
     messenger.read_stream(member.world_rank, header, shared_from_this(), index);
   } else if (receive.in_place) {
@@ -373,7 +376,8 @@ Operation::Action Operation::use_operands(size_t bytes, size_t limit) {
       if (!receive.arrived) {
         return Action::kWait;
       }
-      usable_ = std::min(usable_, receive.operand.window != 0 ? std::min(receive.available, used_ + move_bytes(bytes)) : receive.available);
+      usable_ =
+          std::min(usable_, receive.operand.window != 0 ? std::min(receive.available, used_ + move_bytes(bytes)) : receive.available);
     }
   }
   if (usable_ > used_) {
@@ -409,8 +413,7 @@ void Operation::run() {
       } else {
         const auto& receive = receives_[move.receive];
         read_operand(
-            receive.operand, move.from, static_cast<char*>(receive.data) + move.from, move.to - move.from,
-            receive.header.bytes);
+            receive.operand, move.from, static_cast<char*>(receive.data) + move.from, move.to - move.from, receive.header.bytes);
       }
     }
   } catch (const UnreadableMemory& error) {
@@ -432,8 +435,8 @@ void Operation::on_unmatched(int source, const Header& header) {
   C10_THROW_ERROR(
       DistBackendError,
       c10::str(
-          "got a message from rank ", source, " that it does not expect: rank ", source, " called ",
-          header.signature.describe(), " and has this rank among those it sends to; this rank does not receive from it"));
+          "got a message from rank ", source, " that it does not expect: rank ", source, " called ", header.signature.describe(),
+          " and has this rank among those it sends to; this rank does not receive from it"));
 }
 
 void Operation::on_message(int source, const Header& header, const char* data) {
@@ -444,8 +447,7 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            "ranks disagree: this rank called ", signature_.describe(), ", rank ", source, " called ",
-            header.signature.describe()));
+            "ranks disagree: this rank called ", signature_.describe(), ", rank ", source, " called ", header.signature.describe()));
   }
   for (size_t index = 0; index < receives_.size(); ++index) {
     auto& receive = receives_[index];
@@ -456,8 +458,8 @@ void Operation::on_message(int source, const Header& header, const char* data) {
       C10_THROW_ERROR(
           DistBackendError,
           c10::str(
-              "ranks disagree: this rank expects ", receive.bytes, " bytes from rank ", source,
-              ", which sends ", header.bytes, " (", header.signature.describe(), ")"));
+              "ranks disagree: this rank expects ", receive.bytes, " bytes from rank ", source, ", which sends ", header.bytes, " (",
+              header.signature.describe(), ")"));
     }
     receive.arrived = true;
     receive.peer = source;
@@ -540,7 +542,8 @@ void Operation::on_transfer(size_t token, size_t part) {
 
 void Operation::on_transfer_error(size_t token, const std::string& reason) {
   const int peer = token >= kSendToken ? peer_of(token) : receives_[token].peer;
-  transfer_error_ = c10::str("MPI failed to ", token >= kSendToken ? "send to " : "receive from ", group_->describe_member(peer), ": ", reason);
+  transfer_error_ =
+      c10::str("MPI failed to ", token >= kSendToken ? "send to " : "receive from ", group_->describe_member(peer), ": ", reason);
   make_ready(shared_from_this());
 }
 

@@ -77,6 +77,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     return state_ == State::kEnded;
   }
   bool computing = false; // a thread is in run()
+  bool failing = false; // it takes no further step
   std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
   bool queued = false; // for a step()
   uint64_t key() const {

@@ -88,9 +88,10 @@ void unlink_shared_memory_names() {
 }
 
 const char* name_of_level(int level) {
-  return level == MPI_THREAD_SINGLE ? "MPI_THREAD_SINGLE"
-      : level == MPI_THREAD_FUNNELED ? "MPI_THREAD_FUNNELED"
-      : level == MPI_THREAD_SERIALIZED ? "MPI_THREAD_SERIALIZED" : "MPI_THREAD_MULTIPLE";
+  return level == MPI_THREAD_SINGLE    ? "MPI_THREAD_SINGLE"
+      : level == MPI_THREAD_FUNNELED   ? "MPI_THREAD_FUNNELED"
+      : level == MPI_THREAD_SERIALIZED ? "MPI_THREAD_SERIALIZED"
+                                       : "MPI_THREAD_MULTIPLE";
 }
 
 // MPI's collective calls have no time-out. This one runs in a thread of its own, which is left behind if it does not return in
@@ -128,7 +129,8 @@ void call_in_time(
     }
     if (Clock::now() > deadline) {
       C10_THROW_ERROR(
-          DistBackendError, c10::str("fog: MPI did not start within ", timeout.count(), " ms: ", name, " does not return", excuse ? excuse() : ""));
+          DistBackendError,
+          c10::str("fog: MPI did not start within ", timeout.count(), " ms: ", name, " does not return", excuse ? excuse() : ""));
     }
   }
   check(attempt->code, name);
@@ -188,7 +190,8 @@ void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
   if (*level < MPI_THREAD_SERIALIZED) {
     C10_THROW_ERROR(
         DistBackendError,
-        c10::str("fog: needs MPI_THREAD_SERIALIZED, but the MPI library ", library_path(), " offers ", name_of_level(*level), " at most"));
+        c10::str(
+            "fog: needs MPI_THREAD_SERIALIZED, but the MPI library ", library_path(), " offers ", name_of_level(*level), " at most"));
   }
 }
 
@@ -245,8 +248,8 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
       return missing;
     });
     TORCH_CHECK_WITH(
-        DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_, ", the group has this process as rank ", rank,
-        " of ", size);
+        DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_,
+        ", the group has this process as rank ", rank, " of ", size);
     rendezvous.barrier("mpi-started");
     started_ = true;
   } catch (const std::exception& error) {
@@ -319,7 +322,8 @@ std::string Runtime::broadcast_in_time(const std::string& text, Deadline deadlin
   TORCH_CHECK_VALUE(text.size() < buffer->size(), "fog: text of ", text.size(), " characters; at most ", buffer->size() - 1);
   std::memcpy(buffer->data(), text.data(), text.size());
   call_in_time(
-      "MPI_Bcast", deadline, timeout, nullptr, [] { return std::string("; not there: rank(s) 0, from which it comes, or one on the way"); },
+      "MPI_Bcast", deadline, timeout, nullptr,
+      [] { return std::string("; not there: rank(s) 0, from which it comes, or one on the way"); },
       [buffer, communicator = communicator_] {
         return api().Bcast(buffer->data(), static_cast<int>(buffer->size()), MPI_BYTE, 0, communicator);
       });
@@ -328,7 +332,8 @@ std::string Runtime::broadcast_in_time(const std::string& text, Deadline deadlin
 
 void Runtime::check_first_start() const {
   if (!failure_.empty()) {
-    C10_THROW_ERROR(DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
+    C10_THROW_ERROR(
+        DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
   }
 }
 

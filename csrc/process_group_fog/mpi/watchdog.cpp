@@ -115,7 +115,8 @@ void Watchdog::watch() {
     }
     end_call(number);
     if (looks == kLeastLooks + kVainLooks) {
-      std::fprintf(stderr, "fog: %s does not return, and its thread does not take signal %d, which would end it\n", name_.load(), kSignal);
+      std::fprintf(
+          stderr, "fog: %s does not return, and its thread does not take signal %d, which would end it\n", name_.load(), kSignal);
     }
   }
 }

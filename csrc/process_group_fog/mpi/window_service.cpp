@@ -66,7 +66,8 @@ Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op
 // What another rank asks for.
 class WindowService::Serving final : public TransferOwner {
  public:
-  Serving(WindowService& service, Origin origin, const Header& request) : header(request), service_(service), origin_(std::move(origin)) {}
+  Serving(WindowService& service, Origin origin, const Header& request)
+      : header(request), service_(service), origin_(std::move(origin)) {}
 
   void on_transfer(size_t token, size_t part) override {
     parts -= std::min<size_t>(parts, 1);
@@ -243,8 +244,11 @@ void WindowService::on_reply(int source, const Header& header, const char* data)
     }
   }
   if (request && header.bytes != request->reply_bytes) {
-    end(request, backend_error(c10::str(
-        "fog: ", request->what, ": rank ", request->peer, " replies with ", header.bytes, " bytes; expected are ", request->reply_bytes)));
+    end(request,
+        backend_error(
+            c10::str(
+                "fog: ", request->what, ": rank ", request->peer, " replies with ", header.bytes, " bytes; expected are ",
+                request->reply_bytes)));
   } else if (request) {
     request->replied_ = true;
     settle(request);
@@ -293,7 +297,8 @@ Deadline WindowService::check_deadlines(Deadline now) {
     if (request->op == WindowOp::kLock) {
       tell(*request->group, request->window, request->peer, WindowOp::kUnlock);
     }
-    end(request, backend_error(c10::str("fog: ", request->what, " timed out: its timeout of ", request->timeout_.count(), " ms is over")));
+    end(request,
+        backend_error(c10::str("fog: ", request->what, " timed out: its timeout of ", request->timeout_.count(), " ms is over")));
   }
   return earliest;
 }
@@ -371,8 +376,7 @@ void WindowService::post(const Queue& queue, const std::shared_ptr<Serving>& ser
   const auto& header = serving->header;
   try {
     serving->data = shared_allocator().allocate(header.bytes);
-    serving->parts += messenger_->receive(
-        queue.group->members[queue.source].world_rank, header, serving->data.get(), serving, 0);
+    serving->parts += messenger_->receive(queue.group->members[queue.source].world_rank, header, serving->data.get(), serving, 0);
   } catch (const std::exception& error) { // of this request alone; nothing of it is applied
     serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
   }

@@ -26,8 +26,7 @@ namespace fog::mpi {
 class HierarchicalNeighborAllreduce : public Operation {
  public:
   // `machines` have equal numbers of ranks. `out` may be `in`.
-  HierarchicalNeighborAllreduce(
-      Signature signature, Machines machines, NeighborPlan plan, const void* in, void* out, size_t numel);
+  HierarchicalNeighborAllreduce(Signature signature, Machines machines, NeighborPlan plan, const void* in, void* out, size_t numel);
 
  protected:
   void launch() override;

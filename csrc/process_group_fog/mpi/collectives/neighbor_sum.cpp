@@ -16,8 +16,7 @@ void neighbor_sum(
     size_t from,
     size_t to) {
   const size_t item = c10::elementSize(dtype);
-  const bool mean =
-      plan.mean() && std::all_of(terms.begin(), terms.end(), [](const NeighborTerm& term) { return term.scale == 1.0; });
+  const bool mean = plan.mean() && std::all_of(terms.begin(), terms.end(), [](const NeighborTerm& term) { return term.scale == 1.0; });
   const double share = plan.mean() ? 1.0 / static_cast<double>(terms.size() + 1) : 1.0;
   std::vector<Operand> operands;
   std::vector<double> weights; // unused for the mean

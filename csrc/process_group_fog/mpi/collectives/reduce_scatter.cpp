@@ -4,8 +4,7 @@
 
 namespace fog::mpi {
 
-ReduceScatter::ReduceScatter(
-    Signature signature, std::vector<const void*> inputs, std::vector<size_t> bytes, void* out, double scale)
+ReduceScatter::ReduceScatter(Signature signature, std::vector<const void*> inputs, std::vector<size_t> bytes, void* out, double scale)
     : Reduction(signature, scale), sends_from_(std::move(inputs)), bytes_(std::move(bytes)), out_(out) {}
 
 void ReduceScatter::launch() {
