@@ -274,7 +274,7 @@ def test_random_exchanges(worlds, size):
     run()
 
 
-@pytest.mark.parametrize("size", sizes([3], [2, 4]))
+@pytest.mark.parametrize("size", sizes([4], [2]))
 def test_large_tensors(worlds, size):
     generator = np.random.default_rng(size)
     matrix = tuple(tuple(row) for row in generator.uniform(-1, 1, (size, size)).tolist())
