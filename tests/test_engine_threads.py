@@ -119,7 +119,7 @@ def test_polling_alone_brings_operations_to_their_end(worlds: WorldPool, size: i
 
 
 def times_of_sparse_allreduces(rounds: int) -> list[float]:
-    """When each of them ended, of which rank 1 begins later, and then says nothing that would wake rank 0."""
+    """When each of them ended. Afterwards the rank that ends first says nothing that would wake the other."""
     entries = 5_000  # to add them up takes a pool's thread so long that the waiting one sleeps
     sparse = torch.sparse_coo_tensor(torch.arange(entries)[None], torch.ones(entries), (entries,)).coalesce()
     ends = []
@@ -138,8 +138,8 @@ def times_of_sparse_allreduces(rounds: int) -> list[float]:
 def test_waiting_for_a_sparse_allreduce_ends_with_it(worlds: WorldPool) -> None:
     """Once nobody woke the thread that waited: it looked after 20 ms."""
     first, second = worlds(2).run(times_of_sparse_allreduces, 12)
-    late = [one - other for one, other in zip(first, second, strict=True)]
-    assert statistics.quantiles(late, n=4)[0] < 0.012, late  # a busy machine delays some, not most
+    late = [abs(one - other) for one, other in zip(first, second, strict=True)]  # whichever looked too late
+    assert statistics.median(late) < 0.012, late  # a busy machine delays some, not most
 
 
 # Memory
