@@ -223,7 +223,8 @@ def main() -> None:
                 sys.exit()
             children[child] = f"{case.__name__}, rank {rank}"
     ends = {name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, name in children.items()}
-    sys.exit("; ".join(f"{name} ended with {status}" for name, status in ends.items() if status != 0))
+    bad = [f"{name} ended with {status}" for name, status in ends.items() if status != 0]
+    sys.exit("; ".join(bad) or None)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def check_picture(path: Path) -> None:
     assert 0.01 < drawn < 0.5, f"{drawn:.3f} of the picture is not white"
 
 
+@pytest.mark.long
 def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path, script_worlds: WorldPool) -> None:
     """The demo at its defaults; the two runs have the same data, initial parameters and order of samples."""
     for name in ("fog", "gloo"):
@@ -121,6 +122,7 @@ def lose_a_rank(log: Path) -> tuple[str, float]:
     return job.output, seconds
 
 
+@pytest.mark.long
 def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
     for attempt in range(3):
         output, seconds = lose_a_rank(tmp_path / f"log{attempt}.txt")
