@@ -135,6 +135,7 @@ def signals() -> None:
     window.signal(before, False)  # of the other side: nobody waits for that one yet
     dist.barrier()
     assert not any(work.is_completed() for work in waiting)
+    dist.barrier()  # nobody signals before all have looked
     for _ in range(2):
         window.signal(after, False)
     deadline = time.monotonic() + SOON
@@ -143,6 +144,7 @@ def signals() -> None:
         time.sleep(0.001)
     dist.barrier()
     assert sum(work.is_completed() for work in waiting) == 2
+    dist.barrier()
     window.signal(after, False)
     for work in waiting:
         work.wait()
