@@ -37,7 +37,7 @@ PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 
 help:
 	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--mode atc --dynamic\")"
-	@echo "make test    run the tests, in ten minutes at most        (ARGS=\"-k neighbor\")"
+	@echo "make test    run the tests; their budget is ten minutes   (ARGS=\"-k neighbor\")"
 	@echo "make test-all   run all there are, with those of soak, faults and test-mpi (an hour; before a release or a large change)"
 	@echo "make test-gpu   run the tests that need a GPU; says why where it skips them   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
