@@ -197,7 +197,7 @@ def extension() -> Extension:
     return CppExtension(
         "fog_pg._C",
         sources,
-        include_dirs=include_mpi,
+        include_dirs=[str(ROOT / SOURCES), *include_mpi],
         extra_compile_args={
             "cxx": [
                 f"-std={standard}",

@@ -1,4 +1,4 @@
-#include "combine.hpp"
+#include "cuda/combine.hpp"
 
 #include <cmath>
 #include <cstdlib>
@@ -10,8 +10,8 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
-#include "kernels.hpp"
-#include "stream.hpp"
+#include "cuda/kernels.hpp"
+#include "cuda/stream.hpp"
 
 namespace fog::cuda {
 namespace {

@@ -1,21 +1,22 @@
-#include "device_window.hpp"
+#include "windows/window_service.hpp"
+#include "cuda/device_window.hpp"
 
 #include <algorithm>
 
 #include <c10/core/DeviceType.h>
 
-#include "../mpi/engine.hpp"
-#include "../mpi/failure.hpp"
-#include "../window_descriptions.hpp"
-#include "kernels.hpp"
-#include "peer_window.hpp"
-#include "staged_window.hpp"
+#include "engine/engine.hpp"
+#include "core/failure.hpp"
+#include "windows/window_descriptions.hpp"
+#include "cuda/kernels.hpp"
+#include "cuda/peer_window.hpp"
+#include "cuda/staged_window.hpp"
 
 namespace fog::cuda {
 namespace {
 
 void say_why(const at::Device& device, const std::exception& reason) {
-  TORCH_WARN_ONCE("fog: windows of tensors on ", device, " go through the host's memory: ", mpi::message_of(reason));
+  TORCH_WARN_ONCE("fog: windows of tensors on ", device, " go through the host's memory: ", message_of(reason));
 }
 
 // Memory that the neighbors may map; null if they or this rank's device cannot do that.
@@ -40,7 +41,7 @@ std::shared_ptr<PeerMemory> offer_memory(const Window::Recipe& recipe) {
 
 std::shared_ptr<Window> create_window(Window::Recipe recipe, const Window::Gather& gather) {
   WindowDescription mine;
-  mine.number = mpi::Engine::instance().next_window(recipe.group);
+  mine.number = WindowService::of(*recipe.group).next_window(*recipe.group);
   mine.name = recipe.name;
   mine.in = recipe.in_neighbors;
   mine.out = recipe.out_neighbors;
@@ -60,7 +61,7 @@ std::shared_ptr<Window> create_window(Window::Recipe recipe, const Window::Gathe
     }
   } catch (const std::exception& reason) { // the others, who wait for this rank, are to hear of it
     error = std::current_exception();
-    mine.error = mpi::message_of(reason);
+    mine.error = message_of(reason);
   }
   const auto descriptions = decode_descriptions(gather(encode(mine)), recipe.group->size());
   if (error) {

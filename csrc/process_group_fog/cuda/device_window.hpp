@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "../window.hpp"
+#include "windows/window.hpp"
 
 namespace fog::cuda {
 

@@ -1,4 +1,4 @@
-#include "kernels.hpp"
+#include "cuda/kernels.hpp"
 
 #include <algorithm>
 #include <cctype>
@@ -8,7 +8,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "../linear_combination.hpp"
+#include "core/linear_combination.hpp"
 
 namespace fog::cuda {
 namespace {
@@ -110,7 +110,7 @@ size_t threads_for(c10::ScalarType dtype, size_t elements) {
 
 const char* kernel_source() {
   return FOG_TEXT(FOG_KERNEL_TYPES) "\n"
-#include "kernels.cuh"
+#include "cuda/kernels.cuh"
       ;
 }
 

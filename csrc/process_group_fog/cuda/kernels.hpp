@@ -7,8 +7,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
-#include "driver.hpp"
-#include "kernel_types.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/kernel_types.hpp"
 
 namespace fog::cuda {
 

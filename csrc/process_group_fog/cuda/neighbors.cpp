@@ -1,4 +1,4 @@
-#include "neighbors.hpp"
+#include "cuda/neighbors.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -8,8 +8,8 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include "../staging.hpp"
-#include "reduce.hpp"
+#include "core/tensor_lists.hpp"
+#include "cuda/reduce.hpp"
 
 namespace fog::cuda {
 

@@ -11,12 +11,12 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "../delegates.hpp"
-#include "../machines.hpp"
-#include "../neighbor_plan.hpp"
-#include "combine.hpp"
-#include "stream.hpp"
-#include "work.hpp"
+#include "device/device_backends.hpp"
+#include "core/machines.hpp"
+#include "core/neighbor_plan.hpp"
+#include "cuda/combine.hpp"
+#include "cuda/stream.hpp"
+#include "cuda/work.hpp"
 
 namespace fog::cuda {
 

@@ -1,4 +1,4 @@
-#include "operation_work.hpp"
+#include "cuda/operation_work.hpp"
 
 #include <algorithm>
 #include <utility>

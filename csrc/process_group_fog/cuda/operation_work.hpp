@@ -15,8 +15,8 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "pinned_memory.hpp"
-#include "stream.hpp"
+#include "cuda/pinned_memory.hpp"
+#include "cuda/stream.hpp"
 
 namespace fog::cuda {
 

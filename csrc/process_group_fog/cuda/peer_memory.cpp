@@ -1,11 +1,11 @@
-#include "peer_memory.hpp"
+#include "cuda/peer_memory.hpp"
 
 #include <cstring>
 #include <utility>
 
 #include <c10/util/Exception.h>
 
-#include "releases.hpp"
+#include "cuda/releases.hpp"
 
 namespace fog::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "peer_window.hpp"
+#include "cuda/peer_window.hpp"
 
 #include <algorithm>
 #include <cstddef>
@@ -11,9 +11,9 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
-#include "../mpi/engine.hpp"
-#include "../mpi/failure.hpp"
-#include "kernels.hpp"
+#include "engine/engine.hpp"
+#include "core/failure.hpp"
+#include "cuda/kernels.hpp"
 
 namespace fog::cuda {
 namespace {
@@ -182,7 +182,7 @@ void PeerWindow::load_kernels() {
 }
 
 PeerWindow::~PeerWindow() {
-  if (mpi::Engine::instance().forked()) { // all of it is the parent's
+  if (Engine::instance().forked()) { // all of it is the parent's
     for (auto& neighbor : neighbors_) {
       static_cast<void>(neighbor.view.release());
     }
@@ -520,7 +520,7 @@ double PeerWindow::p() {
 }
 
 void PeerWindow::set_p(double p) {
-  mpi::Engine::instance().check_not_forked();
+  Engine::instance().check_not_forked();
   const auto lock = begin_call("win_associated_p");
   const Stream::Guard guard(stream_);
   auto* place = own<double>(memory_->layout.p);
@@ -528,7 +528,7 @@ void PeerWindow::set_p(double p) {
 }
 
 uint64_t PeerWindow::read(const char* op, size_t offset) {
-  mpi::Engine::instance().check_not_forked();
+  Engine::instance().check_not_forked();
   auto outcome = std::make_shared<Outcome>(cells_, nullptr);
   const auto& driver = Driver::of(device_.type());
   {
@@ -571,7 +571,7 @@ void PeerWindow::unlock(const std::vector<int>& ranks, bool own) {
 
 void PeerWindow::free(Milliseconds timeout) {
   constexpr const char* op = "win_free";
-  mpi::Engine::instance().check_not_forked();
+  Engine::instance().check_not_forked();
   const auto deadline = deadline_after(timeout);
   {
     const std::lock_guard<std::mutex> lock(enqueue_);
@@ -597,7 +597,7 @@ std::unique_lock<std::mutex> PeerWindow::begin_call(const char* op) {
 }
 
 void PeerWindow::check(const char* op) {
-  mpi::Engine::instance().check_not_forked();
+  Engine::instance().check_not_forked();
   host_->check_open(op);
   TORCH_CHECK(!is_capturing(device_), "fog: ", describe(op), " cannot be captured into a graph");
   const std::lock_guard<std::mutex> lock(enqueue_);
@@ -667,11 +667,11 @@ std::shared_ptr<Outcome> PeerWindow::finish(const char* op, std::vector<int> ran
   auto its_failure = [ranks = std::move(ranks), op, what = describe(op), host = host_](int part) {
     const bool waits = std::strcmp(op, "wait_signal") == 0;
     if (waits && part == kSourceIsGone) {
-      return mpi::backend_error(c10::str("fog: ", what, ": ", host->why_gone(ranks[0])));
+      return backend_error(c10::str("fog: ", what, ": ", host->why_gone(ranks[0])));
     }
     const auto place = static_cast<size_t>(part) - 1;
     const auto whom = place < ranks.size() ? c10::str("rank ", ranks[place]) : std::string("the neighbors");
-    return mpi::backend_error(
+    return backend_error(
         c10::str(
             "fog: ", what, ": timed out waiting for ", waits ? "a signal of " : "", whom,
             waits ? "" : " to end what it does in the window"));
@@ -717,7 +717,7 @@ void PeerWindow::await(const char* op, const Event& event, Deadline deadline) co
     if (Clock::now() >= deadline) {
       fail(op, c10::str("timed out waiting for ", device_, " to do what it was given before"));
     }
-    mpi::Engine::instance().check_interrupt();
+    Engine::instance().check_interrupt();
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::nanoseconds>(2 * pause, kLongest);
   }

@@ -8,14 +8,14 @@
 #include <string>
 #include <vector>
 
-#include "../host_window.hpp"
-#include "../window.hpp"
-#include "../window_descriptions.hpp"
-#include "kernel_types.hpp"
-#include "operation_work.hpp"
-#include "peer_memory.hpp"
-#include "pinned_memory.hpp"
-#include "stream.hpp"
+#include "windows/host_window.hpp"
+#include "windows/window.hpp"
+#include "windows/window_descriptions.hpp"
+#include "cuda/kernel_types.hpp"
+#include "cuda/operation_work.hpp"
+#include "cuda/peer_memory.hpp"
+#include "cuda/pinned_memory.hpp"
+#include "cuda/stream.hpp"
 
 namespace fog::cuda {
 

@@ -1,12 +1,12 @@
-#include "pinned_memory.hpp"
+#include "cuda/pinned_memory.hpp"
 
 #include <cstring>
 
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
-#include "driver.hpp"
-#include "releases.hpp"
+#include "cuda/driver.hpp"
+#include "cuda/releases.hpp"
 
 namespace fog::cuda {
 

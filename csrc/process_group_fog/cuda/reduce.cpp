@@ -1,4 +1,4 @@
-#include "reduce.hpp"
+#include "cuda/reduce.hpp"
 
 #include <optional>
 #include <vector>
@@ -6,7 +6,7 @@
 #include <ATen/Functions.h>
 #include <c10/util/Exception.h>
 
-#include "../names.hpp"
+#include "core/names.hpp"
 
 namespace fog::cuda {
 namespace {

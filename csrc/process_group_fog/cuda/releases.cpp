@@ -1,4 +1,4 @@
-#include "releases.hpp"
+#include "cuda/releases.hpp"
 
 #include <condition_variable>
 #include <deque>
@@ -6,7 +6,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../mpi/engine.hpp"
+#include "engine/engine.hpp"
 
 namespace fog::cuda {
 namespace {
@@ -41,7 +41,7 @@ void run_releases() {
 } // namespace
 
 void give_back(const at::Device& device, std::function<void(const Driver&)> release) {
-  auto& engine = mpi::Engine::instance();
+  auto& engine = Engine::instance();
   if (engine.forked()) { // it is the parent's
     return;
   }

@@ -5,7 +5,7 @@
 
 #include <c10/core/Device.h>
 
-#include "driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace fog::cuda {
 

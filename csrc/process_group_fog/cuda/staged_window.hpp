@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "../host_window.hpp"
-#include "../window.hpp"
-#include "../work.hpp"
-#include "pinned_memory.hpp"
-#include "stream.hpp"
+#include "windows/host_window.hpp"
+#include "windows/window.hpp"
+#include "engine/work.hpp"
+#include "cuda/pinned_memory.hpp"
+#include "cuda/stream.hpp"
 
 namespace fog::cuda {
 

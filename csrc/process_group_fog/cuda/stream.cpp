@@ -1,4 +1,4 @@
-#include "stream.hpp"
+#include "cuda/stream.hpp"
 
 #include <map>
 #include <mutex>
@@ -7,7 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace fog::cuda {
 namespace {

@@ -1,4 +1,4 @@
-#include "work.hpp"
+#include "cuda/work.hpp"
 
 #include <ATen/core/ivalue_inl.h>
 #include <ATen/core/jit_type.h>

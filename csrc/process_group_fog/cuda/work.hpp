@@ -7,7 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "stream.hpp"
+#include "cuda/stream.hpp"
 
 namespace fog::cuda {
 

@@ -1,0 +1,37 @@
+// What several operations do with their arguments: checks of one against another, and the memory they stand for.
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "collectives/gather_scatter.hpp"
+#include "core/signature.hpp"
+
+namespace fog {
+
+// The device of a tensor that is still to be checked.
+inline at::Device where_is(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.device() : at::Device(at::kCPU);
+}
+
+// Throws ValueError unless `tensor` has the dtype of `like`, the operation's input.
+void check_same(const char* op, const char* argument, const at::Tensor& tensor, const at::Tensor& like);
+
+// Throws ValueError unless `tensor` has `numel` elements.
+void check_numel(const char* op, const char* argument, const at::Tensor& tensor, int64_t numel);
+
+// PREMUL_SUM's factor, 1 for every other reduction.
+double factor_of(const c10d::ReduceOp& op);
+
+// Throws ValueError unless the reduction is defined for the tensor's dtype.
+Signature reduction_signature(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op);
+
+// The memory of a contiguous tensor.
+Block block_of(const at::Tensor& tensor);
+
+// Equal parts of a contiguous tensor, one a rank.
+std::vector<Block> parts_of(const at::Tensor& tensor, int count);
+
+} // namespace fog

@@ -1,0 +1,556 @@
+// The Python module fog_pg._C. Its types are described in fog_pg/_C.pyi.
+#include <variant>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "cuda/driver.hpp"
+#include "cuda/kernels.hpp"
+#include "device/device_backends.hpp"
+#include "windows/host_window.hpp"
+#include "windows/window_service.hpp"
+#include "job/mpi_api.hpp"
+#include "engine/engine.hpp"
+#include "job/hosts.hpp"
+#include "backend/protocol.hpp"
+#include "job/mpi_runtime.hpp"
+#include "core/neighbor_plan.hpp"
+#include "backend/process_group_fog.hpp"
+#include "core/python_lock.hpp"
+#include "transport/shared_memory/machine.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
+#include "windows/window.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+// A timedelta. pybind11's own conversion counts in microseconds, for which the largest ones are too large.
+struct GivenTimeout {
+  std::chrono::milliseconds value{0};
+};
+
+} // namespace
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<GivenTimeout> {
+  PYBIND11_TYPE_CASTER(GivenTimeout, const_name("datetime.timedelta"));
+
+  bool load(handle source, bool convert) {
+    if (PyDateTimeAPI == nullptr) {
+      PyDateTime_IMPORT;
+    }
+    if (!source || !PyDelta_Check(source.ptr())) {
+      make_caster<std::chrono::milliseconds> other; // a number of seconds
+      const bool loaded = other.load(source, convert);
+      value.value = loaded ? cast_op<std::chrono::milliseconds>(other) : value.value;
+      return loaded;
+    }
+    const std::chrono::seconds seconds(
+        int64_t(PyDateTime_DELTA_GET_DAYS(source.ptr())) * 86400 + PyDateTime_DELTA_GET_SECONDS(source.ptr()));
+    value.value = seconds +
+        std::chrono::floor<std::chrono::milliseconds>(std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(source.ptr())));
+    return true;
+  }
+};
+
+} // namespace pybind11::detail
+
+namespace {
+
+using fog::NeighborPlan;
+using fog::ProcessGroupFog;
+using fog::Window;
+using Timeout = std::optional<GivenTimeout>;
+using Confirm = std::optional<bool>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+// An argument that is a tensor or a list of them.
+using Tensors = ProcessGroupFog::Tensors;
+using OneOrMore = std::variant<at::Tensor, Tensors>;
+
+Tensors as_list(OneOrMore given) {
+  if (auto* tensor = std::get_if<at::Tensor>(&given)) {
+    return {std::move(*tensor)};
+  }
+  return std::get<Tensors>(std::move(given));
+}
+
+std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
+  return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
+}
+
+std::chrono::milliseconds checked(GivenTimeout timeout) {
+  TORCH_CHECK_VALUE(timeout.value.count() > 0, "timeout: got ", timeout.value.count(), " ms; allowed is more than 0");
+  return timeout.value;
+}
+
+// A window's own, unless the call has one.
+std::chrono::milliseconds checked(const Timeout& timeout, const Window& window) {
+  return timeout ? checked(*timeout) : window.timeout();
+}
+
+ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout, bool waits = false) {
+  return {std::move(name), confirm, timeout ? std::make_optional(checked(*timeout)) : std::nullopt, waits};
+}
+
+// For a thread that waits without the GIL: lets Python's signal handlers run, so that Ctrl-C ends the wait.
+void check_interrupt() {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// Calls a Python function, which may outlive the interpreter's last code: then it is kept for ever.
+fog::DelegateFactory delegate_factory(py::function make) {
+  const auto held = std::shared_ptr<py::function>(new py::function(std::move(make)), [](py::function* function) {
+    if (Py_IsInitialized() == 0) {
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    delete function;
+  });
+  return [held](
+             const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+             const c10::intrusive_ptr<c10d::Backend::Options>& options, const at::Device& device, bool eager) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(store, rank, size, options, device, eager).cast<fog::BackendPtr>();
+  };
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> copy_options(const fog::BackendPtr& backend) {
+  const py::gil_scoped_acquire gil;
+  const auto copied = py::module_::import("copy").attr("deepcopy")(py::cast(backend->getBackendOptions()));
+  return copied.cast<c10::intrusive_ptr<c10d::Backend::Options>>();
+}
+
+void without_gil(const std::function<void()>& function) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    function();
+    return;
+  }
+  const py::gil_scoped_release released;
+  function();
+}
+
+std::string mpi_version() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  fog::check(fog::api().Get_library_version(text, &length), "MPI_Get_library_version");
+  return {text, static_cast<size_t>(length)};
+}
+
+} // namespace
+
+// One argument, one line.
+// clang-format off
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The C++ part of the fog backend.";
+  fog::set_protocol(fog::protocol());
+  fog::Engine::instance().serve(std::make_unique<fog::WindowService>(fog::Engine::instance()));
+  fog::Engine::instance().set_interrupt_check(check_interrupt);
+  fog::set_python_lock(without_gil);
+  fog::set_delegate_support({copy_options});
+
+  module.attr("torch_version") = TORCH_VERSION;
+#ifdef FOG_NATIVE_MPI
+  module.attr("native_mpi") = true;
+#else
+  module.attr("native_mpi") = false;
+#endif
+
+  py::class_<NeighborPlan>(module, "NeighborPlan")
+      .def(
+          py::init<int, int, double, const std::vector<std::pair<int, double>>&, const std::vector<std::pair<int, double>>&, bool>(),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("self_weight"),
+          py::arg("sources"),
+          py::arg("destinations"),
+          py::kw_only(),
+          py::arg("mean") = false)
+      .def_property_readonly("rank", &NeighborPlan::rank)
+      .def_property_readonly("size", &NeighborPlan::size)
+      .def_property_readonly("self_weight", &NeighborPlan::self_weight)
+      .def_property_readonly("mean", &NeighborPlan::mean)
+      .def_property_readonly(
+          "sources",
+          [](const NeighborPlan& plan) {
+            std::vector<std::pair<int, double>> peers;
+            for (const auto& peer : plan.sources()) {
+              peers.emplace_back(peer.rank, peer.weight);
+            }
+            return peers;
+          })
+      .def_property_readonly(
+          "destinations",
+          [](const NeighborPlan& plan) {
+            std::vector<std::pair<int, double>> peers;
+            for (const auto& peer : plan.destinations()) {
+              peers.emplace_back(peer.rank, peer.weight);
+            }
+            return peers;
+          })
+      .def("__repr__", &NeighborPlan::describe);
+
+  py::module_::import("torch._C._distributed_c10d"); // registers the base classes
+  auto group = py::class_<ProcessGroupFog, c10d::Backend, c10::intrusive_ptr<ProcessGroupFog>>(module, "ProcessGroupFog");
+
+  py::class_<ProcessGroupFog::Options, c10d::Backend::Options, c10::intrusive_ptr<ProcessGroupFog::Options>>(group, "Options")
+      .def(py::init<>())
+      .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
+      .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
+      .def(
+          "__deepcopy__",
+          [](const ProcessGroupFog::Options& options, const py::dict&) {
+            return c10::make_intrusive<ProcessGroupFog::Options>(options);
+          },
+          py::arg("memo"));
+
+  group
+      .def(
+          py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<ProcessGroupFog::Options> options) {
+            return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(options));
+          }),
+          py::arg("store"),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("options"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "neighbor_allreduce",
+          [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
+             Confirm confirm, Timeout timeout, bool waits) -> WorkPtr {
+            return self.neighbor_allreduce(
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, waits));
+          },
+          py::arg("tensor"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("output") = py::none(),
+          py::arg("name") = "",
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
+          py::arg("waits") = false,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "hierarchical_neighbor_allreduce",
+          [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
+             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
+            return self.hierarchical_neighbor_allreduce(
+                as_list(std::move(tensor)), std::move(machines), plan, as_list(std::move(output)),
+                call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("machines"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("output") = py::none(),
+          py::arg("name") = "",
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "local_allreduce",
+          [](ProcessGroupFog& self, at::Tensor tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op,
+             std::string name, Timeout timeout) -> WorkPtr {
+            return self.local_allreduce(tensor, std::move(machines), op, call_options(std::move(name), std::nullopt, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("machines"),
+          py::arg("op"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "neighbor_allgather",
+          [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, Confirm confirm,
+             Timeout timeout) -> WorkPtr {
+            return self.neighbor_allgather(tensor, plan, call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "allgather_concat",
+          [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
+            return self.allgather_concat(tensor, call_options(std::move(name), confirm, timeout));
+          },
+          py::arg("tensor"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "allreduce_named",
+          [](ProcessGroupFog& self, at::Tensor tensor, const c10d::ReduceOp& op, std::string name, Timeout timeout) -> WorkPtr {
+            return self.allreduce_named(tensor, op, call_options(std::move(name), std::nullopt, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("op"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "broadcast_named",
+          [](ProcessGroupFog& self, at::Tensor tensor, int root, std::string name, Timeout timeout) -> WorkPtr {
+            return self.broadcast_named(tensor, root, call_options(std::move(name), std::nullopt, timeout));
+          },
+          py::arg("tensor"),
+          py::arg("root"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::arg("timeout") = py::none(),
+          py::call_guard<py::gil_scoped_release>())
+      // new_group calls it on ranks outside of a new group, if the backend can split and has a device of its own.
+      .def(
+          "perform_nocolor_split",
+          [](ProcessGroupFog&, const at::Device&) {},
+          py::arg("device"))
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupFog& self) {
+            return c10::static_intrusive_pointer_cast<ProcessGroupFog::Options>(self.getBackendOptions());
+          })
+      .def("delegate", &ProcessGroupFog::delegate, py::arg("device_type"))
+      .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
+      .def_property_readonly("hosts", &ProcessGroupFog::hosts);
+
+  using Ranks = std::vector<int>;
+  const auto release_gil = py::call_guard<py::gil_scoped_release>();
+  py::class_<Window::Hold>(module, "WindowHold").def("release", &Window::Hold::release, release_gil);
+  auto window = py::class_<Window, std::shared_ptr<Window>>(module, "Window");
+  const auto write = [&](const char* name, auto method) {
+    window.def(
+        name,
+        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
+                 bool skip_lost, Timeout timeout) {
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout, self), self_weight});
+        },
+        py::arg("tensor"),
+        py::arg("destinations"),
+        py::kw_only(),
+        py::arg("self_weight") = 1.0,
+        py::arg("with_p") = false,
+        py::arg("mutex") = false,
+        py::arg("skip_lost") = false,
+        py::arg("timeout") = py::none(),
+        release_gil);
+  };
+  write("put", &Window::put);
+  write("accumulate", &Window::accumulate);
+  window
+      .def(
+          "get",
+          [](Window& self, const Window::Peers& sources, bool mutex, bool skip_lost, Timeout timeout) {
+            return self.get(sources, {false, mutex, skip_lost, checked(timeout, self)});
+          },
+          py::arg("sources"),
+          py::kw_only(),
+          py::arg("mutex") = false,
+          py::arg("skip_lost") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "update",
+          [](Window& self, double self_weight, const Window::Peers& neighbors, bool reset, bool clone, bool mutex, bool with_p,
+             Timeout timeout) {
+            return self.update(
+                self_weight, neighbors, reset, clone, {with_p, mutex, false, checked(timeout, self)});
+          },
+          py::arg("self_weight"),
+          py::arg("neighbors"),
+          py::kw_only(),
+          py::arg("reset") = false,
+          py::arg("clone") = false,
+          py::arg("mutex") = false,
+          py::arg("with_p") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "write",
+          [](Window& self, const at::Tensor& tensor, int destination, int64_t offset, Timeout timeout) {
+            return self.write(tensor, destination, offset, {false, false, false, checked(timeout, self)});
+          },
+          py::arg("tensor"),
+          py::arg("destination"),
+          py::arg("offset"),
+          py::kw_only(),
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "signal",
+          [](Window& self, int destination, Timeout timeout) {
+            return self.signal(destination, {false, false, false, checked(timeout, self)});
+          },
+          py::arg("destination"),
+          py::kw_only(),
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "wait_signal",
+          [](Window& self, int source, Timeout timeout) {
+            return self.wait_signal(source, {false, false, false, checked(timeout, self)});
+          },
+          py::arg("source"),
+          py::kw_only(),
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "map_remote",
+          [](Window& self, int rank) {
+            auto mapped = self.map_remote(rank);
+            return mapped.defined() ? std::make_optional(std::move(mapped)) : std::nullopt;
+          },
+          py::arg("rank"),
+          release_gil)
+      .def("version", &Window::version, py::arg("rank"), release_gil)
+      .def(
+          "lock",
+          [](Window& self, const Ranks& ranks, bool own, Timeout timeout) {
+            self.lock(ranks, own, checked(timeout, self));
+          },
+          py::arg("ranks"),
+          py::kw_only(),
+          py::arg("own") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "hold",
+          [](Window& self, Ranks ranks, bool own, Timeout timeout) {
+            return self.hold(std::move(ranks), own, checked(timeout, self));
+          },
+          py::arg("ranks"),
+          py::kw_only(),
+          py::arg("own") = false,
+          py::arg("timeout") = py::none(),
+          release_gil)
+      .def(
+          "unlock", [](Window& self, const Ranks& ranks, bool own) { self.unlock(ranks, own); }, py::arg("ranks"), py::kw_only(),
+          py::arg("own") = false, release_gil)
+      .def(
+          "free", [](Window& self, Timeout timeout) { self.free(checked(timeout, self)); },
+          py::arg("timeout") = py::none(), release_gil)
+      .def_property("p", py::cpp_function(&Window::p, release_gil), py::cpp_function(&Window::set_p, release_gil))
+      .def_property_readonly("tensor", &Window::tensor)
+      .def_property_readonly("name", &Window::name)
+      .def_property_readonly("transport", &Window::transport)
+      .def("transport_to", &Window::transport_to, py::arg("rank"))
+      .def_property_readonly("in_neighbors", &Window::in_neighbors)
+      .def_property_readonly("out_neighbors", &Window::out_neighbors);
+  group.def(
+      "create_window",
+      [](ProcessGroupFog& self, const at::Tensor& tensor, const std::string& name, Ranks in_neighbors, Ranks out_neighbors, bool zero_init,
+         Timeout timeout) {
+        return self.create_window(
+            tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init,
+            timeout ? std::make_optional(checked(*timeout)) : std::nullopt);
+      },
+      py::arg("tensor"),
+      py::arg("name"),
+      py::arg("in_neighbors"),
+      py::arg("out_neighbors"),
+      py::kw_only(),
+      py::arg("zero_init") = false,
+      py::arg("timeout") = py::none(),
+      release_gil);
+
+  module.def(
+      "empty_shared",
+      [](const std::vector<int64_t>& sizes, const py::object& dtype) {
+        TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "dtype: got ", py::str(py::type::of(dtype)).cast<std::string>(), "; allowed is a torch.dtype");
+        return fog::empty_shared(sizes, reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+      },
+      py::arg("sizes"),
+      py::arg("dtype"));
+  module.def("share", &fog::share, py::arg("tensor"));
+  module.def("is_shared", &fog::is_shared, py::arg("tensor"));
+  module.def("protocol", &fog::protocol);
+  module.def(
+      "arena_bytes", &fog::shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
+  module.def(
+      "emulate",
+      [](size_t page_bytes, size_t memory_bytes, const std::string& host_id, const std::string& protocol) {
+        fog::shared_memory::emulate_machine({page_bytes, memory_bytes});
+        fog::emulate_host(host_id);
+        fog::set_protocol(protocol.empty() ? fog::protocol() : protocol);
+      },
+      py::kw_only(),
+      py::arg("page_bytes") = 0,
+      py::arg("memory_bytes") = 0,
+      py::arg("host_id") = "",
+      py::arg("protocol") = "");
+  module.def(
+      "set_delegate_factory",
+      [](const std::string& device_type, std::optional<py::function> make) {
+        fog::set_delegate_factory(at::Device(device_type).type(), make ? delegate_factory(std::move(*make)) : nullptr);
+      },
+      py::arg("device_type"),
+      py::arg("make"));
+  module.def(
+      "set_device_driver",
+      [](const std::string& device_type, const std::string& driver, std::vector<std::string> compilers) {
+        fog::cuda::set_driver(at::Device(device_type).type(), driver, std::move(compilers));
+      },
+      py::arg("device_type"),
+      py::arg("driver"),
+      py::arg("compilers"));
+  module.def("kernel_source", &fog::cuda::kernel_source);
+  module.def("kernel_names", &fog::cuda::kernel_names);
+  module.def(
+      "compile_kernels",
+      [](const std::string& device_type, int major, int minor) {
+        const auto& compiler = fog::cuda::Compiler::of(at::Device(device_type).type());
+        return py::bytes(compiler.compile(fog::cuda::kernel_source(), major, minor));
+      },
+      py::arg("device_type"),
+      py::arg("major"),
+      py::arg("minor"));
+  module.def("load_mpi", &fog::load, py::arg("path"));
+  module.def("mpi_library", &fog::library_path);
+  module.def("mpi_version", &mpi_version);
+  module.def("launcher_world", []() -> std::optional<std::pair<int, int>> {
+    const auto world = fog::launcher_world();
+    return world.size > 0 ? std::make_optional(std::make_pair(world.rank, world.size)) : std::nullopt;
+  });
+  module.def(
+      "start_from_launcher",
+      [](GivenTimeout timeout) {
+        auto& runtime = fog::Runtime::instance();
+        runtime.start_from_launcher(checked(timeout));
+        return std::make_pair(runtime.rank(), runtime.size());
+      },
+      py::arg("timeout"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "broadcast_from_rank_zero",
+      [](const std::string& text, GivenTimeout timeout) { return fog::Runtime::instance().broadcast(text, checked(timeout)); },
+      py::arg("text"),
+      py::arg("timeout"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def("bookkeeping", [] {
+    const auto sizes = fog::Engine::instance().bookkeeping();
+    return std::map<std::string, size_t>{
+        {"names", sizes.names},
+        {"closed_groups", sizes.closed_groups},
+        {"early_bytes", sizes.early_bytes},
+        {"buried_windows", fog::HostWindow::buried()}};
+  }, py::call_guard<py::gil_scoped_release>());
+  module.def("shutdown", [] { fog::Engine::instance().shutdown(); }, py::call_guard<py::gil_scoped_release>());
+}

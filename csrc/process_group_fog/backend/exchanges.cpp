@@ -1,0 +1,434 @@
+// Operations that move tensors and compute nothing: broadcast, gathers, scatter, all-to-all.
+#include "backend/process_group_fog.hpp"
+
+#include <ATen/Functions.h>
+
+#include "backend/arguments.hpp"
+#include "cuda/neighbors.hpp"
+#include "collectives/broadcast.hpp"
+#include "collectives/gather_scatter.hpp"
+#include "core/overlap.hpp"
+#include "backend/staging.hpp"
+
+namespace fog {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+namespace {
+
+void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int rank, int size) {
+  check_tensor("allgather", "inputs", input);
+  TORCH_CHECK_VALUE(
+      static_cast<int>(outputs.size()) == size, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ",
+      size, " ranks");
+  for (const auto& output : outputs) {
+    check_output("allgather", "outputs", output);
+    check_same("allgather", "outputs", output, input);
+    check_numel("allgather", "outputs", output, input.numel());
+  }
+  check_disjoint("allgather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
+    return static_cast<int>(place) == rank && same_memory(outputs[place], input);
+  });
+}
+
+// Of one or several that are in flight together.
+void check_allgather_base(c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::Tensor> inputs, int rank, int size) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    check_tensor("allgather_into_tensor", "input", inputs[i]);
+    check_output("allgather_into_tensor", "output", outputs[i]);
+    check_same("allgather_into_tensor", "output", outputs[i], inputs[i]);
+    check_numel("allgather_into_tensor", "output", outputs[i], inputs[i].numel() * size);
+  }
+  check_disjoint("allgather_into_tensor", {"output", outputs}, {"input", inputs}, [&](size_t output, size_t input) {
+    return output == input && is_part(inputs[input], outputs[output], rank, size);
+  });
+}
+
+// Parts of a contiguous tensor along dimension 0, one a rank; equal ones if `splits` is empty.
+std::vector<Block> split_rows(
+    const char* op, const char* argument, const at::Tensor& tensor, const std::vector<int64_t>& splits, int count) {
+  TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", argument, ": got a tensor without dimensions; allowed are 1 or more");
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(
+        tensor.size(0) % count == 0, op, ": ", argument, ": got ", tensor.size(0),
+        " rows; without split sizes allowed are multiples of the ", count, " ranks");
+    return parts_of(tensor, count);
+  }
+  TORCH_CHECK_VALUE(
+      static_cast<int>(splits.size()) == count, op, ": ", argument, " split sizes: got ", splits.size(),
+      "; allowed is one for each of the ", count, " ranks");
+  int64_t rows = 0;
+  for (const auto size : splits) {
+    TORCH_CHECK_VALUE(size >= 0, op, ": ", argument, " split sizes: got ", size, "; allowed are 0 and more");
+    rows += size;
+  }
+  TORCH_CHECK_VALUE(
+      rows == tensor.size(0), op, ": ", argument, " split sizes: got a sum of ", rows, "; allowed is the tensor's ", tensor.size(0),
+      " rows");
+  const size_t row_bytes = rows > 0 ? tensor.nbytes() / static_cast<size_t>(rows) : 0;
+  std::vector<Block> parts;
+  auto* data = static_cast<char*>(tensor.mutable_data_ptr());
+  for (const auto size : splits) {
+    parts.push_back({data, row_bytes * static_cast<size_t>(size)});
+    data += parts.back().bytes;
+  }
+  return parts;
+}
+
+} // namespace
+
+WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options) {
+  if (const auto delegate = delegate_of("broadcast", tensors)) {
+    return delegate->broadcast(tensors, options);
+  }
+  if (tensors.size() == 1) {
+    return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options));
+  }
+  // The root sends one tensor of its list, which every rank writes to all of its own.
+  check_list("broadcast", "tensors", tensors);
+  check_disjoint("broadcast", {"tensors", tensors}, {});
+  check_root("broadcast", options.rootRank);
+  TORCH_CHECK_VALUE(
+      options.rootTensor >= 0 && options.rootTensor < static_cast<int64_t>(tensors.size()), "broadcast: rootTensor: got ",
+      options.rootTensor, "; allowed are 0 to ", tensors.size() - 1);
+  const auto sent = at::empty(tensors[0].sizes(), tensors[0].options().requires_grad(false));
+  if (rank_ == options.rootRank) {
+    copy_tensor(sent, tensors[options.rootTensor]);
+  }
+  auto signature = Signature::of(OpKind::kBroadcast, sent);
+  signature.root = static_cast<int32_t>(options.rootRank);
+  const auto block = block_of(sent);
+  auto operation = std::make_shared<Broadcast>(signature, block.data, block.bytes);
+  operation->keep(sent);
+  operation->set_epilogue([sent, tensors] {
+    for (const auto& tensor : tensors) {
+      copy_tensor(tensor, sent);
+    }
+  });
+  return submit(operation, {OpType::BROADCAST, "fog:broadcast", tensors, tensors}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const CallOptions& options) {
+  check_output("broadcast", "tensor", tensor, where_is(tensor));
+  check_root("broadcast", root);
+  auto signature = Signature::of(OpKind::kBroadcast, tensor);
+  signature.root = root;
+  if (const auto device = neighbors_of("broadcast", tensor)) {
+    compare_everywhere(signature, options);
+    return device->collective(
+        "broadcast", "fog:broadcast", OpType::BROADCAST, tensor, [&](c10d::Backend& delegate, std::vector<at::Tensor>& tensors) {
+          c10d::BroadcastOptions given;
+          given.rootRank = root;
+          given.timeout = options.timeout.value_or(c10d::kUnsetTimeout);
+          return delegate.broadcast(tensors, given);
+        });
+  }
+  Staging staging;
+  const auto staged = rank_ == root ? staging.input(tensor) : staging.output(tensor);
+  const auto block = block_of(staged);
+  auto operation = std::make_shared<Broadcast>(signature, block.data, block.bytes);
+  operation->keep(staged);
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::BROADCAST, "fog:broadcast", {tensor}, {tensor}}, options);
+}
+
+WorkPtr ProcessGroupFog::allgather(
+    std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather", output_lists, inputs)) {
+    return delegate->allgather(output_lists, inputs, options);
+  }
+  if (inputs.size() != 1) {
+    // Every list of outputs takes all tensors of all ranks.
+    check_list("allgather", "inputs", inputs);
+    TORCH_CHECK_VALUE(
+        output_lists.size() == inputs.size(), "allgather: outputs: got ", output_lists.size(),
+        " lists; allowed is one for each of the ", inputs.size(), " inputs");
+    return allgather_flat(OpType::ALLGATHER, inputs, output_lists, call_options(options));
+  }
+  const auto& input = inputs[0];
+  const auto& outputs = only_list("allgather", "outputs", output_lists);
+  check_allgather(outputs, input, rank_, size_);
+  Staging staging;
+  const auto staged_input = staging.input(input);
+  std::vector<Block> blocks;
+  std::vector<at::Tensor> staged_outputs;
+  for (const auto& output : outputs) {
+    staged_outputs.push_back(staging.output(output));
+    blocks.push_back(block_of(staged_outputs.back()));
+  }
+  auto operation =
+      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), block_of(staged_input), std::move(blocks));
+  operation->keep(staged_input);
+  operation->set_epilogue(staging.copy_back());
+  for (const auto& staged : staged_outputs) {
+    operation->keep(staged);
+  }
+  return submit(operation, {OpType::ALLGATHER, "fog:all_gather", inputs, outputs}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather_into_tensor", output, input)) {
+    return delegate->_allgather_base(output, input, options);
+  }
+  check_allgather_base(output, input, rank_, size_);
+  Staging staging;
+  const auto staged_input = staging.input(input);
+  const auto staged_output = staging.output(output);
+  auto operation = std::make_shared<Allgather>(
+      Signature::of(OpKind::kAllgather, input), block_of(staged_input), parts_of(staged_output, size_));
+  operation->keep(staged_input);
+  operation->keep(staged_output);
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::_ALLGATHER_BASE, "fog:_all_gather_base", {input}, {output}}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::allgather_coalesced(
+    std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather_coalesced", output_lists, inputs)) {
+    return delegate->allgather_coalesced(output_lists, inputs, options);
+  }
+  // output_lists[rank][i] is rank's i-th input.
+  TORCH_CHECK_VALUE(!inputs.empty(), "allgather_coalesced: inputs: got an empty list");
+  TORCH_CHECK_VALUE(
+      static_cast<int>(output_lists.size()) == size_, "allgather_coalesced: outputs: got ", output_lists.size(),
+      " lists; allowed is one for each of the ", size_, " ranks");
+  std::vector<at::Tensor> outputs;
+  for (const auto& list : output_lists) {
+    TORCH_CHECK_VALUE(
+        list.size() == inputs.size(), "allgather_coalesced: outputs: got a list of ", list.size(),
+        " tensors; allowed is one for each of the ", inputs.size(), " inputs");
+    outputs.insert(outputs.end(), list.begin(), list.end());
+  }
+  return allgather_flat(OpType::ALLGATHER_COALESCED, inputs, {outputs}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::allgather_flat(
+    OpType type,
+    const std::vector<at::Tensor>& inputs,
+    const std::vector<std::vector<at::Tensor>>& outputs,
+    const CallOptions& options) {
+  const char* op = type == OpType::ALLGATHER ? "allgather" : "allgather_coalesced";
+  int64_t numel = 0;
+  for (const auto& input : inputs) {
+    check_tensor(op, "inputs", input);
+    check_same(op, "inputs", input, inputs[0]);
+    numel += input.numel();
+  }
+  std::vector<at::Tensor> results;
+  for (const auto& list : outputs) {
+    TORCH_CHECK_VALUE(
+        list.size() == inputs.size() * static_cast<size_t>(size_), op, ": outputs: got a list of ", list.size(),
+        " tensors; allowed is one for each of the ", inputs.size(), " inputs of the ", size_, " ranks");
+    for (size_t i = 0; i < list.size(); ++i) {
+      check_output(op, "outputs", list[i]);
+      check_same(op, "outputs", list[i], inputs[0]);
+      check_numel(op, "outputs", list[i], inputs[i % inputs.size()].numel());
+    }
+    results.insert(results.end(), list.begin(), list.end());
+  }
+  // Each list has the inputs of this rank after those of the ranks before it.
+  check_disjoint(op, {"outputs", results}, {"inputs", inputs}, [&](size_t output, size_t input) {
+    return output % (inputs.size() * size_) == inputs.size() * rank_ + input && same_memory(results[output], inputs[input]);
+  });
+  const auto sent = flatten(inputs);
+  const auto received = at::empty({size_ * numel}, sent.options().requires_grad(false));
+  auto operation = std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, sent), block_of(sent), parts_of(received, size_));
+  operation->keep(sent);
+  operation->keep(received);
+  operation->set_epilogue([received, outputs] {
+    for (const auto& list : outputs) {
+      unflatten(received, list);
+    }
+  });
+  return submit(operation, {type, "fog:all_gather", inputs, results}, options);
+}
+
+WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  if (const auto delegate = delegate_of("allgather_into_tensor_coalesced", outputs, inputs)) {
+    return delegate->allgather_into_tensor_coalesced(outputs, inputs, options);
+  }
+  TORCH_CHECK_VALUE(
+      outputs.size() == inputs.size(), "allgather_into_tensor_coalesced: outputs: got ", outputs.size(),
+      " tensors; allowed is one for each of the ", inputs.size(), " inputs");
+  check_allgather_base(outputs, inputs, rank_, size_); // all before the first is sent
+  std::vector<WorkPtr> works;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    works.push_back(_allgather_base(outputs[i], inputs[i], options));
+  }
+  return when_all(OpType::COALESCED, std::move(works));
+}
+
+WorkPtr ProcessGroupFog::gather(
+    std::vector<std::vector<at::Tensor>>& output_lists, std::vector<at::Tensor>& inputs, const c10d::GatherOptions& options) {
+  if (const auto delegate = delegate_of("gather", output_lists, inputs)) {
+    return delegate->gather(output_lists, inputs, options);
+  }
+  const auto input = only_tensor("gather", "inputs", inputs);
+  check_tensor("gather", "inputs", input);
+  check_root("gather", options.rootRank);
+  Staging staging;
+  const auto staged_input = staging.input(input);
+  std::vector<at::Tensor> outputs;
+  std::vector<at::Tensor> staged_outputs;
+  std::vector<Block> blocks;
+  if (rank_ == options.rootRank) {
+    outputs = only_list("gather", "outputs", output_lists);
+    TORCH_CHECK_VALUE(
+        static_cast<int>(outputs.size()) == size_, "gather: outputs: got ", outputs.size(),
+        " tensors on the root; allowed is one for each of the ", size_, " ranks");
+    for (const auto& output : outputs) {
+      check_output("gather", "outputs", output);
+      check_same("gather", "outputs", output, input);
+      check_numel("gather", "outputs", output, input.numel());
+      staged_outputs.push_back(staging.output(output));
+      blocks.push_back(block_of(staged_outputs.back()));
+    }
+    check_disjoint("gather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
+      return static_cast<int>(place) == rank_ && same_memory(outputs[place], input);
+    });
+  } else {
+    TORCH_CHECK_VALUE(
+        output_lists.empty() || (output_lists.size() == 1 && output_lists[0].empty()),
+        "gather: outputs: allowed on the root only, rank ", options.rootRank);
+  }
+  auto signature = Signature::of(OpKind::kGather, input);
+  signature.root = static_cast<int32_t>(options.rootRank);
+  auto operation = std::make_shared<Gather>(signature, block_of(staged_input), std::move(blocks));
+  operation->keep(staged_input);
+  for (const auto& staged : staged_outputs) {
+    operation->keep(staged);
+  }
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::GATHER, "fog:gather", inputs, outputs}, call_options(options));
+}
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+WorkPtr ProcessGroupFog::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) {
+  if (const auto delegate = delegate_of("gather_single", output, input)) {
+    return delegate->gather_single(output, input, options);
+  }
+  std::vector<std::vector<at::Tensor>> outputs;
+  if (rank_ == options.rootRank) {
+    check_output("gather_single", "output", output);
+    check_tensor("gather_single", "input", input);
+    check_same("gather_single", "output", output, input);
+    check_numel("gather_single", "output", output, input.numel() * size_);
+    TORCH_CHECK_VALUE(output.is_contiguous(), "gather_single: output: got a tensor that is not contiguous");
+    outputs.push_back(output.detach().view({size_, -1}).unbind());
+  }
+  std::vector<at::Tensor> inputs = {input};
+  return gather(outputs, inputs, options);
+}
+#endif
+
+WorkPtr ProcessGroupFog::scatter(
+    std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& input_lists, const c10d::ScatterOptions& options) {
+  if (const auto delegate = delegate_of("scatter", outputs, input_lists)) {
+    return delegate->scatter(outputs, input_lists, options);
+  }
+  const auto output = only_tensor("scatter", "outputs", outputs);
+  check_output("scatter", "outputs", output);
+  check_root("scatter", options.rootRank);
+  Staging staging;
+  std::vector<at::Tensor> inputs;
+  std::vector<at::Tensor> staged_inputs;
+  std::vector<Block> blocks;
+  if (rank_ == options.rootRank) {
+    inputs = only_list("scatter", "inputs", input_lists);
+    TORCH_CHECK_VALUE(
+        static_cast<int>(inputs.size()) == size_, "scatter: inputs: got ", inputs.size(),
+        " tensors on the root; allowed is one for each of the ", size_, " ranks");
+    for (const auto& input : inputs) {
+      check_tensor("scatter", "inputs", input);
+      check_same("scatter", "inputs", input, output);
+      check_numel("scatter", "inputs", input, output.numel());
+      staged_inputs.push_back(staging.input(input));
+      blocks.push_back(block_of(staged_inputs.back()));
+    }
+    check_disjoint("scatter", {"outputs", output}, {"inputs", inputs}, [&](size_t, size_t place) {
+      return static_cast<int>(place) == rank_ && same_memory(inputs[place], output);
+    });
+  } else {
+    TORCH_CHECK_VALUE(
+        input_lists.empty() || (input_lists.size() == 1 && input_lists[0].empty()), "scatter: inputs: allowed on the root only, rank ",
+        options.rootRank);
+  }
+  const auto staged_output = staging.output(output);
+  auto signature = Signature::of(OpKind::kScatter, output);
+  signature.root = static_cast<int32_t>(options.rootRank);
+  auto operation = std::make_shared<Scatter>(signature, std::move(blocks), block_of(staged_output));
+  operation->keep(staged_output);
+  for (const auto& staged : staged_inputs) {
+    operation->keep(staged);
+  }
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::SCATTER, "fog:scatter", inputs, outputs}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& output_splits,
+    std::vector<int64_t>& input_splits,
+    const c10d::AllToAllOptions& options) {
+  if (const auto delegate = delegate_of("alltoall_base", output, input)) {
+    return delegate->alltoall_base(output, input, output_splits, input_splits, options);
+  }
+  check_output("alltoall_base", "output", output);
+  check_tensor("alltoall_base", "input", input);
+  check_same("alltoall_base", "output", output, input);
+  if (output_splits.empty() && input_splits.empty()) {
+    check_numel("alltoall_base", "output", output, input.numel());
+  }
+  check_disjoint("alltoall_base", {"output", output}, {"input", input});
+  Staging staging;
+  const auto staged_input = staging.input(input);
+  const auto staged_output = staging.output(output);
+  auto sends = split_rows("alltoall_base", "input", staged_input, input_splits, size_);
+  auto receives = split_rows("alltoall_base", "output", staged_output, output_splits, size_);
+  auto operation = std::make_shared<Alltoall>(Signature::of(OpKind::kAlltoall, input), std::move(sends), std::move(receives));
+  operation->keep(staged_input);
+  operation->keep(staged_output);
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::ALLTOALL_BASE, "fog:all_to_all", {input}, {output}}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::alltoall(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllToAllOptions& options) {
+  if (const auto delegate = delegate_of("alltoall", outputs, inputs)) {
+    return delegate->alltoall(outputs, inputs, options);
+  }
+  for (const auto& [argument, tensors] : {std::make_pair("inputs", &inputs), std::make_pair("outputs", &outputs)}) {
+    TORCH_CHECK_VALUE(
+        static_cast<int>(tensors->size()) == size_, "alltoall: ", argument, ": got ", tensors->size(),
+        " tensors; allowed is one for each of the ", size_, " ranks");
+  }
+  Staging staging;
+  std::vector<at::Tensor> kept;
+  std::vector<Block> sends;
+  std::vector<Block> receives;
+  for (int peer = 0; peer < size_; ++peer) {
+    check_tensor("alltoall", "inputs", inputs[peer]);
+    check_output("alltoall", "outputs", outputs[peer]);
+    check_same("alltoall", "inputs", inputs[peer], inputs[0]);
+    check_same("alltoall", "outputs", outputs[peer], inputs[0]);
+    kept.push_back(staging.input(inputs[peer]));
+    sends.push_back(block_of(kept.back()));
+    kept.push_back(staging.output(outputs[peer]));
+    receives.push_back(block_of(kept.back()));
+  }
+  check_numel("alltoall", "outputs", outputs[rank_], inputs[rank_].numel());
+  check_disjoint("alltoall", {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {
+    return output == input && static_cast<int>(input) == rank_ && same_memory(outputs[output], inputs[input]);
+  });
+  auto operation = std::make_shared<Alltoall>(Signature::of(OpKind::kAlltoall, inputs[0]), std::move(sends), std::move(receives));
+  for (const auto& tensor : kept) {
+    operation->keep(tensor);
+  }
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::ALLTOALL, "fog:all_to_all", inputs, outputs}, call_options(options));
+}
+
+} // namespace fog

@@ -1,0 +1,361 @@
+// fog's own operations: exchanges with a rank's neighbors, and the gather of unequal tensors.
+#include "backend/process_group_fog.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include <ATen/Functions.h>
+
+#include "backend/arguments.hpp"
+#include "core/arithmetic.hpp"
+#include "cuda/neighbors.hpp"
+#include "cuda/reduce.hpp"
+#include "core/machines.hpp"
+#include "collectives/agreement.hpp"
+#include "collectives/gather_concat.hpp"
+#include "collectives/hierarchical_neighbor_allreduce.hpp"
+#include "collectives/neighbor_allreduce.hpp"
+#include "core/names.hpp"
+#include "core/overlap.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
+#include "backend/staging.hpp"
+
+namespace fog {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+constexpr size_t kSharedResult = size_t(1) << 20; // bytes
+
+// Throws ValueError unless `plan` is one for `rank` of `size`, which are `what`.
+void check_plan(const char* op, const NeighborPlan& plan, const char* what, int rank, int size) {
+  TORCH_CHECK_VALUE(
+      plan.rank() == rank && plan.size() == size, op, ": plan: got a plan for rank ", plan.rank(), " of ", plan.size(),
+      "; allowed is one for this ", what, ", ", rank, " of ", size);
+}
+
+uint64_t hash_of(const NeighborPlan& plan) {
+  uint64_t hash = hash_more(kEmptyHash, plan.mean() ? 1 : 0);
+  auto more = [&hash](double weight) { hash = hash_more(hash, &weight, sizeof(weight)); };
+  more(plan.self_weight());
+  for (const auto* peers : {&plan.sources(), &plan.destinations()}) {
+    hash = hash_more(hash, static_cast<int64_t>(peers->size()));
+    for (const auto& peer : *peers) {
+      hash = hash_more(hash, peer.rank);
+      more(peer.weight);
+    }
+  }
+  return hash;
+}
+
+// "tensor", or "tensor[2]" of a list.
+std::string numbered(const char* argument, size_t index, const Tensors& tensors) {
+  return tensors.size() == 1 ? argument : argument + ("[" + std::to_string(index) + "]");
+}
+
+// Results must have a place each, which nobody reads before it is written: that of their own tensor or of none.
+void check_outputs(const char* op, const Tensors& tensors, const Tensors& outputs) {
+  TORCH_CHECK_VALUE(
+      outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ",
+      tensors.size(), " tensors");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto name = numbered("output", i, tensors);
+    check_output(op, name.c_str(), outputs[i], tensors[i].device());
+    check_same(op, name.c_str(), outputs[i], tensors[i]);
+    TORCH_CHECK_VALUE(
+        outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(),
+        "; allowed is that of the tensor, ", tensors[i].sizes());
+  }
+  check_disjoint(op, {"output", outputs}, {"tensor", tensors}, [&](size_t output, size_t tensor) {
+    return output == tensor && same_memory(outputs[output], tensors[tensor]);
+  });
+}
+
+// Of tensors that are all on the first one's device.
+void check_mix(const char* op, const Tensors& tensors, const std::optional<Tensors>& outputs) {
+  TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensor: got an empty list");
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_tensor(op, numbered("tensor", i, tensors).c_str(), tensors[i], where_is(tensors[0]));
+    check_weighted_sum(tensors[i].scalar_type());
+  }
+  if (outputs) {
+    check_outputs(op, tensors, *outputs);
+  }
+}
+
+// The places of the tensors of each dtype, in the order of their first appearance.
+std::vector<std::vector<size_t>> by_dtype(const Tensors& tensors) {
+  std::vector<std::vector<size_t>> parts;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto part = std::find_if(parts.begin(), parts.end(), [&](const std::vector<size_t>& places) {
+      return tensors[places[0]].scalar_type() == tensors[i].scalar_type();
+    });
+    (part == parts.end() ? parts.emplace_back() : *part).push_back(i);
+  }
+  return parts;
+}
+
+// Of the exchange of a list's tensors of one dtype. A list of one is that tensor; ranks with longer ones agree if these have
+// the same shapes and dtypes throughout, so the first exchange already shows whether they do.
+Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensors) {
+  if (tensors.size() == 1) {
+    return Signature::of(kind, tensors[0]);
+  }
+  Signature signature;
+  signature.kind = kind;
+  signature.dtype = static_cast<int8_t>(part[0].scalar_type());
+  signature.dims = 1;
+  for (const auto& tensor : part) {
+    signature.numel += tensor.numel();
+  }
+  signature.shape[0] = signature.numel;
+  signature.tensors = static_cast<uint32_t>(tensors.size());
+  uint64_t hash = kEmptyHash;
+  for (const auto& tensor : tensors) {
+    hash = hash_more(hash, static_cast<int64_t>(tensor.scalar_type()));
+    hash = hash_more(hash, tensor.dim());
+    for (const int64_t size : tensor.sizes()) {
+      hash = hash_more(hash, size);
+    }
+  }
+  signature.layout = mark(hash);
+  return signature;
+}
+
+// New tensors like these in memory of their device; those of one dtype lie together.
+Tensors empty_like(const Tensors& tensors, const std::vector<std::vector<size_t>>& parts) {
+  Tensors results(tensors.size());
+  for (const auto& places : parts) {
+    const auto part = pick(tensors, places);
+    int64_t numel = 0;
+    for (const auto& tensor : part) {
+      numel += tensor.numel();
+    }
+    const auto views = views_of(at::empty({numel}, part[0].options().requires_grad(false)), part);
+    for (size_t i = 0; i < places.size(); ++i) {
+      results[places[i]] = views[i];
+    }
+  }
+  return results;
+}
+
+std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
+  std::vector<int> ranks;
+  for (const auto& peer : peers) {
+    ranks.push_back(peer.rank);
+  }
+  return ranks;
+}
+
+} // namespace
+
+std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+  const auto device = tensors[0]->device();
+  TORCH_CHECK_VALUE(
+      !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
+      "; allowed are those of torch.distributed");
+  const auto delegate = delegates_.serving(op, tensors);
+  if (!delegate) {
+    return nullptr;
+  }
+  const std::lock_guard<std::mutex> lock(neighbors_mutex_);
+  for (const auto& [known, neighbors] : neighbors_) {
+    if (known == device) {
+      return neighbors;
+    }
+  }
+  auto neighbors = std::make_shared<cuda::Neighbors>(delegate.backend, delegate.gate, rank_, group_->name, device);
+  neighbors_.emplace_back(device, neighbors);
+  return neighbors;
+}
+
+std::vector<int64_t> ProcessGroupFog::compare(
+    const Signature& signature, int64_t number, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
+  auto operation = std::make_shared<Agreement>(signature, number, std::move(sources), std::move(destinations));
+  auto call = options;
+  call.confirm = true;
+  call.waits = true;
+  const auto work = submit(operation, {OpType::UNKNOWN, nullptr, {}, {}}, call);
+  work->wait();
+  const auto numbers = work->result().at(0);
+  const auto* begin = numbers.const_data_ptr<int64_t>();
+  return {begin, begin + numbers.numel()};
+}
+
+void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallOptions& options) {
+  if (confirms(options)) {
+    std::vector<int> everyone(size_);
+    std::iota(everyone.begin(), everyone.end(), 0);
+    compare(signature, 0, everyone, everyone, options);
+  }
+}
+
+WorkPtr ProcessGroupFog::mix(
+    OpKind kind,
+    const char* title,
+    const Tensors& tensors,
+    const std::optional<Tensors>& outputs,
+    const CallOptions& options,
+    const MakeMix& make) {
+  const auto parts = by_dtype(tensors);
+  Tensors results(tensors.size());
+  std::vector<WorkPtr> works;
+  for (const auto& places : parts) {
+    const auto inputs = pick(tensors, places);
+    const auto signature = list_signature(kind, inputs, tensors);
+    Staging staging;
+    const auto in = staging.input(inputs);
+    at::Tensor out;
+    Tensors part;
+    if (outputs) {
+      part = pick(*outputs, places);
+      out = staging.output(part);
+    } else {
+      const auto sizes = inputs.size() == 1 ? inputs[0].sizes() : in.sizes();
+      // Where the inputs are in shared memory, so are the results: they may be the next inputs. Large results are there anyway:
+      // fresh pages of ordinary memory would cost more than the exchange.
+      const bool share = in.nbytes() >= kSharedResult || std::all_of(inputs.begin(), inputs.end(), is_shared);
+      out = share ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
+      part = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
+    }
+    for (size_t i = 0; i < places.size(); ++i) {
+      results[places[i]] = part[i];
+    }
+    const auto operation = make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
+    operation->keep(in);
+    operation->keep(out);
+    operation->set_epilogue(staging.copy_back());
+    // The first part goes by the name itself: so ranks whose lists differ in dtypes meet there.
+    auto named = options;
+    if (!works.empty() && !options.name.empty()) {
+      named.name += c10::str(" (", dtype_name(inputs[0].scalar_type()), ")");
+    }
+    works.push_back(submit(operation, {OpType::UNKNOWN, title, inputs, part}, named));
+  }
+  return works.size() == 1 ? works[0] : when_all(OpType::UNKNOWN, std::move(works), std::move(results));
+}
+
+WorkPtr ProcessGroupFog::neighbor_allreduce(
+    const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options) {
+  constexpr auto kKind = OpKind::kNeighborAllreduce;
+  const char* op = name_of(kKind);
+  check_plan(op, plan, "rank", rank_, size_);
+  check_mix(op, tensors, outputs);
+  if (const auto device = neighbors_of(op, tensors, outputs)) {
+    const auto parts = by_dtype(tensors);
+    if (confirms(options)) {
+      const auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
+      compare(signature, 0, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
+    }
+    return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts));
+  }
+  return mix(
+      kKind, "fog:neighbor_allreduce", tensors, outputs, options, [&](Signature signature, const void* in, void* out, size_t numel) {
+        return std::make_shared<NeighborAllreduce>(signature, plan, in, out, numel);
+      });
+}
+
+// Each rank of a machine mixes a slice of its own: with different plans the slices would not belong together.
+void ProcessGroupFog::compare_plans(
+    const Signature& signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options) {
+  auto sources = machines.local();
+  auto destinations = machines.local();
+  for (const auto& source : plan.sources()) {
+    sources.push_back(machines.rank(source.rank, machines.place()));
+  }
+  for (const auto& destination : plan.destinations()) {
+    destinations.push_back(machines.rank(destination.rank, machines.place()));
+  }
+  const int64_t own = mark(hash_of(plan));
+  const auto plans = compare(signature, own, std::move(sources), std::move(destinations), options);
+  for (size_t place = 0; place < machines.local().size(); ++place) {
+    TORCH_CHECK_WITH(
+        DistBackendError, plans[place] == own, "ranks disagree: this rank called ", name_of(signature.kind), " with ", plan.describe(),
+        " for its machine, rank ", machines.local()[place], " of the same machine with another plan");
+  }
+}
+
+WorkPtr ProcessGroupFog::local_allreduce(
+    at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options) {
+  constexpr const char* kOp = "local_allreduce";
+  check_output(kOp, "tensor", tensor, where_is(tensor));
+  const Machines layout(kOp, std::move(machines), rank_, size_);
+  auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
+  layout.sign(signature);
+  if (const auto device = neighbors_of(kOp, tensor)) {
+    cuda::check_reduction_on_device(kOp, op.op_, tensor);
+    if (confirms(options)) {
+      compare(signature, 0, layout.local(), layout.local(), options);
+    }
+    return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
+  }
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+}
+
+WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
+    const Tensors& tensors,
+    std::vector<std::vector<int>> machines,
+    const NeighborPlan& plan,
+    const std::optional<Tensors>& outputs,
+    const CallOptions& options) {
+  constexpr auto kKind = OpKind::kHierarchicalNeighborAllreduce;
+  const char* op = name_of(kKind);
+  const Machines layout(op, std::move(machines), rank_, size_);
+  layout.check_equal(op);
+  check_plan(op, plan, "rank's machine", layout.machine(), layout.count());
+  check_mix(op, tensors, outputs);
+  if (const auto device = neighbors_of(op, tensors, outputs)) {
+    const auto parts = by_dtype(tensors);
+    if (confirms(options)) {
+      auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
+      layout.sign(signature);
+      compare_plans(signature, layout, plan, options);
+    }
+    return device->hierarchical_neighbor_allreduce(tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts));
+  }
+  return mix(
+      kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options,
+      [&](Signature signature, const void* in, void* out, size_t numel) {
+        layout.sign(signature);
+        signature.plan = mark(hash_of(plan));
+        return std::make_shared<HierarchicalNeighborAllreduce>(signature, layout, plan, in, out, numel);
+      });
+}
+
+WorkPtr ProcessGroupFog::gather_concat(
+    const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
+  const char* op = name_of(kind);
+  check_tensor(op, "tensor", tensor, where_is(tensor));
+  TORCH_CHECK_VALUE(
+      tensor.dim() > 0, op, ": tensor: got one without dimensions; allowed are 1 or more, results are joined along dimension 0");
+  const bool all = kind == OpKind::kAllgatherConcat;
+  const auto type = all ? OpType::ALLGATHER : OpType::UNKNOWN;
+  const char* title = all ? "fog:allgather_concat" : "fog:neighbor_allgather";
+  const auto signature = Signature::of(kind, tensor);
+  if (const auto device = neighbors_of(op, tensor)) {
+    const auto rows = compare(signature, tensor.size(0), sources, destinations, options);
+    return device->gather(op, title, type, tensor, sources, rows, destinations);
+  }
+  Staging staging;
+  const auto staged = staging.input(tensor);
+  auto operation = std::make_shared<GatherConcat>(signature, staged, std::move(sources), std::move(destinations));
+  return submit(operation, {type, title, {tensor}, {}}, options);
+}
+
+WorkPtr ProcessGroupFog::neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options) {
+  check_plan("neighbor_allgather", plan, "rank", rank_, size_);
+  return gather_concat(tensor, OpKind::kNeighborAllgather, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
+}
+
+WorkPtr ProcessGroupFog::allgather_concat(const at::Tensor& tensor, const CallOptions& options) {
+  std::vector<int> everyone(size_);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  return gather_concat(tensor, OpKind::kAllgatherConcat, everyone, everyone, options);
+}
+
+} // namespace fog

@@ -1,0 +1,371 @@
+#include "backend/process_group_fog.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/Functions.h>
+#include <c10/util/Exception.h>
+
+#include "backend/c10d_window.hpp"
+#include "cuda/device_window.hpp"
+#include "windows/host_window.hpp"
+#include "engine/engine.hpp"
+
+namespace fog {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+namespace {
+
+// torch's newer classes for NCCL have nothing to time with; their operations are to go on.
+void enable_timing(c10d::Backend& delegate) {
+  try {
+    delegate.enableCollectivesTiming();
+  } catch (const c10::Error& error) {
+    TORCH_WARN_ONCE("fog: ", delegate.getBackendName(), " does not time its operations: ", error.what_without_backtrace());
+  }
+}
+
+} // namespace
+
+ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
+    : Backend(rank, size),
+      options_(std::move(options)),
+      delegates_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
+        if (!getGroupUid().empty()) {
+          delegate->setGroupUid(getGroupUid());
+        }
+        if (!getGroupDesc().empty()) {
+          delegate->setGroupDesc(getGroupDesc());
+        }
+        if (const auto bound = getBoundDeviceId(); bound && bound->type() == device.type()) {
+          delegate->setBoundDeviceId(bound);
+        }
+        if (is_timing_) {
+          enable_timing(*delegate);
+        }
+      }) {
+  init();
+  // ProcessGroup::splitGroup() tells names to backends that the new group has; this one it gets afterwards.
+  c10d::Backend::setGroupUid(options_->group_name);
+  setGroupDesc(options_->group_desc);
+  const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
+  group_ = Engine::instance().connect(store, rank, size, options_->timeout, name);
+}
+
+ProcessGroupFog::~ProcessGroupFog() {
+  Engine::instance().close(group_);
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < size_, "split: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ",
+        size_);
+    TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split: ranks: got rank ", rank, " more than once");
+  }
+  auto child = child_options("split", options);
+  child->global_ranks_in_group.clear();
+  for (const int rank : ranks) {
+    const auto& global = options_->global_ranks_in_group; // empty in the default group
+    child->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global[rank]);
+  }
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  const bool is_member = mine != ranks.end();
+  // ProcessGroup::splitGroup() comes once for each type of device; the new group has one backend for all of them.
+  if (!child->group_name.empty() && child->group_name == last_split_.first) {
+    auto same = last_split_.second.lock();
+    if (same || !is_member) {
+      return same;
+    }
+  }
+  last_split_.first = child->group_name;
+  if (!is_member) {
+    last_split_.second.reset();
+    delegates_.split(store, ranks, *child, nullptr);
+    return nullptr;
+  }
+  auto group =
+      c10::make_intrusive<ProcessGroupFog>(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child);
+  delegates_.split(store, ranks, *child, &group->delegates_);
+  last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
+  return group;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::merge(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<c10d::Backend::Options>& options,
+    const int& rank,
+    const int& size) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "merge: rank: got ", rank, "; allowed are ranks 0 to ", size - 1);
+  auto child = child_options("merge", options);
+  child->global_ranks_in_group.clear(); // those of this group say nothing about the new one
+  return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(child));
+}
+
+c10::intrusive_ptr<ProcessGroupFog::Options> ProcessGroupFog::child_options(
+    const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const {
+  const auto* given = dynamic_cast<const Options*>(options.get());
+  TORCH_CHECK_TYPE(
+      given != nullptr, op, ": options: got ", options ? "those of backend " + options->backend : std::string("none"),
+      "; allowed are ProcessGroupFog.Options");
+  return c10::make_intrusive<Options>(*given); // the caller may use his for several groups
+}
+
+void ProcessGroupFog::setTimeout(std::chrono::milliseconds timeout) {
+  options_->timeout = timeout;
+  for (const auto& delegate : delegates_.made()) {
+    delegate->setTimeout(timeout);
+  }
+}
+
+void ProcessGroupFog::setGroupUid(const std::string& uid) {
+  c10d::Backend::setGroupUid(uid);
+  for (const auto& delegate : delegates_.made()) {
+    delegate->setGroupUid(uid);
+  }
+}
+
+void ProcessGroupFog::enableCollectivesTiming() {
+  is_timing_ = true; // fog's own operations are timed anyway
+  for (const auto& delegate : delegates_.made()) {
+    enable_timing(*delegate);
+  }
+}
+
+void ProcessGroupFog::eagerConnectSingleDevice(at::Device device) {
+  if (!device.is_cpu()) {
+    delegates_.connect("eager_connect_single_device", device);
+  }
+}
+
+at::Device ProcessGroupFog::accelerator(const char* op) const {
+  if (const auto bound = getBoundDeviceId()) {
+    return *bound;
+  }
+  const auto type = at::getAccelerator();
+  TORCH_CHECK_VALUE(type, op, ": this torch knows no accelerator; allowed is a process with one");
+  return {*type, at::accelerator::getDeviceIndex()};
+}
+
+std::shared_ptr<c10::Allocator> ProcessGroupFog::getMemAllocator() {
+  const auto delegate = delegates_.serving("mem_allocator", accelerator("mem_allocator"));
+  TORCH_CHECK_VALUE(delegate, "mem_allocator: nobody but fog serves this group's tensors; allowed is a group of an accelerator's");
+  return delegate->getMemAllocator();
+}
+
+at::Tensor ProcessGroupFog::allocateTensor(long size, at::TensorOptions options) {
+  const auto delegate = delegates_.serving("allocate_tensor", options.device());
+  TORCH_CHECK_VALUE(
+      delegate, "allocate_tensor: device: got ", options.device(), "; allowed is an accelerator, whose backend has memory of its own");
+  return delegate->allocateTensor(size, options);
+}
+
+bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
+  if (!getBoundDeviceId() && !at::getAccelerator()) {
+    return false;
+  }
+  const auto delegate = delegates_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
+  return delegate && delegate->supportsTensorAlloc(index);
+}
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+void ProcessGroupFog::suspend() {
+  for (const auto& delegate : delegates_.made()) {
+    delegate->suspend();
+  }
+}
+
+void ProcessGroupFog::resume() {
+  for (const auto& delegate : delegates_.made()) {
+    delegate->resume();
+  }
+}
+
+std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
+  std::unordered_map<std::string, uint64_t> all;
+  for (const auto& delegate : delegates_.made()) {
+    for (const auto& [name, value] : delegate->getMemoryStats()) {
+      all[name] += value;
+    }
+  }
+  return all;
+}
+#endif
+
+#ifdef C10D_BACKEND_HAS_HOOKS
+void ProcessGroupFog::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  for (const auto& delegate : delegates_.made()) {
+    delegate->addEphemeralTimeout(timeout);
+  }
+}
+#endif
+
+void ProcessGroupFog::shutdown() {
+  for (const auto& delegate : delegates_.close()) {
+    delegate->shutdown();
+  }
+  Engine::instance().close(group_);
+}
+
+void ProcessGroupFog::abort() {
+  for (const auto& delegate : delegates_.close()) {
+    delegate->abort();
+  }
+  Engine::instance().abort(group_, c10::str("rank ", rank_, " aborted group '", group_->name, "'"));
+}
+
+c10d::ErrorType ProcessGroupFog::getError() {
+  for (const auto& delegate : delegates_.made()) {
+    if (const auto error = delegate->getError(); error != c10d::ErrorType::SUCCESS) {
+      return error;
+    }
+  }
+  return Engine::instance().failure(group_).type;
+}
+
+uint64_t ProcessGroupFog::getSequenceNumberForGroup() {
+  return Engine::instance().sequence(group_);
+}
+
+std::shared_ptr<Window> ProcessGroupFog::create_window(
+    const at::Tensor& tensor,
+    const std::string& name,
+    std::vector<int> in_neighbors,
+    std::vector<int> out_neighbors,
+    bool zero_init,
+    std::optional<std::chrono::milliseconds> timeout) {
+  CallOptions options;
+  options.name = "win_create";
+  options.timeout = timeout;
+  options.waits = true;
+  const auto gather = [&](const std::string& mine) {
+    const auto bytes = at::empty({static_cast<int64_t>(mine.size())}, at::kByte);
+    std::memcpy(bytes.mutable_data_ptr(), mine.data(), mine.size());
+    const auto work = allgather_concat(bytes, options);
+    work->wait();
+    const auto all = work->result().at(0);
+    return std::string(static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(all.numel()));
+  };
+  Window::Recipe recipe{group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout};
+  if (!tensor.defined() || tensor.device().is_cpu()) {
+    return HostWindow::create(std::move(recipe), gather);
+  }
+  return cuda::create_window(std::move(recipe), gather);
+}
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+c10::intrusive_ptr<c10d::Window> ProcessGroupFog::new_window(const std::optional<at::Tensor>& tensor) {
+  const auto self = c10::intrusive_ptr<ProcessGroupFog>::reclaim_copy(this); // a tensor may be registered later
+  auto window = c10::make_intrusive<C10dWindow>(
+      [self](const at::Tensor& registered) {
+        std::vector<int> others(self->size_);
+        std::iota(others.begin(), others.end(), 0);
+        others.erase(others.begin() + self->rank_);
+        return self->create_window(registered, "c10d", others, others, true, std::nullopt);
+      },
+      rank_);
+  if (tensor) {
+    window->tensor_register(*tensor);
+  }
+  return window;
+}
+#endif
+
+std::vector<int> ProcessGroupFog::hosts() const {
+  std::vector<int> hosts;
+  for (const auto& member : group_->members) {
+    hosts.push_back(member.host);
+  }
+  return hosts;
+}
+
+std::vector<int> ProcessGroupFog::local_ranks() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (group_->members[rank].host == group_->members[rank_].host) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
+ProcessGroupFog::CallOptions ProcessGroupFog::call_options(std::chrono::milliseconds timeout) const {
+  CallOptions options;
+  if (timeout > kNoTimeout) { // kUnsetTimeout is negative
+    options.timeout = timeout;
+  }
+  return options;
+}
+
+WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, const Call& call, const CallOptions& options) {
+  auto& engine = Engine::instance();
+  auto work = c10::make_intrusive<WorkFog>(engine, rank_, call.type, call.title, call.inputs, call.outputs);
+  for (const auto& tensor : call.inputs) {
+    operation->keep(tensor);
+  }
+  for (const auto& tensor : call.outputs) {
+    operation->keep(tensor);
+  }
+  operation->set_confirm(options.confirm.value_or(options_->confirm));
+  operation->set_work(work);
+  const std::weak_ptr<Operation> weak = operation;
+  work->set_describe([&engine, weak] {
+    const auto alive = weak.lock();
+    return alive ? engine.describe(alive) : std::string("operation that has ended");
+  });
+  work->set_abort([&engine, weak] {
+    if (const auto alive = weak.lock()) {
+      engine.abort(alive->group(), "rank " + std::to_string(alive->group()->rank) + " aborted " + engine.describe(alive));
+    }
+  });
+  engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name, options.waits && !coalescing_);
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::optional<std::vector<at::Tensor>> outputs) {
+  std::vector<c10::intrusive_ptr<WorkFog>> parts;
+  parts.reserve(works.size());
+  for (auto& work : works) {
+    parts.push_back(c10::static_intrusive_pointer_cast<WorkFog>(work));
+  }
+  return WorkFog::when_all(Engine::instance(), rank_, type, std::move(parts), std::move(outputs));
+}
+
+void ProcessGroupFog::startCoalescing() {
+  // Operations start at once on CPU; coalescing only joins their Works.
+  coalescing_ = true;
+  coalesced_.clear();
+  delegates_.start_coalescing();
+}
+
+WorkPtr ProcessGroupFog::endCoalescing() {
+  coalescing_ = false;
+  if (auto work = delegates_.end_coalescing()) {
+    return work;
+  }
+  return when_all(OpType::COALESCED, std::exchange(coalesced_, {}));
+}
+
+void ProcessGroupFog::check_root(const char* op, int64_t root) const {
+  TORCH_CHECK_VALUE(
+      root >= 0 && root < size_, op, ": root: got rank ", root, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+}
+
+void ProcessGroupFog::check_peer(const char* op, int peer, int tag) const {
+  TORCH_CHECK_VALUE(
+      peer >= 0 && peer < size_, op, ": peer: got rank ", peer, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+  TORCH_CHECK_VALUE(peer != rank_, op, ": peer: got this rank itself (", peer, ")");
+  TORCH_CHECK_VALUE(tag >= 0, op, ": tag: got ", tag, "; allowed are 0 and more");
+}
+
+} // namespace fog

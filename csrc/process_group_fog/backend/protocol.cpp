@@ -1,0 +1,59 @@
+#include "backend/protocol.hpp"
+
+#include <cstddef>
+#include <sstream>
+
+#include <torch/version.h>
+
+#include "transport/shared_memory/arena.hpp"
+#include "transport/shared_memory/inbox.hpp"
+#include "windows/window_memory.hpp"
+#include "transport/message.hpp"
+
+namespace fog {
+namespace {
+
+// Counts up with each change of what processes say to each other, or do in each other's memory, that leaves all sizes as they are.
+constexpr int kProtocol = 1;
+
+uint32_t layout() {
+  using namespace shared_memory;
+  uint64_t hash = kEmptyHash;
+  for (const size_t number :
+       {sizeof(Header),
+        offsetof(Header, transfer),
+        offsetof(Header, bytes),
+        offsetof(Header, signature),
+        sizeof(Signature),
+        offsetof(Signature, shape),
+        offsetof(Signature, plan),
+        sizeof(Ring),
+        Ring::kCapacity,
+        sizeof(Doorbell),
+        Inbox::bytes_for(1),
+        Inbox::bytes_for(1000),
+        sizeof(Arena::Label),
+        sizeof(WindowLabel),
+        sizeof(SlotPlace),
+        sizeof(Door),
+        sizeof(PairMutex),
+        size_t(Slot::kWriters),
+        size_t(Slot::kOwners),
+        static_cast<size_t>(MessageKind::kRelease),
+        static_cast<size_t>(Delivery::kMapped),
+        static_cast<size_t>(OpKind::kLocalAllreduce)}) {
+    hash = hash_more(hash, static_cast<int64_t>(number));
+  }
+  return mark(hash);
+}
+
+} // namespace
+
+std::string protocol() {
+  std::ostringstream text;
+  text << "fog protocol " << kProtocol << " (layout " << std::hex << layout() << std::dec << ", torch " << TORCH_VERSION_MAJOR << '.'
+       << TORCH_VERSION_MINOR << ')';
+  return text.str();
+}
+
+} // namespace fog

@@ -1,0 +1,64 @@
+// Messages between two ranks.
+#include "backend/process_group_fog.hpp"
+
+#include "backend/arguments.hpp"
+#include "collectives/point_to_point.hpp"
+#include "backend/staging.hpp"
+
+namespace fog {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+WorkPtr ProcessGroupFog::send(std::vector<at::Tensor>& tensors, int destination, int tag) {
+  if (const auto delegate = delegate_of("send", tensors)) {
+    return delegate->send(tensors, destination, tag);
+  }
+  const auto tensor = only_tensor("send", "tensors", tensors);
+  check_tensor("send", "tensors", tensor);
+  check_peer("send", destination, tag);
+  Staging staging;
+  const auto staged = staging.input(tensor);
+  const auto block = block_of(staged);
+  auto operation =
+      std::make_shared<PointToPointSend>(Signature::of(OpKind::kPointToPoint, tensor), destination, tag, block.data, block.bytes);
+  operation->keep(staged);
+  return submit(operation, {OpType::SEND, "fog:send", tensors, {}}, call_options(c10d::kUnsetTimeout));
+}
+
+WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int tag) {
+  if (const auto delegate = delegate_of("recv", tensors)) {
+    return delegate->recv(tensors, source, tag);
+  }
+  const auto tensor = only_tensor("recv", "tensors", tensors);
+  check_output("recv", "tensors", tensor);
+  check_peer("recv", source, tag);
+  Staging staging;
+  const auto staged = staging.output(tensor);
+  const auto block = block_of(staged);
+  auto operation =
+      std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
+  operation->keep(staged);
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::RECV, "fog:recv", tensors, tensors}, call_options(c10d::kUnsetTimeout));
+}
+
+WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
+  if (const auto delegate = delegate_of("recvAnysource", tensors)) {
+    return delegate->recvAnysource(tensors, tag);
+  }
+  const auto tensor = only_tensor("recvAnysource", "tensors", tensors);
+  check_output("recvAnysource", "tensors", tensor);
+  TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; nobody can send to it");
+  TORCH_CHECK_VALUE(tag >= 0, "recvAnysource: tag: got ", tag, "; allowed are 0 and more");
+  Staging staging;
+  const auto staged = staging.output(tensor);
+  const auto block = block_of(staged);
+  auto operation =
+      std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
+  operation->keep(staged);
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::RECVANYSOURCE, "fog:recvAnySource", tensors, tensors}, call_options(c10d::kUnsetTimeout));
+}
+
+} // namespace fog

@@ -1,0 +1,113 @@
+// allreduce of sparse tensors: every rank gathers the entries of all, and adds them up in rank order.
+#include "backend/process_group_fog.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include "backend/arguments.hpp"
+#include "collectives/gather_concat.hpp"
+#include "engine/engine.hpp"
+#include "core/names.hpp"
+
+namespace fog {
+
+using c10d::OpType;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+namespace {
+
+void check_sparse(const at::Tensor& tensor, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(tensor.defined(), "allreduce_sparse: tensors: got an undefined tensor");
+  TORCH_CHECK_VALUE(
+      tensor.layout() == at::kSparse, "allreduce_sparse: tensors: got a tensor of layout ", tensor.layout(),
+      "; allowed are sparse COO tensors");
+  TORCH_CHECK_VALUE(
+      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(),
+      "; this version of fog serves tensors on cpu (its CUDA transport does not exist yet)");
+  check_same("allreduce_sparse", "tensors", tensor, like);
+  TORCH_CHECK_VALUE(
+      tensor.sizes() == like.sizes() && tensor.sparse_dim() == like.sparse_dim(), "allreduce_sparse: tensors: got shape ",
+      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is that of the first one, ", like.sizes(), " with ",
+      like.sparse_dim());
+}
+
+// What ranks must agree on beside their numbers of entries: dtype, shape and the dimensions of one entry.
+Signature entries_signature(const at::Tensor& values, at::IntArrayRef sizes, const c10d::ReduceOp& op) {
+  auto signature = reduction_signature(OpKind::kAllreduceSparse, values, op);
+  signature.dims = static_cast<uint8_t>(std::min<size_t>(sizes.size() + 1, 255));
+  signature.shape = {};
+  signature.shape[0] = values.size(0); // where ranks may differ
+  std::copy_n(sizes.begin(), std::min<size_t>(sizes.size(), Signature::kMaxDims - 1), signature.shape.begin() + 1);
+  return signature;
+}
+
+} // namespace
+
+WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
+  if (const auto delegate = delegate_of("allreduce", tensors)) {
+    return delegate->allreduce_sparse(tensors, options);
+  }
+  TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_sparse: tensors: got an empty list");
+  for (const auto& tensor : tensors) {
+    check_sparse(tensor, tensors[0]);
+  }
+  TORCH_CHECK_VALUE(
+      options.reduceOp.op_ == c10d::ReduceOp::SUM, "allreduce_sparse: op: got ", reduction_name(options.reduceOp.op_),
+      "; allowed is SUM");
+  const c10::InferenceMode normal(false);
+  at::AutoDispatchBelowAutograd guard;
+  auto input = tensors[0];
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    input = input + tensors[i];
+  }
+  input = input.coalesce();
+  const auto indices = input._indices().t().contiguous(); // an entry a row
+  const auto values = input._values().contiguous();
+  const auto sizes = input.sizes().vec();
+
+  std::vector<int> everyone(size_);
+  std::iota(everyone.begin(), everyone.end(), 0);
+  const auto call = call_options(options);
+  auto gather = [&](const at::Tensor& rows) {
+    auto operation = std::make_shared<GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, everyone);
+    return submit(operation, {OpType::_ALLREDUCE_SPARSE, nullptr, {rows}, {}}, call);
+  };
+  const bool coalescing = std::exchange(coalescing_, false); // a part alone is not what the caller asked for
+  auto gathered = when_all(OpType::_ALLREDUCE_SPARSE, {gather(indices), gather(values)});
+  coalescing_ = coalescing;
+
+  auto& engine = Engine::instance();
+  auto work = c10::make_intrusive<WorkFog>(engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
+  work->set_sequence(gathered->getSequencenumber());
+  work->set_abort([gathered] { gathered->abort(); });
+  work->set_describe([name = group_->name] { return "allreduce_sparse of group '" + name + "'"; });
+  gathered->getFuture()->addCallback([work, tensors, sizes](c10::ivalue::Future& future) {
+    std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+    if (!error) {
+      try {
+        const c10::InferenceMode normal(false);
+        at::AutoDispatchBelowAutograd guard;
+        const auto parts = future.constValue().toTensorVector();
+        const auto sum = at::_sparse_coo_tensor_unsafe(parts[0].t(), parts[1], sizes).coalesce();
+        for (const auto& tensor : tensors) {
+          tensor.copy_(sum);
+        }
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    work->complete(error);
+  });
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+} // namespace fog

@@ -1,0 +1,133 @@
+#include "collectives/gather_scatter.hpp"
+
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+#include "transport/operand.hpp"
+
+namespace fog {
+namespace {
+
+void copy_own(const Block& from, const Block& to) {
+  TORCH_CHECK_VALUE(from.bytes == to.bytes, "this rank sends itself ", from.bytes, " bytes and expects ", to.bytes);
+  if (from.data == to.data) {
+    return;
+  }
+  const auto* source = static_cast<const char*>(from.data);
+  const auto* target = static_cast<const char*>(to.data);
+  if (source < target + to.bytes && target < source + from.bytes) {
+    std::memmove(to.data, from.data, from.bytes);
+  } else {
+    copy_result(to.data, from.data, from.bytes);
+  }
+}
+
+} // namespace
+
+Allgather::Allgather(Signature signature, Block input, std::vector<Block> outputs)
+    : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
+
+void Allgather::launch() {
+  for (int distance = 1; distance < size(); ++distance) {
+    const int from = (rank() - distance + size()) % size();
+    receive(from, 0, outputs_[from].data, outputs_[from].bytes);
+  }
+  send(others(), 0, input_.data, input_.bytes);
+}
+
+Operation::Action Allgather::advance() {
+  if (!copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) ? Action::kDone : Action::kWait;
+}
+
+void Allgather::compute() {
+  copy_own(input_, outputs_[rank()]);
+}
+
+Gather::Gather(Signature signature, Block input, std::vector<Block> outputs)
+    : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
+
+void Gather::launch() {
+  if (rank() != signature_.root) {
+    send(signature_.root, 0, input_.data, input_.bytes);
+    expect_announcement(signature_.root);
+    return;
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      receive(peer, 0, outputs_[peer].data, outputs_[peer].bytes);
+      announce_to(peer);
+    }
+  }
+}
+
+Operation::Action Gather::advance() {
+  if (rank() == signature_.root && !copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) && announced() ? Action::kDone : Action::kWait;
+}
+
+void Gather::compute() {
+  copy_own(input_, outputs_[rank()]);
+}
+
+Scatter::Scatter(Signature signature, std::vector<Block> inputs, Block output)
+    : Operation(signature), inputs_(std::move(inputs)), output_(output) {}
+
+void Scatter::launch() {
+  if (rank() != signature_.root) {
+    receive(signature_.root, 0, output_.data, output_.bytes);
+    announce_to(signature_.root);
+    return;
+  }
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank()) {
+      send(peer, 0, inputs_[peer].data, inputs_[peer].bytes);
+      expect_announcement(peer);
+    }
+  }
+}
+
+Operation::Action Scatter::advance() {
+  if (rank() == signature_.root && !copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) && announced() ? Action::kDone : Action::kWait;
+}
+
+void Scatter::compute() {
+  copy_own(inputs_[rank()], output_);
+}
+
+Alltoall::Alltoall(Signature signature, std::vector<Block> inputs, std::vector<Block> outputs)
+    : Operation(signature), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
+
+void Alltoall::launch() {
+  for (int distance = 1; distance < size(); ++distance) {
+    const int to = (rank() + distance) % size();
+    const int from = (rank() - distance + size()) % size();
+    receive(from, 0, outputs_[from].data, outputs_[from].bytes);
+    send(to, 0, inputs_[to].data, inputs_[to].bytes);
+  }
+}
+
+Operation::Action Alltoall::advance() {
+  if (!copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  return received(0) ? Action::kDone : Action::kWait;
+}
+
+void Alltoall::compute() {
+  copy_own(inputs_[rank()], outputs_[rank()]);
+}
+
+} // namespace fog

@@ -1,0 +1,127 @@
+#include "collectives/hierarchical_neighbor_allreduce.hpp"
+
+#include <c10/util/Exception.h>
+
+#include "core/arithmetic.hpp"
+#include "engine/group.hpp"
+#include "collectives/neighbor_sum.hpp"
+
+namespace fog {
+
+HierarchicalNeighborAllreduce::HierarchicalNeighborAllreduce(
+    Signature signature, Machines machines, NeighborPlan plan, const void* in, void* out, size_t numel)
+    : Operation(signature),
+      machines_(std::move(machines)),
+      plan_(std::move(plan)),
+      in_(static_cast<const char*>(in)),
+      out_(static_cast<char*>(out)),
+      numel_(numel),
+      dtype_(static_cast<c10::ScalarType>(signature.dtype)),
+      item_(c10::elementSize(dtype_)),
+      own_(slice(machines_.place())) {}
+
+// In bytes.
+Slice HierarchicalNeighborAllreduce::slice(int place) const {
+  const auto elements = slice_of(numel_, place, static_cast<int>(machines_.local().size()));
+  return {elements.begin * item_, elements.numel * item_};
+}
+
+// The other ranks of this one's machine, the next one first.
+std::vector<int> HierarchicalNeighborAllreduce::other_places() const {
+  const int count = static_cast<int>(machines_.local().size());
+  std::vector<int> places;
+  for (int distance = 1; distance < count; ++distance) {
+    places.push_back((machines_.place() + distance) % count);
+  }
+  return places;
+}
+
+void HierarchicalNeighborAllreduce::launch() {
+  const auto& local = machines_.local();
+  inputs_.resize(local.size());
+  for (const int place : other_places()) {
+    const auto theirs = slice(place);
+    inputs_[place] = receive_operand(local[place], kAverage, own_.numel);
+    // Comes after that rank has all of its slice from here, so where `out` is `in` nothing is overwritten that is to be read.
+    receive_over(local[place], kGather, out_ + theirs.begin, theirs.numel);
+    send(local[place], kAverage, in_ + theirs.begin, theirs.numel);
+  }
+  for (const auto& source : plan_.sources()) {
+    means_.push_back(receive_operand(machines_.rank(source.rank, machines_.place()), kMix, own_.numel));
+  }
+  const bool sends = !plan_.destinations().empty();
+  if (local.size() == 1 && !(sends && in_ == out_)) {
+    mean_ = in_;
+    start_mixing();
+  } else { // while others read the mean, the result must not take its place
+    averaged_ = sends ? static_cast<char*>(scratch(own_.numel)) : out_ + own_.begin;
+    mean_ = averaged_;
+  }
+}
+
+void HierarchicalNeighborAllreduce::start_mixing() {
+  phase_ = kMix;
+  turn_to_operands(kMix);
+  std::vector<Destination> destinations;
+  for (const auto& destination : plan_.destinations()) {
+    destinations.push_back({machines_.rank(destination.rank, machines_.place()), destination.weight});
+  }
+  send(destinations, kMix, mean_, own_.numel, true);
+}
+
+// Each rank mixes a slice of its own: with different plans the slices would not belong together.
+void HierarchicalNeighborAllreduce::check_plans() const {
+  for (const int place : other_places()) {
+    TORCH_CHECK_WITH(
+        DistBackendError, header(inputs_[place]).signature.plan == signature_.plan, "ranks disagree: this rank called ",
+        name_of(signature_.kind), " with ", plan_.describe(), " for its machine, rank ", machines_.local()[place],
+        " of the same machine with another plan");
+  }
+}
+
+Operation::Action HierarchicalNeighborAllreduce::advance() {
+  if (phase_ == kAverage) {
+    const auto action = use_operands(own_.numel);
+    if (action != Action::kDone) {
+      return action;
+    }
+    check_plans();
+    start_mixing();
+  }
+  if (phase_ == kMix) {
+    const auto action = use_operands(own_.numel);
+    if (action != Action::kDone) {
+      return action;
+    }
+    phase_ = kGather;
+    std::vector<Destination> destinations;
+    for (const int place : other_places()) {
+      destinations.push_back({machines_.local()[place]});
+    }
+    send(destinations, kGather, out_ + own_.begin, own_.numel);
+  }
+  return received(kGather) ? Action::kDone : Action::kWait;
+}
+
+void HierarchicalNeighborAllreduce::compute() {
+  const size_t from = used() / item_;
+  const size_t to = usable() / item_;
+  if (phase_ == kMix) {
+    std::vector<NeighborTerm> terms;
+    for (const auto receive : means_) {
+      terms.push_back({operand(receive), header(receive).scale});
+    }
+    neighbor_sum(plan_, dtype_, out_ + own_.begin, terms, mean_, from, to);
+    return;
+  }
+  std::vector<Operand> operands(machines_.local().size());
+  for (const int place : other_places()) {
+    operands[place] = operand(inputs_[place]);
+  }
+  operands[machines_.place()].data = in_ + own_.begin;
+  for_blocks(operands, item_, from, to, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
+    weighted_sum(dtype_, averaged_ + begin * item_, inputs, {}, true, count);
+  });
+}
+
+} // namespace fog

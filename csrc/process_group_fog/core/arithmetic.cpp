@@ -1,0 +1,252 @@
+#include "core/arithmetic.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+#include <ATen/Version.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+#include <c10/util/complex.h>
+
+#include "core/names.hpp"
+
+namespace fog {
+namespace {
+
+using RedOp = c10d::ReduceOp::RedOpType;
+using Inputs = c10::ArrayRef<const void*>;
+using Factors = c10::ArrayRef<double>;
+
+template <typename T>
+constexpr bool is_half = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
+
+// The type in which a reduction of T runs. Narrow integers wrap around in T on every step as torch's own sums do.
+template <typename T>
+using Accumulator = std::conditional_t<is_half<T>, float, T>;
+
+[[noreturn]] void no_kernel(RedOp op) {
+  TORCH_INTERNAL_ASSERT(false, "fog: reduction ", static_cast<int>(op), " passed check_reduction() but has no kernel");
+}
+
+[[noreturn]] void no_kernel(c10::ScalarType dtype) {
+  TORCH_INTERNAL_ASSERT(false, "fog: dtype ", dtype, " passed its check but has no kernel");
+}
+
+} // namespace
+} // namespace fog
+
+// What every CPU of the architecture has: SSE2, NEON.
+#define FOG_ISA portable
+#define FOG_TARGET
+#define FOG_VECTOR_BYTES 16
+#include "core/arithmetic_kernels.hpp"
+#undef FOG_ISA
+#undef FOG_TARGET
+#undef FOG_VECTOR_BYTES
+
+#ifdef __x86_64__
+// Every CPU with AVX2 has F16C, as torch takes for granted too.
+#define FOG_ISA avx2
+#define FOG_TARGET __attribute__((target("avx2,f16c")))
+#define FOG_VECTOR_BYTES 32
+#define FOG_AVX2
+#include "core/arithmetic_kernels.hpp"
+#undef FOG_ISA
+#undef FOG_TARGET
+#undef FOG_VECTOR_BYTES
+#undef FOG_AVX2
+#endif
+
+namespace fog {
+namespace {
+
+struct Kernels {
+  decltype(&portable::reduce) reduce;
+  decltype(&portable::weighted_sum) weighted_sum;
+};
+
+// Those of the instruction set that torch has chosen for its own kernels, so ATEN_CPU_CAPABILITY=default is obeyed.
+Kernels choose_kernels() {
+#ifdef __x86_64__
+  const std::string capability = at::get_cpu_capability();
+  if ((capability == "AVX2" || capability == "AVX512") && __builtin_cpu_supports("avx2")) {
+    return {avx2::reduce, avx2::weighted_sum};
+  }
+#endif
+  return {portable::reduce, portable::weighted_sum};
+}
+
+const Kernels& kernels() {
+  static const Kernels chosen = choose_kernels();
+  return chosen;
+}
+
+// bool is one byte of 0 or 1.
+RedOp bitwise(RedOp op) {
+  switch (op) {
+    case RedOp::SUM:
+    case RedOp::MAX:
+      return RedOp::BOR;
+    case RedOp::PRODUCT:
+    case RedOp::MIN:
+      return RedOp::BAND;
+    default:
+      return op;
+  }
+}
+
+// Complex elements whose running result stays in the first-level cache while the inputs stream past it.
+constexpr size_t kBlock = 512;
+
+// What is not done part by part runs on c10's complex arithmetic. Loading a block of every input before the block is stored
+// makes it safe for `out` to be one of the inputs.
+template <typename T, typename Prepare, typename Combine, typename Finish>
+void combine_complex(void* out, Inputs inputs, size_t numel, Prepare prepare, Combine combine, Finish finish) {
+  auto* result = static_cast<T*>(out);
+  std::array<T, kBlock> running;
+  for (size_t begin = 0; begin < numel; begin += kBlock) {
+    const size_t count = std::min(kBlock, numel - begin);
+    const auto* first = static_cast<const T*>(inputs[0]) + begin;
+    for (size_t i = 0; i < count; ++i) {
+      running[i] = prepare(size_t(0), first[i]);
+    }
+    for (size_t k = 1; k < inputs.size(); ++k) {
+      const auto* next = static_cast<const T*>(inputs[k]) + begin;
+      for (size_t i = 0; i < count; ++i) {
+        running[i] = combine(running[i], prepare(k, next[i]));
+      }
+    }
+    for (size_t i = 0; i < count; ++i) {
+      result[begin + i] = finish(running[i]);
+    }
+  }
+}
+
+template <typename T>
+void reduce_complex(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel) {
+  using Part = typename T::value_type;
+  const auto keep = [](T value) { return value; };
+  const auto keep_input = [](size_t, T value) { return value; };
+  const auto sum = [](T a, T b) { return a + b; };
+  switch (op) {
+    case RedOp::SUM:
+      return kernels().reduce(op, c10::CppTypeToScalarType<Part>::value, out, inputs, scales, 2 * numel);
+    case RedOp::PRODUCT:
+      return combine_complex<T>(out, inputs, numel, keep_input, [](T a, T b) { return a * b; }, keep);
+    case RedOp::AVG: {
+      const T count = static_cast<T>(static_cast<Part>(inputs.size()));
+      return combine_complex<T>(out, inputs, numel, keep_input, sum, [count](T value) { return value / count; });
+    }
+    case RedOp::PREMUL_SUM:
+      return combine_complex<T>(
+          out, inputs, numel, [scales](size_t k, T value) { return T(static_cast<Part>(scales[k])) * value; }, sum, keep);
+    default:
+      no_kernel(op);
+  }
+}
+
+bool is_reducible(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Byte:
+    case c10::ScalarType::Char:
+    case c10::ScalarType::Short:
+    case c10::ScalarType::Int:
+    case c10::ScalarType::Long:
+    case c10::ScalarType::UInt16:
+    case c10::ScalarType::UInt32:
+    case c10::ScalarType::UInt64:
+    case c10::ScalarType::Half:
+    case c10::ScalarType::BFloat16:
+    case c10::ScalarType::Float:
+    case c10::ScalarType::Double:
+    case c10::ScalarType::ComplexFloat:
+    case c10::ScalarType::ComplexDouble:
+    case c10::ScalarType::Bool:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool is_fractional(c10::ScalarType dtype) {
+  return c10::isFloatingType(dtype) || c10::isComplexType(dtype);
+}
+
+} // namespace
+
+void check_reduction(RedOp op, c10::ScalarType dtype) {
+  TORCH_CHECK_VALUE(
+      is_reducible(dtype), "tensor: got dtype ", dtype_name(dtype),
+      "; reductions allow bool, integers, float16, bfloat16, float32, float64, complex64 and complex128");
+  const char* name = reduction_name(op);
+  switch (op) {
+    case RedOp::SUM:
+    case RedOp::PRODUCT:
+      return;
+    case RedOp::AVG:
+      TORCH_CHECK_VALUE(dtype != c10::ScalarType::Bool, "op: got AVG for dtype bool; it allows integer, floating and complex dtypes");
+      return;
+    case RedOp::PREMUL_SUM:
+      TORCH_CHECK_VALUE(
+          is_fractional(dtype), "op: got ", name, " for dtype ", dtype_name(dtype), "; it allows floating and complex dtypes");
+      return;
+    case RedOp::MIN:
+    case RedOp::MAX:
+      TORCH_CHECK_VALUE(
+          !c10::isComplexType(dtype), "op: got ", name, " for dtype ", dtype_name(dtype),
+          "; complex numbers have no order, allowed are bool, integer and floating dtypes");
+      return;
+    case RedOp::BAND:
+    case RedOp::BOR:
+    case RedOp::BXOR:
+      TORCH_CHECK_VALUE(
+          !is_fractional(dtype), "op: got ", name, " for dtype ", dtype_name(dtype), "; it allows bool and integer dtypes");
+      return;
+    default:
+      TORCH_CHECK_VALUE(
+          false, "op: got ReduceOp number ", static_cast<int>(op),
+          "; allowed are SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR and PREMUL_SUM");
+  }
+}
+
+void reduce(RedOp op, c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> scales, size_t numel) {
+  switch (dtype) {
+    case c10::ScalarType::Bool:
+      return kernels().reduce(bitwise(op), c10::ScalarType::Byte, out, inputs, scales, numel);
+    case c10::ScalarType::ComplexFloat:
+      return reduce_complex<c10::complex<float>>(op, out, inputs, scales, numel);
+    case c10::ScalarType::ComplexDouble:
+      return reduce_complex<c10::complex<double>>(op, out, inputs, scales, numel);
+    default:
+      return kernels().reduce(op, dtype, out, inputs, scales, numel);
+  }
+}
+
+void check_weighted_sum(c10::ScalarType dtype) {
+  TORCH_CHECK_VALUE(
+      is_reducible(dtype) && is_fractional(dtype), "tensor: got dtype ", dtype_name(dtype),
+      "; neighbor averages allow float16, bfloat16, float32, float64, complex64 and complex128");
+}
+
+void weighted_sum(
+    c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> weights, bool mean, size_t numel) {
+  switch (dtype) {
+    case c10::ScalarType::ComplexFloat: // real weights act on both parts alike
+      return kernels().weighted_sum(c10::ScalarType::Float, out, inputs, weights, mean, 2 * numel);
+    case c10::ScalarType::ComplexDouble:
+      return kernels().weighted_sum(c10::ScalarType::Double, out, inputs, weights, mean, 2 * numel);
+    default:
+      return kernels().weighted_sum(dtype, out, inputs, weights, mean, numel);
+  }
+}
+
+} // namespace fog

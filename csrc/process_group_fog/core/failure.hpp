@@ -1,0 +1,27 @@
+// Failures as the engine keeps and words them.
+#pragma once
+
+#include <exception>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace fog {
+
+struct Failure {
+  c10d::ErrorType type = c10d::ErrorType::SUCCESS;
+  std::string reason; // empty: none
+};
+
+// What has become of a process.
+inline constexpr const char* kEnded = "ended";
+inline constexpr const char* kLost = "was lost: its process ended";
+inline constexpr const char* kSilent = "was lost: its host does not answer";
+
+// A torch.distributed.DistBackendError.
+std::exception_ptr backend_error(const std::string& text);
+
+// The exception's text without the C++ backtrace that c10::Error::what() may add.
+std::string message_of(const std::exception& error);
+
+} // namespace fog

@@ -1,0 +1,118 @@
+#include "core/signature.hpp"
+
+#include <algorithm>
+#include <sstream>
+
+#include "core/names.hpp"
+
+namespace fog {
+const char* name_of(OpKind kind) {
+  switch (kind) {
+    case OpKind::kAllreduce:
+      return "allreduce";
+    case OpKind::kBroadcast:
+      return "broadcast";
+    case OpKind::kReduce:
+      return "reduce";
+    case OpKind::kAllgather:
+      return "allgather";
+    case OpKind::kGather:
+      return "gather";
+    case OpKind::kScatter:
+      return "scatter";
+    case OpKind::kReduceScatter:
+      return "reduce_scatter";
+    case OpKind::kAlltoall:
+      return "alltoall";
+    case OpKind::kBarrier:
+      return "barrier";
+    case OpKind::kPointToPoint:
+      return "send/recv";
+    case OpKind::kNeighborAllreduce:
+      return "neighbor_allreduce";
+    case OpKind::kNeighborAllgather:
+      return "neighbor_allgather";
+    case OpKind::kAllgatherConcat:
+      return "allgather_concat";
+    case OpKind::kAllreduceSparse:
+      return "allreduce_sparse";
+    case OpKind::kMonitoredBarrier:
+      return "monitored_barrier";
+    case OpKind::kHierarchicalNeighborAllreduce:
+      return "hierarchical_neighbor_allreduce";
+    case OpKind::kLocalAllreduce:
+      return "local_allreduce";
+  }
+  return "unknown op";
+}
+
+Signature Signature::of(OpKind kind, const at::Tensor& tensor) {
+  Signature signature;
+  signature.kind = kind;
+  signature.dtype = static_cast<int8_t>(tensor.scalar_type());
+  signature.dims = static_cast<uint8_t>(std::min<int64_t>(tensor.dim(), 255));
+  signature.numel = tensor.numel();
+  std::copy_n(tensor.sizes().begin(), std::min<int64_t>(tensor.dim(), kMaxDims), signature.shape.begin());
+  return signature;
+}
+
+bool Signature::agrees_with(const Signature& other) const {
+  if (kind != other.kind || dtype != other.dtype || reduce_op != other.reduce_op || root != other.root || tensors != other.tensors ||
+      machines != other.machines || layout != other.layout) {
+    return false;
+  }
+  switch (kind) {
+    case OpKind::kAlltoall:
+      return true;
+    case OpKind::kNeighborAllgather:
+    case OpKind::kAllgatherConcat:
+    case OpKind::kAllreduceSparse:
+      return dims == other.dims && std::equal(shape.begin() + 1, shape.end(), other.shape.begin() + 1);
+    case OpKind::kPointToPoint: // a flat buffer for a matrix is in use
+      return numel == other.numel;
+    default:
+      return dims == other.dims && numel == other.numel && shape == other.shape;
+  }
+}
+
+std::string Signature::describe() const {
+  std::ostringstream text;
+  text << name_of(kind) << '(';
+  if (const char* reduction = reduction_name(static_cast<c10d::ReduceOp::RedOpType>(reduce_op))) {
+    text << reduction << ", ";
+  }
+  if (dtype >= 0) {
+    text << dtype_name(static_cast<c10::ScalarType>(dtype)) << '[';
+    for (int dim = 0; dim < std::min<int>(dims, kMaxDims); ++dim) {
+      text << (dim > 0 ? ", " : "") << shape[dim];
+    }
+    text << (dims > kMaxDims ? ", ...]" : "]");
+  }
+  if (root >= 0) {
+    text << ", root " << root;
+  }
+  if (tensors > 0) {
+    text << ", list of " << tensors << " tensors";
+  }
+  if (machines > 0) {
+    text << ", " << machines << (machines == 1 ? " machine" : " machines");
+  }
+  if (layout != 0) { // so that two that differ in nothing else look different
+    text << ", layout " << std::hex << layout;
+  }
+  text << ')';
+  return text.str();
+}
+
+uint64_t hash_more(uint64_t hash, const void* bytes, size_t count) {
+  for (const auto* byte = static_cast<const uint8_t*>(bytes); count > 0; ++byte, --count) {
+    hash = (hash ^ *byte) * 1099511628211ULL;
+  }
+  return hash;
+}
+
+uint32_t mark(uint64_t hash) {
+  return std::max(static_cast<uint32_t>(hash ^ hash >> 32), uint32_t(1));
+}
+
+} // namespace fog

@@ -1,0 +1,304 @@
+#include "device/device_backends.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "core/python_lock.hpp"
+
+namespace fog {
+namespace {
+
+struct Factories {
+  std::mutex mutex;
+  std::map<at::DeviceType, DelegateFactory> by_type;
+};
+
+// Whether there is one for cpu, whose operations have no time for locks.
+std::atomic<bool> serves_cpu{false};
+
+Factories& factories() {
+  // Never destroyed: a factory may hold objects of an interpreter that ends before.
+  static auto* all = new Factories;
+  return *all;
+}
+
+DelegateSupport& support() {
+  static auto* functions = new DelegateSupport;
+  return *functions;
+}
+
+DelegateFactory factory_for(at::DeviceType type) {
+  const std::lock_guard<std::mutex> lock(factories().mutex);
+  const auto found = factories().by_type.find(type);
+  return found == factories().by_type.end() ? nullptr : found->second;
+}
+
+// "cpu, cuda"
+std::string served() {
+  const std::lock_guard<std::mutex> lock(factories().mutex);
+  std::string text = "cpu";
+  for (const auto& [type, factory] : factories().by_type) {
+    if (type != at::kCPU) {
+      text += ", " + c10::DeviceTypeName(type, true);
+    }
+  }
+  return text;
+}
+
+} // namespace
+
+void set_delegate_factory(at::DeviceType type, DelegateFactory factory) {
+  const std::lock_guard<std::mutex> lock(factories().mutex);
+  if (type == at::kCPU) {
+    serves_cpu = static_cast<bool>(factory);
+  }
+  if (factory) {
+    factories().by_type[type] = std::move(factory);
+  } else {
+    factories().by_type.erase(type);
+  }
+}
+
+void set_delegate_support(DelegateSupport functions) {
+  support() = std::move(functions);
+}
+
+template <typename IsFree, typename Enter>
+void DelegateGate::enter(const IsFree& is_free, const Enter& enter) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_free()) {
+      enter();
+      return;
+    }
+  }
+  // A year is for ever, and can be added to the time.
+  const auto patience = std::min<std::chrono::milliseconds>(options_->timeout, std::chrono::hours(24 * 365));
+  without_python_lock([&] {
+    std::unique_lock<std::mutex> lock(mutex_);
+    TORCH_CHECK_WITH(
+        DistBackendError, changed_.wait_for(lock, patience, is_free), "waited ", patience.count(),
+        " ms for another thread's operation on the same type of device, which has yet to return: does it connect ranks whose threads "
+        "call in another order?");
+    enter();
+  });
+}
+
+void DelegateGate::lock() {
+  enter([this] { return calls_ == 0 && !is_grouped_; }, [this] { is_grouped_ = true; });
+}
+
+void DelegateGate::unlock() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_grouped_ = false;
+  changed_.notify_all();
+}
+
+void DelegateGate::lock_shared() {
+  enter([this] { return !is_grouped_; }, [this] { ++calls_; });
+}
+
+void DelegateGate::unlock_shared() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  --calls_;
+  changed_.notify_all();
+}
+
+Delegates::Delegates(
+    c10::intrusive_ptr<c10d::Store> store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<c10d::Backend::Options> options,
+    std::function<void(const BackendPtr&, const at::Device&)> prepare)
+    : store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)), prepare_(std::move(prepare)) {}
+
+Delegates::~Delegates() {
+  // Their threads end with them, and may be in Python.
+  without_python_lock([this] {
+    for (auto& [type, slot] : slots_) {
+      slot.delegate.reset();
+    }
+  });
+}
+
+DelegateCall Delegates::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+  const at::Tensor* first = nullptr;
+  for (const auto* tensor : tensors) {
+    if (!tensor->defined()) {
+      continue; // whoever serves the others says so
+    }
+    first = first == nullptr ? tensor : first;
+    TORCH_CHECK_VALUE(
+        tensor->device().type() == first->device().type(), op, ": tensors: got some on ", first->device(), " and some on ",
+        tensor->device(), "; allowed are those of one type of device in an operation");
+  }
+  return first == nullptr ? DelegateCall() : serving(op, first->device());
+}
+
+DelegateCall Delegates::serving(const char* op, const at::Device& device) {
+  if (device.is_cpu() && !serves_cpu && !is_coalescing_) {
+    return {};
+  }
+  auto delegate = find_or_make(op, device, false);
+  auto turn = delegate ? call(op, device.type(), std::move(delegate)) : DelegateCall();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (is_coalescing_) {
+    if (!coalesced_type_) {
+      coalesced_type_ = device.type();
+      if (turn) {
+        turn->startCoalescing();
+        coalescing_.emplace(DelegateCall{turn.backend, turn.gate, std::shared_lock<DelegateGate>(*turn.gate)});
+      }
+    }
+    TORCH_CHECK_VALUE(
+        *coalesced_type_ == device.type(), op, ": tensors: got some on ", device, " among coalesced operations on ",
+        c10::DeviceTypeName(*coalesced_type_, true), "; allowed is one type of device");
+  }
+  return turn;
+}
+
+DelegateCall Delegates::call(const char* op, at::DeviceType type, BackendPtr delegate) {
+  DelegateCall call{std::move(delegate), slot(type).gate, {}};
+  try {
+    call.turn = std::shared_lock<DelegateGate>(*call.gate);
+  } catch (const c10::DistBackendError& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str(op, ": ", error.what_without_backtrace()));
+  }
+  return call;
+}
+
+Delegates::Slot& Delegates::slot(at::DeviceType type) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto& place = slots_[type];
+  if (!place.gate) {
+    place.gate = std::make_shared<DelegateGate>(options_);
+  }
+  return place;
+}
+
+BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, bool eager) {
+  const auto type = device.type();
+  if (auto found = made(type)) {
+    return found;
+  }
+  const auto factory = factory_for(type);
+  if (!factory) {
+    TORCH_CHECK_VALUE(type == at::kCPU, op, ": tensors: got one on ", device, "; allowed are tensors on ", served());
+    return nullptr;
+  }
+  auto& place = slot(type);
+  std::unique_lock<std::mutex> making(place.making, std::defer_lock);
+  without_python_lock([&] { making.lock(); });
+  if (auto found = made(type)) {
+    return found; // another thread came first
+  }
+  auto delegate = factory(store_, rank_, size_, options_, device, eager);
+  TORCH_CHECK_VALUE(delegate, op, ": no backend for tensors on ", device, " was made");
+  prepare_(delegate, device);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!is_closed_) {
+      return place.delegate = std::move(delegate);
+    }
+  }
+  without_python_lock([&] {
+    delegate->shutdown();
+    delegate.reset();
+  });
+  C10_THROW_ERROR(DistBackendError, c10::str(op, ": the group was shut down or aborted"));
+}
+
+BackendPtr Delegates::made(at::DeviceType type) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = slots_.find(type);
+  return found == slots_.end() ? nullptr : found->second.delegate;
+}
+
+std::vector<BackendPtr> Delegates::made() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<BackendPtr> all;
+  for (const auto& [type, slot] : slots_) {
+    if (slot.delegate) {
+      all.push_back(slot.delegate);
+    }
+  }
+  return all;
+}
+
+std::vector<BackendPtr> Delegates::close() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+  }
+  return made();
+}
+
+void Delegates::connect(const char* op, const at::Device& device) {
+  if (const auto delegate = find_or_make(op, device, true)) {
+    delegate->setBoundDeviceId(device);
+    delegate->eagerConnectSingleDevice(device);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    slots_[device.type()].connected = device;
+  }
+}
+
+void Delegates::split(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10d::Backend::Options& options,
+    Delegates* child) {
+  std::map<at::DeviceType, std::pair<BackendPtr, at::Device>> connected; // in the same order on all ranks
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [type, slot] : slots_) {
+      if (slot.connected) {
+        connected.emplace(type, std::make_pair(slot.delegate, *slot.connected));
+      }
+    }
+  }
+  for (const auto& [type, parent] : connected) {
+    const auto& [delegate, device] = parent;
+    if (!delegate->supportsSplitting()) {
+      continue;
+    }
+    auto copy = support().copy_options(delegate); // it is written into, and the parent's are the parent's
+    copy->timeout = options.timeout;
+    copy->group_name = options.group_name;
+    copy->group_desc = options.group_desc;
+    copy->global_ranks_in_group = options.global_ranks_in_group;
+    const auto own = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(type, true) + "/", store);
+    auto part = delegate->split(own, ranks, copy);
+    if (child != nullptr) {
+      TORCH_CHECK(part, "split: the delegate for ", device, " made no group for this rank");
+      child->prepare_(part, device);
+      auto& place = child->slot(type);
+      const std::lock_guard<std::mutex> lock(child->mutex_);
+      place.delegate = std::move(part);
+      place.connected = device;
+    }
+  }
+}
+
+void Delegates::start_coalescing() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_coalescing_ = true;
+  coalesced_type_.reset();
+  coalescing_.reset();
+}
+
+c10::intrusive_ptr<c10d::Work> Delegates::end_coalescing() {
+  std::optional<DelegateCall> delegate; // until the group has ended
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_coalescing_ = false;
+    delegate = std::exchange(coalescing_, std::nullopt);
+  }
+  return delegate ? (*delegate)->endCoalescing() : nullptr;
+}
+
+} // namespace fog

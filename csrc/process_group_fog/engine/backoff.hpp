@@ -1,0 +1,55 @@
+// How a thread waits for progress without wasting the core it waits on.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace fog {
+
+// Spins while an answer within microseconds is likely, then gives the core to others between polls, then sleeps longer and
+// longer. With more ranks than cores there is no spinning: the one to wait for may need this very core.
+class Backoff {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  explicit Backoff(bool oversubscribed) : spins_(oversubscribed ? 0 : kSpins) {}
+
+  void reset() {
+    polls_ = 0;
+    sleep_ = kFirstSleep;
+  }
+
+  // Waits a little without sleeping, or returns how long to sleep. `bell`: something will end the sleep in time. Then it
+  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute.
+  std::chrono::nanoseconds pause(bool bell) {
+    ++polls_;
+    if (polls_ <= spins_) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+      return std::chrono::nanoseconds(0);
+    }
+    if (polls_ <= spins_ + (bell ? kYieldsWithBell : kYields)) {
+      sched_yield();
+      return std::chrono::nanoseconds(0);
+    }
+    const auto now = sleep_;
+    sleep_ = std::min(sleep_ * 2, kLongestSleep);
+    return now;
+  }
+
+ private:
+  static constexpr int kSpins = 500;
+  static constexpr int kYields = 500;
+  static constexpr int kYieldsWithBell = 5;
+  static constexpr std::chrono::nanoseconds kFirstSleep = std::chrono::microseconds(20);
+  static constexpr std::chrono::nanoseconds kLongestSleep = std::chrono::milliseconds(1);
+
+  const int spins_;
+  int polls_ = 0;
+  std::chrono::nanoseconds sleep_ = kFirstSleep;
+};
+
+} // namespace fog

@@ -1,0 +1,78 @@
+#include "engine/early_messages.hpp"
+
+#include <cstdlib>
+
+namespace fog {
+namespace {
+
+constexpr size_t kMostOfOne = size_t(16) << 20;
+
+size_t most_of_one() {
+  const char* value = std::getenv("FOG_EARLY_BYTES");
+  char* end = nullptr;
+  const auto bytes = value != nullptr ? std::strtoull(value, &end, 10) : 0;
+  return value != nullptr && end != value && *end == '\0' ? static_cast<size_t>(bytes) : kMostOfOne;
+}
+
+} // namespace
+
+EarlyLoad::EarlyLoad() : most_(most_of_one()) {}
+
+void EarlyLoad::add(int world_rank, size_t bytes) {
+  const auto index = static_cast<size_t>(world_rank);
+  if (index >= loads_.size()) {
+    loads_.resize(index + 1, 0);
+    held_.resize(index + 1, false);
+  }
+  bytes_ += bytes;
+  loads_[index] += bytes;
+  if (loads_[index] > most_ && !held_[index]) {
+    changed_.insert(world_rank);
+  }
+}
+
+void EarlyLoad::subtract(int world_rank, size_t bytes) {
+  const auto index = static_cast<size_t>(world_rank);
+  bytes_ -= bytes;
+  loads_[index] -= bytes;
+  if (held_[index] && loads_[index] <= most_ / 2) {
+    changed_.insert(world_rank);
+  }
+}
+
+std::vector<std::pair<int, bool>> EarlyLoad::take_changes() {
+  std::vector<std::pair<int, bool>> changes;
+  for (const int world_rank : std::exchange(changed_, {})) {
+    const auto index = static_cast<size_t>(world_rank);
+    const bool hold = held_[index] ? loads_[index] > most_ / 2 : loads_[index] > most_;
+    if (hold != held_[index]) {
+      held_[index] = hold;
+      changes.emplace_back(world_rank, hold);
+    }
+  }
+  return changes;
+}
+
+EarlyMessage::EarlyMessage(EarlyLoad& load, int world_rank, int from, const Header& its_header, const char* its_data)
+    : source(from),
+      header(its_header),
+      data(its_data, its_data + (its_data != nullptr ? its_header.bytes : 0)),
+      load_(&load),
+      world_rank_(world_rank) {
+  load_->add(world_rank_, bytes());
+}
+
+EarlyMessage::EarlyMessage(EarlyMessage&& other) noexcept
+    : source(other.source),
+      header(other.header),
+      data(std::move(other.data)),
+      load_(std::exchange(other.load_, nullptr)),
+      world_rank_(other.world_rank_) {}
+
+EarlyMessage::~EarlyMessage() {
+  if (load_ != nullptr) {
+    load_->subtract(world_rank_, bytes());
+  }
+}
+
+} // namespace fog

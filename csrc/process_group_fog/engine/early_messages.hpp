@@ -1,0 +1,63 @@
+// Messages that came before this rank had the operation for them, and how much memory they take.
+//
+// A rank that runs ahead of this one could fill its memory with small messages, whose data comes with the header. So once
+// those of a process take more than a limit it is asked to hold its data back: then that stays where it is until an
+// operation here takes it, as that of large messages always does, and the sender's operation ends only then.
+#pragma once
+
+#include <cstddef>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "transport/message.hpp"
+
+namespace fog {
+
+// How much there is of each process. Every call needs the engine's lock.
+class EarlyLoad {
+ public:
+  EarlyLoad();
+
+  void add(int world_rank, size_t bytes);
+  void subtract(int world_rank, size_t bytes);
+  size_t bytes() const {
+    return bytes_;
+  }
+  // Whether take_changes() has something.
+  bool changed() const {
+    return !changed_.empty();
+  }
+  // Processes of which there is too much now (true), or not any more (false), since the last call.
+  std::vector<std::pair<int, bool>> take_changes();
+
+ private:
+  const size_t most_; // of one process
+  size_t bytes_ = 0;
+  std::vector<size_t> loads_; // by world rank
+  std::vector<bool> held_;
+  std::set<int> changed_;
+};
+
+class EarlyMessage {
+ public:
+  EarlyMessage(EarlyLoad& load, int world_rank, int from, const Header& its_header, const char* its_data);
+  ~EarlyMessage();
+  EarlyMessage(EarlyMessage&& other) noexcept;
+  EarlyMessage& operator=(EarlyMessage&&) = delete;
+  EarlyMessage(const EarlyMessage&) = delete;
+
+  const int source; // rank of the group; of the world if that is not made here yet
+  const Header header;
+  std::vector<char> data; // what came with the header
+
+ private:
+  size_t bytes() const {
+    return sizeof(EarlyMessage) + data.capacity();
+  }
+
+  EarlyLoad* load_;
+  const int world_rank_;
+};
+
+} // namespace fog

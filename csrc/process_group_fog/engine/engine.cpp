@@ -1,0 +1,757 @@
+#include "engine/engine.hpp"
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <new>
+#include <random>
+#include <sstream>
+#include <system_error>
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
+
+#include "core/deadline.hpp"
+#include "core/unowned_failure.hpp"
+#include "core/failure.hpp"
+#include "job/hosts.hpp"
+#include "job/network_interface.hpp"
+
+namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
+// How long a group waits for the connections that show the end of processes on other hosts; they may be made later.
+constexpr auto kLifelineLimit = std::chrono::milliseconds(1000);
+
+constexpr const char* kNoMemory = "fog's engine lacks memory (std::bad_alloc)";
+
+int available_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+Member parse_member(const std::string& text, std::string* job, std::string* inbox) {
+  std::istringstream lines(text);
+  Member member;
+  std::string number;
+  std::getline(lines, *job);
+  std::getline(lines, number);
+  member.world_rank = std::stoi(number);
+  std::getline(lines, number);
+  member.pid = std::stoi(number);
+  std::getline(lines, member.host_id);
+  std::getline(lines, member.host_name);
+  std::getline(lines, *inbox);
+  return member;
+}
+
+// Whether a message is of this operation, not of a later one with its name.
+bool belongs_to(const Operation& operation, int source, const Header& header) {
+  return (header.key & kNamedKey) == 0 ||
+      operation.group()->names.is_of_latest(header.key, source, {header.use, header.generation}, operation.expects(source));
+}
+
+} // namespace
+
+Engine& Engine::instance() {
+  static auto* engine = new Engine();
+  return *engine;
+}
+
+Engine::Engine() : last_news_(Clock::now()), next_check_(Clock::now()) {
+  // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
+  pthread_atfork(nullptr, nullptr, [] {
+    Engine::instance().forked_ = true;
+    Engine::instance().lifelines_.close_in_child();
+  });
+}
+
+void Engine::check_not_forked() const {
+  TORCH_CHECK(
+      !forked_,
+      "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
+}
+
+void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
+  completions_.run(std::move(callbacks), refused);
+}
+
+std::shared_ptr<Group> Engine::connect(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
+  check_not_forked();
+  Lifelines::host_timeout(); // these throw where the environment is wrong
+  check_interface();
+  auto& runtime = Runtime::instance();
+  std::vector<Member> members;
+  std::vector<std::string> inboxes; // by member
+  uint64_t id = 0;
+  if (size == 1 && !runtime.started()) {
+    // Nobody to talk to: no MPI, no messages.
+    members.push_back({0, static_cast<int>(getpid()), 0, host_id(), host_name()});
+  } else {
+    Rendezvous rendezvous(store, rank, size, timeout);
+    runtime.start(rendezvous, timeout);
+    const auto host = runtime.host(rendezvous);
+    shared_memory::Arena::expect_ranks(runtime.local_ranks());
+    std::ostringstream mine;
+    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host << '\n' << host_name() << '\n';
+    {
+      const Lock lock(mutex_);
+      watchdog_.check();
+      if (!messenger_) {
+        messenger_.reset(new Messenger(runtime, *this, watchdog_)); // the handler is a private base: make_unique cannot see it
+        links_ = &messenger_->local();
+      }
+      start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
+      mine << messenger_->local().address();
+    }
+    std::vector<std::string> host_ids;
+    int peer = 0;
+    for (const auto& text : rendezvous.allgather("member", mine.str())) {
+      std::string job;
+      inboxes.emplace_back();
+      members.push_back(parse_member(text, &job, &inboxes.back()));
+      host_ids.push_back(members.back().host_id);
+      TORCH_CHECK_WITH(
+          DistBackendError, job == runtime.job(), "fog: rank ", peer, " of group '", name,
+          "' belongs to another MPI world than this rank ", rank,
+          ": the first fog group of each process fixes its world, and this group spans two of them. Make a fog group of all ranks first.");
+      ++peer;
+    }
+    const auto hosts = number_hosts(host_ids);
+    for (int member = 0; member < size; ++member) {
+      members[member].host = hosts[member];
+    }
+    if (size == runtime.size() && std::any_of(hosts.begin(), hosts.end(), [](int host) { return host != 0; })) {
+      watch_other_hosts(rendezvous, members, rank, timeout);
+    }
+    id = std::stoull(rendezvous.from_rank_zero("group", [] {
+      std::random_device device;
+      return std::to_string((static_cast<uint64_t>(device()) << 32) | device());
+    }));
+    rendezvous.finish();
+  }
+  auto group = std::make_shared<Group>(*this, id, name, rank, std::move(members));
+  Lock lock(mutex_);
+  TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
+  group->ready = &ready_;
+  if (size > 1) {
+    group->messenger = messenger_.get();
+    groups_.emplace(id, group);
+    int local = 0;
+    for (int member = 0; member < size; ++member) {
+      const auto& peer = group->members[member];
+      if (peer.host_id != group->members[rank].host_id) {
+        continue;
+      }
+      ++local;
+      if (member != rank) {
+        peers_.watch(peer.world_rank, peer.pid);
+        messenger_->local().attach(peer.world_rank, inboxes[member]);
+      }
+    }
+    oversubscribed_ = oversubscribed_ || local > available_cores();
+    auto early = std::move(early_[id]);
+    early_.erase(id);
+    for (const auto& message : early) {
+      on_message(message.source, message.header, message.data.data());
+    }
+    for (int member = 0; member < size; ++member) { // who ended while the group was made
+      const int world_rank = group->members[member].world_rank;
+      if (lost_.count(world_rank) > 0) {
+        group->gone.emplace(member, kLost);
+      } else if (departed_.count(world_rank) > 0) {
+        group->gone.emplace(member, kEnded);
+      }
+    }
+  }
+  unlock_and_deliver(lock);
+  return group;
+}
+
+void Engine::start_threads(std::chrono::milliseconds timeout) {
+  try {
+    completions_.start();
+    watchdog_.start(timeout);
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { background(); });
+    }
+  } catch (const std::system_error& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: the system refuses this process a thread: ", error.what()));
+  }
+}
+
+void Engine::watch_other_hosts(
+    Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
+  const auto addresses = addresses_towards(rendezvous.store_host());
+  std::string mine;
+  {
+    const Lock lock(mutex_);
+    mine = lifelines_.listen(addresses);
+  }
+  const auto& runtime = Runtime::instance();
+  std::vector<std::string> texts;
+  try {
+    texts = rendezvous.allgather("lifeline", mine);
+  } catch (...) {
+    const Lock lock(mutex_);
+    lifelines_.stop_listening();
+    throw;
+  }
+  std::map<int, std::string> others;
+  for (size_t member = 0; member < members.size(); ++member) {
+    if (members[member].host != members[rank].host) {
+      others.emplace(members[member].world_rank, texts[member]);
+    }
+  }
+  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout, kLifelineLimit);
+  Lock lock(mutex_);
+  lifelines_.connect(runtime.rank(), runtime.size(), hash_more(kEmptyHash, runtime.job().data(), runtime.job().size()), others);
+  auto missing = lifelines_.missing();
+  while (!missing.empty() && Clock::now() < limit) {
+    lock.unlock();
+    lifelines_.wait(limit);
+    lock.lock();
+    check_peers(lock);
+    missing = lifelines_.missing();
+  }
+  if (!missing.empty()) {
+    LOG(INFO) << "fog: world rank " << runtime.rank() << ": no connection yet that would show the end of world ranks "
+              << c10::Join(", ", missing);
+  }
+}
+
+Engine::Lock Engine::lock_by(Deadline deadline) {
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    watchdog_.expect(deadline);
+    lock.lock();
+  }
+  return lock;
+}
+
+void Engine::submit(
+    const std::shared_ptr<Group>& group,
+    const std::shared_ptr<Operation>& operation,
+    std::chrono::milliseconds timeout,
+    const std::string& name,
+    bool waits) {
+  check_not_forked();
+  const auto deadline = deadline_after(timeout);
+  auto lock = lock_by(deadline);
+  check_open(*group);
+  if (!group->failure.reason.empty()) {
+    C10_THROW_ERROR(DistBackendError, "fog: group '" + group->name + "' has failed and takes no more work: " + group->failure.reason);
+  }
+  const auto kind = operation->signature().kind;
+  uint64_t key = 0;
+  NameTable::Use use;
+  if (kind == OpKind::kPointToPoint) {
+    key = operation->tag();
+  } else if (name.empty()) {
+    key = group->next_key++;
+  } else {
+    key = key_of_name(kind, name);
+    const auto in_flight = [&](uint64_t other) { return group->by_key.count(other) > 0; };
+    TORCH_CHECK_VALUE(
+        !in_flight(key), "name: got '", name, "', which names an operation still in flight; wait for it or use another name");
+    use = group->names.next(key, in_flight);
+  }
+  watchdog_.expect(deadline);
+  group->operations.insert(operation);
+  try {
+    if (kind != OpKind::kPointToPoint) {
+      group->by_key.emplace(key, operation);
+    }
+  } catch (const std::bad_alloc&) {
+    group->operations.erase(operation);
+    throw;
+  }
+  ++in_flight_;
+  try {
+    operation->begin(group, key, group->sequence++, timeout, deadline, use);
+    if (kind != OpKind::kPointToPoint) {
+      const auto found = group->early.find(key);
+      if (found != group->early.end()) {
+        auto& messages = found->second;
+        for (auto message = messages.begin(); message != messages.end();) {
+          if (belongs_to(*operation, message->source, message->header)) {
+            operation->on_message(message->source, message->header, message->data.data());
+            message = messages.erase(message);
+          } else { // to a later use of the name
+            ++message;
+          }
+        }
+        if (messages.empty()) {
+          group->early.erase(found);
+        }
+      }
+    } else if (operation->receives()) {
+      const auto found = std::find_if(group->unexpected.begin(), group->unexpected.end(), [&](const EarlyMessage& message) {
+        return operation->matches(message.source, message.header);
+      });
+      if (found == group->unexpected.end()) {
+        group->posted.push_back(operation);
+      } else {
+        const auto message = std::move(*found);
+        group->unexpected.erase(found);
+        operation->on_message(message.source, message.header, message.data.data());
+      }
+    }
+    for (const int peer : operation->awaited(false)) {
+      group->check_present(peer);
+    }
+    make_ready(operation);
+    drive(lock);
+    if (!operation->ended() && !operation->computing) {
+      // It may have begun with a message of a process that has ended since and sends no more.
+      for (const int peer : operation->awaited()) {
+        if (lost_.count(group->members[peer].world_rank) > 0) {
+          group->check_present(peer);
+        }
+      }
+    }
+  } catch (const std::exception& error) {
+    fail(operation, error);
+  }
+  unlock_and_deliver(lock);
+  if (!waits) {
+    watch_in_background();
+  }
+}
+
+void Engine::on_message(int source, const Header& header, const char* data) {
+  if (header.kind == MessageKind::kGoodbye) {
+    departed_.insert(source);
+    afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
+    Header taken;
+    taken.kind = MessageKind::kGoodbyeTaken;
+    try {
+      messenger_->send(source, taken, nullptr, nullptr, 0);
+    } catch (const std::exception&) { // it ends anyway
+    }
+    return;
+  }
+  if (header.kind == MessageKind::kHold || header.kind == MessageKind::kRelease) {
+    messenger_->hold_back(source, header.kind == MessageKind::kHold);
+    return;
+  }
+  if (header.kind == MessageKind::kGoodbyeTaken) {
+    released_by_.insert(source);
+    return;
+  }
+  const auto found = groups_.find(header.group);
+  if (found == groups_.end()) {
+    if (closed_groups_.count(header.group) == 0) {
+      early_[header.group].emplace_back(early_load_, source, source, header, data);
+    } else if (header.kind == MessageKind::kClosed) {
+      forget_closed(header.group, source);
+    }
+    return;
+  }
+  const auto group = found->second; // a failure below may take it off the map
+  const int peer = group->group_rank(source);
+  if (peer < 0) {
+    return;
+  }
+  try {
+    route(group, peer, header, data);
+  } catch (const std::exception& error) {
+    fail(group, c10d::ErrorType::COMM_ERROR, message_of(error));
+  }
+}
+
+void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  switch (header.kind) {
+    case MessageKind::kError:
+      afterwards_.emplace_back(
+          [this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
+            fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
+          });
+      return;
+    case MessageKind::kClosed: {
+      group->gone.emplace(source, "has destroyed its group");
+      messenger_->forget(group->members[source].world_rank, group->id);
+      service_->on_gone(*group, source, group->gone[source]);
+      afterwards_.emplace_back(
+          [this, group, source] { fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false); });
+      return;
+    }
+    case MessageKind::kPointToPoint:
+      on_point_to_point(group, source, header, data);
+      return;
+    case MessageKind::kConfirm: {
+      const auto found = group->by_key.find(header.key);
+      if (found != group->by_key.end()) {
+        found->second->on_confirm(source);
+      }
+      return;
+    }
+    case MessageKind::kData: {
+      if (!group->failure.reason.empty()) {
+        return;
+      }
+      const auto found = group->by_key.find(header.key);
+      if (found != group->by_key.end() && belongs_to(*found->second, source, header)) {
+        const auto operation = found->second; // a failure takes it off the map
+        hand_over(operation, source, header, data);
+        return;
+      }
+      if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
+        C10_THROW_ERROR(
+            DistBackendError,
+            c10::str(
+                "ranks disagree in group '", group->name, "': rank ", source, " called ", header.signature.describe(),
+                " and sends to this rank ", group->rank,
+                " in it, which has ended its operation at that place of its program without rank ", source));
+      }
+      group->early[header.key].emplace_back(early_load_, group->members[source].world_rank, source, header, data);
+      return;
+    }
+    case MessageKind::kWindow:
+    case MessageKind::kWindowReply:
+      service_->on_message(group, source, header, data);
+      return;
+    case MessageKind::kTaken: // these are the messenger's own
+    case MessageKind::kFilled:
+    case MessageKind::kEmptied:
+    case MessageKind::kGoodbye:
+    case MessageKind::kGoodbyeTaken:
+    case MessageKind::kHold:
+    case MessageKind::kRelease:
+      return; // for the whole process, handled above
+  }
+}
+
+void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  if (!group->failure.reason.empty()) {
+    return;
+  }
+  for (auto position = group->posted.begin(); position != group->posted.end(); ++position) {
+    if ((*position)->matches(source, header)) {
+      const auto receive = *position;
+      group->posted.erase(position);
+      hand_over(receive, source, header, data);
+      return;
+    }
+  }
+  group->unexpected.emplace_back(early_load_, group->members[source].world_rank, source, header, data);
+}
+
+void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data) {
+  try {
+    operation->on_message(source, header, data);
+  } catch (const std::exception& error) {
+    fail(operation, error);
+  }
+}
+
+bool Engine::drive(Lock& lock) {
+  try {
+    if (failing_) {
+      fail_everything(kNoMemory, true);
+    }
+    return make_progress(lock);
+  } catch (const std::exception& error) {
+    if (!lock.owns_lock()) {
+      lock.lock();
+    }
+    failing_ = true;
+    try {
+      const bool no_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
+      fail_everything(no_memory ? kNoMemory : "fog's engine failed: " + message_of(error), true);
+    } catch (const std::exception&) { // in the next round, then
+    }
+    return false;
+  }
+}
+
+bool Engine::make_progress(Lock& lock) {
+  bool progressed = false;
+  if (messenger_) {
+    progressed = take_messages();
+    if (watchdog_.broken() && messenger_->give_up_mpi()) {
+      unhealthy_ = true;
+      fail_everything(watchdog_.reason(), false);
+    }
+    auto released = messenger_->take_released();
+    std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
+  }
+  progressed = progressed || !ready_.empty();
+  step_ready(lock);
+  progressed = step_service(lock) || progressed;
+  if (!failed_.empty() && messenger_) {
+    take_messages(); // a peer that has given an operation up has said before why: this comes first
+  }
+  // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
+  for (const auto& act : std::exchange(afterwards_, {})) {
+    act();
+  }
+  for (const auto& [operation, reason] : std::exchange(failed_, {})) {
+    fail(operation->group(), c10d::ErrorType::COMM_ERROR, reason);
+  }
+  if (early_load_.changed()) {
+    tell_early_load();
+  }
+  const auto now = Clock::now();
+  if (now >= next_check_) {
+    next_check_ = now + kCheckInterval;
+    check_deadlines();
+    check_peers(lock);
+  }
+  must_poll_ = messenger_ && messenger_->must_poll();
+  service_busy_ = service_->busy();
+  if (progressed) {
+    last_news_ = now;
+  }
+  return progressed;
+}
+
+bool Engine::take_messages() {
+  try {
+    return messenger_->poll();
+  } catch (const c10::DistBackendError& error) { // MPI itself failed: nobody can go on
+    unhealthy_ = true;
+    fail_everything(message_of(error), false);
+    return false;
+  }
+}
+
+bool Engine::step_service(Lock& lock) {
+  if (!service_->busy()) {
+    return false;
+  }
+  bool progressed = false;
+  service_->advance();
+  while (const auto task = service_->next_task()) {
+    progressed = true;
+    lock.unlock();
+    task->run();
+    lock.lock();
+    service_->finish(task);
+    service_->advance();
+  }
+  return progressed;
+}
+
+void Engine::step_ready(Lock& lock) {
+  while (!ready_.empty()) {
+    const auto operation = ready_.front();
+    outbox_.retired.push_back(operation); // a last reference must not be dropped under the lock
+    ready_.pop_front();
+    operation->queued = false;
+    if (operation->ended() || operation->computing || operation->failing) {
+      continue;
+    }
+    try {
+      switch (operation->step()) {
+        case Operation::Action::kWait:
+          break;
+        case Operation::Action::kDone:
+          complete(operation, nullptr);
+          break;
+        case Operation::Action::kCompute: {
+          operation->computing = true;
+          lock.unlock();
+          std::exception_ptr error;
+          try {
+            operation->run();
+          } catch (...) {
+            error = std::current_exception();
+          }
+          lock.lock();
+          operation->computing = false;
+          operation->settle();
+          if (operation->ended()) { // it has failed meanwhile, and from now on its memory is left alone
+            lock.unlock();
+            operation->finish(std::exchange(operation->late_error, nullptr));
+            lock.lock();
+            break;
+          }
+          if (error) {
+            std::rethrow_exception(error);
+          }
+          make_ready(operation);
+          break;
+        }
+      }
+    } catch (const std::exception& error) {
+      operation->failing = true;
+      failed_.emplace_back(operation, operation->describe() + ": " + message_of(error));
+    }
+  }
+}
+
+void Engine::complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error) {
+  if (operation->ended()) {
+    return;
+  }
+  if (error && messenger_) {
+    messenger_->withdraw(*operation); // what others may read of its memory; step_ready() has the rest
+  }
+  if (operation->computing) {
+    operation->late_error = std::move(error);
+  } else {
+    outbox_.completions.push_back({operation, std::move(error)});
+  }
+  // Nothing below needs memory.
+  operation->retire();
+  const auto& group = operation->group();
+  group->operations.erase(operation);
+  const auto found = group->by_key.find(operation->key());
+  if (found != group->by_key.end() && found->second == operation) {
+    group->by_key.erase(found);
+  }
+  --in_flight_;
+}
+
+void Engine::unlock_and_deliver(Lock& lock) {
+  auto outbox = std::exchange(outbox_, {});
+  outbox.of_service = service_->take_released();
+  const auto calls = service_->take_calls();
+  lock.unlock();
+  for (const auto& call : calls) {
+    report_unowned_failure("the end of a window's operation", call);
+  }
+  for (const int world_rank : outbox.ended) {
+    report_unowned_failure("the end of a process", [&] { ended_listener_.load()(world_rank); });
+  }
+  for (auto& completion : outbox.completions) {
+    report_unowned_failure("the end of an operation", [&] { completion.operation->finish(std::move(completion.error)); });
+  }
+  if (!calls.empty()) {
+    wake_waiters(); // one of these may be what another thread waits for
+  }
+}
+
+void Engine::wake_waiters() {
+  if (sleepers_.load() > 0) {
+    bell().wake(Doorbell::kWaiter);
+  }
+}
+
+void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
+  check_not_forked();
+  auto lock = lock_by(deadline_after(kLeaveTimeout));
+  if (!group->closed) {
+    fail(group, c10d::ErrorType::COMM_ERROR, reason);
+  }
+  unlock_and_deliver(lock);
+}
+
+void Engine::close(const std::shared_ptr<Group>& group) {
+  if (forked_) {
+    return;
+  }
+  auto lock = lock_by(deadline_after(kLeaveTimeout));
+  const auto calls = service_->on_closing(*group);
+  lock.unlock();
+  for (const auto& call : calls) {
+    call();
+  }
+  lock.lock();
+  if (!group->closed) {
+    if (!group->operations.empty()) {
+      fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
+    }
+    if (group->size() > 1 && !stopping_) {
+      notify(group, MessageKind::kClosed, ""); // also to those that have closed it: they forget it now
+    }
+    group->closed = true;
+    group->unexpected.clear();
+    group->early.clear();
+    service_->fail_group(*group, "the group was destroyed");
+    groups_.erase(group->id);
+    for (int peer = 0; peer < group->size(); ++peer) {
+      const int world_rank = group->members[peer].world_rank;
+      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(world_rank) == 0 && departed_.count(world_rank) == 0) {
+        closed_groups_[group->id].insert(world_rank);
+      }
+    }
+  }
+  unlock_and_deliver(lock);
+}
+
+void Engine::forget_closed(uint64_t group, int world_rank) {
+  const auto found = closed_groups_.find(group);
+  if (found != closed_groups_.end()) {
+    found->second.erase(world_rank);
+    if (found->second.empty()) {
+      closed_groups_.erase(found);
+    }
+  }
+}
+
+bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
+  const Lock lock(mutex_);
+  return messenger_ && messenger_->local().reaches(group->members[peer].world_rank);
+}
+
+void Engine::check_open(const Group& group) const {
+  if (group.closed || stopping_) {
+    C10_THROW_ERROR(DistBackendError, "fog: group '" + group.name + "' was destroyed");
+  }
+}
+
+void Engine::begin(Deadline deadline, const std::function<void()>& act) {
+  check_not_forked();
+  auto lock = lock_by(deadline);
+  watchdog_.expect(deadline);
+  act();
+  service_busy_ = true;
+  drive(lock);
+  unlock_and_deliver(lock);
+  watch_in_background();
+}
+
+void Engine::tell(const std::function<void()>& act) {
+  if (!forked_) {
+    Lock lock(mutex_);
+    act();
+    unlock_and_deliver(lock);
+  }
+}
+
+void Engine::listen() {
+  bell().wake(Doorbell::kBackground);
+}
+
+Failure Engine::failure(const std::shared_ptr<Group>& group) {
+  check_not_forked();
+  Lock lock(mutex_);
+  return group->failure;
+}
+
+uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
+  check_not_forked();
+  Lock lock(mutex_);
+  return group->sequence;
+}
+
+bool Engine::has_left(int world_rank) {
+  const Lock lock(mutex_);
+  return lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0;
+}
+
+Engine::Bookkeeping Engine::bookkeeping() {
+  const Lock lock(mutex_);
+  Bookkeeping sizes{0, closed_groups_.size(), early_load_.bytes()};
+  for (const auto& [id, group] : groups_) {
+    sizes.names += group->names.size();
+  }
+  return sizes;
+}
+
+std::string Engine::describe(const std::shared_ptr<Operation>& operation) {
+  check_not_forked();
+  Lock lock(mutex_);
+  return operation->describe() + operation->describe_awaited();
+}
+
+} // namespace fog

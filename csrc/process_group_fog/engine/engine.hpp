@@ -1,0 +1,253 @@
+// The progress engine: one in a process, shared by all its groups.
+//
+// Progress is cooperative. Whoever waits for a Work drives every operation in flight; a background thread does it only
+// while operations are in flight and nobody waits. Threads with nothing to do sleep until a message of this host rings
+// their bell; where something may come over MPI, they look now and then. One lock guards MPI and all state; completions
+// (which may run Python callbacks) and arithmetic happen outside of it.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "engine/completion_pool.hpp"
+#include "engine/work.hpp"
+#include "engine/group.hpp"
+#include "job/peer_monitor.hpp"
+#include "transport/messenger.hpp"
+#include "engine/operation.hpp"
+#include "engine/service.hpp"
+#include "job/process_watch.hpp"
+#include "job/mpi_runtime.hpp"
+#include "job/mpi_watchdog.hpp"
+
+namespace fog {
+
+class Engine : public Driver, private MessageHandler {
+ public:
+  // Lives until the process ends, as MPI does.
+  static Engine& instance();
+
+  // Makes a group of the ranks that meet at `store`, and starts MPI in the first one. Blocks until every rank has come;
+  // throws DistBackendError naming those that do not within `timeout`.
+  std::shared_ptr<Group> connect(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name);
+
+  // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
+  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the caller
+  // goes straight on to drive_until(), so the background need not be woken for what comes before.
+  void submit(
+      const std::shared_ptr<Group>& group,
+      const std::shared_ptr<Operation>& operation,
+      std::chrono::milliseconds timeout,
+      const std::string& name = "",
+      bool waits = false);
+
+  bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
+  void drive_once(const std::atomic<bool>& done) override;
+  // Whether this process is a fork of the one that the engine is of: then it must not touch what others share.
+  bool forked() const {
+    return forked_;
+  }
+  void check_not_forked() const;
+  using Refused = CompletionPool::Refused;
+  void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
+
+  // Fails everything in flight in the group and all later operations, here and on every rank.
+  void abort(const std::shared_ptr<Group>& group, const std::string& reason);
+  // The group is not used any more on this rank; those that still wait for this rank are told.
+  void close(const std::shared_ptr<Group>& group);
+  Failure failure(const std::shared_ptr<Group>& group);
+  uint64_t sequence(const std::shared_ptr<Group>& group);
+  std::string describe(const std::shared_ptr<Operation>& operation);
+
+  // Sizes of what grows with what a program does, for tests.
+  struct Bookkeeping {
+    size_t names; // of operations, in all groups
+    size_t closed_groups; // that others have not closed
+    size_t early_bytes;
+  };
+  Bookkeeping bookkeeping();
+
+  // --- for a service ---
+  // Who answers messages that are no operation's. Given once, before the first group.
+  void serve(std::unique_ptr<Service> service) {
+    service_ = std::move(service);
+  }
+  Service& service() const {
+    return *service_;
+  }
+  // Calls act() with the lock.
+  template <typename Act>
+  auto with_lock(Act&& act) {
+    const Lock lock(mutex_);
+    return act();
+  }
+  // Calls act(), which starts something that is to end by `deadline`, and makes progress. What act() throws comes through.
+  void begin(Deadline deadline, const std::function<void()>& act);
+  // Calls act(), which sends something that nothing follows from here.
+  void tell(const std::function<void()>& act);
+  // Messages may come for the service from now on: the background looks for them.
+  void listen();
+  // With the lock: throws DistBackendError if the group takes no more work.
+  void check_open(const Group& group) const;
+  // With the lock: how messages go.
+  Messenger* messenger() const {
+    return messenger_.get();
+  }
+  // Whether the peer shares memory with this process.
+  bool shares_memory(const std::shared_ptr<Group>& group, int peer);
+  // Whether a process has ended, or said that it does.
+  bool has_left(int world_rank);
+  // Is called without the lock when that happens, in any thread.
+  void set_ended_listener(void (*listener)(int world_rank)) {
+    ended_listener_ = listener;
+  }
+  void wake_waiters() override;
+
+  // Called every now and then by a thread that waits; may throw (Ctrl-C).
+  void set_interrupt_check(std::function<void()> check) {
+    interrupt_check_ = std::move(check);
+  }
+  // For waits of the program's threads that are not the engine's.
+  void check_interrupt() {
+    if (interrupt_check_ && !CompletionPool::is_current_thread()) {
+      interrupt_check_();
+    }
+  }
+
+  // Says goodbye to the other ranks and ends MPI; waits for theirs, but not long. For interpreter exit.
+  void shutdown();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+  using Doorbell = shared_memory::Doorbell;
+  struct Completion {
+    std::shared_ptr<Operation> operation;
+    std::exception_ptr error;
+  };
+  // What must be destroyed or called without the lock.
+  struct Outbox {
+    std::vector<Completion> completions;
+    std::vector<std::shared_ptr<TransferOwner>> released;
+    std::vector<std::shared_ptr<Operation>> retired;
+    std::vector<std::shared_ptr<void>> of_service;
+    std::vector<int> ended; // world ranks
+  };
+
+  Engine();
+  void on_message(int source, const Header& header, const char* data) override;
+  bool has_ended(int peer) override {
+    return lost_.count(peer) > 0 || lifelines_.has_ended(peer);
+  }
+  void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  // A disagreement fails the group.
+  void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
+  void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+
+  // How long the end of a group, or of the process, waits for others.
+  static constexpr auto kLeaveTimeout = std::chrono::seconds(3);
+  // The lock; a call of MPI that keeps it beyond the deadline is ended.
+  Lock lock_by(Deadline deadline);
+  // One round of progress with the lock held (it is released around arithmetic); true if anything moved. An exception in it,
+  // no memory say, becomes the failure of what it concerns, or of everything in flight.
+  bool drive(Lock& lock);
+  bool make_progress(Lock& lock);
+  bool take_messages();
+  void step_ready(Lock& lock);
+  bool step_service(Lock& lock);
+  void check_peers(Lock& lock);
+  void on_process_end(Lock& lock, int peer, bool silent);
+  // Throws DistBackendError if the system refuses them.
+  void start_threads(std::chrono::milliseconds timeout);
+  // Connects with processes of other hosts, to notice when they end. Collective over a group that is the world.
+  void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout);
+  void check_deadlines();
+  // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
+  void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
+  // The first failure decides; every rank of the group is told unless it told us. Lacking memory for that, everything fails
+  // as soon as there is some.
+  void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
+  void fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell);
+  // Its group, with this error of its own.
+  void fail(const std::shared_ptr<Operation>& operation, const std::exception& error);
+  // All groups and windows. Tried again in the next round if there is no memory for it.
+  void fail_everything(const std::string& reason, bool tell);
+  // Fails the group if an operation waits for this rank; `announced` as in Operation::awaited().
+  void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
+  // The same in all groups: the process has ended.
+  void lose(int world_rank, const std::string& how, bool announced);
+  // Nothing more comes from there for a group that is closed here.
+  void forget_closed(uint64_t group, int world_rank);
+  // Asks processes whose early messages take too much memory to hold their data back.
+  void tell_early_load();
+  void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
+  // Takes what has to happen without the lock and does it after unlocking.
+  void unlock_and_deliver(Lock& lock);
+
+  class Attendance;
+  shared_memory::Doorbell& bell() {
+    auto* links = links_.load();
+    return links != nullptr ? links->doorbell() : early_bell_;
+  }
+  void watch_in_background();
+  void doze(std::chrono::nanoseconds limit);
+  // For a thread that waits until `done` is set: sleeps until that, or news, may have come, but not longer than `limit`.
+  void sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit);
+  void background();
+  // Whether somebody has to drive MPI for what this process has started.
+  bool busy() const;
+
+  std::mutex mutex_;
+  Watchdog watchdog_;
+  std::unique_ptr<Messenger> messenger_;
+  // The messenger's, for threads without the lock; null before there is one.
+  std::atomic<LocalLinks*> links_{nullptr};
+  shared_memory::Doorbell early_bell_ = {};
+  std::unique_ptr<Service> service_;
+  PeerWatch peers_;
+  std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
+  EarlyLoad early_load_;
+  std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
+  // Groups that are closed here, with those ranks of the world that have not said the same: something may come from them yet.
+  std::unordered_map<uint64_t, std::unordered_set<int>> closed_groups_;
+  std::deque<std::shared_ptr<Operation>> ready_;
+  std::vector<std::function<void()>> afterwards_; // news of failures and ends on other ranks, to act on after this round
+  std::vector<std::pair<std::shared_ptr<Operation>, std::string>> failed_; // in a step, and why
+  Outbox outbox_;
+  std::unordered_set<int> departed_; // world ranks that said goodbye
+  std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
+  std::unordered_set<int> lost_; // world ranks that ended without
+  std::chrono::steady_clock::time_point last_news_; // of anything
+  std::chrono::steady_clock::time_point next_check_;
+  std::atomic<size_t> in_flight_{0};
+  std::atomic<int> waiting_{0}; // threads in drive_until()
+  std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to
+  std::atomic<bool> must_poll_{false};
+  std::atomic<bool> service_busy_{false};
+  std::atomic<bool> stopping_{false};
+  bool unhealthy_ = false;
+  std::atomic<bool> failing_{false}; // everything is to fail, which has not been possible yet
+  bool oversubscribed_ = false;
+  std::atomic<bool> forked_{false};
+  std::thread thread_;
+  CompletionPool completions_;
+  std::function<void()> interrupt_check_;
+  std::atomic<void (*)(int world_rank)> ended_listener_{[](int) {}};
+  Lifelines lifelines_;
+  // Processes of other hosts that have ended: what they sent before may come yet, until then.
+  struct LastWords {
+    int peer;
+    bool silent;
+    std::chrono::steady_clock::time_point end;
+  };
+  std::vector<LastWords> last_words_;
+};
+
+} // namespace fog

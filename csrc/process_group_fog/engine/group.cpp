@@ -1,0 +1,52 @@
+#include "engine/group.hpp"
+
+#include <algorithm>
+#include <sstream>
+
+#include <c10/util/Exception.h>
+
+namespace fog {
+
+Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int group_rank, std::vector<Member> group_members)
+    : engine(its_engine),
+      id(group_id),
+      name(std::move(group_name)),
+      rank(group_rank),
+      members(std::move(group_members)),
+      one_host(std::all_of(members.begin(), members.end(), [](const Member& member) { return member.host == 0; })) {
+  for (int member = 0; member < size(); ++member) {
+    group_ranks_.emplace(members[member].world_rank, member);
+  }
+}
+
+int Group::group_rank(int world_rank) const {
+  const auto found = group_ranks_.find(world_rank);
+  return found == group_ranks_.end() ? -1 : found->second;
+}
+
+std::string Group::describe_member(int member) const {
+  std::ostringstream text;
+  text << "rank " << member << " (pid " << members[member].pid << " on host " << members[member].host_name << ")";
+  return text.str();
+}
+
+void Group::check_present(int member) const {
+  const auto found = gone.find(member);
+  if (found != gone.end()) {
+    C10_THROW_ERROR(DistBackendError, describe_member(member) + ' ' + found->second);
+  }
+}
+
+void make_ready(const std::shared_ptr<Operation>& operation) {
+  if (!operation->queued && !operation->ended()) {
+    operation->group()->ready->push_back(operation);
+    operation->queued = true;
+  }
+}
+
+uint64_t key_of_name(OpKind kind, const std::string& name) {
+  uint64_t hash = hash_more(kEmptyHash, static_cast<int64_t>(kind));
+  return hash_more(hash, name.data(), name.size()) | kNamedKey;
+}
+
+} // namespace fog

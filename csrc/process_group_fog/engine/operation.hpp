@@ -1,0 +1,299 @@
+// One operation in flight: a small state machine over messages.
+//
+// An algorithm derives from Operation. launch() posts its first sends and receives; advance() is called after each event
+// and says whether to wait, to compute (outside of the engine's lock) or that the operation is done. It names its peers by
+// group rank and never sees the engine.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/deadline.hpp"
+#include "core/signature.hpp"
+#include "engine/work.hpp"
+#include "transport/messenger.hpp"
+#include "engine/name_table.hpp"
+#include "transport/operand.hpp"
+
+namespace fog {
+
+class Group;
+
+class Operation : public TransferOwner, public std::enable_shared_from_this<Operation> {
+ public:
+  enum class Action { kWait, kCompute, kDone };
+
+  explicit Operation(Signature signature) : signature_(signature) {}
+
+  // --- for whoever makes it ---
+  // Tensors whose memory the operation uses; kept until it ends.
+  void keep(const at::Tensor& tensor) {
+    kept_.push_back(tensor);
+  }
+  // Runs after success, before the Work completes, outside of the engine's lock: copies staged results to their places.
+  void set_epilogue(std::function<void()> epilogue) {
+    epilogue_ = std::move(epilogue);
+  }
+  void set_work(c10::intrusive_ptr<WorkFog> work) {
+    work_ = std::move(work);
+  }
+  // Whether senders wait until the receiver has accepted their messages, where they would not learn of it otherwise.
+  void set_confirm(bool confirm) {
+    confirm_ = confirm;
+  }
+
+  // --- for the engine ---
+  void begin(
+      const std::shared_ptr<Group>& group,
+      uint64_t key,
+      uint64_t sequence,
+      std::chrono::milliseconds timeout,
+      Deadline deadline,
+      NameTable::Use use = {});
+  void on_message(int source, const Header& header, const char* data);
+  void on_confirm(int source);
+  void on_transfer(size_t token, size_t part) final;
+  void on_transfer_error(size_t token, const std::string& reason) final;
+  void on_room() final;
+  void on_filled(size_t token, size_t filled) final;
+  // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing; kCompute also when data is
+  // to be copied from other processes.
+  Action step();
+  // What step() asked for with kCompute, without the lock; settle() follows with the lock, also if the operation has ended.
+  void run();
+  void settle();
+  // Copies results to their places and completes the Work.
+  void finish(std::exception_ptr error);
+  // Ends it without completing; later events are ignored.
+  void retire() {
+    state_ = State::kEnded;
+  }
+
+  bool ended() const {
+    return state_ == State::kEnded;
+  }
+  bool computing = false; // a thread is in run()
+  bool failing = false; // it takes no further step
+  std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
+  bool queued = false; // for a step()
+  uint64_t key() const {
+    return key_;
+  }
+  uint64_t sequence() const {
+    return sequence_;
+  }
+  std::chrono::steady_clock::time_point deadline() const {
+    return deadline_;
+  }
+  std::chrono::milliseconds timeout() const {
+    return timeout_;
+  }
+  const std::shared_ptr<Group>& group() const {
+    return group_;
+  }
+  const Signature& signature() const {
+    return signature_;
+  }
+  // Group ranks that the operation cannot end without. Without `announced`, those that still owe it a message: data that is
+  // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
+  std::set<int> awaited(bool announced = true) const;
+  // Whether any message of this operation came from `peer`.
+  bool heard_from(int peer) const;
+  // Whether a message from `peer` is still to come.
+  bool expects(int peer) const;
+  // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
+  std::string describe() const;
+  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
+  std::string describe_awaited() const;
+
+  // --- of send and recv, which are matched by tag and source, oldest first, as in MPI ---
+  // The user's tag, which is the operation's key.
+  virtual uint64_t tag() const {
+    return 0;
+  }
+  // Whether it takes a message.
+  virtual bool receives() const {
+    return false;
+  }
+  // Whether it takes this one.
+  virtual bool matches(int source, const Header& header) const {
+    return false;
+  }
+
+ protected:
+  virtual void launch() = 0;
+  virtual Action advance() = 0;
+  virtual void compute() {}
+
+  // --- for algorithms ---
+  int rank() const;
+  int size() const;
+  // Whether all ranks share one host; the same on every rank.
+  bool one_host() const;
+  struct Destination {
+    int peer;
+    double scale = 1.0;
+  };
+  // What becomes of the memory that is sent.
+  enum class Memory {
+    kStays, // it is untouched until the operation ends
+    kOverwritten, // compute() may overwrite the first sent() bytes
+  };
+  // Sends the same `bytes` of `data` to several group ranks as message `step`.
+  void send(
+      const std::vector<Destination>& destinations,
+      uint16_t step,
+      const void* data,
+      size_t bytes,
+      bool confirm = false,
+      Memory memory = Memory::kStays);
+  void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
+    send({{peer, scale}}, step, data, bytes, confirm);
+  }
+  // How much of `bytes` that are to be overwritten has been sent.
+  size_t sent(size_t bytes) const;
+  // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
+  std::vector<Destination> others() const;
+  // Expects exactly `bytes` from `peer` as message `step`, into `data`.
+  size_t receive(int peer, uint16_t step, void* data, size_t bytes);
+  // The same into memory that is about to be sent to `peer` as message 0, which the peer has in whole when it sends this one. But
+  // MPI may not have said so, and must not be asked to write to what it still reads: the message waits for that.
+  void receive_over(int peer, uint16_t step, void* data, size_t bytes) {
+    receives_[receive(peer, step, data, bytes)].over_sent = true;
+  }
+  // Expects exactly `bytes` from `peer`, which stay where this process can read them: compute() finds them as operand().
+  size_t receive_operand(int peer, uint16_t step, size_t bytes);
+  const Operand& operand(size_t receive) const {
+    return receives_[receive].operand;
+  }
+  // For advance(): kCompute when there is more of all operands, of `bytes` each, than compute() has used; it then is to use
+  // bytes used() to usable(), at most `limit`. kDone when it has used all, else kWait.
+  Action use_operands(size_t bytes, size_t limit);
+  Action use_operands(size_t bytes) {
+    return use_operands(bytes, bytes);
+  }
+  // The operands are those that come as message `step` from now on, none of them used yet. They were those of step 0.
+  void turn_to_operands(uint16_t step) {
+    operand_step_ = step;
+    used_ = usable_ = 0;
+  }
+  size_t used() const {
+    return used_;
+  }
+  size_t usable() const {
+    return usable_;
+  }
+  // Expects a message of any size; fetch() then names the place for its data.
+  size_t receive_header(int peer, uint16_t step);
+  void fetch(size_t receive, void* data);
+  // True once every receive with this step number is complete.
+  bool received(uint16_t step) const;
+  const Header& header(size_t receive) const {
+    return receives_[receive].header;
+  }
+  // The rank that a receive has matched.
+  int source(size_t receive) const {
+    return receives_[receive].peer;
+  }
+  // Between a rank that only sends in an operation and one that only receives from it: the receiver sends an empty message
+  // at once, so that each has seen what the other one called. Nothing happens where confirm is off.
+  void announce_to(int peer);
+  void expect_announcement(int peer);
+  bool announced() const {
+    return received(kAnnouncement);
+  }
+  void set_outputs(std::vector<at::Tensor> outputs) {
+    outputs_ = std::move(outputs);
+    has_outputs_ = true;
+  }
+  // Memory that lives as long as the operation; other ranks of this host can read it where it is.
+  void* scratch(size_t bytes);
+  // Takes a point-to-point message that the group has matched to this receive.
+  virtual void on_unmatched(int source, const Header& header);
+
+  Signature signature_;
+  c10::intrusive_ptr<WorkFog> work_;
+
+ private:
+  enum class State { kNew, kActive, kEnded };
+  struct Receive {
+    int peer = -1;
+    uint16_t step = 0;
+    void* data = nullptr;
+    size_t bytes = 0;
+    bool any_size = true;
+    bool arrived = false;
+    bool complete = false;
+    std::vector<bool> parts; // of MPI messages with its data: which have come
+    size_t parts_missing = 0;
+    Header header;
+    std::vector<char> stash; // inline data whose place is not known yet
+    bool over_sent = false; // into memory that is sent to the peer as message 0
+    size_t unsent = 0; // parts of that which MPI still reads
+    bool waits = false; // for these
+    bool in_place = false; // to be read where it is
+    Operand operand;
+    std::shared_ptr<const shared_memory::ForeignArena> arena; // which the operand is in
+    size_t available = 0; // bytes that can be read
+    size_t taken = 0; // bytes that were, of a stream
+  };
+  // A part of a stream that run() moves: out of the user's memory into the window, or out of the window into its place.
+  struct Move {
+    std::shared_ptr<Stream> outgoing; // null: coming in
+    size_t receive = 0;
+    size_t from = 0;
+    size_t to = 0;
+  };
+  enum class Task { kNone, kMove, kCompute };
+  // How much of a stream of `bytes` is moved before the other side hears of it.
+  static size_t move_bytes(size_t bytes);
+  static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
+  static constexpr size_t kSendToken = size_t(1) << 62; // + peer, + kLaterToken but for message 0; receives use their index
+  static constexpr size_t kLaterToken = size_t(1) << 61;
+  static int peer_of(size_t token) {
+    return static_cast<int>(token & (kLaterToken - 1));
+  }
+
+  void confirm_to(int peer);
+  void complete_receive(Receive& receive);
+  void take(size_t index, const char* data);
+  Header header_for(uint16_t step, size_t bytes) const;
+  bool plan_moves();
+  void finish_moves();
+  void end_stream(const std::shared_ptr<Stream>& stream);
+  void release_operands();
+  void tell_taken(Receive& receive, size_t taken);
+
+  State state_ = State::kNew;
+  std::shared_ptr<Group> group_;
+  uint64_t key_ = 0;
+  uint64_t sequence_ = 0;
+  NameTable::Use use_; // of its name, if it has one
+  std::chrono::steady_clock::time_point deadline_;
+  std::chrono::milliseconds timeout_{0};
+  bool confirm_ = true;
+  bool has_outputs_ = false;
+  std::vector<Receive> receives_;
+  std::vector<std::shared_ptr<Stream>> streams_; // going out and not all filled
+  std::vector<size_t> to_move_; // receives whose data is to be brought from other processes to its place
+  std::vector<Move> moves_; // of run()
+  Task task_ = Task::kNone;
+  uint16_t operand_step_ = 0;
+  size_t used_ = 0;
+  size_t usable_ = 0;
+  std::vector<size_t> receiving_; // by step: receives not complete
+  std::vector<size_t> sending_; // by peer: parts that MPI or the peer still reads
+  size_t sends_ = 0;
+  std::string transfer_error_;
+  std::multiset<int> unconfirmed_;
+  std::vector<at::Tensor> kept_;
+  std::vector<at::Tensor> outputs_;
+  std::vector<c10::DataPtr> scratch_;
+  std::function<void()> epilogue_;
+};
+
+} // namespace fog

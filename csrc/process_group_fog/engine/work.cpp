@@ -1,0 +1,233 @@
+#include "engine/work.hpp"
+
+#include <new>
+
+#include <c10/util/Exception.h>
+
+#include "core/deadline.hpp"
+#include "core/python_lock.hpp"
+#include "core/unowned_failure.hpp"
+
+namespace fog {
+
+using Clock = std::chrono::steady_clock;
+
+namespace {
+
+// Of an operation that has lacked nothing before.
+std::exception_ptr no_memory_for_result(const std::function<std::string()>& describe) {
+  try {
+    C10_THROW_ERROR(
+        DistBackendError, c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
+  } catch (...) { // or for that
+    return std::current_exception();
+  }
+}
+
+} // namespace
+
+WorkFog::WorkFog(
+    Driver& driver,
+    int rank,
+    c10d::OpType type,
+    const char* profiling_title,
+    const std::vector<at::Tensor>& inputs,
+    std::vector<at::Tensor> outputs)
+    : Work(rank, type, profiling_title, inputs),
+      driver_(driver),
+      outputs_(std::move(outputs)),
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+
+c10::intrusive_ptr<WorkFog> WorkFog::when_all(
+    Driver& driver,
+    int rank,
+    c10d::OpType type,
+    std::vector<c10::intrusive_ptr<WorkFog>> parts,
+    std::optional<std::vector<at::Tensor>> outputs) {
+  struct Pending {
+    std::atomic<size_t> count;
+    std::mutex mutex;
+    std::exception_ptr error;
+  };
+  auto whole = c10::make_intrusive<WorkFog>(driver, rank, type, nullptr, std::vector<at::Tensor>(), std::vector<at::Tensor>());
+  if (parts.empty()) {
+    whole->complete(nullptr);
+    return whole;
+  }
+  whole->sequence_ = parts.back()->sequence_;
+  whole->set_describe([parts] { return parts.front()->describe(); });
+  whole->set_abort([parts] {
+    for (const auto& part : parts) {
+      part->abort();
+    }
+  });
+  auto pending = std::make_shared<Pending>();
+  pending->count = parts.size();
+  for (const auto& part : parts) {
+    part->future_->addCallback([whole, pending, parts, outputs](c10::ivalue::Future& future) {
+      if (future.hasError()) {
+        std::lock_guard<std::mutex> lock(pending->mutex);
+        if (!pending->error) {
+          pending->error = future.exception_ptr();
+        }
+      }
+      if (--pending->count > 0) {
+        return;
+      }
+      auto error = pending->error;
+      try {
+        std::vector<at::Tensor> all;
+        for (const auto& each : parts) {
+          all.insert(all.end(), each->outputs_.begin(), each->outputs_.end());
+        }
+        whole->set_outputs(outputs.value_or(std::move(all)));
+      } catch (const std::bad_alloc&) {
+        error = no_memory_for_result(nullptr);
+      }
+      whole->complete(error);
+    });
+  }
+  return whole;
+}
+
+void WorkFog::complete(std::exception_ptr error) {
+  ended_ = Clock::now();
+  // These refer to the operation, whose life ends here; they go after the lock.
+  std::function<std::string()> describe;
+  std::function<void()> abort;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    describe.swap(describe_);
+    abort.swap(abort_);
+  }
+  c10::IValue value;
+  try {
+    if (!error) {
+      value = c10::IValue(outputs_);
+    }
+  } catch (const std::bad_alloc&) { // from here on none is needed
+    error = no_memory_for_result(describe);
+  }
+  // The Work first, then its Future: a callback may wait for the Work. getFuture() says that it is taken, then looks at `done_`;
+  // both are sequentially consistent, so one of the two sees the other.
+  finish(error);
+  done_.store(true);
+  driver_.wake_waiters();
+  const auto mark = [future = future_, value = std::move(value), error] {
+    if (error) {
+      future->setErrorIfNeeded(error);
+    } else {
+      future->markCompleted(value);
+    }
+  };
+  bool given = false;
+  if (future_taken_.load()) {
+    try {
+      using Refused = CompletionPool::Refused;
+      driver_.run_callbacks(mark, future_taken_by_callback_.load() ? Refused::kRunHere : Refused::kQueue);
+      given = true;
+    } catch (const std::exception&) { // no memory for the queue
+    }
+  }
+  if (!given) {
+    report_unowned_failure("a callback", mark);
+  }
+}
+
+bool WorkFog::isCompleted() {
+  if (!done_.load(std::memory_order_acquire)) {
+    driver_.drive_once(done_);
+  }
+  return done_.load(std::memory_order_acquire);
+}
+
+bool WorkFog::isSuccess() const {
+  return done_.load(std::memory_order_acquire) && !exception();
+}
+
+int WorkFog::sourceRank() const {
+  return done_.load(std::memory_order_acquire) ? source_ : -1;
+}
+
+std::vector<at::Tensor> WorkFog::result() {
+  TORCH_CHECK(done_.load(std::memory_order_acquire), "fog: result() of an operation that is still in flight; call wait() first");
+  return outputs_;
+}
+
+void WorkFog::synchronize() {
+  wait(kNoTimeout);
+}
+
+bool WorkFog::wait(std::chrono::milliseconds timeout) {
+  if (!done_.load(std::memory_order_acquire)) {
+    // Without a time-out of its own the wait ends with the operation, which has the group's.
+    const auto deadline = timeout > kNoTimeout ? deadline_after(timeout) : Deadline::max();
+    bool done = false;
+    without_python_lock([&] { done = driver_.drive_until(done_, deadline); });
+    if (!done) {
+      const auto what = describe();
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(
+              "fog: wait() timed out after ", timeout.count(), " ms: ", what.empty() ? "operation" : what,
+              ". The operation goes on; wait() may be called again."));
+    }
+  }
+  if (future_taken_.load()) {
+    wait_for_future(); // marked right after the Work: whoever waited for one finds the other complete
+  }
+  if (exception()) {
+    std::rethrow_exception(exception());
+  }
+  return true;
+}
+
+// That of a Work that is complete: the thread that completed it is about to mark it, if it has not.
+void WorkFog::wait_for_future() {
+  if (!future_->completed()) {
+    without_python_lock([this] { future_->wait(); });
+  }
+}
+
+// Empty once the operation has ended.
+std::string WorkFog::describe() {
+  std::function<std::string()> describe;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    describe = describe_;
+  }
+  return describe ? describe() : std::string();
+}
+
+void WorkFog::abort() {
+  std::function<void()> abort;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    abort = abort_;
+  }
+  if (abort) {
+    abort();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkFog::getFuture() {
+  if (CompletionPool::is_current_thread()) {
+    future_taken_by_callback_.store(true);
+  }
+  future_taken_.store(true);
+  if (done_.load()) {
+    wait_for_future();
+  }
+  return future_;
+}
+
+uint64_t WorkFog::getSequencenumber() const {
+  return sequence_;
+}
+
+float WorkFog::getDuration() const {
+  TORCH_CHECK(done_.load(std::memory_order_acquire), "fog: getDuration() of an operation that is still in flight");
+  return std::chrono::duration<float, std::milli>(ended_ - started_).count();
+}
+
+} // namespace fog

@@ -1,0 +1,63 @@
+// The MPI functions that fog calls, as a table of pointers.
+//
+// In the default build the table is filled at run time from a library that follows the MPI standard ABI (MPI-5.0,
+// chapter 20), opened privately: its symbols stay out of the global scope, so another MPI in the same process (mpi4py's,
+// say) keeps its own. A native build (FOG_NATIVE_MPI) fills it from the library that the site's mpicxx links.
+#pragma once
+
+#include <string>
+
+#ifdef FOG_NATIVE_MPI
+#include <mpi.h>
+#else
+#include <mpi_abi.h>
+#endif
+
+namespace fog {
+
+#define FOG_MPI_FUNCTIONS(X) \
+  X(Initialized)             \
+  X(Finalized)               \
+  X(Init_thread)             \
+  X(Query_thread)            \
+  X(Finalize)                \
+  X(Comm_rank)               \
+  X(Comm_size)               \
+  X(Comm_dup)                \
+  X(Comm_set_errhandler)     \
+  X(Comm_get_attr)           \
+  X(Isend)                   \
+  X(Issend)                  \
+  X(Irecv)                   \
+  X(Improbe)                 \
+  X(Imrecv)                  \
+  X(Get_count)               \
+  X(Test)                    \
+  X(Testsome)                \
+  X(Bcast)                   \
+  X(Error_string)            \
+  X(Get_library_version)
+
+struct Api {
+#define FOG_MPI_MEMBER(name) decltype(&MPI_##name) name = nullptr;
+  FOG_MPI_FUNCTIONS(FOG_MPI_MEMBER)
+#undef FOG_MPI_MEMBER
+};
+
+// Opens the library at `path` and fills the table; throws std::runtime_error that names the path and what is missing. An
+// empty path is allowed only in a native build. Calling it again with a library loaded does nothing.
+void load(const std::string& path);
+
+// The table; load() must have succeeded.
+const Api& api();
+
+// Path of the loaded library, empty before load().
+const std::string& library_path();
+
+// MPI's text for an error code, without the trace of its inner calls that MPICH adds.
+std::string error_text(int code);
+
+// Throws DistBackendError with MPI's own text unless `code` is MPI_SUCCESS. `what` names the call.
+void check(int code, const char* what);
+
+} // namespace fog

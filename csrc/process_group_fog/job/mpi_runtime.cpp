@@ -1,0 +1,353 @@
+#include "job/mpi_runtime.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iomanip>
+#include <random>
+#include <sstream>
+#include <system_error>
+#include <thread>
+
+#include <c10/util/Exception.h>
+
+#include "core/failure.hpp"
+#include "job/hosts.hpp"
+
+namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int environment_int(const char* name, int missing) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') {
+    return missing;
+  }
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  return *end == '\0' ? static_cast<int>(value) : missing;
+}
+
+std::string random_name() {
+  std::random_device device;
+  std::ostringstream name;
+  name << "fog_" << getpid() << '_' << std::hex;
+  for (int word = 0; word < 4; ++word) {
+    name << std::setw(8) << std::setfill('0') << device();
+  }
+  return name.str();
+}
+
+// Sets variables for MPI_Init and takes them back afterwards, so that programs which this process starts do not mistake
+// themselves for ranks of its job.
+class ScopedEnvironment {
+ public:
+  ~ScopedEnvironment() {
+    for (const auto& [name, old] : saved_) {
+      old ? setenv(name.c_str(), old->c_str(), 1) : unsetenv(name.c_str());
+    }
+  }
+  void set(const std::string& name, const std::string& value) {
+    save(name);
+    setenv(name.c_str(), value.c_str(), 1);
+  }
+  void unset(const std::string& name) {
+    save(name);
+    unsetenv(name.c_str());
+  }
+
+ private:
+  void save(const std::string& name) {
+    const char* old = std::getenv(name.c_str());
+    saved_.emplace_back(name, old ? std::optional<std::string>(old) : std::nullopt);
+  }
+  std::vector<std::pair<std::string, std::optional<std::string>>> saved_;
+};
+
+// Removes the names of the shared-memory files that MPI mapped at start-up. All local ranks have attached by then; without
+// its name the memory goes when the last of them ends, however it ends. MPICH leaves the files behind after a kill -9.
+void unlink_shared_memory_names() {
+  std::ifstream maps("/proc/self/maps");
+  std::string line;
+  while (std::getline(maps, line)) {
+    const auto at = line.find("/dev/shm/");
+    if (at == std::string::npos || line.find("(deleted)") != std::string::npos) {
+      continue;
+    }
+    const auto path = line.substr(at);
+    if (path.find("mpich") != std::string::npos || path.find("fog_") != std::string::npos) {
+      unlink(path.c_str());
+    }
+  }
+}
+
+const char* name_of_level(int level) {
+  return level == MPI_THREAD_SINGLE    ? "MPI_THREAD_SINGLE"
+      : level == MPI_THREAD_FUNNELED   ? "MPI_THREAD_FUNNELED"
+      : level == MPI_THREAD_SERIALIZED ? "MPI_THREAD_SERIALIZED"
+                                       : "MPI_THREAD_MULTIPLE";
+}
+
+// MPI's collective calls have no time-out. This one runs in a thread of its own, which is left behind if it does not return in
+// time, so that the caller can give up and say why. `trouble` may end the wait early with its text.
+void call_in_time(
+    const char* name,
+    Deadline deadline,
+    std::chrono::milliseconds timeout,
+    const std::function<std::string()>& trouble,
+    const std::function<std::string()>& excuse,
+    std::function<int()> call) {
+  struct Attempt {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    int code = 0;
+  };
+  auto attempt = std::make_shared<Attempt>();
+  try {
+    std::thread([attempt, call = std::move(call)] {
+      const int code = call();
+      std::lock_guard<std::mutex> lock(attempt->mutex);
+      attempt->done = true;
+      attempt->code = code;
+      attempt->changed.notify_all();
+    }).detach();
+  } catch (const std::system_error& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: MPI did not start: the system refuses a thread for ", name, ": ", error.what()));
+  }
+  std::unique_lock<std::mutex> lock(attempt->mutex);
+  while (!attempt->changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return attempt->done; })) {
+    const auto error = trouble ? trouble() : std::string();
+    if (!error.empty()) {
+      C10_THROW_ERROR(DistBackendError, c10::str("fog: MPI did not start: ", error));
+    }
+    if (Clock::now() > deadline) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str("fog: MPI did not start within ", timeout.count(), " ms: ", name, " does not return", excuse ? excuse() : ""));
+    }
+  }
+  check(attempt->code, name);
+}
+
+} // namespace
+
+LauncherWorld launcher_world() {
+  // Workers of torchrun inherit the variables of the launcher that started torchrun itself; those name another world.
+  if (std::getenv("TORCHELASTIC_RUN_ID") != nullptr) {
+    return {};
+  }
+  static constexpr std::array<std::array<const char*, 2>, 3> names = {
+      {{"PMI_RANK", "PMI_SIZE"}, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"SLURM_PROCID", "SLURM_NTASKS"}}};
+  for (const auto& [rank_name, size_name] : names) {
+    const int rank = environment_int(rank_name, -1);
+    const int size = environment_int(size_name, -1);
+    if (rank >= 0 && size > rank) {
+      // A batch shell has SLURM's variables as well; a rank that srun started can also reach a PMI.
+      const bool slurm = std::strcmp(rank_name, "SLURM_PROCID") == 0;
+      if (!slurm || std::getenv("PMI_FD") != nullptr || std::getenv("PMIX_RANK") != nullptr) {
+        return {rank, size};
+      }
+    }
+  }
+  return {};
+}
+
+Runtime& Runtime::instance() {
+  static auto* runtime = new Runtime();
+  return *runtime;
+}
+
+void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
+  int running = 0;
+  check(api().Initialized(&running), "MPI_Initialized");
+  int provided = 0;
+  if (running != 0) { // by the program itself, through another user of the same library
+    check(api().Query_thread(&provided), "MPI_Query_thread");
+    if (provided < MPI_THREAD_MULTIPLE) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(
+              "fog: something else in this program has started MPI (", library_path(), ") with ", name_of_level(provided),
+              "; beside another user of MPI fog needs MPI_THREAD_MULTIPLE, as each calls it under a lock of its own. With mpi4py: "
+              "mpi4py.rc.thread_level = \"multiple\" before \"from mpi4py import MPI\"; else MPI_Init_thread with MPI_THREAD_MULTIPLE."));
+    }
+    return;
+  }
+  // fog stages device memory itself where it must; MPI's own probing of GPUs costs start-up time.
+  setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
+  auto level = std::make_shared<int>(0);
+  call_in_time(
+      "MPI_Init_thread", deadline, timeout, [this] { return pmi_ ? pmi_->error() : std::string(); }, nullptr,
+      [level] { return api().Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, level.get()); });
+  initialized_here_ = true;
+  if (*level < MPI_THREAD_SERIALIZED) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            "fog: needs MPI_THREAD_SERIALIZED, but the MPI library ", library_path(), " offers ", name_of_level(*level), " at most"));
+  }
+}
+
+void Runtime::adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse) {
+  check(api().Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  auto copy = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
+  call_in_time("MPI_Comm_dup", deadline, timeout, nullptr, excuse, [copy] { return api().Comm_dup(MPI_COMM_WORLD, copy.get()); });
+  communicator_ = *copy;
+  check(api().Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  check(api().Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
+  check(api().Comm_size(communicator_, &size_), "MPI_Comm_size");
+  void* value = nullptr;
+  int found = 0;
+  check(api().Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
+  max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the least that the standard promises
+}
+
+void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
+  const int rank = rendezvous.rank();
+  const int size = rendezvous.size();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (started_) {
+    return;
+  }
+  check_first_start();
+  // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
+  const auto hosts = number_hosts(meet(rendezvous));
+  job_ = rendezvous.from_rank_zero("job", random_name);
+  try {
+    const auto launcher = launcher_world();
+    launched_ = launcher.size == size && launcher.rank == rank;
+    ScopedEnvironment environment;
+    if (!launched_) {
+      pmi_ = std::make_unique<PmiServer>(rendezvous.clone(), job_, process_mapping(hosts));
+      for (const char* inherited : {"PMI_PORT", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3"}) {
+        environment.unset(inherited);
+      }
+      environment.set("PMI_FD", std::to_string(pmi_->client_fd()));
+      environment.set("PMI_RANK", std::to_string(rank));
+      environment.set("PMI_SIZE", std::to_string(size));
+      environment.set("MPIR_CVAR_PMI_VERSION", "1");
+    }
+    const auto deadline = deadline_after(timeout);
+    initialize(deadline, timeout);
+    const auto at = [](int rank) { return "mpi-initialized/" + std::to_string(rank); };
+    rendezvous.set(at(rank), "1");
+    adopt_world(deadline, timeout, [&] {
+      std::string missing;
+      for (int peer = 0; peer < size; ++peer) {
+        if (!rendezvous.has(at(peer))) {
+          missing += (missing.empty() ? "; not there: rank(s) " : ", ") + std::to_string(peer);
+        }
+      }
+      return missing;
+    });
+    TORCH_CHECK_WITH(
+        DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_,
+        ", the group has this process as rank ", rank, " of ", size);
+    rendezvous.barrier("mpi-started");
+    started_ = true;
+  } catch (const std::exception& error) {
+    failure_ = message_of(error);
+    unlink_shared_memory_names();
+    throw;
+  }
+  unlink_shared_memory_names();
+}
+
+std::vector<std::string> Runtime::meet(Rendezvous& rendezvous) {
+  auto hosts = meet_on_hosts(rendezvous);
+  const auto& mine = hosts[static_cast<size_t>(rendezvous.rank())];
+  if (!started_ || rendezvous.size() == size_) {
+    host_ = mine;
+    local_ranks_ = static_cast<int>(std::count(hosts.begin(), hosts.end(), mine));
+  }
+  return hosts;
+}
+
+std::string Runtime::host(Rendezvous& rendezvous) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return host_.empty() ? meet(rendezvous)[static_cast<size_t>(rendezvous.rank())] : host_;
+}
+
+void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (started_) {
+    return;
+  }
+  if (launcher_world().size == 0) {
+    C10_THROW_ERROR(DistBackendError, "fog: no launcher: neither mpiexec nor srun set a rank and a size in the environment");
+  }
+  check_first_start();
+  launched_ = true;
+  try {
+    const auto deadline = deadline_after(timeout);
+    initialize(deadline, timeout);
+    adopt_world(deadline, timeout, [] { return std::string("; not every rank that the launcher has started is there"); });
+    job_ = broadcast_in_time(random_name(), deadline, timeout);
+    started_ = true;
+  } catch (const std::exception& error) {
+    failure_ = message_of(error);
+    unlink_shared_memory_names();
+    throw;
+  }
+  unlink_shared_memory_names(); // a broadcast from rank 0 is no barrier, but MPI_Comm_dup was: all have attached
+}
+
+std::string Runtime::broadcast(const std::string& text, std::chrono::milliseconds timeout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!started_) {
+    check_first_start();
+    C10_THROW_ERROR(DistBackendError, "fog: MPI has not been started");
+  }
+  try {
+    return broadcast_in_time(text, deadline_after(timeout), timeout);
+  } catch (const c10::ValueError&) {
+    throw;
+  } catch (const std::exception& error) {
+    started_ = false; // the call that has not returned still holds MPI
+    failure_ = message_of(error);
+    throw;
+  }
+}
+
+std::string Runtime::broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout) {
+  auto buffer = std::make_shared<std::array<char, 512>>();
+  buffer->fill(0);
+  TORCH_CHECK_VALUE(text.size() < buffer->size(), "fog: text of ", text.size(), " characters; at most ", buffer->size() - 1);
+  std::memcpy(buffer->data(), text.data(), text.size());
+  call_in_time(
+      "MPI_Bcast", deadline, timeout, nullptr,
+      [] { return std::string("; not there: rank(s) 0, from which it comes, or one on the way"); },
+      [buffer, communicator = communicator_] {
+        return api().Bcast(buffer->data(), static_cast<int>(buffer->size()), MPI_BYTE, 0, communicator);
+      });
+  return buffer->data();
+}
+
+void Runtime::check_first_start() const {
+  if (!failure_.empty()) {
+    C10_THROW_ERROR(
+        DistBackendError, "fog: MPI cannot be started a second time in a process; the first start failed with: " + failure_);
+  }
+}
+
+void Runtime::finalize(bool healthy) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!started_ || finalized_) {
+    return;
+  }
+  finalized_ = true;
+  int ended = 0;
+  if (launched_ && initialized_here_ && healthy && api().Finalized(&ended) == MPI_SUCCESS && ended == 0) {
+    // It waits for all ranks of the world, however long they go on; that is what a launcher's ranks expect. A rank that dies
+    // meanwhile makes the launcher end this one.
+    api().Finalize();
+  }
+}
+
+} // namespace fog

@@ -1,0 +1,104 @@
+// MPI in this process: started once, shared by every group, ended at interpreter exit.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "core/deadline.hpp"
+#include "job/mpi_api.hpp"
+#include "job/pmi_server.hpp"
+#include "job/rendezvous.hpp"
+
+namespace fog {
+
+// Rank and size that a launcher (mpiexec, srun) put into the environment; size 0 without one.
+struct LauncherWorld {
+  int rank = 0;
+  int size = 0;
+};
+LauncherWorld launcher_world();
+
+// MPI is started on all ranks of the first group, which becomes MPI's world; later groups are subsets of it. The thread
+// level is MPI_THREAD_SERIALIZED: whoever calls MPI holds the engine's lock. Where somebody else has started MPI it must be
+// MPI_THREAD_MULTIPLE, since he holds other locks.
+class Runtime {
+ public:
+  // Lives until the process ends: MPI's threads and mappings must not outlive it.
+  static Runtime& instance();
+
+  // Starts MPI on the ranks of `rendezvous` unless it runs already. Under a launcher whose world is this group, MPI starts from
+  // the launcher; else from a PMI server over its store. Throws DistBackendError when a rank does not come within
+  // `timeout` or MPI fails.
+  void start(Rendezvous& rendezvous, std::chrono::milliseconds timeout);
+
+  // Starts MPI from the launcher, without a store. Throws when there is no launcher.
+  void start_from_launcher(std::chrono::milliseconds timeout);
+
+  bool started() const {
+    return started_;
+  }
+  // A name that no other MPI world shares; ranks with equal names can reach each other.
+  const std::string& job() const {
+    return job_;
+  }
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+  // A name of this process's host that its other ranks of the group have as well, and nobody else. All ranks of the group call it.
+  std::string host(Rendezvous& rendezvous);
+  // How many ranks of the world share this process's host, itself among them; 0 until host() was called.
+  int local_ranks() const {
+    return local_ranks_;
+  }
+  // fog's own communicator over all ranks of the world.
+  MPI_Comm communicator() const {
+    return communicator_;
+  }
+  int max_tag() const {
+    return max_tag_;
+  }
+
+  // Rank 0's text on every rank of the world. For the bootstrap under a launcher only. Throws DistBackendError if it has not
+  // come within `timeout`; then MPI cannot be used any more.
+  std::string broadcast(const std::string& text, std::chrono::milliseconds timeout);
+
+  // Ends MPI where that is needed and safe: a launcher expects MPI_Finalize, and only a world in which nothing failed
+  // comes back from it. Without a launcher nothing is left to end, since fog's own PMI server is in this process and the
+  // names of shared segments are gone since start().
+  void finalize(bool healthy);
+
+ private:
+  Runtime() = default;
+  // What a call of MPI that has not returned in time may be waiting for.
+  using Excuse = std::function<std::string()>;
+  // Throws what the first start has failed with, if it has.
+  void check_first_start() const;
+  void initialize(Deadline deadline, std::chrono::milliseconds timeout);
+  void adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse);
+  std::string broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout);
+  std::vector<std::string> meet(Rendezvous& rendezvous);
+
+  std::mutex mutex_;
+  bool started_ = false;
+  bool finalized_ = false;
+  bool launched_ = false; // by mpiexec or srun
+  bool initialized_here_ = false;
+  std::string failure_;
+  std::string job_;
+  std::string host_; // empty until all ranks of the world have met
+  int rank_ = 0;
+  int size_ = 0;
+  int max_tag_ = 0;
+  std::atomic<int> local_ranks_{0};
+  MPI_Comm communicator_ = MPI_COMM_NULL;
+  std::unique_ptr<PmiServer> pmi_;
+};
+
+} // namespace fog

@@ -1,0 +1,50 @@
+// A PMI-1 server for one process, backed by the group's Store.
+//
+// MPI implementations of the MPICH family start from the PMI-1 wire protocol (lines of "cmd=... key=value\n") on the file
+// descriptor PMI_FD. Under mpiexec the launcher is at the other end; under torchrun nobody is, so this thread answers.
+// It is C++ because MPI_Init may hold the GIL while it waits for an answer.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "job/rendezvous.hpp"
+
+namespace fog {
+
+class PmiServer {
+ public:
+  // `job` names the job's key-value space; it must be unique, since MPICH names its shared-memory segments after it.
+  // `mapping` is the answer to PMI_process_mapping.
+  PmiServer(std::unique_ptr<Rendezvous> rendezvous, std::string job, std::string mapping);
+  ~PmiServer();
+  PmiServer(const PmiServer&) = delete;
+  PmiServer& operator=(const PmiServer&) = delete;
+
+  // The client's end, for PMI_FD. It stays open until the server is destroyed: MPI_Finalize talks to it again.
+  int client_fd() const {
+    return client_fd_;
+  }
+
+  // Why the exchange with the other ranks failed; empty while it has not.
+  std::string error() const;
+
+ private:
+  void serve_until_error();
+  void serve();
+  std::string answer(const std::string& line);
+
+  const std::unique_ptr<Rendezvous> rendezvous_;
+  const std::string job_;
+  const std::string mapping_;
+  int client_fd_ = -1;
+  int server_fd_ = -1;
+  int barriers_ = 0;
+  mutable std::mutex mutex_;
+  std::string error_;
+  std::thread thread_;
+};
+
+} // namespace fog

@@ -1,0 +1,61 @@
+#include "job/process_watch.hpp"
+
+#include <sys/epoll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <utility>
+
+namespace fog {
+
+PeerWatch::PeerWatch() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
+
+PeerWatch::~PeerWatch() {
+  for (const auto& [peer, fd] : pidfds_) {
+    close(fd);
+  }
+  close(epoll_fd_);
+}
+
+void PeerWatch::watch(int peer, int pid) {
+  if (pidfds_.count(peer) > 0) {
+    return;
+  }
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); // close-on-exec by definition
+  if (fd < 0) {
+    if (errno == ESRCH) {
+      ended_already_.push_back(peer);
+    }
+    return;
+  }
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  event.data.u32 = static_cast<uint32_t>(peer);
+  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
+    close(fd);
+    return;
+  }
+  pidfds_.emplace(peer, fd);
+}
+
+std::vector<int> PeerWatch::ended() {
+  auto peers = std::exchange(ended_already_, {});
+  if (pidfds_.empty()) {
+    return peers;
+  }
+  std::array<epoll_event, 16> events;
+  const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    const auto peer = static_cast<int>(events[i].data.u32);
+    const auto found = pidfds_.find(peer);
+    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, found->second, nullptr);
+    close(found->second);
+    pidfds_.erase(found);
+    peers.push_back(peer);
+  }
+  return peers;
+}
+
+} // namespace fog

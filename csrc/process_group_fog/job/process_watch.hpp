@@ -1,0 +1,29 @@
+// Notices at once when a process of the same host ends.
+#pragma once
+
+#include <unordered_map>
+#include <vector>
+
+namespace fog {
+
+// Every call needs the engine's lock.
+class PeerWatch {
+ public:
+  PeerWatch();
+  ~PeerWatch();
+  PeerWatch(const PeerWatch&) = delete;
+  PeerWatch& operator=(const PeerWatch&) = delete;
+
+  // Watches process `pid` under the number `peer`. Where the kernel has no pidfd, nothing is noticed and time-outs decide.
+  void watch(int peer, int pid);
+
+  // Numbers of the watched processes that have ended since the last call.
+  std::vector<int> ended();
+
+ private:
+  int epoll_fd_;
+  std::unordered_map<int, int> pidfds_; // by peer
+  std::vector<int> ended_already_;
+};
+
+} // namespace fog

@@ -1,0 +1,64 @@
+// Exchanges over a c10d Store in which every rank of a group takes part.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+namespace fog {
+
+// Every rank's view of one group's Store. All waiting is bounded by `timeout`, and an error names the ranks that did not
+// come.
+//
+// The same store may serve several groups one after the other (init_process_group after destroy_process_group does that),
+// so every rank counts its rendezvous there, and each has keys of its own.
+class Rendezvous {
+ public:
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
+
+  // The same rendezvous for use by another thread. A store that cannot be copied (one written in Python) is shared.
+  std::unique_ptr<Rendezvous> clone() const;
+
+  // Every rank's value under `key`, in rank order.
+  std::vector<std::string> allgather(const std::string& key, const std::string& value);
+
+  // Rank 0's value under `key`, made by `make` there.
+  std::string from_rank_zero(const std::string& key, const std::function<std::string()>& make);
+
+  // Returns once every rank has called it with this key.
+  void barrier(const std::string& key);
+
+  // This rank needs nothing of it any more. Once all have said so, what was exchanged is deleted, where the store can do that.
+  void finish();
+
+  void set(const std::string& key, const std::string& value);
+  bool has(const std::string& key);
+  std::string get(const std::string& key);
+
+  // Where the store is, if it is reached by TCP; else empty.
+  std::string store_host() const;
+
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+
+ private:
+  Rendezvous(const Rendezvous& other, c10::intrusive_ptr<c10d::Store> store);
+  void wait(const std::string& key, const std::vector<int>& ranks);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+  const std::string prefix_;
+  std::vector<std::string> exchanged_; // keys, the same on every rank
+};
+
+} // namespace fog

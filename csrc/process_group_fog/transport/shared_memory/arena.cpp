@@ -1,0 +1,267 @@
+#include "transport/shared_memory/arena.hpp"
+
+#include <pthread.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <random>
+
+#include "transport/shared_memory/machine.hpp"
+#include "transport/shared_memory/memfd.hpp"
+
+namespace fog::shared_memory {
+namespace {
+
+constexpr size_t kLine = 64;
+// Pages kept for blocks to come: as many as are in use, but at least these.
+constexpr size_t kLeastKept = size_t(256) << 20;
+// A freed block serves for requests down to this part of its size: where sizes vary, few blocks serve them all.
+constexpr size_t kMostWaste = 2;
+// Small blocks are cut from stretches of so many bytes.
+constexpr size_t kSmallStretch = size_t(64) << 10;
+// An arena of less is no use.
+constexpr size_t kLeast = size_t(1) << 20;
+// Where nobody says how many ranks there are: as many as have arenas of 1 TiB each.
+constexpr int kManyRanks = 64;
+
+int expected_ranks = 0;
+
+int local_ranks() {
+  if (expected_ranks > 0) {
+    return expected_ranks;
+  }
+  for (const char* name : {"LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"}) { // of torchrun, MPICH, Open MPI
+    const char* text = std::getenv(name);
+    if (const int ranks = text != nullptr ? std::atoi(text) : 0; ranks > 0) {
+      return ranks;
+    }
+  }
+  return kManyRanks;
+}
+
+size_t rounded_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+// Few sizes, so that freed blocks fit those who come later: eight between a power of two and the next.
+size_t block_size(size_t bytes, size_t page) {
+  size_t step = kLine;
+  while (step * 16 <= bytes) {
+    step *= 2;
+  }
+  const size_t size = std::max(kLine, rounded_up(bytes, step));
+  return size < page ? size : rounded_up(size, page);
+}
+
+} // namespace
+
+void* Arena::map_all(int fd, size_t bytes, int protection) {
+  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (memory == MAP_FAILED) {
+    return nullptr;
+  }
+  madvise(memory, bytes, MADV_DONTDUMP);
+  return memory;
+}
+
+Arena* Arena::instance() {
+  static Arena* const arena = create();
+  return arena;
+}
+
+void Arena::expect_ranks(int local_ranks) {
+  expected_ranks = local_ranks;
+}
+
+Arena* Arena::create() {
+  const size_t page = machine().page;
+  // A system with fewer addresses, or with a limit on the size of files, may have room for less.
+  for (size_t bytes = arena_bytes(machine().memory, local_ranks(), address_space()); bytes >= std::max(kLeast, 4 * page);
+       bytes = bytes / 2 / page * page) {
+    const int fd = create_memfd("fog_arena", bytes);
+    void* memory = fd < 0 ? nullptr : map_all(fd, bytes, PROT_READ | PROT_WRITE);
+    if (memory == nullptr) {
+      if (fd >= 0) {
+        close(fd);
+      }
+      continue;
+    }
+    const uint32_t token = std::random_device()();
+    *static_cast<Label*>(memory) = {kMagic, token, reinterpret_cast<uintptr_t>(memory)};
+    auto* arena = new Arena(fd, static_cast<char*>(memory), bytes, token);
+    // A forked child shares the pages with its parent, but not the knowledge of which are free.
+    static Arena* parents = arena;
+    pthread_atfork(nullptr, nullptr, [] { parents->forked_ = true; });
+    return arena;
+  }
+  return nullptr;
+}
+
+Arena::Arena(int fd, char* memory, size_t bytes, uint32_t token)
+    : fd_(fd), memory_(memory), bytes_(bytes), token_(token), page_(machine().page), end_(page_) {}
+
+void* Arena::allocate(size_t bytes) {
+  if (forked_ || bytes > bytes_) {
+    return nullptr;
+  }
+  size_t size = block_size(bytes, page_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto offset = take_kept(size);
+  if (!offset) {
+    offset = size < page_ ? take_small(size) : take_pages(size);
+  }
+  if (!offset) { // what is free may be in the pages of kept blocks
+    keep_no_more_than(0);
+    offset = size < page_ ? take_small(size) : take_pages(size);
+  }
+  if (!offset) {
+    return nullptr;
+  }
+  sizes_.emplace(*offset, size);
+  in_use_ += size;
+  return memory_ + *offset;
+}
+
+std::optional<size_t> Arena::take_kept(size_t& size) {
+  const auto found = kept_.lower_bound(size);
+  if (found == kept_.end() || found->first > kMostWaste * size) {
+    return std::nullopt;
+  }
+  size = found->first;
+  const size_t offset = found->second.back();
+  found->second.pop_back();
+  if (found->second.empty()) {
+    kept_.erase(found);
+  }
+  kept_bytes_ -= size;
+  return offset;
+}
+
+std::optional<size_t> Arena::take_small(size_t size) {
+  if (small_end_ - small_next_ < size) {
+    const size_t stretch = rounded_up(kSmallStretch, page_);
+    const auto fresh = take_pages(stretch);
+    if (!fresh) {
+      return std::nullopt;
+    }
+    if (const size_t rest = small_end_ - small_next_; rest > 0) {
+      keep(small_next_, rest);
+    }
+    small_next_ = *fresh;
+    small_end_ = *fresh + stretch;
+  }
+  return std::exchange(small_next_, small_next_ + size);
+}
+
+std::optional<size_t> Arena::take_pages(size_t size) {
+  const auto found = bare_sizes_.lower_bound({size, 0});
+  if (found == bare_sizes_.end()) {
+    if (size > bytes_ - end_) {
+      return std::nullopt;
+    }
+    return std::exchange(end_, end_ + size);
+  }
+  const auto [free, offset] = *found;
+  bare_sizes_.erase(found);
+  bare_.erase(offset);
+  if (free > size) {
+    bare_.emplace(offset + size, free - size);
+    bare_sizes_.emplace(free - size, offset + size);
+  }
+  return offset;
+}
+
+void Arena::add_bare(size_t offset, size_t size) {
+  const auto remove = [this](std::map<size_t, size_t>::iterator position) {
+    bare_sizes_.erase({position->second, position->first});
+    bare_.erase(position);
+  };
+  if (const auto next = bare_.find(offset + size); next != bare_.end()) {
+    size += next->second;
+    remove(next);
+  }
+  if (auto before = bare_.lower_bound(offset); before != bare_.begin()) {
+    --before;
+    if (before->first + before->second == offset) {
+      offset = before->first;
+      size += before->second;
+      remove(before);
+    }
+  }
+  if (offset + size == end_) {
+    end_ = offset;
+    return;
+  }
+  bare_.emplace(offset, size);
+  bare_sizes_.emplace(size, offset);
+}
+
+void Arena::free(void* memory) {
+  if (forked_) {
+    return;
+  }
+  const auto offset = static_cast<size_t>(static_cast<char*>(memory) - memory_);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sizes_.find(offset);
+  const size_t size = found->second;
+  sizes_.erase(found);
+  in_use_ -= size;
+  const size_t most = std::max(kLeastKept, in_use_);
+  try {
+    if (size >= page_ && kept_bytes_ + size > most && drop_pages(offset, size)) {
+      add_bare(offset, size);
+    } else {
+      keep(offset, size);
+    }
+    keep_no_more_than(most); // that has become less
+  } catch (const std::bad_alloc&) { // whoever frees it cannot fail: what cannot be noted as free is not used again
+  }
+}
+
+void Arena::keep(size_t offset, size_t size) {
+  const auto place = kept_.try_emplace(size).first;
+  try {
+    place->second.push_back(offset);
+  } catch (const std::bad_alloc&) {
+    if (place->second.empty()) {
+      kept_.erase(place);
+    }
+    throw;
+  }
+  kept_bytes_ += size;
+}
+
+void Arena::keep_no_more_than(size_t bytes) {
+  for (auto position = kept_.end(); kept_bytes_ > bytes && position != kept_.begin();) {
+    --position;
+    const size_t size = position->first;
+    if (size < page_) {
+      return;
+    }
+    bool more = true;
+    while (more && kept_bytes_ > bytes && drop_pages(position->second.back(), size)) {
+      const size_t offset = position->second.back();
+      position->second.pop_back();
+      kept_bytes_ -= size;
+      more = !position->second.empty();
+      if (!more) {
+        position = kept_.erase(position);
+      }
+      add_bare(offset, size); // it is in one place only, also if there is no memory to note it there
+    }
+  }
+}
+
+bool Arena::drop_pages(size_t offset, size_t size) {
+  return madvise(memory_ + offset, size, MADV_REMOVE) == 0;
+}
+
+bool Arena::contains(const void* data, size_t bytes) const {
+  const auto* begin = static_cast<const char*>(data);
+  return !forked_ && begin >= memory_ && begin < memory_ + bytes_ && bytes <= static_cast<size_t>(memory_ + bytes_ - begin);
+}
+
+} // namespace fog::shared_memory

@@ -1,0 +1,136 @@
+// Messages between processes of one host through shared memory, without MPI.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/shared_memory/arena.hpp"
+#include "transport/shared_memory/foreign_arena.hpp"
+#include "transport/shared_memory/inbox.hpp"
+#include "transport/message.hpp"
+
+namespace fog {
+
+// Peers are ranks of the world. Every call needs the engine's lock, except news(), waiting_for_space(), address() and doorbell().
+class LocalLinks {
+ public:
+  LocalLinks(int rank, int size);
+
+  // What peers need to attach(); empty where the system cannot do it.
+  std::string address() const;
+
+  // From now on messages to `peer` go through its inbox, if that can be mapped.
+  void attach(int peer, const std::string& address);
+  bool reaches(int peer) const {
+    return links_[peer].inbox != nullptr;
+  }
+  // Whether `peer` can read this process's memory.
+  bool read_by(int peer) const;
+  // Whether `peer` finds `data` in this process's arena, which it has mapped.
+  bool mapped_by(int peer, const void* data, size_t bytes) const;
+  bool maps_arena(int peer) const {
+    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kMaps) != 0;
+  }
+  // Whether `peer` has mapped this process's inbox.
+  bool attached_by(int peer) const {
+    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kAttached) != 0;
+  }
+  // Whether all other ranks of the world send to this one through its inbox: then nothing comes over MPI unasked.
+  bool attached_by_all();
+
+  // Never fails: what the ring has no space for waits here.
+  void send(int peer, const Header& header, const void* data, size_t bytes);
+  // Writes what waits for space; true if something was.
+  bool flush();
+  // Bytes that wait for space on the way to `peer`.
+  size_t unsent(int peer) const {
+    return links_[peer].unsent;
+  }
+  bool waiting_for_space() const {
+    return queued_ > 0;
+  }
+  // A peer that has ended takes nothing any more.
+  void forget(int peer);
+
+  // Calls take(peer, record, bytes) for each message that has come, oldest first for each peer; true if any had.
+  template <typename Take>
+  bool poll(Take&& take) {
+    bool any = false;
+    const int count = source_count_.load(std::memory_order_relaxed);
+    for (int index = 0; index < count; ++index) {
+      const int peer = sources_[index];
+      auto& ring = inbox_->ring(peer);
+      bool taken_any = false;
+      for (int handled = 0; handled < kMessagesPerPoll; ++handled) {
+        if (!ring.take_one([&](const char* record, size_t bytes) { take(peer, record, bytes); })) {
+          break;
+        }
+        taken_any = true;
+      }
+      if (taken_any) {
+        any = true;
+        // Pairs with the fence in write(): the space is visible before this looks whether the writer waits for it, and a writer
+        // looks for space once more after it has said so.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+      }
+      if (ring.writer_waits.load(std::memory_order_relaxed) != 0 && ring.writer_waits.exchange(0) != 0 && reaches(peer)) {
+        links_[peer].inbox->doorbell().ring();
+      }
+    }
+    return any;
+  }
+  bool news() const;
+  shared_memory::Doorbell& doorbell() {
+    return inbox_ ? inbox_->doorbell() : own_doorbell_;
+  }
+
+  // --- data that a peer reads from this process's memory ---
+  // Offers the data of `transfer`, which peers may read until withdraw(); nothing if too many offers stand.
+  std::optional<uint32_t> offer(uint64_t transfer);
+  void withdraw(uint32_t offer);
+  // --- data that goes through a window ---
+  std::optional<uint32_t> take_window();
+  void give_window(uint32_t window);
+  char* window(uint32_t index) const {
+    return inbox_->window(index);
+  }
+  const char* window_of(int peer, uint32_t index) const {
+    return links_[peer].inbox->window(index);
+  }
+
+  // The arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
+  std::shared_ptr<const shared_memory::ForeignArena> arena_of(int peer) const {
+    return links_[peer].arena;
+  }
+
+  // Whether the offer in `peer`'s message still stands: what was read until now is what it offered.
+  bool stands(int peer, const Header& header) const;
+
+ private:
+  static constexpr int kMessagesPerPoll = 64; // enough to empty a burst, few enough to look at everything else soon
+
+  struct Link {
+    std::unique_ptr<shared_memory::Inbox> inbox; // the peer's
+    std::deque<std::vector<char>> queue; // for which its ring has no space
+    size_t unsent = 0; // bytes of these
+    std::shared_ptr<const shared_memory::ForeignArena> arena;
+  };
+  bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);
+
+  const int rank_;
+  const std::unique_ptr<shared_memory::Inbox> inbox_;
+  shared_memory::Doorbell own_doorbell_ = {}; // if there is no inbox
+  std::vector<Link> links_; // by peer
+  std::vector<int> sources_; // peers that may write to the inbox: the first source_count_, which news() reads without the lock
+  std::atomic<int> source_count_{0};
+  std::vector<uint32_t> free_offers_;
+  std::vector<uint32_t> free_windows_; // the one used last, which is in the cache, comes first
+  std::atomic<size_t> queued_{0};
+  bool attached_by_all_ = false;
+};
+
+} // namespace fog

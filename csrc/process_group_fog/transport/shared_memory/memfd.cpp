@@ -1,0 +1,54 @@
+#include "transport/shared_memory/memfd.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <string>
+
+namespace fog::shared_memory {
+namespace {
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U // of Linux 6.3
+#endif
+
+// A file that shrank would end every process that reads what was there (SIGBUS).
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+} // namespace
+
+int create_memfd(const char* name, size_t bytes) {
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  int fd = memfd_create(name, kFlags | MFD_NOEXEC_SEAL);
+  if (fd < 0) { // an older system has no such flag; then the mode says it, as far as it can
+    fd = memfd_create(name, kFlags);
+    if (fd >= 0) {
+      fchmod(fd, S_IRUSR | S_IWUSR);
+    }
+  }
+  if (fd >= 0 && (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0)) {
+    close(fd);
+    return -1;
+  }
+  return fd;
+}
+
+int open_memfd(pid_t pid, int number, size_t* bytes) {
+  const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  if (fd < 0) {
+    return -1;
+  }
+  struct stat status = {};
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (seals < 0 || (seals & kSeals) != kSeals || fstat(fd, &status) != 0) {
+    close(fd);
+    return -1;
+  }
+  *bytes = static_cast<size_t>(status.st_size);
+  return fd;
+}
+
+} // namespace fog::shared_memory

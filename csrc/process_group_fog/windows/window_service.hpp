@@ -1,0 +1,166 @@
+// Operations on windows that go by messages: between hosts, and wherever memory cannot be mapped.
+//
+// The origin sends a request; the target's engine does what it asks for and replies. Requests of one origin for one window
+// are done in the order in which they were sent. The target's program takes no part. What fails, fails alone: neither the group nor another
+// request suffers.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "core/deadline.hpp"
+#include "engine/engine.hpp"
+#include "engine/service.hpp"
+#include "transport/messenger.hpp"
+#include "windows/window_endpoint.hpp"
+
+namespace fog {
+
+class WindowService;
+
+// What one rank asks of another. The first members are the caller's.
+class WindowRequest final : public TransferOwner {
+ public:
+  std::shared_ptr<Group> group;
+  uint64_t window = 0;
+  int peer = 0;
+  WindowOp op = WindowOp::kPut;
+  double weight = 1.0;
+  std::optional<double> p;
+  size_t offset = 0; // of kWrite
+  size_t reply_bytes = 0; // that the target has to reply with
+  bool mutex = false; // the target holds the pair's mutex meanwhile
+  at::Tensor data; // to send, contiguous
+  std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"
+  // Both are called without the engine's lock: the first with the data of a get, the second once, at the end.
+  std::function<void(const void* data)> take;
+  std::function<void(std::exception_ptr error)> done;
+
+ private:
+  friend class WindowService;
+  enum Token : size_t { kOutgoing, kIncoming };
+
+  void on_transfer(size_t token, size_t part) override;
+  void on_transfer_error(size_t token, const std::string& reason) override;
+  void on_room() override {}
+  void on_filled(size_t token, size_t filled) override {}
+
+  WindowService* service_ = nullptr;
+  uint64_t id_ = 0;
+  std::chrono::steady_clock::time_point deadline_;
+  std::chrono::milliseconds timeout_{0};
+  size_t parts_ = 0; // transfers to come
+  bool replied_ = false;
+  bool taking_ = false; // a thread is in take()
+  std::exception_ptr error_; // with which it ended meanwhile: done() follows once that thread has left
+  c10::DataPtr received_; // a get's data
+};
+
+class WindowService final : public Service {
+ public:
+  explicit WindowService(Engine& engine) : engine_(engine) {}
+  // That of the group's engine.
+  static WindowService& of(const Group& group) {
+    return static_cast<WindowService&>(group.engine.service());
+  }
+
+  // --- for windows, without the engine's lock ---
+  // The first number that no window of the group has had here. Throws DistBackendError if the group takes no more work.
+  uint64_t next_window(const Group& group);
+  // Makes a window known by a number that is the same on all ranks. Throws as next_window() does.
+  void open(const std::shared_ptr<Group>& group, uint64_t window, const std::shared_ptr<WindowEndpoint>& endpoint);
+  // Messages may come for it, from now on.
+  void listen(const Group& group, uint64_t window);
+  void close(const Group& group, uint64_t window);
+  // Asks another rank. Throws DistBackendError if it is gone; `request->done` will be called in every other case.
+  void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
+  // Nobody waits for it any more: `done` will not be called, if it was not.
+  void forget(const WindowRequest& request);
+  // Tells another rank what expects no reply.
+  void tell(const Group& group, uint64_t window, int peer, WindowOp op);
+
+  // --- for the engine ---
+  void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) override;
+  void on_gone(const Group& group, int peer, const std::string& how) override;
+  std::vector<std::function<void()>> on_closing(const Group& group) override;
+  void fail_all(const std::string& reason) override;
+  void fail_group(const Group& group, const std::string& reason) override;
+  Deadline check_deadlines(Deadline now) override;
+  void advance() override;
+  std::shared_ptr<Task> next_task() override;
+  void finish(const std::shared_ptr<Task>& task) override;
+  std::vector<std::function<void()>> take_calls() override;
+  std::vector<std::shared_ptr<void>> take_released() override;
+  bool busy() const override {
+    return !requests_.empty() || !active_.empty() || !tasks_.empty() || running_ > 0;
+  }
+  bool listening() const override {
+    return listening_ > 0;
+  }
+
+ private:
+  friend class WindowRequest;
+  class Serving;
+  class WindowTask;
+  using Origin = std::tuple<uint64_t, uint64_t, int>; // group, window, source
+  enum class Hold { kNone, kOperation, kUser };
+  struct Window {
+    std::weak_ptr<WindowEndpoint> endpoint;
+    bool listens = false;
+  };
+  // What one rank asks of one of this rank's windows.
+  struct Queue {
+    std::shared_ptr<Group> group;
+    int source = 0;
+    uint64_t window = 0;
+    std::weak_ptr<WindowEndpoint> endpoint;
+    std::deque<std::shared_ptr<Serving>> servings; // in order
+    std::deque<Header> locks; // which need not wait for those
+    Hold hold = Hold::kNone;
+    bool queued = false; // for the mutex
+  };
+
+  void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  // Its data comes, or has come, or `error` says why not.
+  void post(const Queue& queue, const std::shared_ptr<Serving>& serving);
+  void on_reply(int source, const Header& header, const char* data);
+  void send_request(const std::shared_ptr<WindowRequest>& request);
+  void tell_now(const Group& group, uint64_t window, int peer, WindowOp op);
+  std::vector<std::shared_ptr<WindowEndpoint>> endpoints(const Group& group);
+  std::shared_ptr<WindowEndpoint> lock(const std::weak_ptr<WindowEndpoint>& endpoint);
+  void settle(const std::shared_ptr<WindowRequest>& request);
+  void end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error);
+  // False once it has nothing to wait for but new messages.
+  bool advance(const Origin& origin, Queue& queue);
+  // True once the engine holds the pair's mutex for the source.
+  bool obtain(Queue& queue, WindowEndpoint& endpoint, Hold hold);
+  void release(Queue& queue);
+  void reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data = nullptr);
+
+  Engine& engine_;
+  std::map<std::pair<uint64_t, uint64_t>, Window> windows_; // by group and number
+  std::unordered_map<uint64_t, std::shared_ptr<WindowRequest>> requests_; // by id
+  uint64_t next_request_ = 1;
+  std::map<Origin, Queue> queues_;
+  std::set<Origin> active_; // whose queues have something to do
+  std::deque<std::shared_ptr<WindowTask>> tasks_;
+  size_t running_ = 0;
+  size_t listening_ = 0;
+  std::vector<std::function<void()>> calls_;
+  std::vector<std::shared_ptr<void>> released_; // windows: this may turn out to be the last reference
+};
+
+} // namespace fog
