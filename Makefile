@@ -77,7 +77,7 @@ test-all: build build-tests
 # The double of a device, which tests load; compiled anew only when its sources change.
 build-tests: build
 	@echo "== double of a device: compiling if need be"
-	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_driver()'
+	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_driver(); d.compile_runtime()'
 
 lint: $(LINTERS_STAMP)
 	@echo "== style and types"

@@ -318,16 +318,15 @@ def test_streams_are_blocked(worlds):
 
 
 def foreign_memory() -> None:
-    """Torch's allocator is told of the stream that uses its memory, and not of a window's, which it does not know."""
+    """Torch's allocator is told of the stream that uses its memory, and not of another library's, which it does not know."""
     with_kernels()
     device_double.serve_groups()
     fogdist.init(topologies.RingGraph)
     fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     plan = ring_plan()
-    own, window = torch.ones(100, device=DEVICE), torch.ones(100, device=DEVICE)
-    fogdist.win_create(window, "w")
+    own, foreign = torch.ones(100, device=DEVICE), device_double.load().foreign_memory(100)
     used = []
-    for tensor in (own, window):
+    for tensor in (own, foreign):
         device_double.clear_stream_log()
         work = fog.neighbor_allreduce(tensor, plan, output=tensor, confirm=False)
         torch.accelerator.synchronize()
@@ -335,7 +334,6 @@ def foreign_memory() -> None:
         gc.collect()
         uses = {number for what, _, _, number in device_double.stream_log() if what == "use"}
         used.append(tensor.untyped_storage().data_ptr() in uses)
-    fogdist.win_free("w")
     assert used == [True, False]
 
 

@@ -189,6 +189,28 @@ def load_driver() -> ctypes.CDLL:
     return library
 
 
+def compile_runtime() -> Path:
+    """Compiles the double of the CUDA runtime if need be; as `compile_double`."""
+    # fog finds the runtime by the name of the library of torch's that is linked with it.
+    return build(
+        "libdevice_double_runtime", ["runtime.cpp"], links=["-Wl,-soname,libc10_cuda.so"], library=True
+    )
+
+
+@functools.cache
+def load_runtime() -> ctypes.CDLL:
+    """Lets fog find what page-locks memory, in a torch without CUDA; one with it has its own, which fails without a GPU.
+
+    Returns:
+        The library. Besides what the runtime has, ``device_double_refuse(error)`` lets it lock nothing until the error is 0, and
+        ``device_double_locked()`` counts what is locked.
+    """
+    library = ctypes.CDLL(str(compile_runtime()))
+    library.device_double_refuse.argtypes = [ctypes.c_int]
+    library.device_double_locked.restype = ctypes.c_long
+    return library
+
+
 def current_stream(device: int | None = None) -> torch.Stream:
     """The stream on which this thread's operations of a device (the current one by default) are."""
     return torch.accelerator.current_stream(None if device is None else torch.device(DEVICE, device))

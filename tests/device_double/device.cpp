@@ -736,6 +736,11 @@ void bind_device(py::module_& module) {
     }
   });
   module.def("host_view", &on_host); // as a kernel sees the memory: nothing is waited for or kept alive
+  module.def("foreign_memory", [](int64_t numel) { // zeros that another library has allocated on the device
+    auto* data = std::calloc(static_cast<size_t>(numel), sizeof(float));
+    const c10::Device device(kDevice, 0);
+    return at::from_blob(data, {numel}, [](void* memory) { std::free(memory); }, at::TensorOptions(device), device);
+  });
   module.def("live_bytes", [] { return Allocator::instance().live(); });
   module.def("written_after_free", [] { return Allocator::instance().written_after_free(); });
 }

@@ -7,8 +7,8 @@
 
 namespace fog::cuda {
 
-// Collective. A PeerWindow where every rank's device reaches the memory of its neighbors, else a StagedWindow: the same on
-// all ranks. Throws ValueError on every rank if they disagree.
+// Collective. A StagedWindow; throws ValueError on every rank if they disagree, on the type of device too. Windows whose neighbors
+// reach each other's device memory would be chosen here, once the ranks have agreed: torch's symmetric memory is the way to them.
 std::shared_ptr<Window> create_window(Window::Recipe recipe, const Window::Gather& gather);
 
 } // namespace fog::cuda
