@@ -2,9 +2,10 @@
 
 ``load()``, in a rank, registers it with torch as the device type ``gpudouble`` with two devices; the process
 that starts the ranks compiles it before, by ``compile_double()`` (fixture ``compiled_double``). Memory,
-streams, events and autograd are those of a device. Operations of torch run on the host as soon as they are
-called, after what the current stream has been given. What is enqueued on a stream (see streams.hpp) runs on a
-thread of that stream, which a test can hold back: a missing wait shows every time then, as wrong numbers.
+streams, events and autograd are those of a device. Most operations of torch run on the host as soon as they are
+called, after what the current stream has been given. Those of fog's weighted sums, copies that nobody waits for and
+what the delegate does are enqueued on a stream (see streams.hpp) and run on a thread of that stream, which a test can
+hold back: a missing wait shows every time then, as wrong numbers.
 Memory is overwritten when it is freed, except for streams that were recorded on it.
 
 ``serve_groups()`` gives groups of fog a ``RecordingDelegate`` each, which stands for ProcessGroupNCCL: it
@@ -153,40 +154,6 @@ def load() -> Any:
     spec.loader.exec_module(module)
     untyped._register_device_module(DEVICE, _device_module(module))
     return module
-
-
-def compile_driver() -> Path:
-    """Compiles the driver's double, with fog's kernels, if need be; as `compile_double`."""
-    from fog_pg import _C
-
-    source = _C.kernel_source()
-    folder = _BUILD / f"kernels-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("kernels.inc", source), ("kernels.text", f'R"text({source})text"')):
-        unfinished = folder / f"{name}.{os.getpid()}"
-        unfinished.write_text(text)
-        unfinished.rename(folder / name)
-    return build("libdevice_double_driver", ["driver.cpp"], flags=["-O2", "-ffp-contract=off", f"-I{folder}"])
-
-
-@functools.cache
-def load_driver() -> ctypes.CDLL:
-    """Makes the driver's double the driver of ``gpudouble``.
-
-    Returns:
-        The library. Besides what a driver has, ``device_double_fail(name, result)`` lets a function fail until the result is 0,
-        ``device_double_calls(name)`` counts calls of one, ``device_double_held()`` what has not been given back.
-    """
-    from fog_pg import _C
-
-    path = compile_driver()
-    _C.set_device_driver(DEVICE, str(path), [str(path)])
-    library = ctypes.CDLL(str(path))
-    library.device_double_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.device_double_calls.argtypes = [ctypes.c_char_p]
-    library.device_double_calls.restype = ctypes.c_long
-    library.device_double_held.restype = ctypes.c_long
-    return library
 
 
 def compile_runtime() -> Path:

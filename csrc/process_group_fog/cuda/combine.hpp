@@ -1,4 +1,4 @@
-// Weighted sums on a device, in either of two forms with the same bits: those of weighted_sum() on the CPU.
+// Weighted sums on a device, by operations of ATen.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,21 +6,23 @@
 
 namespace fog::cuda {
 
-enum class CombineForm {
-  kKernel, // fog's own kernel: one pass over everything
-  kTorch, // operations of torch, which any device has: a pass over the result for each row, in the accumulation type
-};
-
-// The form that serves a device: the kernel where it can be had, else, after one warning that says why not, torch's operations.
-// FOG_COMBINE=torch or =kernel chooses; ValueError for anything else, RuntimeError where =kernel cannot be had. Compiles the kernel when
-// first asked, which takes a moment and must not happen while a stream is captured.
-CombineForm combine_form(const at::Device& device);
-
-// out = weights[0] * rows[0] + weights[1] * rows[1] + ...; with `mean`, the sum of the rows over their number (`weights` is not used).
-// Zeros if there is no row. Summed in the order given, float32 in float64, float16 and bfloat16 in float32, and rounded once; complex
-// numbers part by part. On the device's current stream, without waiting for it.
+// out = own_weight * own + weights[0] * rows[0] + weights[1] * rows[1] + ...; with `mean`, where all weights are 1, that sum over the
+// number of its terms. A term of weight 0 of its own tensor is left out; rows must have other weights. Weights are rounded to the type
+// of the sum: float32 for float32, float16 and bfloat16, and float64 for float64. Complex numbers are summed part by part. On the
+// device's current stream, without waiting for it and without a copy from the host, so that it may be captured into a graph.
 //
-// All tensors are contiguous, of one device, dtype (floating or complex) and number of elements. `out` may be one of the rows.
-void combine(CombineForm form, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows, c10::ArrayRef<double> weights, bool mean);
+// All tensors are of one device and dtype, floating or complex. `out` and `own` are vectors, of consecutive elements; `out` may be
+// `own`. `rows` is a matrix of as many rows as there are weights, and with as many columns as `own` has elements, which follow one
+// another.
+void combine(
+    const at::Tensor& out,
+    const at::Tensor& own,
+    double own_weight,
+    const at::Tensor& rows,
+    c10::ArrayRef<double> weights,
+    bool mean = false);
+
+// weight * vector, or zeros where the weight is 0, whatever is in the vector. Rounded once.
+at::Tensor scaled(const at::Tensor& vector, double weight);
 
 } // namespace fog::cuda
