@@ -29,7 +29,7 @@ EXTENSION_STAMP := $(VENV)/.extension
 LINTERS_STAMP := $(VENV)/.linters
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
-# What clang-format is for; kernels.cuh is one string literal.
+# What clang-format is for.
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # The environment's programs (ninja for one) come first. The shell finds its directory, as make splits at spaces.
 IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
@@ -77,7 +77,7 @@ test-all: build build-tests
 # The double of a device, which tests load; compiled anew only when its sources change.
 build-tests: build
 	@echo "== double of a device: compiling if need be"
-	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_driver()'
+	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_runtime()'
 
 lint: $(LINTERS_STAMP)
 	@echo "== style and types"

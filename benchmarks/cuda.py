@@ -15,9 +15,7 @@ The parts, and the columns of times in milliseconds:
 
     collectives    allreduce in place. fog: dist.all_reduce on fog; torch: the same on a group of NCCL
     neighbor       fog: fogdist.neighbor_allreduce along a ring, the exponential-2 graph, or one peer of that a call;
-                   torch: batch_isend_irecv of the same messages, then x * w and one add_ for each neighbor. The sums
-                   of fog have two forms with the same bits, and each is timed: "fog kernel" has fog's own kernel,
-                   "fog sums" operations of torch (FOG_COMBINE=kernel and =torch); "fog" is what is chosen by default
+                   torch: batch_isend_irecv of the same messages, then x * w and one add_ for each neighbor
     windows        put, get, accumulate and update of fogdist.Window on a ring; torch: tensor.copy_ of as many tensors,
                    from another GPU if there is one (cudaMemcpyPeer), else within this one
     training       steps of ResNet-50 (32 images of 224 x 224) and GPT-2 124M (4 x 1024 tokens) in bfloat16 autocast:
@@ -68,17 +66,8 @@ OF_SEVERAL = ("neighbor", "windows")
 OVER_NCCL = ("collectives", "neighbor", "training")
 # With "1" a rank that is alone does all that one of several does.
 ALONE_VARIABLE = "FOG_EXCHANGE_ALONE"
-# Forms of fog's weighted sums on a device, as FOG_COMBINE names them.
-FORM_VARIABLE = "FOG_COMBINE"
-FORMS = {"fog_kernel": "kernel", "fog_sums": "torch"}
-SYSTEMS = {
-    "fog": "fog",
-    "fog_kernel": "fog kernel",
-    "fog_sums": "fog sums",
-    "torch": "torch",
-    "limit": "limit",
-}
-TABLE = Table(SYSTEMS, [("fog", "torch"), ("fog", "limit"), ("fog_kernel", "fog_sums")])
+SYSTEMS = {"fog": "fog", "torch": "torch", "limit": "limit"}
+TABLE = Table(SYSTEMS, [("fog", "torch"), ("fog", "limit")])
 SIZES = [4 << 10, 256 << 10, 4 << 20, 64 << 20]
 EXCHANGES = ("ring", "exp2", "one-peer")
 WINDOW_OPERATIONS = ("put", "get", "accumulate", "update")
@@ -117,7 +106,6 @@ class Place:
         systems: Groups of this run.
         parts: What they measure.
         peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU and where no part needs NCCL.
-        forms: Groups of fog, each with a form of its sums; none on the CPU, which has one form.
         device: This rank's.
         memory: Bytes a second that a copy within the device reads and writes; of a shared one, this rank's part.
         link: Bytes a second that a copy from another device brings; the same.
@@ -127,7 +115,6 @@ class Place:
     systems: Systems
     parts: Sequence[str]
     peer: dist.ProcessGroup
-    forms: dict[str, dist.ProcessGroup]
     device: torch.device
     memory: float
     link: float
@@ -235,8 +222,6 @@ def join(device_type: str, asked: Sequence[str]) -> Place:
     peer = systems.gloo
     if device.type == "cuda" and any(part in OVER_NCCL for part in parts):
         peer = dist.new_group(backend="nccl", timeout=side_by_side.TIMEOUT, device_id=device)
-    has_forms = device.type != "cpu" and "neighbor" in parts
-    forms = {name: dist.new_group(timeout=side_by_side.TIMEOUT) for name in FORMS} if has_forms else {}
     memory = link = 0.0
     for turn in range(systems.size):
         if turn == systems.rank:
@@ -244,7 +229,7 @@ def join(device_type: str, asked: Sequence[str]) -> Place:
         systems.mpi.Barrier()
     gpus = torch.cuda.device_count() if device.type == "cuda" else systems.size
     sharing = -(-systems.size // gpus)
-    return Place(systems, parts, peer, forms, device, memory / sharing, link / sharing, sharing > 1)
+    return Place(systems, parts, peer, device, memory / sharing, link / sharing, sharing > 1)
 
 
 def _bandwidths(device: torch.device) -> tuple[float, float]:
@@ -344,7 +329,6 @@ def neighbor(
     """Exchanges with neighbors; none with one rank."""
     import fogdist
     import torch
-    import torch.distributed as dist
 
     if place.size == 1:
         return
@@ -353,22 +337,11 @@ def neighbor(
     for name in names:
         sequence = fogdist.topology.one_peer_exponential(place.size) if name == "one-peer" else None
         if sequence is None:
-            for group in (None, *place.forms.values()):
-                fogdist.set_topology(fogdist.topology.by_name(name, place.size), group=group)
-        ways = {"fog": _on_fogdist(place, x, sequence)}
-        for form in place.forms:
-            try:
-                ways[form] = _on_form(place, x, sequence, form)
-            except dist.DistBackendError:  # it failed on its way, maybe on this rank only
-                raise
-            except RuntimeError as error:  # on all ranks alike, before anything is sent
-                if place.rank == 0:
-                    print(f"without {SYSTEMS[form]}: {error}")
-        ways["torch"] = _on_torch(place, x, sequence)
+            fogdist.set_topology(fogdist.topology.by_name(name, place.size))
+        ways = {"fog": _on_fogdist(place, x, sequence), "torch": _on_torch(place, x, sequence)}
         for _ in range(3):
             results = {way: exchange() for way, exchange in ways.items()}
-            for way, result in results.items():
-                check_same(f"{name}, {way}", place, result, results["torch"])
+            check_same(name, place, results["fog"], results["torch"])
         degree = 1 if sequence is not None else len(fogdist.in_neighbor_ranks())
         moved = (degree + 2) * x.nbytes
         least = limit(degree * x.nbytes, place.link).median + limit(moved, place.memory).median
@@ -388,35 +361,20 @@ def _peers_of(place: Place, sequence: Any) -> Iterator[tuple[float, list[int], l
             yield peers["self_weight"], list(peers["src_weights"]), list(peers["dst_weights"])
 
 
-def _on_fogdist(
-    place: Place, x: Tensor, sequence: Any, group: dist.ProcessGroup | None = None
-) -> Callable[[], Tensor]:
+def _on_fogdist(place: Place, x: Tensor, sequence: Any) -> Callable[[], Tensor]:
     import fogdist
 
     if sequence is None:
-        return lambda: fogdist.neighbor_allreduce(x, group=group)
+        return lambda: fogdist.neighbor_allreduce(x)
     rounds = itertools.count()
 
     def exchange() -> Tensor:
         result: Tensor = fogdist.neighbor_allreduce(
-            x, **sequence.peers(place.rank, next(rounds)), enable_topo_check=False, group=group
+            x, **sequence.peers(place.rank, next(rounds)), enable_topo_check=False
         )
         return result
 
     return exchange
-
-
-def _on_form(place: Place, x: Tensor, sequence: Any, form: str) -> Callable[[], Tensor]:
-    """The same on a group that sums in one of FORMS."""
-    before = os.environ.get(FORM_VARIABLE)
-    os.environ[FORM_VARIABLE] = FORMS[form]
-    try:
-        _on_fogdist(place, x, None, place.forms[form])()  # a group's first exchange chooses
-    finally:
-        del os.environ[FORM_VARIABLE]
-        if before is not None:
-            os.environ[FORM_VARIABLE] = before
-    return _on_fogdist(place, x, sequence, place.forms[form])
 
 
 def _on_torch(place: Place, x: Tensor, sequence: Any) -> Callable[[], Tensor]:

@@ -286,9 +286,7 @@ class Window:
     own as it goes on; with the mutex on both sides it does not. A `get` and a `put` into one slot at a time
     replace one another in either order.
 
-    Windows of device tensors do the same, with the same arguments. In "peer memory" the device of the caller does
-    all of it, in the order of streams, and what fails there raises in a later call if nobody waits for its Work;
-    "staged" they are done on the host, with copies in the order of streams.
+    Windows of device tensors do the same, with the same arguments: on the host, with copies in the order of streams.
 
     With each value goes p, the weight of push-sum, always of the same state: `p` is this rank's own, 1.0 at
     first, and slots start with 0.0.
@@ -434,7 +432,7 @@ class Window:
     def name(self) -> str: ...
     @property
     def transport(self) -> str:
-        """How this rank's operations reach its neighbors: "shared memory", "messages", "shared memory and messages", "peer memory" or
+        """How this rank's operations reach its neighbors: "shared memory", "messages", "shared memory and messages" or
         "staged"."""
 
     def transport_to(self, rank: int) -> str:
@@ -516,28 +514,6 @@ def set_delegate_factory(
     Args:
         device_type: Such as "cuda".
         make: None for no backend.
-    """
-
-def set_device_driver(device_type: str, driver: str, compilers: list[str]) -> None:
-    """Names the driver of a type of device and the run-time compiler of its kernels; opens neither.
-
-    Args:
-        device_type: Such as "cuda".
-        driver: What dlopen takes: a library with the functions of libcuda.
-        compilers: Libraries with the functions of NVRTC, tried in this order.
-    """
-
-def kernel_source() -> str:
-    """The CUDA C++ source of fog's kernels, as the run-time compiler gets it."""
-
-def kernel_names() -> list[str]:
-    """Names of all kernels in it, which are loaded together."""
-
-def compile_kernels(device_type: str, major: int, minor: int) -> bytes:
-    """Machine code of fog's kernels for a compute capability, such as 9, 0; needs no GPU.
-
-    Raises:
-        RuntimeError: There is no compiler for this type of device, or it fails: with its log.
     """
 
 def bookkeeping() -> dict[str, int]:

@@ -94,9 +94,7 @@ def load() -> ModuleType:
     _check_build()
     # UCX, inside MPI, takes SIGHUP for its debug mode, and a rank would outlive its terminal. It looks as it is loaded.
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
-    import torch
-
-    from fog_pg import _driver, _nccl
+    from fog_pg import _nccl
 
     try:
         from fog_pg import _C
@@ -110,8 +108,6 @@ def load() -> ModuleType:
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
     _C.set_delegate_factory("cuda", _nccl.create)
-    if torch.version.cuda is not None:
-        _C.set_device_driver("cuda", _driver.DRIVER, _driver.compilers(torch.version.cuda))
     # Before the interpreter goes: the progress thread may run Python callbacks.
     atexit.register(_C.shutdown)
     return _C

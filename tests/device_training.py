@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -18,7 +18,6 @@ import device_double
 import fogdist
 import test_algorithms
 import test_decentralized_ddp
-import test_device_windows
 import test_optimizers
 import test_window_optimizers
 import torch
@@ -26,8 +25,6 @@ from fogdist import algorithms
 from fogdist import topology as topologies
 from host_reads import HostReads
 from torch import Tensor, nn
-
-from fog_pg import _C
 
 # What tests/gpu runs on: GPUs, or the device double, which shows on any machine that these tests are right themselves.
 GPU = os.environ.get("FOG_TEST_GPU", "cuda")
@@ -39,7 +36,7 @@ def place(device: str) -> torch.device:
     """Returns this rank's device of a type, ready to be used by groups of fog."""
     if device == device_double.DEVICE:
         device_double.load()
-        device_double.load_driver()
+        device_double.load_runtime()
         if not _served:
             device_double.serve_groups()
             _served.append(True)
@@ -49,32 +46,6 @@ def place(device: str) -> torch.device:
         torch.cuda.set_device(chosen)
         return chosen
     return torch.device(device)
-
-
-def over(transport: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of training on a device, whose windows have a transport of tests/test_device_windows.py.
-
-    Raises:
-        AssertionError: It made no window of device tensors, or one with another transport.
-    """
-    made: list[str] = []
-    create = _C.ProcessGroupFog.create_window
-
-    def noted(group: _C.ProcessGroupFog, tensor: Tensor, *args: Any, **options: Any) -> _C.Window:
-        window = create(group, tensor, *args, **options)
-        if tensor.device.type != "cpu":
-            made.append(window.transport)
-        return window
-
-    test_device_windows.choose(transport)
-    try:
-        with mock.patch.object(_C.ProcessGroupFog, "create_window", noted):
-            result = function(*arguments)
-    finally:
-        if test_device_windows.used["type"] == device_double.DEVICE:
-            test_device_windows.choose("peer memory")  # as it was
-    assert set(made) == {transport}, made
-    return result
 
 
 @contextlib.contextmanager

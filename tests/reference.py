@@ -184,8 +184,16 @@ class Checks:
         else:
             self._check(label, actual == expected, f"got {actual!r} instead of {expected!r}")
 
-    def close(self, label: str, actual: Tensor, expected: Tensor) -> None:
-        """Check a reduction against its reference, with the tolerance of its dtype; none for integers."""
+    def close(
+        self, label: str, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]
+    ) -> None:
+        """Check a reduction against its reference, with the tolerance of its dtype; none for integers. Lists: each tensor."""
+        if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+            problem = f"length {len(actual)} instead of {len(expected)}"
+            self._check(label, len(actual) == len(expected), problem)
+            for index, (got, want) in enumerate(zip(actual, expected, strict=False)):
+                self.close(f"{label}[{index}]", got, want)
+            return
         if not actual.is_floating_point() and not actual.is_complex():
             self.equal(label, actual, expected)
             return

@@ -1,7 +1,8 @@
-"""fog's own operations on tensors of a delegate: the CPU's bits, by way of the delegate's messages.
+"""fog's own operations on tensors of a delegate: the CPU's results, by way of the delegate's messages.
 
-Gloo stands in for NCCL here, as the delegate of CPU tensors: it sends what cuda::Neighbors gives it, and sums
-are torch's operations.
+Gloo stands in for NCCL here, as the delegate of CPU tensors: it sends what cuda::Neighbors gives it. Weighted sums are
+torch's operations: of float32 tensors they are in float32, and terms come in another order, so they have not the bits
+of the CPU's and are compared with the tolerance of the dtype.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import itertools
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,7 +80,7 @@ def random_plan(size: int, rank: int, seed: int, scaled: bool = False, mean: boo
     generator = np.random.default_rng([seed, size])
     edges = generator.random((size, size)) < 0.6
     weights = generator.uniform(-1, 1, (size, size)).round(1) if not mean else np.ones((size, size))
-    # Powers of two scale without rounding: the bits are the CPU's then.
+    # Powers of two scale without rounding.
     factors = 2.0 ** generator.integers(-2, 3, (size, size)) if scaled else np.ones((size, size))
     others = [r for r in generator.permutation(size).tolist() if r != rank]
     return _C.NeighborPlan(
@@ -93,7 +93,7 @@ def random_plan(size: int, rank: int, seed: int, scaled: bool = False, mean: boo
     )
 
 
-def same_bits() -> None:
+def same_results() -> None:
     fog, rank, size = backend(), dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
         for seed, (dtype, shape) in enumerate(itertools.product(WEIGHTED_DTYPES, SHAPES)):
@@ -119,13 +119,13 @@ def same_bits() -> None:
                 for form, got in (("new", output), ("output", target), ("in place", place)):
                     checks.equal(f"{label} {form} NaN", got.isnan(), expected.isnan())
                     real = torch.view_as_real(got) if dtype.is_complex else got
-                    checks.equal(f"{label} {form}", torch.nan_to_num(real), nan_free)
+                    checks.close(f"{label} {form}", torch.nan_to_num(real), nan_free)
                 checks.equal(f"{label} input", mine, kept)
 
 
 @pytest.mark.parametrize("size", sizes([1, 3], [2, 4]))
-def test_results_have_the_bits_of_the_cpu(worlds, size):
-    worlds(size).run(same_bits)
+def test_results_are_those_of_the_cpu(worlds, size):
+    worlds(size).run(same_results)
 
 
 def lists() -> None:
@@ -144,20 +144,52 @@ def lists() -> None:
                 kept = [t.clone() for t in mine]
                 expected = result(fog.neighbor_allreduce(mine, plan))
                 with delegating():
-                    checks.equal(f"{label} new", result(fog.neighbor_allreduce(mine, plan)), expected)
+                    checks.close(f"{label} new", result(fog.neighbor_allreduce(mine, plan)), expected)
                     outputs = test_neighbor.laid_out([torch.zeros_like(mine[0])], "gap") + [
                         torch.zeros_like(t) for t in mine[1:]
                     ]
                     result(fog.neighbor_allreduce(mine, plan, output=outputs))
-                    checks.equal(f"{label} output", outputs, expected)
+                    checks.close(f"{label} output", outputs, expected)
                     checks.equal(f"{label} input", mine, kept)
                     result(fog.neighbor_allreduce(mine, plan, output=mine))
-                checks.equal(f"{label} in place", mine, expected)
+                checks.close(f"{label} in place", mine, expected)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_lists(worlds, size):
     worlds(size).run(lists)
+
+
+def left_out() -> None:
+    """What has weight 0 is not in a sum, not even its NaN: a neighbor's, on either side, and the own tensor."""
+    from fog_pg import _C
+
+    fog, rank, size = backend(), dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(size) if other != rank]
+    silent = 0  # whose tensor is NaN
+    with Checks() as checks, delegating():
+        for dtype, numel in itertools.product(WEIGHTED_DTYPES, (1, 1003)):
+            mine = torch.full((numel,), float("nan") if rank == silent else 1.0, dtype=dtype)
+            received = [(other, 0.0 if other == silent else 0.5) for other in others]
+            own = 0.0 if rank == silent else 0.25
+            expected = torch.full_like(mine, own + sum(weight for _, weight in received))
+            plan = _C.NeighborPlan(rank, size, own, received, [(other, 1.0) for other in others])
+            fresh, place = torch.full_like(mine, float("nan")), mine.clone()
+            for given, output in ((mine, fresh), (place, place)):
+                result(fog.neighbor_allreduce(given, plan, output=output))
+                checks.equal(f"{dtype} {numel}", output, expected)
+            sent = [(other, 0.0 if rank == silent else 1.0) for other in others]
+            received = [(other, 0.5) for other in others]
+            expected = torch.full_like(mine, own + sum(w for other, w in received if other != silent))
+            (output,) = result(fog.neighbor_allreduce(mine, _C.NeighborPlan(rank, size, own, received, sent)))
+            checks.equal(f"{dtype} {numel} sent with weight 0", output, expected)
+            alone = torch.ones(numel, dtype=dtype)
+            (output,) = result(fog.neighbor_allreduce(alone, _C.NeighborPlan(rank, size, 0.5, [], [])))
+            checks.equal(f"{dtype} {numel} without neighbors", output, alone / 2)
+
+
+def test_what_has_weight_0_is_left_out(worlds):
+    worlds(3).run(left_out)
 
 
 def rounded_scales() -> None:
@@ -174,8 +206,8 @@ def rounded_scales() -> None:
             with delegating():
                 (output,) = result(fog.neighbor_allreduce(mine, plan))
             checks.close(f"{dtype}", output, expected)
-        # Push-sum in float32: the mass stays, whoever has it. With weights rounded to float32 it gained 4e-6
-        # in 200 rounds.
+        # Push-sum in float32: the mass stays, whoever has it, but for what weights lose when they are rounded to float32,
+        # as the sums are in it: at most 3e-8 of it in each of the 200 rounds.
         value = make_input(rank, torch.float32, 10_000).abs()
         before = value.double().sum()
         with delegating():
@@ -183,7 +215,7 @@ def rounded_scales() -> None:
                 result(fog.neighbor_allreduce(value, plan, output=value))
         sums = torch.stack([before, value.double().sum()])
         dist.all_reduce(sums)
-        checks.true(f"mass {sums.tolist()}", abs(sums[1] / sums[0] - 1).item() < 1e-8)
+        checks.true(f"mass {sums.tolist()}", abs(sums[1] / sums[0] - 1).item() < 1e-5)
 
 
 def test_weights_of_senders(worlds):
@@ -207,12 +239,12 @@ def hierarchical() -> None:
                     result(
                         fog.hierarchical_neighbor_allreduce(mine, machines, plan, output=mine, confirm=True)
                     )
-                checks.equal(label, output, expected)
-                checks.equal(f"{label} in place", mine, expected)
+                checks.close(label, output, expected)
+                checks.close(f"{label} in place", mine, expected)
             pair = [make_input(rank, torch.float32, 9), make_input(rank, torch.float16, (5, 3))]
             expected_pair = result(fog.hierarchical_neighbor_allreduce(pair, machines, plan))
             with delegating():
-                checks.equal(
+                checks.close(
                     f"{machines} list",
                     result(fog.hierarchical_neighbor_allreduce(pair, machines, plan)),
                     expected_pair,
@@ -311,7 +343,7 @@ def in_flight() -> None:
         ]
         checks.equal("numbers", numbers, sorted(numbers, key=lambda n: n or 0))
         for place in (5, 0, 7, 2, 1, 3, 6, 4):
-            checks.equal(f"[{place}]", result(works[place]), expected[place])
+            checks.close(f"[{place}]", result(works[place]), expected[place])
 
 
 def test_several_in_flight(worlds):
@@ -436,35 +468,6 @@ def test_failures_name_the_operation(new_world):
     found, lost = new_world(2).run_raw(lost_peer)
     assert (found.state, lost.state) == ("returned", "died"), found
     assert re.search(r"neighbor_allreduce #\d+ of group", found.value), found.value
-
-
-def kernel_is_missing() -> list[str]:
-    """Devices without fog's kernels warn once; a form that does not exist is an error."""
-    fog = backend()
-    from fog_pg import _C
-
-    plan = _C.NeighborPlan(0, 1, 1.0, [], [])
-    texts = []
-    with delegating(), warnings.catch_warnings(record=True):
-        os.environ["FOG_COMBINE"] = "magic"
-        try:
-            fog.neighbor_allreduce(torch.ones(1), plan)
-        except ValueError as error:
-            texts.append(str(error))
-        os.environ["FOG_COMBINE"] = "kernel"
-        try:
-            fog.neighbor_allreduce(torch.ones(1), plan)
-        except RuntimeError as error:
-            texts.append(str(error))
-        del os.environ["FOG_COMBINE"]
-        result(fog.neighbor_allreduce(torch.ones(1), plan))
-    return texts
-
-
-def test_forms_of_sums(new_world):
-    ((form, kernel),) = new_world(1).run(kernel_is_missing)
-    assert "FOG_COMBINE: got 'magic'; allowed are torch and kernel" in form
-    assert "no driver is known for devices of type cpu" in kernel
 
 
 def along_topology_on_any_device() -> None:

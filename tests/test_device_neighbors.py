@@ -1,16 +1,14 @@
 """fog's own operations on a device: streams, memory, messages and failures, seen on the device double.
 
 What a GPU would do when it gets to it, the double does when a test lets it: a missing wait is a wrong number
-every time.
+every time. Weighted sums on a device have not the bits of the CPU's: they are in float32 for float32, and terms come in
+another order. So they are compared with the tolerance of the dtype.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
-import os
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -23,41 +21,24 @@ import torch
 import torch.distributed as dist
 from device_double import DEVICE, current_stream, held
 from fogdist import topology as topologies
-from harness import BACKEND, WorldPool
+from harness import BACKEND
 from operations import reduce_op, reductions
 from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
 from torch import Tensor
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations"),
-    pytest.mark.usefixtures("compiled_double", "compiled_driver"),
+    pytest.mark.usefixtures("compiled_double"),
 ]
 
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
-FORMS = ["kernel", "torch"]
 KNOWS_OF_CAPTURES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
-@functools.cache
-def with_kernels() -> None:
-    """The double's driver, in this rank."""
+def new_backend(made: list[Any] | None = None) -> Any:
+    """fog's object of a new group of all ranks."""
     device_double.load()
-    device_double.load_driver()
-
-
-@pytest.fixture(scope="module")
-def compiled_driver(compiled_double: None) -> None:
-    """Compiled here, as ranks have no time for that."""
-    pool = WorldPool()
-    pool(1).run(with_kernels, timeout=300.0)
-    pool.close()
-
-
-def new_backend(form: str = "kernel", made: list[Any] | None = None) -> Any:
-    """fog's object of a new group of all ranks, whose sums have this form."""
-    with_kernels()
     device_double.serve_groups(made)
-    os.environ["FOG_COMBINE"] = form
     group = dist.new_group()
     return group._get_backend(torch.device("cpu"))
 
@@ -72,21 +53,23 @@ def moved(tensors: Any, device: str = DEVICE) -> Any:
     return [t.to(device) for t in tensors] if isinstance(tensors, list) else tensors.to(device)
 
 
-def compare(checks: Checks, label: str, call: Callable[[Any], Any], given: Any) -> None:
+def compare(
+    checks: Checks, label: str, call: Callable[[Any], Any], given: Any, *, is_sum: bool = True
+) -> None:
     """Checks a call on a device's tensors against the same on the host's."""
     expected = result(call(given))
     there = moved(given)
     output = result(call(there))
     checks.equal(f"{label} device", {t.device.type for t in output}, {DEVICE})
-    checks.equal(label, moved(output, "cpu"), expected)
+    (checks.close if is_sum else checks.equal)(label, moved(output, "cpu"), expected)
     single = isinstance(given, Tensor)
     checks.equal(
         f"{label} input", [there.cpu()] if single else moved(there, "cpu"), [given] if single else given
     )
 
 
-def same_bits(form: str) -> None:
-    fog, rank, size = new_backend(form), dist.get_rank(), dist.get_world_size()
+def same_results() -> None:
+    fog, rank, size = new_backend(), dist.get_rank(), dist.get_world_size()
     random_plan = test_delegated_neighbors.random_plan
     with Checks() as checks:
         for seed, (dtype, shape) in enumerate(
@@ -116,16 +99,20 @@ def same_bits(form: str) -> None:
         compare(checks, "list", lambda x: fog.neighbor_allreduce(x, plan), mixed)
         for dtype, shape in itertools.product(DTYPES, [(rank, 2), (3,)]):
             mine = make_input(rank, dtype, shape)
+            label = f"{dtype} {shape}"
             compare(
-                checks, f"{dtype} {shape} neighbor_allgather", lambda x: fog.neighbor_allgather(x, plan), mine
+                checks,
+                f"{label} neighbor_allgather",
+                lambda x: fog.neighbor_allgather(x, plan),
+                mine,
+                is_sum=False,
             )
-            compare(checks, f"{dtype} {shape} allgather", fog.allgather_concat, mine)
+            compare(checks, f"{label} allgather", fog.allgather_concat, mine, is_sum=False)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [1, 4])
-def test_results_have_the_bits_of_the_cpu(worlds, size, form):
-    worlds(size).run(same_bits, form, timeout=150.0)
+def test_results_are_those_of_the_cpu(worlds, size):
+    worlds(size).run(same_results, timeout=150.0)
 
 
 def in_place() -> None:
@@ -144,7 +131,7 @@ def in_place() -> None:
                 there = [t.t().contiguous().t() for t in there]
             addresses = [t.data_ptr() for t in there]
             outputs = result(fog.neighbor_allreduce(there, plan, output=there))
-            checks.equal(layout, moved(outputs, "cpu"), expected)
+            checks.close(layout, moved(outputs, "cpu"), expected)
             checks.equal(f"{layout} place", [t.data_ptr() for t in outputs], addresses)
         for dtype in DTYPES:
             for name in reductions(dtype):
@@ -318,16 +305,15 @@ def test_streams_are_blocked(worlds):
 
 
 def foreign_memory() -> None:
-    """Torch's allocator is told of the stream that uses its memory, and not of a window's, which it does not know."""
-    with_kernels()
+    """Torch's allocator is told of the stream that uses its memory, and not of another library's, which it does not know."""
+    device_double.load()
     device_double.serve_groups()
     fogdist.init(topologies.RingGraph)
     fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     plan = ring_plan()
-    own, window = torch.ones(100, device=DEVICE), torch.ones(100, device=DEVICE)
-    fogdist.win_create(window, "w")
+    own, foreign = torch.ones(100, device=DEVICE), device_double.load().foreign_memory(100)
     used = []
-    for tensor in (own, window):
+    for tensor in (own, foreign):
         device_double.clear_stream_log()
         work = fog.neighbor_allreduce(tensor, plan, output=tensor, confirm=False)
         torch.accelerator.synchronize()
@@ -335,7 +321,6 @@ def foreign_memory() -> None:
         gc.collect()
         uses = {number for what, _, _, number in device_double.stream_log() if what == "use"}
         used.append(tensor.untyped_storage().data_ptr() in uses)
-    fogdist.win_free("w")
     assert used == [True, False]
 
 
@@ -345,7 +330,7 @@ def test_the_allocator_hears_of_its_own_memory_only(worlds):
 
 def traced() -> None:
     """What an operation gives to the device is within its range in a trace."""
-    fog, plan = new_backend("torch"), ring_plan()
+    fog, plan = new_backend(), ring_plan()
     x = torch.ones(4, 3, device=DEVICE)
     result(fog.neighbor_allreduce(x, plan, confirm=False))
     with torch.profiler.profile(record_shapes=True) as profile:
@@ -355,7 +340,7 @@ def traced() -> None:
     begun = {event.name: event.time_range.start for event in events}
     begin, end = ours.time_range.start, ours.time_range.end
     inside = {name for name, time in begun.items() if begin <= time <= end}
-    assert inside >= {"double", "aten::mul_", "aten::add_"}, (begin, end, begun)
+    assert inside >= {"double", "aten::addmv"}, (begin, end, begun)
     assert ours.input_shapes == [[4, 3]]
 
 
@@ -420,9 +405,8 @@ def test_memory_is_not_used_again_early(worlds, waits):
 
 
 def through_fogdist() -> None:
-    with_kernels()
+    device_double.load()
     device_double.serve_groups()
-    os.environ.pop("FOG_COMBINE", None)
     fogdist.init(topologies.RingGraph)
     rank, size = fogdist.rank(), fogdist.size()
     nexts = {(rank - 1) % size: 0.5}, {(rank + 1) % size: 1.0}
@@ -469,7 +453,7 @@ def test_fogdist(worlds):
 
 
 def machines() -> None:
-    with_kernels()
+    device_double.load()
     device_double.serve_groups()
     fogdist.init()
     fogdist.set_machine_topology(topologies.RingGraph(2))
@@ -480,9 +464,9 @@ def machines() -> None:
             expected = fogdist.hierarchical_neighbor_allreduce(mine, enable_topo_check=check)
             there = mine.to(DEVICE)
             output = fogdist.hierarchical_neighbor_allreduce(there, enable_topo_check=check)
-            checks.equal("new", output.cpu(), expected)
+            checks.close("new", output.cpu(), expected)
             fogdist.hierarchical_neighbor_allreduce_(there)
-            checks.equal("in place", there.cpu(), expected)
+            checks.close("in place", there.cpu(), expected)
 
 
 def test_hierarchical_through_fogdist(new_world):
@@ -492,7 +476,7 @@ def test_hierarchical_through_fogdist(new_world):
 def gradients() -> None:
     import torch._dynamo
 
-    with_kernels()
+    device_double.load()
     device_double.serve_groups()
     fogdist.init(topologies.StarGraph)
     rank, size = fogdist.rank(), fogdist.size()
@@ -585,37 +569,3 @@ def failures() -> None:
 
 def test_failures(new_world):
     new_world(2).run(failures)
-
-
-def kernel_fails() -> str:
-    """Without kernels sums are torch's, with one warning that says why; the rank's stderr."""
-    from fog_pg import _C
-
-    device_double.load()
-    device_double.serve_groups()
-    os.environ.pop("FOG_COMBINE", None)
-    plan = _C.NeighborPlan(0, 1, 0.5, [], [])
-    with tempfile.TemporaryFile() as log:
-        stderr = os.dup(2)
-        os.dup2(log.fileno(), 2)
-        try:
-            for _ in range(2):
-                fog = dist.new_group()._get_backend(torch.device("cpu"))
-                (output,) = result(fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan))
-                assert output.cpu().tolist() == [0.5, 0.5]
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-        log.seek(0)
-        text = log.read().decode()
-    os.environ["FOG_COMBINE"] = "kernel"
-    fog = dist.new_group()._get_backend(torch.device("cpu"))
-    with pytest.raises(RuntimeError, match="no driver is known for devices of type"):
-        fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan)
-    return text
-
-
-def test_a_device_without_kernels(new_world):
-    (text,) = new_world(1).run(kernel_fails)
-    assert text.count("fog: weighted sums on") == 1
-    assert "no driver is known" in text

@@ -14,9 +14,7 @@ import test_optimizers
 import test_window_optimizers
 import torch
 from device_double import DEVICE
-from device_training import over
 from harness import BACKEND
-from test_device_windows import TRANSPORTS
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the double stands in for a transport of fog")
 
@@ -36,8 +34,8 @@ OPTIMIZER_RUNS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(compiled_double: None) -> None:
-    """Ranks have no time to compile the driver either."""
-    device_double.compile_driver()
+    """Ranks have no time to compile what locks pages either."""
+    device_double.compile_runtime()
 
 
 @pytest.mark.parametrize("run", OPTIMIZER_RUNS, ids=str)
@@ -88,35 +86,31 @@ WINDOW_RUNS = [Run("awc", "adamw"), Run("awc", "sgd", every=3)]
 
 @pytest.mark.parametrize("run", WINDOW_RUNS, ids=str)
 @pytest.mark.parametrize("kind", list(test_window_optimizers.FACTORIES))
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_window_optimizers_as_on_the_cpu(worlds, transport, kind, run):
+def test_window_optimizers_as_on_the_cpu(worlds, kind, run):
     world = worlds(3)
-    found = world.run(over, transport, device_training.of_windows, kind, run, DEVICE, 1e-4)
+    found = world.run(device_training.of_windows, kind, run, DEVICE, 1e-4)
     expected = world.run(device_training.of_windows, kind, run, "cpu", 1e-4)
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, **EXACT)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_asynchronous_wrapper_in_turns_as_on_the_cpu(worlds, transport):
+def test_asynchronous_wrapper_in_turns_as_on_the_cpu(worlds):
     world = worlds(3)
-    found = world.run(over, transport, device_training.asynchronously, DEVICE, None, True)
+    found = world.run(device_training.asynchronously, DEVICE, None, True)
     expected = world.run(device_training.asynchronously, "cpu", None, True)
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, **EXACT)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2, None])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_asynchronous_wrapper_comes_to_its_end(worlds, transport, max_staleness):
-    results = worlds(3).run(over, transport, device_training.asynchronously, DEVICE, max_staleness, False)
+def test_asynchronous_wrapper_comes_to_its_end(worlds, max_staleness):
+    results = worlds(3).run(device_training.asynchronously, DEVICE, max_staleness, False)
     means = [mean for _, mean in results]
     assert all(torch.equal(mean, means[0]) for mean in means) and means[0].isfinite().all()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_asynchronous_gossip(worlds, transport):
-    device_training.check_gossip(worlds(3).run(over, transport, device_training.gossip, DEVICE))
+def test_asynchronous_gossip(worlds):
+    device_training.check_gossip(worlds(3).run(device_training.gossip, DEVICE))
 
 
 @pytest.mark.parametrize("kind", ["atc", "gradient"])

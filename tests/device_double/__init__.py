@@ -2,9 +2,10 @@
 
 ``load()``, in a rank, registers it with torch as the device type ``gpudouble`` with two devices; the process
 that starts the ranks compiles it before, by ``compile_double()`` (fixture ``compiled_double``). Memory,
-streams, events and autograd are those of a device. Operations of torch run on the host as soon as they are
-called, after what the current stream has been given. What is enqueued on a stream (see streams.hpp) runs on a
-thread of that stream, which a test can hold back: a missing wait shows every time then, as wrong numbers.
+streams, events and autograd are those of a device. Most operations of torch run on the host as soon as they are
+called, after what the current stream has been given. Those of fog's weighted sums, copies that nobody waits for and
+what the delegate does are enqueued on a stream (see streams.hpp) and run on a thread of that stream, which a test can
+hold back: a missing wait shows every time then, as wrong numbers.
 Memory is overwritten when it is freed, except for streams that were recorded on it.
 
 ``serve_groups()`` gives groups of fog a ``RecordingDelegate`` each, which stands for ProcessGroupNCCL: it
@@ -155,37 +156,25 @@ def load() -> Any:
     return module
 
 
-def compile_driver() -> Path:
-    """Compiles the driver's double, with fog's kernels, if need be; as `compile_double`."""
-    from fog_pg import _C
-
-    source = _C.kernel_source()
-    folder = _BUILD / f"kernels-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in (("kernels.inc", source), ("kernels.text", f'R"text({source})text"')):
-        unfinished = folder / f"{name}.{os.getpid()}"
-        unfinished.write_text(text)
-        unfinished.rename(folder / name)
-    return build("libdevice_double_driver", ["driver.cpp"], flags=["-O2", "-ffp-contract=off", f"-I{folder}"])
+def compile_runtime() -> Path:
+    """Compiles the double of the CUDA runtime if need be; as `compile_double`."""
+    # fog finds the runtime by the name of the library of torch's that is linked with it.
+    return build(
+        "libdevice_double_runtime", ["runtime.cpp"], links=["-Wl,-soname,libc10_cuda.so"], library=True
+    )
 
 
 @functools.cache
-def load_driver() -> ctypes.CDLL:
-    """Makes the driver's double the driver of ``gpudouble``.
+def load_runtime() -> ctypes.CDLL:
+    """Lets fog find what page-locks memory, in a torch without CUDA; one with it has its own, which fails without a GPU.
 
     Returns:
-        The library. Besides what a driver has, ``device_double_fail(name, result)`` lets a function fail until the result is 0,
-        ``device_double_calls(name)`` counts calls of one, ``device_double_held()`` what has not been given back.
+        The library. Besides what the runtime has, ``device_double_refuse(error)`` lets it lock nothing until the error is 0, and
+        ``device_double_locked()`` counts what is locked.
     """
-    from fog_pg import _C
-
-    path = compile_driver()
-    _C.set_device_driver(DEVICE, str(path), [str(path)])
-    library = ctypes.CDLL(str(path))
-    library.device_double_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.device_double_calls.argtypes = [ctypes.c_char_p]
-    library.device_double_calls.restype = ctypes.c_long
-    library.device_double_held.restype = ctypes.c_long
+    library = ctypes.CDLL(str(compile_runtime()))
+    library.device_double_refuse.argtypes = [ctypes.c_int]
+    library.device_double_locked.restype = ctypes.c_long
     return library
 
 

@@ -12,6 +12,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -61,14 +62,12 @@ void write_log(const char* what, const c10::Stream& stream, uint64_t number) {
 // --- streams ---
 
 constexpr int64_t kPoolSize = 32; // streams of the global pool are given out again and again, as CUDA's are
-constexpr int64_t kLeastAddress = 1 << 20; // ids from there on are addresses of Queues of a driver
 
 struct Streams {
   std::mutex mutex;
   std::array<std::vector<Queue*>, kDevices> by_id; // the first is the default one, the pool's come next; never destroyed
   std::array<int64_t, kDevices> given{};
   std::set<std::pair<int, int64_t>> capturing;
-  std::set<Queue*> foreign; // that were a thread's current stream; never destroyed either
 };
 
 Streams& streams() {
@@ -92,9 +91,6 @@ c10::Stream make_stream(c10::DeviceIndex device, int64_t id) {
 }
 
 Queue& queue(c10::DeviceIndex device, int64_t id) {
-  if (id >= kLeastAddress) {
-    return *reinterpret_cast<Queue*>(id);
-  }
   const std::lock_guard<std::mutex> lock(streams().mutex);
   auto& queues = streams().by_id[checked(device)];
   while (static_cast<int64_t>(queues.size()) <= std::max(id, kPoolSize)) {
@@ -163,10 +159,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = current_stream(stream.device_index());
     current_streams[stream.device_index()] = stream.id();
-    if (stream.id() >= kLeastAddress) {
-      const std::lock_guard<std::mutex> lock(streams().mutex);
-      streams().foreign.insert(&queue_of(stream));
-    }
     return before;
   }
   void* getStreamNativeHandle(const c10::Stream stream) const
@@ -190,11 +182,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     {
       const std::lock_guard<std::mutex> lock(streams().mutex);
       queues = streams().by_id[index];
-      for (auto* each : streams().foreign) {
-        if (each->device() == index) {
-          queues.push_back(each);
-        }
-      }
     }
     for (auto* each : queues) {
       each->drain();
@@ -531,6 +518,32 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
+// Kernels that a stream runs when it gets to them, and that keep nothing alive: those of fog's weighted sums.
+at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
+  queue_of(current_stream(self.device().index())).enqueue_or_run([self = on_host(self), value] {
+    const at::AutoDispatchBelowADInplaceOrView no_grad;
+    self.fill_(value);
+  });
+  return self;
+}
+
+at::Tensor& addmv_out(
+    const at::Tensor& self,
+    const at::Tensor& matrix,
+    const at::Tensor& vector,
+    const at::Scalar& beta,
+    const at::Scalar& alpha,
+    at::Tensor& out) {
+  TORCH_CHECK(out.numel() == matrix.size(0), "addmv: the double resizes no output");
+  queue_of(current_stream(out.device().index()))
+      .enqueue_or_run(
+          [self = on_host(self), matrix = on_host(matrix), vector = on_host(vector), beta, alpha, out = on_host(out)]() mutable {
+            const at::AutoDispatchBelowADInplaceOrView no_grad;
+            at::addmv_out(out, self, matrix, vector, beta, alpha);
+          });
+  return out;
+}
+
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   if (from.sizes() != to.sizes()) {
     at::native::resize_(to, from.sizes());
@@ -622,6 +635,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("fill_.Scalar", &fill);
+  m.impl("addmv.out", &addmv_out);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("as_strided", &as_strided);
@@ -736,6 +751,11 @@ void bind_device(py::module_& module) {
     }
   });
   module.def("host_view", &on_host); // as a kernel sees the memory: nothing is waited for or kept alive
+  module.def("foreign_memory", [](int64_t numel) { // zeros that another library has allocated on the device
+    auto* data = std::calloc(static_cast<size_t>(numel), sizeof(float));
+    const c10::Device device(kDevice, 0);
+    return at::from_blob(data, {numel}, [](void* memory) { std::free(memory); }, at::TensorOptions(device), device);
+  });
   module.def("live_bytes", [] { return Allocator::instance().live(); });
   module.def("written_after_free", [] { return Allocator::instance().written_after_free(); });
 }

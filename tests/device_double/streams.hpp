@@ -64,8 +64,6 @@ using MarkerPtr = std::shared_ptr<const Marker>;
 class Queue {
  public:
   Queue(int device, int64_t id) : device_(device), id_(id) {}
-  // One that is not the device's own: its id is its address, as CUDA's are.
-  explicit Queue(int device) : device_(device), id_(reinterpret_cast<int64_t>(this)) {}
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
 
@@ -86,15 +84,20 @@ class Queue {
     }
     changed_.notify_all();
   }
+  // Runs it at once if there is nothing to wait for, else when the stream gets to it.
+  void enqueue_or_run(std::function<void()> function) {
+    if (is_free()) {
+      function();
+    } else {
+      enqueue(std::move(function));
+    }
+  }
   // The end of what has been enqueued until now.
   MarkerPtr mark() {
     auto marker = std::make_shared<Marker>();
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (functions_.empty() && !running_ && holds_ == 0) {
-        marker->reach(); // nothing to wait for, so no thread is needed
-        return marker;
-      }
+    if (is_free()) {
+      marker->reach(); // no thread is needed
+      return marker;
     }
     enqueue([marker] { marker->reach(); });
     return marker;
@@ -145,6 +148,10 @@ class Queue {
   }
 
  private:
+  bool is_free() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return functions_.empty() && !running_ && holds_ == 0;
+  }
   [[noreturn]] void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {

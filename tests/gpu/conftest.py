@@ -2,7 +2,7 @@
 
 Ranks are processes of their own. Where there are fewer GPUs than ranks, NCCL has to be 2.30.3 or later: the one that torch
 has, or another one that FOG_TEST_NCCL names, /path/libnccl.so.2, which ranks then have in LD_PRELOAD. Windows go over the
-driver and the host's memory alone, and several ranks may have theirs on one GPU with any NCCL.
+host's memory, and several ranks may have theirs on one GPU with any NCCL.
 
 FOG_TEST_GPU=gpudouble runs one of each test on the device double: tests/test_gpu_tests.py does, where no GPU is.
 """
@@ -69,7 +69,7 @@ def compiled() -> None:
     """Ranks have no time to compile the double."""
     if device_training.GPU == device_double.DEVICE:
         device_double.compile_double()
-        device_double.compile_driver()
+        device_double.compile_runtime()
 
 
 @pytest.fixture(scope="session")
@@ -117,17 +117,14 @@ def gpu_worlds(request: pytest.FixtureRequest) -> Iterator[Callable[[int], harne
 
 
 @pytest.fixture(scope="module")
-def window_worlds() -> Iterator[Callable[[int, str], harness.World]]:
-    """``window_worlds(n, transport)`` is a world of n ranks for windows, which may share a GPU with any NCCL.
+def window_worlds() -> Iterator[Callable[[int], harness.World]]:
+    """``window_worlds(n)`` is a world of n ranks for windows, which may share a GPU with any NCCL."""
+    made: dict[int, harness.World] = {}
 
-    How windows go is a matter of the process: those of a world have one transport.
-    """
-    made: dict[tuple[int, str], harness.World] = {}
-
-    def world_of(size: int, transport: str) -> harness.World:
-        world = made.get((size, transport))
+    def world_of(size: int) -> harness.World:
+        world = made.get(size)
         if world is None or world.broken:
-            world = made[size, transport] = harness.World(size, timeout=60.0, environment=QUEUES)
+            world = made[size] = harness.World(size, timeout=60.0)
         return world
 
     yield world_of
@@ -140,7 +137,7 @@ def new_window_world() -> Iterator[Callable[[int], harness.World]]:
     made: list[harness.World] = []
 
     def make(size: int) -> harness.World:
-        made.append(harness.World(size, timeout=60.0, environment=QUEUES))
+        made.append(harness.World(size, timeout=60.0))
         return made[-1]
 
     yield make

@@ -7,8 +7,6 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
-#include "cuda/driver.hpp"
-#include "cuda/kernels.hpp"
 #include "device/device_backends.hpp"
 #include "windows/host_window.hpp"
 #include "windows/window_service.hpp"
@@ -503,25 +501,6 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("device_type"),
       py::arg("make"));
-  module.def(
-      "set_device_driver",
-      [](const std::string& device_type, const std::string& driver, std::vector<std::string> compilers) {
-        fog::cuda::set_driver(at::Device(device_type).type(), driver, std::move(compilers));
-      },
-      py::arg("device_type"),
-      py::arg("driver"),
-      py::arg("compilers"));
-  module.def("kernel_source", &fog::cuda::kernel_source);
-  module.def("kernel_names", &fog::cuda::kernel_names);
-  module.def(
-      "compile_kernels",
-      [](const std::string& device_type, int major, int minor) {
-        const auto& compiler = fog::cuda::Compiler::of(at::Device(device_type).type());
-        return py::bytes(compiler.compile(fog::cuda::kernel_source(), major, minor));
-      },
-      py::arg("device_type"),
-      py::arg("major"),
-      py::arg("minor"));
   module.def("load_mpi", &fog::load, py::arg("path"));
   module.def("mpi_library", &fog::library_path);
   module.def("mpi_version", &mpi_version);

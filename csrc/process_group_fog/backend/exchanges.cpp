@@ -4,7 +4,7 @@
 #include <ATen/Functions.h>
 
 #include "backend/arguments.hpp"
-#include "cuda/neighbors.hpp"
+#include "device/neighbors.hpp"
 #include "collectives/broadcast.hpp"
 #include "collectives/gather_scatter.hpp"
 #include "core/overlap.hpp"

@@ -9,8 +9,8 @@
 
 #include "backend/arguments.hpp"
 #include "core/arithmetic.hpp"
-#include "cuda/neighbors.hpp"
-#include "cuda/reduce.hpp"
+#include "device/neighbors.hpp"
+#include "device/reduce.hpp"
 #include "core/machines.hpp"
 #include "collectives/agreement.hpp"
 #include "collectives/gather_concat.hpp"
@@ -154,7 +154,7 @@ std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
 
 } // namespace
 
-std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
   const auto device = tensors[0]->device();
   TORCH_CHECK_VALUE(
       !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
@@ -169,7 +169,7 @@ std::shared_ptr<cuda::Neighbors> ProcessGroupFog::neighbors_serving(const char* 
       return neighbors;
     }
   }
-  auto neighbors = std::make_shared<cuda::Neighbors>(delegate.backend, delegate.gate, rank_, group_->name, device);
+  auto neighbors = std::make_shared<device::Neighbors>(delegate.backend, delegate.gate, rank_, group_->name, device);
   neighbors_.emplace_back(device, neighbors);
   return neighbors;
 }
@@ -288,7 +288,7 @@ WorkPtr ProcessGroupFog::local_allreduce(
   auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
   layout.sign(signature);
   if (const auto device = neighbors_of(kOp, tensor)) {
-    cuda::check_reduction_on_device(kOp, op.op_, tensor);
+    device::check_reduction_on_device(kOp, op.op_, tensor);
     if (confirms(options)) {
       compare(signature, 0, layout.local(), layout.local(), options);
     }

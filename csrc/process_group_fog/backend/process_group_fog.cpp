@@ -9,7 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include "backend/c10d_window.hpp"
-#include "cuda/device_window.hpp"
+#include "device/device_window.hpp"
 #include "windows/host_window.hpp"
 #include "engine/engine.hpp"
 
@@ -257,7 +257,7 @@ std::shared_ptr<Window> ProcessGroupFog::create_window(
   if (!tensor.defined() || tensor.device().is_cpu()) {
     return HostWindow::create(std::move(recipe), gather);
   }
-  return cuda::create_window(std::move(recipe), gather);
+  return device::create_window(std::move(recipe), gather);
 }
 
 #ifdef C10D_BACKEND_HAS_WINDOW

@@ -21,7 +21,7 @@ namespace fog {
 class Machines;
 class Window;
 
-namespace cuda {
+namespace device {
 class Neighbors;
 }
 
@@ -178,7 +178,7 @@ class ProcessGroupFog : public c10d::Backend {
   void shutdown() override;
 
   // --- fog's own operations ---
-  // Those on tensors of other devices are groups of the delegate's messages: see cuda::Neighbors. There the order of calls counts
+  // Those on tensors of other devices are groups of the delegate's messages: see device::Neighbors. There the order of calls counts
   // whatever their names are, and the time-out is the delegate's. With `confirm` the peers compare beforehand, on the host, what they
   // call, where `name` and `timeout` hold; so do those of a gather, who need each other's numbers of rows.
   //
@@ -266,12 +266,12 @@ class ProcessGroupFog : public c10d::Backend {
   // What serves fog's own operations on the tensors' device, which is the same for all; null if their transport is fog's. Throws as
   // Delegates::serving(), and ValueError within a coalesced group.
   template <typename... Given>
-  std::shared_ptr<cuda::Neighbors> neighbors_of(const char* op, const Given&... given) {
+  std::shared_ptr<device::Neighbors> neighbors_of(const char* op, const Given&... given) {
     std::vector<const at::Tensor*> tensors;
     (collect(tensors, given), ...);
     return neighbors_serving(op, tensors);
   }
-  std::shared_ptr<cuda::Neighbors> neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors);
+  std::shared_ptr<device::Neighbors> neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors);
   // What this rank's `sources` give as numbers; the peers' signatures agree. Blocks.
   std::vector<int64_t> compare(
       const Signature& signature, int64_t number, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
@@ -327,7 +327,7 @@ class ProcessGroupFog : public c10d::Backend {
   bool is_timing_ = false;
   Delegates delegates_;
   std::mutex neighbors_mutex_;
-  std::vector<std::pair<at::Device, std::shared_ptr<cuda::Neighbors>>> neighbors_; // by device
+  std::vector<std::pair<at::Device, std::shared_ptr<device::Neighbors>>> neighbors_; // by device
   // The group that was split off last, by its name.
   std::pair<std::string, c10::weak_intrusive_ptr<c10d::Backend>> last_split_{
       std::string(), c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>())};

@@ -3,7 +3,7 @@
 
 #include "backend/arguments.hpp"
 #include "core/arithmetic.hpp"
-#include "cuda/neighbors.hpp"
+#include "device/neighbors.hpp"
 #include "collectives/allreduce.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/reduce_scatter.hpp"

@@ -30,6 +30,12 @@ constexpr size_t kFarBytesOfOthers = size_t(16) << 10;
 // What is computed before it is copied past the cache: it stays in the first level.
 constexpr size_t kChunkBytes = size_t(8) << 10;
 
+// Whether a weight multiplies integers exactly.
+bool is_whole(double weight) {
+  // Beyond this neighboring doubles are further apart than 1.
+  return std::trunc(weight) == weight && std::abs(weight) <= 9007199254740992.0;
+}
+
 template <typename T>
 T round_to(double value) {
   constexpr auto kLeast = static_cast<double>(std::numeric_limits<T>::min());
@@ -99,11 +105,6 @@ void combine(c10::ScalarType dtype, void* out, Inputs inputs, Weights weights, s
 }
 
 } // namespace
-
-bool is_whole(double weight) {
-  // Beyond this neighboring doubles are further apart than 1.
-  return std::trunc(weight) == weight && std::abs(weight) <= 9007199254740992.0;
-}
 
 void check_linear_combination(const char* op, c10::ScalarType dtype) {
   switch (dtype) {

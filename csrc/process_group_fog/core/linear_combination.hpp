@@ -11,9 +11,6 @@ namespace fog {
 // Throws ValueError unless windows are defined for `dtype`: integers, floating and complex.
 void check_linear_combination(const char* op, c10::ScalarType dtype);
 
-// Whether a weight multiplies integers exactly.
-bool is_whole(double weight);
-
 // out[i] = weights[0]*inputs[0][i] + weights[1]*inputs[1][i] + ..., zeros if there is no input. Floating and complex as in
 // weighted_sum(). Integers: where all weights are whole numbers, exact but for overflow, which wraps around; else summed in
 // float64 and rounded to nearest (halves to even), the largest or smallest number where that is out of range, and 0 for NaN.

@@ -261,14 +261,9 @@ void HostWindow::leave() {
 void HostWindow::on_group_closed() {
   close("belongs to a group that was destroyed");
   bool idle = false;
-  std::function<void()> closing;
   {
     const std::lock_guard<std::mutex> lock(state_);
     idle = calls_ == 0;
-    closing = listener_.closing;
-  }
-  if (closing) {
-    closing();
   }
   if (idle) { // else whoever ends the last call does it
     leave();
@@ -383,27 +378,6 @@ bool HostWindow::holds_mutex() const {
   });
 }
 
-void HostWindow::set_listener(Listener listener) {
-  std::vector<int> ended;
-  {
-    const std::lock_guard<std::mutex> lock(state_);
-    listener_ = listener;
-    for (const auto& neighbor : neighbors_) {
-      if (neighbor->ended) {
-        ended.push_back(neighbor->rank);
-      }
-    }
-  }
-  for (const int rank : ended) {
-    listener.ended(rank);
-  }
-}
-
-std::string HostWindow::why_gone(int rank) const {
-  const auto& peer = neighbor("", "rank", rank, true, true);
-  return peer.gone ? why_gone(peer) : std::string();
-}
-
 std::string HostWindow::why_gone(const Neighbor& neighbor) const {
   const std::lock_guard<std::mutex> lock(state_);
   return group_->describe_member(neighbor.rank) + ' ' + neighbor.how;
@@ -432,10 +406,6 @@ void HostWindow::on_gone(int peer, const std::string& how) {
       }
       neighbor->ended = how == kLost || how == kEnded;
       neighbor->gone = true;
-      const std::lock_guard<std::mutex> lock(state_);
-      if (neighbor->ended && listener_.ended) {
-        group_->engine.run_callbacks([ended = listener_.ended, peer] { ended(peer); });
-      }
     }
   }
 }

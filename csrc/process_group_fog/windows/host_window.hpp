@@ -72,13 +72,6 @@ class HostWindow final : public Window, public WindowEndpoint {
   }
   // Throws DistBackendError if it is not.
   void check_open(const char* op) const;
-  struct Listener {
-    std::function<void(int rank)> ended; // the process of a neighbor: in a thread of its own
-    std::function<void()> closing; // the window's group: what this rank still does with its neighbors has to end first
-  };
-  void set_listener(Listener listener);
-  // Why nothing may be started towards a neighbor; empty if it is there.
-  std::string why_gone(int rank) const;
 
   // --- WindowEndpoint ---
   size_t bytes() const override {
@@ -152,7 +145,6 @@ class HostWindow final : public Window, public WindowEndpoint {
   void bury();
 
   Receiver receiver_;
-  Listener listener_; // guarded by state_
   std::unique_ptr<WindowMemory> memory_;
   uint64_t number_ = 0;
   std::vector<std::unique_ptr<Neighbor>> neighbors_; // in and out, by rank

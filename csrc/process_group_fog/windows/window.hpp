@@ -22,8 +22,7 @@ namespace fog {
 // data, is for those that derive from it:
 //
 // - HostWindow: tensors of the CPU, in shared memory on one host and by messages between hosts;
-// - cuda::PeerWindow: tensors of devices that map each other's memory, by kernels of the origin's device;
-// - cuda::StagedWindow: tensors of any device, over a HostWindow.
+// - device::StagedWindow: tensors of any device, over a HostWindow.
 //
 // A slot is never seen half written, and a tensor never half updated by update(). Operations of one rank on one neighbor are done in
 // the order of their calls. What fails because of one peer fails alone: the group goes on. Any thread may call; the GIL is not needed.
@@ -98,7 +97,7 @@ class Window : public std::enable_shared_from_this<Window> {
   virtual void free(Milliseconds timeout) = 0;
 
   // How this rank's operations reach its neighbors: "shared memory", "messages" or "shared memory and messages" of CPU tensors,
-  // "peer memory" or "staged" of devices'.
+  // "staged" of devices'.
   virtual const char* transport() const = 0;
   // How they reach this one: a single word of these, or "staged, by messages".
   virtual const char* transport_to(int neighbor) const = 0;

@@ -149,8 +149,6 @@ class PushSumOptimizer(WindowOptimizer):
             reset=True,
             with_p=True,
         )
-
-    def _fog_combined(self, window: Window) -> None:
         self._fog_p[window], window.p = window.p, 1.0
         self._fog_mean_p[window] += (self._fog_p[window] - self._fog_mean_p[window]) / _MEMORY
         self._fog_biased.add(window)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
-from fogdist.collectives import allreduce_, barrier, wait
+from fogdist.collectives import barrier, wait
 from fogdist.context import current
 from fogdist.optim.bucket_windows import BucketWindows, SlotsHeardOf
 from fogdist.optim.overlapping import OverlappingOptimizer
@@ -90,9 +90,6 @@ class WindowOptimizer(OverlappingOptimizer):
     def _fog_combine(self, window: Window) -> None:
         """Writes what has come into the window's tensor."""
 
-    def _fog_combined(self, window: Window) -> None:
-        """Called with each window once all have combined: what it asks a window for may wait for a device."""
-
     # --- inside ---
 
     def _fog_start(self, is_alone: bool) -> None:
@@ -138,7 +135,7 @@ class WindowOptimizer(OverlappingOptimizer):
                     "has no window: unfreeze it before, or make the optimizer anew"
                 )
         if self.force_barrier:
-            self._fog_meet(place)  # all have ended their last exchange: what is sent now cannot get into it
+            barrier()  # all have ended their last exchange: what is sent now cannot get into it
         for buckets in self._fog_buckets[place]:
             buckets.flats.rehome()
             for window in buckets.windows:
@@ -151,26 +148,11 @@ class WindowOptimizer(OverlappingOptimizer):
         if error is not None:
             raise error
         if self.force_barrier:
-            self._fog_meet(place)  # all have been sent
-        combined = []
-        try:
-            for buckets in self._fog_buckets[place]:
-                buckets.flats.rehome()
-                for window in buckets.windows:
-                    self._fog_combine(window)
-                    combined.append(window)
-        finally:
-            for window in combined:
-                self._fog_combined(window)
-
-    def _fog_meet(self, place: int) -> None:
-        """A barrier for what the model's windows are on: where devices map their memory only streams wait, not the host."""
-        windows = [window for buckets in self._fog_buckets[place] for window in buckets.windows]
-        mapped = [window for window in windows if window.transport == "peer memory"]
-        for device in {window.tensor.device: None for window in mapped}:
-            allreduce_(torch.zeros(1, device=device))
-        if len(mapped) < len(windows) or not windows:
-            barrier()
+            barrier()  # all have been sent
+        for buckets in self._fog_buckets[place]:
+            buckets.flats.rehome()
+            for window in buckets.windows:
+                self._fog_combine(window)
 
     def _fog_is_begun(self, place: int) -> bool:
         return self._fog_begun[place]

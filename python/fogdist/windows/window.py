@@ -43,15 +43,15 @@ class Window:
     ends without waiting for the others.
 
     A tensor may be on any device, of one type on all ranks; `transport` says how its data goes to the neighbors.
-    Slots are then on the device ("peer memory") or in host memory ("staged"), p and versions alike. Everything is
-    in the order of the device's current stream: what an operation sends is what the stream makes of the tensor by
-    then, and what `update` returns is there for what the stream does next. docs/windows.md says where the host waits.
+    Slots of a device's tensor are in host memory ("staged"). Everything is in the order of the device's current
+    stream: what an operation sends is what the stream makes of the tensor by then, and what `update` returns is there
+    for what the stream does next. docs/windows.md says where the host waits.
 
     Args:
         tensor: Contiguous tensor of integers, float16, bfloat16, float32, float64, complex64 or complex128; of
             one shape, dtype and type of device on all ranks. It stays the same tensor (a parameter stays that
-            parameter), but its memory moves to where neighbors reach it, as with `fogdist.share_`; that of a tensor
-            that goes "staged" stays where it is.
+            parameter), but its memory moves to where neighbors reach it, as with `fogdist.share_`; that of a device's
+            tensor stays where it is.
         group: The group of ranks; by default that of `init`.
         name: The same on all ranks, for messages and for the functions that take names; by default "window 0"
             and so on.
@@ -130,23 +130,19 @@ class Window:
         """How this rank's operations reach its neighbors; `transports` has it for each of them.
 
         Of a tensor on the CPU: "shared memory" if this rank has mapped all neighbors' memory, "messages" if none's
-        (they are on other hosts, or the system refused), "shared memory and messages" if that of some. Of a device,
-        the same on all ranks: "peer memory" if devices map each other's memory, and the origin's device does
-        everything; "staged" through host memory, as where devices cannot do that or are on several hosts.
+        (they are on other hosts, or the system refused), "shared memory and messages" if that of some. Of a device:
+        "staged", through host memory.
         """
         return self._transport
 
     @property
     def transports(self) -> dict[int, str]:
-        """By neighbor: "shared memory", "messages", "peer memory", "staged" or "staged, by messages"."""
+        """By neighbor: "shared memory", "messages", "staged" or "staged, by messages"."""
         return dict(self._transports)
 
     @property
     def p(self) -> float:
-        """This rank's weight of push-sum, 1.0 at first. It travels where an operation is called `with_p`.
-
-        Of a window in peer memory it is on the device: the host waits until the window's operations are done.
-        """
+        """This rank's weight of push-sum, 1.0 at first. It travels where an operation is called `with_p`."""
         return self._open().p
 
     @p.setter
@@ -155,8 +151,6 @@ class Window:
 
     def version(self, rank: int) -> int:
         """Returns how many puts and gets the slot of an in-neighbor has taken since the last `update`.
-
-        The host waits as for `p`.
 
         Raises:
             ValueError: `rank` is not an in-neighbor.

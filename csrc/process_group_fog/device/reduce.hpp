@@ -5,7 +5,7 @@
 #include <c10/util/ArrayRef.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-namespace fog::cuda {
+namespace fog::device {
 
 // Throws ValueError, as an error of `op`, for the reductions that fog::reduce() has on the CPU and devices have not: MIN, MAX and AVG of
 // uint16, uint32 and uint64.
@@ -15,4 +15,4 @@ void check_reduction_on_device(const char* op, c10d::ReduceOp::RedOpType reducti
 // the device's current stream. All tensors are contiguous, of one device, dtype and shape; `out` may be one of the rows.
 void reduce(c10d::ReduceOp::RedOpType op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows);
 
-} // namespace fog::cuda
+} // namespace fog::device

@@ -14,11 +14,10 @@
 #include "device/device_backends.hpp"
 #include "core/machines.hpp"
 #include "core/neighbor_plan.hpp"
-#include "cuda/combine.hpp"
-#include "cuda/stream.hpp"
-#include "cuda/work.hpp"
+#include "device/stream.hpp"
+#include "device/work.hpp"
 
-namespace fog::cuda {
+namespace fog::device {
 
 // The operations of one group on one device, one after the other on a stream of their own, which begins where the program's current
 // stream is at the call. The host only gives the device what to do; it never waits, but for the first operation: NCCL connects all ranks
@@ -27,7 +26,8 @@ namespace fog::cuda {
 // Arguments are checked by the caller. Outputs and inputs are the program's: they may be strided in any way, and belong to its current
 // stream. What needs a message is matched on all ranks by the order of calls. Thread-safe, in that a group of messages stays whole.
 //
-// A sender's weight other than 1 is applied, and rounded to the dtype, before it sends. All else has the bits of the CPU's result.
+// A sender's weight other than 1 is applied, and rounded to the dtype, before it sends. Weighted sums are rounded as combine() says; all
+// else has the bits of the CPU's result.
 class Neighbors {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -35,8 +35,8 @@ class Neighbors {
   using Parts = std::vector<std::vector<size_t>>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Groups of messages come through the delegate's gate. RuntimeError while the device's stream is captured into a graph: this compiles
-  // what sums need.
+  // Groups of messages come through the delegate's gate. RuntimeError while the device's stream is captured into a graph: the operation
+  // that this is for connects the ranks, which no graph can hold.
   Neighbors(BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device);
 
   // `outputs[i]` becomes the weighted sum of the peers' i-th tensors. An output may be its tensor.
@@ -72,11 +72,10 @@ class Neighbors {
     const char* title; // in the profiler
     c10d::OpType type;
   };
-  // What one weighted sum is made of, and where it goes; vectors.
+  // What enters one weighted sum, and where the sum goes; vectors.
   struct Mix {
     at::Tensor own;
     at::Tensor out;
-    Tensors received; // by source
   };
 
   // Runs `body`, which fills in works, on the stream.
@@ -85,20 +84,19 @@ class Neighbors {
   void exchange(const Messages& sends, const Messages& receives, Works& works);
   // Exchanges and sums; `rank_of` gives the rank that a number in the plan stands for.
   using RankOf = std::function<int(int)>;
-  void mix(std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works);
-  // `count` vectors like `like`, none of them across the other's alignment.
-  static Tensors empty_rows(size_t count, const at::Tensor& like);
+  void mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works);
+  // A matrix whose rows are `count` vectors like `like`, each of which begins where elements can be read at once.
+  static at::Tensor empty_rows(size_t count, const at::Tensor& like);
 
   const BackendPtr delegate_;
   const std::shared_ptr<DelegateGate> gate_;
   const int rank_;
   const std::string group_;
   const at::Device device_;
-  const CombineForm form_;
   const Stream stream_;
   std::mutex mutex_;
   uint64_t sequence_ = 0;
   bool connected_ = false;
 };
 
-} // namespace fog::cuda
+} // namespace fog::device

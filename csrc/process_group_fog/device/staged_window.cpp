@@ -1,4 +1,4 @@
-#include "cuda/staged_window.hpp"
+#include "device/staged_window.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -12,7 +12,7 @@
 
 #include "engine/engine.hpp"
 
-namespace fog::cuda {
+namespace fog::device {
 namespace {
 
 using WorkPtr = Window::WorkPtr;
@@ -446,4 +446,4 @@ void StagedWindow::give_buffer(at::Tensor buffer) {
   }
 }
 
-} // namespace fog::cuda
+} // namespace fog::device

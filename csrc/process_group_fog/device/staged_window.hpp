@@ -13,10 +13,10 @@
 #include "windows/host_window.hpp"
 #include "windows/window.hpp"
 #include "engine/work.hpp"
-#include "cuda/pinned_memory.hpp"
-#include "cuda/stream.hpp"
+#include "device/pinned_memory.hpp"
+#include "device/stream.hpp"
 
-namespace fog::cuda {
+namespace fog::device {
 
 // Serves any device, between any hosts. It has a HostWindow inside, with slots in host memory, and beside them a copy of the
 // tensor, from which neighbors get: the published copy.
@@ -110,4 +110,4 @@ class StagedWindow final : public Window {
   std::vector<at::Tensor> buffers_; // unused
 };
 
-} // namespace fog::cuda
+} // namespace fog::device

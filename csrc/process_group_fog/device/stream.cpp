@@ -1,4 +1,4 @@
-#include "cuda/stream.hpp"
+#include "device/stream.hpp"
 
 #include <map>
 #include <mutex>
@@ -7,9 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "cuda/driver.hpp"
-
-namespace fog::cuda {
+namespace fog::device {
 namespace {
 
 using c10::impl::VirtualGuardImpl;
@@ -40,6 +38,11 @@ c10::DeleterFnPtr allocator_deleter(const at::Device& device) {
   return known->emplace(device.type(), example.storage().data_ptr().get_deleter()).first->second;
 }
 
+bool is_allocated_by_torch(const at::Tensor& tensor) {
+  return tensor.has_storage() && tensor.storage().nbytes() > 0 &&
+      tensor.storage().data_ptr().get_deleter() == allocator_deleter(tensor.device());
+}
+
 } // namespace
 
 std::optional<c10::Stream> current_stream(const at::Device& device) {
@@ -49,11 +52,6 @@ std::optional<c10::Stream> current_stream(const at::Device& device) {
 bool is_capturing(const at::Device& device) {
   const auto stream = current_stream(device);
   return stream && ask_whether_capturing(VirtualGuardImpl(device.type()), *stream, 0);
-}
-
-bool is_allocated_by_torch(const at::Tensor& tensor) {
-  return tensor.has_storage() && tensor.storage().nbytes() > 0 &&
-      tensor.storage().data_ptr().get_deleter() == allocator_deleter(tensor.device());
 }
 
 void use_on(const c10::Stream& stream, const at::Tensor& tensor) {
@@ -82,35 +80,6 @@ Stream::Stream(const at::Device& device) {
     stream_ = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
     allocator_deleter(device); // here, where it may allocate: use_on() is called in destructors too
   }
-}
-
-Stream Stream::apart(const at::Device& device) {
-  try {
-    const auto& driver = Driver::of(device.type());
-    const auto entered = driver.enter(device);
-    int least = 0;
-    int greatest = 0;
-    driver.check(driver.context_get_stream_priority_range(&least, &greatest), "ask for priorities of streams");
-    Handle handle = nullptr;
-    driver.check(driver.stream_create_with_priority(&handle, kStreamNonBlocking, greatest), "make a stream");
-    Stream own;
-    own.handle_ = std::shared_ptr<void>(handle, [device](Handle dropped) {
-      try { // what it has is done all the same
-        const auto& its_driver = Driver::of(device.type());
-        const auto its_context = its_driver.enter(device);
-        its_driver.stream_destroy(dropped);
-      } catch (const std::exception&) { // the driver has ended with the process
-      }
-    });
-    // As torch's streams of others' making are: torch.cuda.ExternalStream.
-    const c10::Stream stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(handle));
-    if (stream.native_handle() == handle) {
-      own.stream_ = stream;
-      return own;
-    }
-  } catch (const std::exception&) {
-  }
-  return Stream(device);
 }
 
 Stream::Guard::Guard(const Stream& stream) {
@@ -142,4 +111,4 @@ bool is_known_to_have_happened(const Event& event) noexcept {
   }
 }
 
-} // namespace fog::cuda
+} // namespace fog::device

@@ -1,6 +1,7 @@
-#include "cuda/neighbors.hpp"
+#include "device/neighbors.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include <ATen/Functions.h>
@@ -9,9 +10,10 @@
 #include <c10/util/Exception.h>
 
 #include "core/tensor_lists.hpp"
-#include "cuda/reduce.hpp"
+#include "device/combine.hpp"
+#include "device/reduce.hpp"
 
-namespace fog::cuda {
+namespace fog::device {
 
 using c10d::OpType;
 using WorkPtr = Neighbors::WorkPtr;
@@ -79,18 +81,11 @@ Tensors slices_of(const at::Tensor& vector, size_t count) {
 } // namespace
 
 Neighbors::Neighbors(BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device)
-    : delegate_(std::move(delegate)),
-      gate_(std::move(gate)),
-      rank_(rank),
-      group_(std::move(group)),
-      device_(device),
-      form_([&] {
-        TORCH_CHECK(
-            !is_capturing(device), "fog: the first of fog's operations of group '", group_, "' on ", device,
-            " cannot be captured into a graph: run it once before");
-        return combine_form(device);
-      }()),
-      stream_(device) {}
+    : delegate_(std::move(delegate)), gate_(std::move(gate)), rank_(rank), group_(std::move(group)), device_(device), stream_(device) {
+  TORCH_CHECK(
+      !is_capturing(device), "fog: the first of fog's operations of group '", group_, "' on ", device,
+      " cannot be captured into a graph: run it once before");
+}
 
 WorkPtr Neighbors::run(const Call& call, const Tensors& inputs, const Tensors& outputs, const std::function<void(Works& works)>& body) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -175,55 +170,40 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
   }
 }
 
-Tensors Neighbors::empty_rows(size_t count, const at::Tensor& like) {
+at::Tensor Neighbors::empty_rows(size_t count, const at::Tensor& like) {
   const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / like.element_size()));
   const int64_t stride = (like.numel() + lanes - 1) / lanes * lanes;
-  const auto memory = at::empty({static_cast<int64_t>(count) * stride}, like.options());
-  Tensors rows;
-  for (size_t i = 0; i < count; ++i) {
-    rows.push_back(memory.narrow(0, static_cast<int64_t>(i) * stride, like.numel()));
-  }
-  return rows;
+  return at::empty({static_cast<int64_t>(count), stride}, like.options()).narrow(1, 0, like.numel());
 }
 
-void Neighbors::mix(std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
+void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
+  // No edge, no influence, not even of a NaN: what comes with weight 0 has the last rows, and the sum is of those before.
+  auto sources = plan.sources();
+  const auto unheard =
+      std::stable_partition(sources.begin(), sources.end(), [](const WeightedPeer& source) { return source.weight != 0.0; });
+  std::vector<double> weights;
+  std::transform(sources.begin(), unheard, std::back_inserter(weights), [](const WeightedPeer& source) { return source.weight; });
   Messages sends;
   Messages receives;
-  for (auto& [own, out, received] : mixes) {
-    std::vector<std::pair<double, at::Tensor>> scaled = {{1.0, own}};
+  Tensors received;
+  for (const auto& [own, out] : mixes) {
+    std::vector<std::pair<double, at::Tensor>> shares = {{1.0, own}};
     for (const auto& peer : plan.destinations()) {
-      auto found = std::find_if(scaled.begin(), scaled.end(), [&](const auto& made) { return made.first == peer.weight; });
-      if (found == scaled.end()) {
-        const auto product = at::empty_like(own);
-        if (peer.weight == 0.0) {
-          product.zero_();
-        } else {
-          combine(form_, product, {own}, {peer.weight}, false);
-        }
-        found = scaled.insert(scaled.end(), {peer.weight, product});
+      auto found = std::find_if(shares.begin(), shares.end(), [&](const auto& made) { return made.first == peer.weight; });
+      if (found == shares.end()) {
+        found = shares.insert(shares.end(), {peer.weight, scaled(own, peer.weight)});
       }
       sends.push_back({rank_of(peer.rank), found->second});
     }
-    received = empty_rows(plan.sources().size(), own);
-    for (size_t i = 0; i < plan.sources().size(); ++i) {
-      receives.push_back({rank_of(plan.sources()[i].rank), received[i]});
+    const auto& rows = received.emplace_back(empty_rows(sources.size(), own));
+    for (size_t i = 0; i < sources.size(); ++i) {
+      receives.push_back({rank_of(sources[i].rank), rows[static_cast<int64_t>(i)]});
     }
   }
   exchange(sends, receives, works);
-  for (const auto& [own, out, received] : mixes) {
-    Tensors rows;
-    std::vector<double> weights;
-    const auto add = [&](const at::Tensor& row, double weight) {
-      if (plan.mean() || weight != 0.0) { // no edge, no influence, not even of a NaN
-        rows.push_back(row);
-        weights.push_back(weight);
-      }
-    };
-    for (size_t i = 0; i < received.size(); ++i) {
-      add(received[i], plan.sources()[i].weight);
-    }
-    add(own, plan.self_weight());
-    combine(form_, out, rows, weights, plan.mean());
+  for (size_t i = 0; i < mixes.size(); ++i) {
+    const auto heard = received[i].narrow(0, 0, static_cast<int64_t>(weights.size()));
+    combine(mixes[i].out, mixes[i].own, plan.self_weight(), heard, weights, plan.mean());
   }
 }
 
@@ -235,7 +215,7 @@ WorkPtr Neighbors::neighbor_allreduce(const Tensors& tensors, const Parts& parts
     for (const auto& places : parts) {
       const Flat own(pick(tensors, places), true);
       results.emplace_back(pick(outputs, places), false);
-      mixes.push_back({own.vector(), results.back().vector(), {}});
+      mixes.push_back({own.vector(), results.back().vector()});
     }
     mix(mixes, plan, [](int rank) { return rank; }, works);
     for (const auto& result : results) {
@@ -251,19 +231,20 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
   const auto place = static_cast<size_t>(machines.place());
   return run(call, tensors, outputs, [&](Works& works) {
     std::vector<Flat> results;
-    std::vector<Tensors> inputs; // of this rank's slice: one a rank of the machine, by part
+    Tensors owns; // this rank's slices of its own tensors, by part
+    Tensors others; // the same slices of the machine's other ranks, as rows
     Messages sends;
     Messages receives;
     for (const auto& places : parts) {
       const Flat own(pick(tensors, places), true);
       results.emplace_back(pick(outputs, places), false);
       const auto slices = slices_of(own.vector(), local.size());
-      auto& rows = inputs.emplace_back(empty_rows(local.size(), slices[place]));
-      rows[place] = slices[place];
-      for (size_t i = 0; i < local.size(); ++i) {
+      owns.push_back(slices[place]);
+      const auto& rows = others.emplace_back(empty_rows(local.size() - 1, slices[place]));
+      for (size_t i = 0, row = 0; i < local.size(); ++i) {
         if (i != place) {
           sends.push_back({local[i], slices[i]});
-          receives.push_back({local[i], rows[i]});
+          receives.push_back({local[i], rows[static_cast<int64_t>(row++)]});
         }
       }
     }
@@ -274,13 +255,13 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
     receives.clear();
     std::vector<Mix> mixes;
     for (size_t part = 0; part < parts.size(); ++part) {
-      auto mean = inputs[part][place];
+      auto mean = owns[part];
       if (local.size() > 1) {
         mean = at::empty_like(mean);
-        combine(form_, mean, inputs[part], {}, true);
+        combine(mean, owns[part], 1.0, others[part], std::vector<double>(local.size() - 1, 1.0), true);
       }
       const auto slices = slices_of(results[part].vector(), local.size());
-      mixes.push_back({mean, slices[place], {}});
+      mixes.push_back({mean, slices[place]});
       for (size_t i = 0; i < local.size(); ++i) {
         if (i != place) {
           sends.push_back({local[i], slices[place]});
@@ -308,7 +289,7 @@ WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& mac
       flat.vector().mul_(factor);
     }
     const auto slices = slices_of(flat.vector(), local.size());
-    auto rows = empty_rows(local.size(), slices[place]);
+    auto rows = empty_rows(local.size(), slices[place]).unbind();
     rows[place] = slices[place];
     Messages sends;
     Messages receives;
@@ -385,4 +366,4 @@ WorkPtr Neighbors::collective(const char* op, const char* title, OpType type, co
   });
 }
 
-} // namespace fog::cuda
+} // namespace fog::device

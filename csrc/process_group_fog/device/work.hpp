@@ -7,9 +7,9 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "cuda/stream.hpp"
+#include "device/stream.hpp"
 
-namespace fog::cuda {
+namespace fog::device {
 
 // Runs `function`; what it throws becomes a DistBackendError, but for ValueError and TypeError, that begins with `what`, the
 // operation's name.
@@ -82,4 +82,4 @@ auto naming(const std::string& what, const Function& function) {
   }
 }
 
-} // namespace fog::cuda
+} // namespace fog::device

@@ -1,10 +1,10 @@
-#include "cuda/work.hpp"
+#include "device/work.hpp"
 
 #include <ATen/core/ivalue_inl.h>
 #include <ATen/core/jit_type.h>
 #include <c10/util/Exception.h>
 
-namespace fog::cuda {
+namespace fog::device {
 
 void throw_named(const std::string& what, const std::exception_ptr& error) {
   std::string reason = "unknown error";
@@ -133,4 +133,4 @@ uint64_t Work::getSequencenumber() const {
   return sequence_;
 }
 
-} // namespace fog::cuda
+} // namespace fog::device

@@ -1,4 +1,4 @@
-#include "cuda/reduce.hpp"
+#include "device/reduce.hpp"
 
 #include <optional>
 #include <vector>
@@ -8,7 +8,7 @@
 
 #include "core/names.hpp"
 
-namespace fog::cuda {
+namespace fog::device {
 namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
@@ -84,4 +84,4 @@ void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {
   read(out).copy_(result);
 }
 
-} // namespace fog::cuda
+} // namespace fog::device
