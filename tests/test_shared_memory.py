@@ -258,7 +258,7 @@ def test_transport_tells_which_neighbors_are_reached_by_messages(pair: World) ->
 
 
 class Header(ctypes.Structure):
-    """As csrc/process_group_fog/mpi/message.hpp has it, up to the signature."""
+    """As csrc/process_group_fog/transport/message.hpp has it, up to the signature."""
 
     _fields_ = [
         ("kind", ctypes.c_uint8),
@@ -267,8 +267,9 @@ class Header(ctypes.Structure):
         ("step", ctypes.c_uint16),
         ("use", ctypes.c_uint16),
         ("payload_tag", ctypes.c_uint32),
-        ("offer", ctypes.c_uint32),
-        ("window", ctypes.c_uint32),
+        ("withdrawals", ctypes.c_uint32),
+        ("chunk", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
         ("generation", ctypes.c_uint32),
         ("transfer", ctypes.c_uint64),
         ("address", ctypes.c_uint64),
@@ -279,7 +280,7 @@ class Header(ctypes.Structure):
 
 
 class RingTo:
-    """This process's ring in the inbox of another one, as csrc/process_group_fog/shared_memory has it."""
+    """This process's ring in the inbox of another one, as csrc/process_group_fog/transport/shared_memory has it."""
 
     CAPACITY = 256 * KIB
     WRITTEN, READ, DATA = 64, 128, 192
@@ -328,8 +329,9 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"bytes": 1 << 60}, "no data is so long"),
     ({"kind": 99}, "there is no such kind"),
     ({"delivery": 77}, "its data cannot come so"),
-    ({"delivery": 2, "window": 99}, "its sender has no such window"),
-    ({"delivery": 3, "offer": 5000}, "its sender has no such offer"),
+    ({"delivery": 2}, "it carries data"),
+    ({"delivery": 3}, "it carries data"),
+    ({"kind": 5, "chunk": 5000}, "its sender has no such chunk"),
     ({"kind": 7, "delivery": 1}, "its text is not all there"),
     ({"kind": 11, "step": 8}, "there is no such operation on a window"),
     ({"kind": 5}, "it carries data"),

@@ -35,12 +35,12 @@ Signature reduction_signature(OpKind kind, const at::Tensor& tensor, const c10d:
   return signature;
 }
 
-Block block_of(const at::Tensor& tensor) {
+Part part_of(const at::Tensor& tensor) {
   return {tensor.mutable_data_ptr(), tensor.nbytes()};
 }
 
-std::vector<Block> parts_of(const at::Tensor& tensor, int count) {
-  std::vector<Block> parts;
+std::vector<Part> parts_of(const at::Tensor& tensor, int count) {
+  std::vector<Part> parts;
   const size_t bytes = tensor.nbytes() / static_cast<size_t>(count);
   auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   for (int i = 0; i < count; ++i) {

@@ -29,9 +29,9 @@ double factor_of(const c10d::ReduceOp& op);
 Signature reduction_signature(OpKind kind, const at::Tensor& tensor, const c10d::ReduceOp& op);
 
 // The memory of a contiguous tensor.
-Block block_of(const at::Tensor& tensor);
+Part part_of(const at::Tensor& tensor);
 
 // Equal parts of a contiguous tensor, one a rank.
-std::vector<Block> parts_of(const at::Tensor& tensor, int count);
+std::vector<Part> parts_of(const at::Tensor& tensor, int count);
 
 } // namespace fog

@@ -46,7 +46,7 @@ void check_allgather_base(c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::T
 }
 
 // Parts of a contiguous tensor along dimension 0, one a rank; equal ones if `splits` is empty.
-std::vector<Block> split_rows(
+std::vector<Part> split_rows(
     const char* op, const char* argument, const at::Tensor& tensor, const std::vector<int64_t>& splits, int count) {
   TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", argument, ": got a tensor without dimensions; allowed are 1 or more");
   if (splits.empty()) {
@@ -67,7 +67,7 @@ std::vector<Block> split_rows(
       rows == tensor.size(0), op, ": ", argument, " split sizes: got a sum of ", rows, "; allowed is the tensor's ", tensor.size(0),
       " rows");
   const size_t row_bytes = rows > 0 ? tensor.nbytes() / static_cast<size_t>(rows) : 0;
-  std::vector<Block> parts;
+  std::vector<Part> parts;
   auto* data = static_cast<char*>(tensor.mutable_data_ptr());
   for (const auto size : splits) {
     parts.push_back({data, row_bytes * static_cast<size_t>(size)});
@@ -98,7 +98,7 @@ WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d:
   }
   auto signature = Signature::of(OpKind::kBroadcast, sent);
   signature.root = static_cast<int32_t>(options.rootRank);
-  const auto block = block_of(sent);
+  const auto block = part_of(sent);
   auto operation = std::make_shared<Broadcast>(signature, block.data, block.bytes);
   operation->keep(sent);
   operation->set_epilogue([sent, tensors] {
@@ -126,7 +126,7 @@ WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const Cal
   }
   Staging staging;
   const auto staged = rank_ == root ? staging.input(tensor) : staging.output(tensor);
-  const auto block = block_of(staged);
+  const auto block = part_of(staged);
   auto operation = std::make_shared<Broadcast>(signature, block.data, block.bytes);
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
@@ -151,14 +151,14 @@ WorkPtr ProcessGroupFog::allgather(
   check_allgather(outputs, input, rank_, size_);
   Staging staging;
   const auto staged_input = staging.input(input);
-  std::vector<Block> blocks;
+  std::vector<Part> blocks;
   std::vector<at::Tensor> staged_outputs;
   for (const auto& output : outputs) {
     staged_outputs.push_back(staging.output(output));
-    blocks.push_back(block_of(staged_outputs.back()));
+    blocks.push_back(part_of(staged_outputs.back()));
   }
   auto operation =
-      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), block_of(staged_input), std::move(blocks));
+      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staged_input), std::move(blocks));
   operation->keep(staged_input);
   operation->set_epilogue(staging.copy_back());
   for (const auto& staged : staged_outputs) {
@@ -176,7 +176,7 @@ WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, 
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
   auto operation = std::make_shared<Allgather>(
-      Signature::of(OpKind::kAllgather, input), block_of(staged_input), parts_of(staged_output, size_));
+      Signature::of(OpKind::kAllgather, input), part_of(staged_input), parts_of(staged_output, size_));
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());
@@ -233,7 +233,7 @@ WorkPtr ProcessGroupFog::allgather_flat(
   });
   const auto sent = flatten(inputs);
   const auto received = at::empty({size_ * numel}, sent.options().requires_grad(false));
-  auto operation = std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, sent), block_of(sent), parts_of(received, size_));
+  auto operation = std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, sent), part_of(sent), parts_of(received, size_));
   operation->keep(sent);
   operation->keep(received);
   operation->set_epilogue([received, outputs] {
@@ -272,7 +272,7 @@ WorkPtr ProcessGroupFog::gather(
   const auto staged_input = staging.input(input);
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> staged_outputs;
-  std::vector<Block> blocks;
+  std::vector<Part> blocks;
   if (rank_ == options.rootRank) {
     outputs = only_list("gather", "outputs", output_lists);
     TORCH_CHECK_VALUE(
@@ -283,7 +283,7 @@ WorkPtr ProcessGroupFog::gather(
       check_same("gather", "outputs", output, input);
       check_numel("gather", "outputs", output, input.numel());
       staged_outputs.push_back(staging.output(output));
-      blocks.push_back(block_of(staged_outputs.back()));
+      blocks.push_back(part_of(staged_outputs.back()));
     }
     check_disjoint("gather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
       return static_cast<int>(place) == rank_ && same_memory(outputs[place], input);
@@ -295,7 +295,7 @@ WorkPtr ProcessGroupFog::gather(
   }
   auto signature = Signature::of(OpKind::kGather, input);
   signature.root = static_cast<int32_t>(options.rootRank);
-  auto operation = std::make_shared<Gather>(signature, block_of(staged_input), std::move(blocks));
+  auto operation = std::make_shared<Gather>(signature, part_of(staged_input), std::move(blocks));
   operation->keep(staged_input);
   for (const auto& staged : staged_outputs) {
     operation->keep(staged);
@@ -334,7 +334,7 @@ WorkPtr ProcessGroupFog::scatter(
   Staging staging;
   std::vector<at::Tensor> inputs;
   std::vector<at::Tensor> staged_inputs;
-  std::vector<Block> blocks;
+  std::vector<Part> blocks;
   if (rank_ == options.rootRank) {
     inputs = only_list("scatter", "inputs", input_lists);
     TORCH_CHECK_VALUE(
@@ -345,7 +345,7 @@ WorkPtr ProcessGroupFog::scatter(
       check_same("scatter", "inputs", input, output);
       check_numel("scatter", "inputs", input, output.numel());
       staged_inputs.push_back(staging.input(input));
-      blocks.push_back(block_of(staged_inputs.back()));
+      blocks.push_back(part_of(staged_inputs.back()));
     }
     check_disjoint("scatter", {"outputs", output}, {"inputs", inputs}, [&](size_t, size_t place) {
       return static_cast<int>(place) == rank_ && same_memory(inputs[place], output);
@@ -358,7 +358,7 @@ WorkPtr ProcessGroupFog::scatter(
   const auto staged_output = staging.output(output);
   auto signature = Signature::of(OpKind::kScatter, output);
   signature.root = static_cast<int32_t>(options.rootRank);
-  auto operation = std::make_shared<Scatter>(signature, std::move(blocks), block_of(staged_output));
+  auto operation = std::make_shared<Scatter>(signature, std::move(blocks), part_of(staged_output));
   operation->keep(staged_output);
   for (const auto& staged : staged_inputs) {
     operation->keep(staged);
@@ -407,17 +407,17 @@ WorkPtr ProcessGroupFog::alltoall(
   }
   Staging staging;
   std::vector<at::Tensor> kept;
-  std::vector<Block> sends;
-  std::vector<Block> receives;
+  std::vector<Part> sends;
+  std::vector<Part> receives;
   for (int peer = 0; peer < size_; ++peer) {
     check_tensor("alltoall", "inputs", inputs[peer]);
     check_output("alltoall", "outputs", outputs[peer]);
     check_same("alltoall", "inputs", inputs[peer], inputs[0]);
     check_same("alltoall", "outputs", outputs[peer], inputs[0]);
     kept.push_back(staging.input(inputs[peer]));
-    sends.push_back(block_of(kept.back()));
+    sends.push_back(part_of(kept.back()));
     kept.push_back(staging.output(outputs[peer]));
-    receives.push_back(block_of(kept.back()));
+    receives.push_back(part_of(kept.back()));
   }
   check_numel("alltoall", "outputs", outputs[rank_], inputs[rank_].numel());
   check_disjoint("alltoall", {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {

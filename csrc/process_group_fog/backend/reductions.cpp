@@ -63,7 +63,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
         local_op, reduced.scalar_type(), reduced.mutable_data_ptr(), {reduced.const_data_ptr(), staged.const_data_ptr()}, {},
         static_cast<size_t>(reduced.numel()));
   }
-  auto operation = std::make_shared<Allreduce>(signature, block_of(reduced).data, reduced.numel(), factor);
+  auto operation = std::make_shared<Allreduce>(signature, part_of(reduced).data, reduced.numel(), factor);
   operation->keep(reduced);
   operation->set_epilogue([reduced, tensors] {
     for (const auto& tensor : tensors) {
@@ -99,7 +99,7 @@ WorkPtr ProcessGroupFog::allreduce_among(
   Staging staging;
   const double factor = factor_of(op);
   const auto staged = staging.in_place(tensor);
-  auto operation = std::make_shared<Allreduce>(signature, block_of(staged).data, staged.numel(), factor, std::move(members));
+  auto operation = std::make_shared<Allreduce>(signature, part_of(staged).data, staged.numel(), factor, std::move(members));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
@@ -117,7 +117,7 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(std::vector<at::Tensor>& tensors, c
   check_disjoint("allreduce_coalesced", {"tensors", tensors}, {});
   const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
-  auto operation = std::make_shared<Allreduce>(signature, block_of(flat).data, flat.numel(), factor_of(options.reduceOp));
+  auto operation = std::make_shared<Allreduce>(signature, part_of(flat).data, flat.numel(), factor_of(options.reduceOp));
   operation->keep(flat);
   operation->set_epilogue([flat, tensors] { unflatten(flat, tensors); });
   return submit(operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
@@ -134,7 +134,7 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
   signature.root = static_cast<int32_t>(options.rootRank);
   Staging staging;
   const auto staged = rank_ == options.rootRank ? staging.in_place(tensor) : staging.input(tensor);
-  auto operation = std::make_shared<Reduce>(signature, block_of(staged).data, staged.numel(), factor_of(options.reduceOp));
+  auto operation = std::make_shared<Reduce>(signature, part_of(staged).data, staged.numel(), factor_of(options.reduceOp));
   operation->keep(staged);
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options));
@@ -174,7 +174,7 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   signature.dims = 1;
   signature.shape = {numel};
   auto operation = std::make_shared<ReduceScatter>(
-      signature, std::move(data), std::move(bytes), block_of(staged_output).data, factor_of(options.reduceOp));
+      signature, std::move(data), std::move(bytes), part_of(staged_output).data, factor_of(options.reduceOp));
   operation->keep(staged_output);
   for (const auto& staged : staged_inputs) {
     operation->keep(staged);
@@ -199,7 +199,7 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   }
   auto operation = std::make_shared<ReduceScatter>(
       reduction_signature(OpKind::kReduceScatter, input, options.reduceOp), std::move(data), std::move(bytes),
-      block_of(staged_output).data, factor_of(options.reduceOp));
+      part_of(staged_output).data, factor_of(options.reduceOp));
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());

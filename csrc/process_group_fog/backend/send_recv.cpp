@@ -19,7 +19,7 @@ WorkPtr ProcessGroupFog::send(std::vector<at::Tensor>& tensors, int destination,
   check_peer("send", destination, tag);
   Staging staging;
   const auto staged = staging.input(tensor);
-  const auto block = block_of(staged);
+  const auto block = part_of(staged);
   auto operation =
       std::make_shared<PointToPointSend>(Signature::of(OpKind::kPointToPoint, tensor), destination, tag, block.data, block.bytes);
   operation->keep(staged);
@@ -35,7 +35,7 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
   check_peer("recv", source, tag);
   Staging staging;
   const auto staged = staging.output(tensor);
-  const auto block = block_of(staged);
+  const auto block = part_of(staged);
   auto operation =
       std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
   operation->keep(staged);
@@ -53,7 +53,7 @@ WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag
   TORCH_CHECK_VALUE(tag >= 0, "recvAnysource: tag: got ", tag, "; allowed are 0 and more");
   Staging staging;
   const auto staged = staging.output(tensor);
-  const auto block = block_of(staged);
+  const auto block = part_of(staged);
   auto operation =
       std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
   operation->keep(staged);

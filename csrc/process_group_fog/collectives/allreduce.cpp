@@ -24,7 +24,7 @@ std::vector<Operation::Destination> Allreduce::other_members(double scale) const
 }
 
 void Allreduce::launch() {
-  whole_ = numel_ * item() <= Messenger::kInlineBytes;
+  whole_ = numel_ * item() <= Transport::kInlineBytes;
   own_ = place();
   use_own_input(slice(own_));
   for (int distance = 1; distance < count(); ++distance) {
@@ -43,7 +43,7 @@ void Allreduce::launch() {
 
 Operation::Action Allreduce::advance() {
   if (!reduced_) {
-    const auto action = use_operands(part(own_));
+    const auto action = use_inputs(part(own_));
     if (action != Action::kDone) {
       return action;
     }

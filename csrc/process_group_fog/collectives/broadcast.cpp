@@ -18,7 +18,7 @@ int Broadcast::relative(int distance) const {
 }
 
 void Broadcast::launch() {
-  if (one_host() && bytes_ > Messenger::kLocalInlineBytes) {
+  if (one_host() && bytes_ > Transport::kLocalInlineBytes) {
     shape_ = Shape::kStar;
   } else {
     shape_ = bytes_ <= kTreeBytes || size() == 2 ? Shape::kTree : Shape::kSlices;

@@ -4,12 +4,12 @@
 
 #include <c10/util/Exception.h>
 
-#include "transport/operand.hpp"
+#include "transport/block.hpp"
 
 namespace fog {
 namespace {
 
-void copy_own(const Block& from, const Block& to) {
+void copy_own(const Part& from, const Part& to) {
   TORCH_CHECK_VALUE(from.bytes == to.bytes, "this rank sends itself ", from.bytes, " bytes and expects ", to.bytes);
   if (from.data == to.data) {
     return;
@@ -25,7 +25,7 @@ void copy_own(const Block& from, const Block& to) {
 
 } // namespace
 
-Allgather::Allgather(Signature signature, Block input, std::vector<Block> outputs)
+Allgather::Allgather(Signature signature, Part input, std::vector<Part> outputs)
     : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
 
 void Allgather::launch() {
@@ -48,7 +48,7 @@ void Allgather::compute() {
   copy_own(input_, outputs_[rank()]);
 }
 
-Gather::Gather(Signature signature, Block input, std::vector<Block> outputs)
+Gather::Gather(Signature signature, Part input, std::vector<Part> outputs)
     : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
 
 void Gather::launch() {
@@ -77,7 +77,7 @@ void Gather::compute() {
   copy_own(input_, outputs_[rank()]);
 }
 
-Scatter::Scatter(Signature signature, std::vector<Block> inputs, Block output)
+Scatter::Scatter(Signature signature, std::vector<Part> inputs, Part output)
     : Operation(signature), inputs_(std::move(inputs)), output_(output) {}
 
 void Scatter::launch() {
@@ -106,7 +106,7 @@ void Scatter::compute() {
   copy_own(inputs_[rank()], output_);
 }
 
-Alltoall::Alltoall(Signature signature, std::vector<Block> inputs, std::vector<Block> outputs)
+Alltoall::Alltoall(Signature signature, std::vector<Part> inputs, std::vector<Part> outputs)
     : Operation(signature), inputs_(std::move(inputs)), outputs_(std::move(outputs)) {}
 
 void Alltoall::launch() {

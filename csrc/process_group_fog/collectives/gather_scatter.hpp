@@ -6,7 +6,7 @@
 namespace fog {
 
 // A part of a tensor on its way to or from one rank.
-struct Block {
+struct Part {
   void* data = nullptr;
   size_t bytes = 0;
 };
@@ -14,7 +14,7 @@ struct Block {
 // Every rank gets every rank's input: outputs[i] is rank i's.
 class Allgather : public Operation {
  public:
-  Allgather(Signature signature, Block input, std::vector<Block> outputs);
+  Allgather(Signature signature, Part input, std::vector<Part> outputs);
 
  protected:
   void launch() override;
@@ -22,15 +22,15 @@ class Allgather : public Operation {
   void compute() override;
 
  private:
-  const Block input_;
-  const std::vector<Block> outputs_;
+  const Part input_;
+  const std::vector<Part> outputs_;
   bool copied_ = false;
 };
 
 // The root gets every rank's input; `outputs` is empty elsewhere.
 class Gather : public Operation {
  public:
-  Gather(Signature signature, Block input, std::vector<Block> outputs);
+  Gather(Signature signature, Part input, std::vector<Part> outputs);
 
  protected:
   void launch() override;
@@ -38,15 +38,15 @@ class Gather : public Operation {
   void compute() override;
 
  private:
-  const Block input_;
-  const std::vector<Block> outputs_;
+  const Part input_;
+  const std::vector<Part> outputs_;
   bool copied_ = false;
 };
 
 // Rank i gets the root's i-th input; `inputs` is empty elsewhere.
 class Scatter : public Operation {
  public:
-  Scatter(Signature signature, std::vector<Block> inputs, Block output);
+  Scatter(Signature signature, std::vector<Part> inputs, Part output);
 
  protected:
   void launch() override;
@@ -54,15 +54,15 @@ class Scatter : public Operation {
   void compute() override;
 
  private:
-  const std::vector<Block> inputs_;
-  const Block output_;
+  const std::vector<Part> inputs_;
+  const Part output_;
   bool copied_ = false;
 };
 
 // Rank j gets rank i's j-th input as its i-th output.
 class Alltoall : public Operation {
  public:
-  Alltoall(Signature signature, std::vector<Block> inputs, std::vector<Block> outputs);
+  Alltoall(Signature signature, std::vector<Part> inputs, std::vector<Part> outputs);
 
  protected:
   void launch() override;
@@ -70,8 +70,8 @@ class Alltoall : public Operation {
   void compute() override;
 
  private:
-  const std::vector<Block> inputs_;
-  const std::vector<Block> outputs_;
+  const std::vector<Part> inputs_;
+  const std::vector<Part> outputs_;
   bool copied_ = false;
 };
 

@@ -41,13 +41,13 @@ void HierarchicalNeighborAllreduce::launch() {
   inputs_.resize(local.size());
   for (const int place : other_places()) {
     const auto theirs = slice(place);
-    inputs_[place] = receive_operand(local[place], kAverage, own_.numel);
+    inputs_[place] = receive_input(local[place], kAverage, own_.numel);
     // Comes after that rank has all of its slice from here, so where `out` is `in` nothing is overwritten that is to be read.
     receive_over(local[place], kGather, out_ + theirs.begin, theirs.numel);
     send(local[place], kAverage, in_ + theirs.begin, theirs.numel);
   }
   for (const auto& source : plan_.sources()) {
-    means_.push_back(receive_operand(machines_.rank(source.rank, machines_.place()), kMix, own_.numel));
+    means_.push_back(receive_input(machines_.rank(source.rank, machines_.place()), kMix, own_.numel));
   }
   const bool sends = !plan_.destinations().empty();
   if (local.size() == 1 && !(sends && in_ == out_)) {
@@ -61,7 +61,7 @@ void HierarchicalNeighborAllreduce::launch() {
 
 void HierarchicalNeighborAllreduce::start_mixing() {
   phase_ = kMix;
-  turn_to_operands(kMix);
+  select_input_step(kMix);
   std::vector<Destination> destinations;
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({machines_.rank(destination.rank, machines_.place()), destination.weight});
@@ -81,7 +81,7 @@ void HierarchicalNeighborAllreduce::check_plans() const {
 
 Operation::Action HierarchicalNeighborAllreduce::advance() {
   if (phase_ == kAverage) {
-    const auto action = use_operands(own_.numel);
+    const auto action = use_inputs(own_.numel);
     if (action != Action::kDone) {
       return action;
     }
@@ -89,7 +89,7 @@ Operation::Action HierarchicalNeighborAllreduce::advance() {
     start_mixing();
   }
   if (phase_ == kMix) {
-    const auto action = use_operands(own_.numel);
+    const auto action = use_inputs(own_.numel);
     if (action != Action::kDone) {
       return action;
     }
@@ -109,18 +109,18 @@ void HierarchicalNeighborAllreduce::compute() {
   if (phase_ == kMix) {
     std::vector<NeighborTerm> terms;
     for (const auto receive : means_) {
-      terms.push_back({operand(receive), header(receive).scale});
+      terms.push_back({input(receive), header(receive).scale});
     }
     neighbor_sum(plan_, dtype_, out_ + own_.begin, terms, mean_, from, to);
     return;
   }
-  std::vector<Operand> operands(machines_.local().size());
+  std::vector<Input> inputs(machines_.local().size());
   for (const int place : other_places()) {
-    operands[place] = operand(inputs_[place]);
+    inputs[place] = input(inputs_[place]);
   }
-  operands[machines_.place()].data = in_ + own_.begin;
-  for_blocks(operands, item_, from, to, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
-    weighted_sum(dtype_, averaged_ + begin * item_, inputs, {}, true, count);
+  inputs[machines_.place()].data = in_ + own_.begin;
+  for_pieces(inputs, item_, from, to, [&](const std::vector<const void*>& where, size_t begin, size_t count) {
+    weighted_sum(dtype_, averaged_ + begin * item_, where, {}, true, count);
   });
 }
 

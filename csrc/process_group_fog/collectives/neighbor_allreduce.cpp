@@ -10,7 +10,7 @@ NeighborAllreduce::NeighborAllreduce(Signature signature, NeighborPlan plan, con
 void NeighborAllreduce::launch() {
   bytes_ = numel_ * c10::elementSize(static_cast<c10::ScalarType>(signature_.dtype));
   for (const auto& source : plan_.sources()) {
-    receive_operand(source.rank, 0, bytes_);
+    receive_input(source.rank, 0, bytes_);
   }
   std::vector<Destination> destinations;
   for (const auto& destination : plan_.destinations()) {
@@ -20,7 +20,7 @@ void NeighborAllreduce::launch() {
 }
 
 Operation::Action NeighborAllreduce::advance() {
-  return use_operands(bytes_, in_ == out_ ? sent(bytes_) : bytes_);
+  return use_inputs(bytes_, in_ == out_ ? sent(bytes_) : bytes_);
 }
 
 void NeighborAllreduce::compute() {
@@ -28,7 +28,7 @@ void NeighborAllreduce::compute() {
   const size_t item = c10::elementSize(dtype);
   std::vector<NeighborTerm> terms;
   for (size_t i = 0; i < plan_.sources().size(); ++i) {
-    terms.push_back({operand(i), header(i).scale});
+    terms.push_back({input(i), header(i).scale});
   }
   neighbor_sum(plan_, dtype, out_, terms, in_, used() / item, usable() / item);
 }

@@ -18,25 +18,25 @@ void neighbor_sum(
   const size_t item = c10::elementSize(dtype);
   const bool mean = plan.mean() && std::all_of(terms.begin(), terms.end(), [](const NeighborTerm& term) { return term.scale == 1.0; });
   const double share = plan.mean() ? 1.0 / static_cast<double>(terms.size() + 1) : 1.0;
-  std::vector<Operand> operands;
+  std::vector<Input> inputs;
   std::vector<double> weights; // unused for the mean
-  auto add = [&](const Operand& operand, double weight) {
+  auto add = [&](const Input& input, double weight) {
     if (mean || weight != 0.0) {
-      operands.push_back(operand);
+      inputs.push_back(input);
       weights.push_back(weight);
     }
   };
   for (size_t i = 0; i < terms.size(); ++i) {
-    add(terms[i].operand, share * plan.sources()[i].weight * terms[i].scale);
+    add(terms[i].input, share * plan.sources()[i].weight * terms[i].scale);
   }
-  add({own, 0, 0}, share * plan.self_weight());
+  add({own, {}}, share * plan.self_weight());
   auto* result = static_cast<char*>(out);
-  if (operands.empty()) {
+  if (inputs.empty()) {
     std::memset(result + from * item, 0, (to - from) * item);
     return;
   }
-  for_blocks(operands, item, from, to, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
-    weighted_sum(dtype, result + begin * item, inputs, weights, mean, count);
+  for_pieces(inputs, item, from, to, [&](const std::vector<const void*>& where, size_t begin, size_t count) {
+    weighted_sum(dtype, result + begin * item, where, weights, mean, count);
   });
 }
 

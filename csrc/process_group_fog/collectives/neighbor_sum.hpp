@@ -6,13 +6,13 @@
 #include <c10/core/ScalarType.h>
 
 #include "core/neighbor_plan.hpp"
-#include "transport/operand.hpp"
+#include "transport/block.hpp"
 
 namespace fog {
 
 // What came from a source of the plan, and the weight it was sent with.
 struct NeighborTerm {
-  Operand operand;
+  Input input;
   double scale;
 };
 

@@ -48,7 +48,7 @@ Operation::Action Reduce::advance() {
     return announced() ? Action::kDone : Action::kWait;
   }
   if (!reduced_) {
-    const auto action = use_operands(part_);
+    const auto action = use_inputs(part_);
     if (action != Action::kDone) {
       return action;
     }

@@ -21,7 +21,7 @@ void ReduceScatter::launch() {
 }
 
 Operation::Action ReduceScatter::advance() {
-  return use_operands(bytes_[rank()]);
+  return use_inputs(bytes_[rank()]);
 }
 
 void ReduceScatter::compute() {

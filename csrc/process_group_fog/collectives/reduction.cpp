@@ -27,26 +27,26 @@ int Reduction::place() const {
 }
 
 void Reduction::use_own_input(const void* data) {
-  operands_.resize(count());
+  inputs_.resize(count());
   scales_.resize(count(), 1.0);
-  operands_[place()].data = data;
+  inputs_[place()].data = data;
   scales_[place()] = scale_;
 }
 
 void Reduction::expect_input(int place, size_t bytes) {
-  expected_.push_back({place, receive_operand(member(place), 0, bytes)});
+  expected_.push_back({place, receive_input(member(place), 0, bytes)});
 }
 
 void Reduction::reduce_into(void* out) {
   for (const auto& [place, receive] : expected_) {
-    operands_[place] = operand(receive);
+    inputs_[place] = input(receive);
     scales_[place] = header(receive).scale;
   }
   const auto op = static_cast<c10d::ReduceOp::RedOpType>(signature_.reduce_op);
   const auto dtype = static_cast<c10::ScalarType>(signature_.dtype);
-  for_blocks(
-      operands_, item_, used() / item_, usable() / item_, [&](const std::vector<const void*>& inputs, size_t begin, size_t count) {
-        reduce(op, dtype, static_cast<char*>(out) + begin * item_, inputs, scales_, count);
+  for_pieces(
+      inputs_, item_, used() / item_, usable() / item_, [&](const std::vector<const void*>& where, size_t begin, size_t count) {
+        reduce(op, dtype, static_cast<char*>(out) + begin * item_, where, scales_, count);
       });
 }
 

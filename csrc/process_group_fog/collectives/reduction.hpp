@@ -21,7 +21,7 @@ class Reduction : public Operation {
   void use_own_input(const void* data);
   // The input of the rank with this place comes as its message 0.
   void expect_input(int place, size_t bytes);
-  // For compute(): what use_operands() has found. `out` may be this rank's own input.
+  // For compute(): what use_inputs() has found. `out` may be this rank's own input.
   void reduce_into(void* out);
 
   size_t item() const {
@@ -32,16 +32,16 @@ class Reduction : public Operation {
   }
 
  private:
-  struct Input {
+  struct Expected {
     int place;
     size_t receive;
   };
   const size_t item_; // bytes of an element
   const double scale_;
   const std::vector<int> members_;
-  std::vector<Operand> operands_; // by place
+  std::vector<Input> inputs_; // by place
   std::vector<double> scales_; // by place
-  std::vector<Input> expected_;
+  std::vector<Expected> expected_;
 };
 
 } // namespace fog

@@ -18,8 +18,8 @@ size_t most_of_one() {
 
 EarlyLoad::EarlyLoad() : most_(most_of_one()) {}
 
-void EarlyLoad::add(int world_rank, size_t bytes) {
-  const auto index = static_cast<size_t>(world_rank);
+void EarlyLoad::add(int peer_id, size_t bytes) {
+  const auto index = static_cast<size_t>(peer_id);
   if (index >= loads_.size()) {
     loads_.resize(index + 1, 0);
     held_.resize(index + 1, false);
@@ -27,39 +27,39 @@ void EarlyLoad::add(int world_rank, size_t bytes) {
   bytes_ += bytes;
   loads_[index] += bytes;
   if (loads_[index] > most_ && !held_[index]) {
-    changed_.insert(world_rank);
+    changed_.insert(peer_id);
   }
 }
 
-void EarlyLoad::subtract(int world_rank, size_t bytes) {
-  const auto index = static_cast<size_t>(world_rank);
+void EarlyLoad::subtract(int peer_id, size_t bytes) {
+  const auto index = static_cast<size_t>(peer_id);
   bytes_ -= bytes;
   loads_[index] -= bytes;
   if (held_[index] && loads_[index] <= most_ / 2) {
-    changed_.insert(world_rank);
+    changed_.insert(peer_id);
   }
 }
 
 std::vector<std::pair<int, bool>> EarlyLoad::take_changes() {
   std::vector<std::pair<int, bool>> changes;
-  for (const int world_rank : std::exchange(changed_, {})) {
-    const auto index = static_cast<size_t>(world_rank);
+  for (const int peer_id : std::exchange(changed_, {})) {
+    const auto index = static_cast<size_t>(peer_id);
     const bool hold = held_[index] ? loads_[index] > most_ / 2 : loads_[index] > most_;
     if (hold != held_[index]) {
       held_[index] = hold;
-      changes.emplace_back(world_rank, hold);
+      changes.emplace_back(peer_id, hold);
     }
   }
   return changes;
 }
 
-EarlyMessage::EarlyMessage(EarlyLoad& load, int world_rank, int from, const Header& its_header, const char* its_data)
+EarlyMessage::EarlyMessage(EarlyLoad& load, int peer_id, int from, const Header& its_header, const char* its_data)
     : source(from),
       header(its_header),
       data(its_data, its_data + (its_data != nullptr ? its_header.bytes : 0)),
       load_(&load),
-      world_rank_(world_rank) {
-  load_->add(world_rank_, bytes());
+      peer_id_(peer_id) {
+  load_->add(peer_id_, bytes());
 }
 
 EarlyMessage::EarlyMessage(EarlyMessage&& other) noexcept
@@ -67,11 +67,11 @@ EarlyMessage::EarlyMessage(EarlyMessage&& other) noexcept
       header(other.header),
       data(std::move(other.data)),
       load_(std::exchange(other.load_, nullptr)),
-      world_rank_(other.world_rank_) {}
+      peer_id_(other.peer_id_) {}
 
 EarlyMessage::~EarlyMessage() {
   if (load_ != nullptr) {
-    load_->subtract(world_rank_, bytes());
+    load_->subtract(peer_id_, bytes());
   }
 }
 

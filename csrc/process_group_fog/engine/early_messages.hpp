@@ -19,8 +19,8 @@ class EarlyLoad {
  public:
   EarlyLoad();
 
-  void add(int world_rank, size_t bytes);
-  void subtract(int world_rank, size_t bytes);
+  void add(int peer_id, size_t bytes);
+  void subtract(int peer_id, size_t bytes);
   size_t bytes() const {
     return bytes_;
   }
@@ -41,7 +41,7 @@ class EarlyLoad {
 
 class EarlyMessage {
  public:
-  EarlyMessage(EarlyLoad& load, int world_rank, int from, const Header& its_header, const char* its_data);
+  EarlyMessage(EarlyLoad& load, int peer_id, int from, const Header& its_header, const char* its_data);
   ~EarlyMessage();
   EarlyMessage(EarlyMessage&& other) noexcept;
   EarlyMessage& operator=(EarlyMessage&&) = delete;
@@ -57,7 +57,7 @@ class EarlyMessage {
   }
 
   EarlyLoad* load_;
-  const int world_rank_;
+  const int peer_id_;
 };
 
 } // namespace fog

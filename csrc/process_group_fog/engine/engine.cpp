@@ -19,6 +19,8 @@
 #include "core/failure.hpp"
 #include "job/hosts.hpp"
 #include "job/network_interface.hpp"
+#include "transport/process_transport.hpp"
+#include "transport/shared_memory/arena.hpp"
 
 namespace fog {
 namespace {
@@ -42,7 +44,7 @@ Member parse_member(const std::string& text, std::string* job, std::string* inbo
   std::string number;
   std::getline(lines, *job);
   std::getline(lines, number);
-  member.world_rank = std::stoi(number);
+  member.peer_id = std::stoi(number);
   std::getline(lines, number);
   member.pid = std::stoi(number);
   std::getline(lines, member.host_id);
@@ -104,12 +106,12 @@ std::shared_ptr<Group> Engine::connect(
     {
       const Lock lock(mutex_);
       watchdog_.check();
-      if (!messenger_) {
-        messenger_.reset(new Messenger(runtime, *this, watchdog_)); // the handler is a private base: make_unique cannot see it
-        links_ = &messenger_->local();
+      if (!transport_) {
+        transport_.reset(new ProcessTransport(runtime, *this, watchdog_)); // the handler is a private base: make_unique cannot see it
+        linked_ = transport_.get();
       }
       start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
-      mine << messenger_->local().address();
+      mine << transport_->address();
     }
     std::vector<std::string> host_ids;
     int peer = 0;
@@ -142,7 +144,7 @@ std::shared_ptr<Group> Engine::connect(
   TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
   group->ready = &ready_;
   if (size > 1) {
-    group->messenger = messenger_.get();
+    group->transport = transport_.get();
     groups_.emplace(id, group);
     int local = 0;
     for (int member = 0; member < size; ++member) {
@@ -152,8 +154,8 @@ std::shared_ptr<Group> Engine::connect(
       }
       ++local;
       if (member != rank) {
-        peers_.watch(peer.world_rank, peer.pid);
-        messenger_->local().attach(peer.world_rank, inboxes[member]);
+        peers_.watch(peer.peer_id, peer.pid);
+        transport_->attach(peer.peer_id, inboxes[member]);
       }
     }
     oversubscribed_ = oversubscribed_ || local > available_cores();
@@ -163,10 +165,10 @@ std::shared_ptr<Group> Engine::connect(
       on_message(message.source, message.header, message.data.data());
     }
     for (int member = 0; member < size; ++member) { // who ended while the group was made
-      const int world_rank = group->members[member].world_rank;
-      if (lost_.count(world_rank) > 0) {
+      const int peer_id = group->members[member].peer_id;
+      if (lost_.count(peer_id) > 0) {
         group->gone.emplace(member, kLost);
-      } else if (departed_.count(world_rank) > 0) {
+      } else if (departed_.count(peer_id) > 0) {
         group->gone.emplace(member, kEnded);
       }
     }
@@ -207,7 +209,7 @@ void Engine::watch_other_hosts(
   std::map<int, std::string> others;
   for (size_t member = 0; member < members.size(); ++member) {
     if (members[member].host != members[rank].host) {
-      others.emplace(members[member].world_rank, texts[member]);
+      others.emplace(members[member].peer_id, texts[member]);
     }
   }
   const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout, kLifelineLimit);
@@ -312,7 +314,7 @@ void Engine::submit(
     if (!operation->ended() && !operation->computing) {
       // It may have begun with a message of a process that has ended since and sends no more.
       for (const int peer : operation->awaited()) {
-        if (lost_.count(group->members[peer].world_rank) > 0) {
+        if (lost_.count(group->members[peer].peer_id) > 0) {
           group->check_present(peer);
         }
       }
@@ -333,13 +335,13 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     Header taken;
     taken.kind = MessageKind::kGoodbyeTaken;
     try {
-      messenger_->send(source, taken, nullptr, nullptr, 0);
+      transport_->send(source, taken);
     } catch (const std::exception&) { // it ends anyway
     }
     return;
   }
   if (header.kind == MessageKind::kHold || header.kind == MessageKind::kRelease) {
-    messenger_->hold_back(source, header.kind == MessageKind::kHold);
+    transport_->hold_back(source, header.kind == MessageKind::kHold);
     return;
   }
   if (header.kind == MessageKind::kGoodbyeTaken) {
@@ -377,7 +379,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       return;
     case MessageKind::kClosed: {
       group->gone.emplace(source, "has destroyed its group");
-      messenger_->forget(group->members[source].world_rank, group->id);
+      transport_->forget(group->members[source].peer_id, group->id);
       service_->on_gone(*group, source, group->gone[source]);
       afterwards_.emplace_back(
           [this, group, source] { fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false); });
@@ -411,14 +413,15 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
                 " and sends to this rank ", group->rank,
                 " in it, which has ended its operation at that place of its program without rank ", source));
       }
-      group->early[header.key].emplace_back(early_load_, group->members[source].world_rank, source, header, data);
+      group->early[header.key].emplace_back(early_load_, group->members[source].peer_id, source, header, data);
       return;
     }
     case MessageKind::kWindow:
     case MessageKind::kWindowReply:
       service_->on_message(group, source, header, data);
       return;
-    case MessageKind::kTaken: // these are the messenger's own
+    case MessageKind::kTaken: // these are the transport's own
+    case MessageKind::kWanted:
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
     case MessageKind::kGoodbye:
@@ -441,7 +444,7 @@ void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, 
       return;
     }
   }
-  group->unexpected.emplace_back(early_load_, group->members[source].world_rank, source, header, data);
+  group->unexpected.emplace_back(early_load_, group->members[source].peer_id, source, header, data);
 }
 
 void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data) {
@@ -474,19 +477,19 @@ bool Engine::drive(Lock& lock) {
 
 bool Engine::make_progress(Lock& lock) {
   bool progressed = false;
-  if (messenger_) {
+  if (transport_) {
     progressed = take_messages();
-    if (watchdog_.broken() && messenger_->give_up_mpi()) {
+    if (watchdog_.broken() && transport_->give_up()) {
       unhealthy_ = true;
       fail_everything(watchdog_.reason(), false);
     }
-    auto released = messenger_->take_released();
+    auto released = transport_->take_released();
     std::move(released.begin(), released.end(), std::back_inserter(outbox_.released));
   }
   progressed = progressed || !ready_.empty();
   step_ready(lock);
   progressed = step_service(lock) || progressed;
-  if (!failed_.empty() && messenger_) {
+  if (!failed_.empty() && transport_) {
     take_messages(); // a peer that has given an operation up has said before why: this comes first
   }
   // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
@@ -505,7 +508,7 @@ bool Engine::make_progress(Lock& lock) {
     check_deadlines();
     check_peers(lock);
   }
-  must_poll_ = messenger_ && messenger_->must_poll();
+  must_poll_ = transport_ && transport_->must_poll();
   service_busy_ = service_->busy();
   if (progressed) {
     last_news_ = now;
@@ -515,7 +518,7 @@ bool Engine::make_progress(Lock& lock) {
 
 bool Engine::take_messages() {
   try {
-    return messenger_->poll();
+    return transport_->poll();
   } catch (const c10::DistBackendError& error) { // MPI itself failed: nobody can go on
     unhealthy_ = true;
     fail_everything(message_of(error), false);
@@ -592,8 +595,8 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   if (operation->ended()) {
     return;
   }
-  if (error && messenger_) {
-    messenger_->withdraw(*operation); // what others may read of its memory; step_ready() has the rest
+  if (error && transport_) {
+    transport_->withdraw(*operation); // what others may read of its memory; step_ready() has the rest
   }
   if (operation->computing) {
     operation->late_error = std::move(error);
@@ -619,8 +622,8 @@ void Engine::unlock_and_deliver(Lock& lock) {
   for (const auto& call : calls) {
     report_unowned_failure("the end of a window's operation", call);
   }
-  for (const int world_rank : outbox.ended) {
-    report_unowned_failure("the end of a process", [&] { ended_listener_.load()(world_rank); });
+  for (const int peer_id : outbox.ended) {
+    report_unowned_failure("the end of a process", [&] { ended_listener_.load()(peer_id); });
   }
   for (auto& completion : outbox.completions) {
     report_unowned_failure("the end of an operation", [&] { completion.operation->finish(std::move(completion.error)); });
@@ -669,19 +672,19 @@ void Engine::close(const std::shared_ptr<Group>& group) {
     service_->fail_group(*group, "the group was destroyed");
     groups_.erase(group->id);
     for (int peer = 0; peer < group->size(); ++peer) {
-      const int world_rank = group->members[peer].world_rank;
-      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(world_rank) == 0 && departed_.count(world_rank) == 0) {
-        closed_groups_[group->id].insert(world_rank);
+      const int peer_id = group->members[peer].peer_id;
+      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
+        closed_groups_[group->id].insert(peer_id);
       }
     }
   }
   unlock_and_deliver(lock);
 }
 
-void Engine::forget_closed(uint64_t group, int world_rank) {
+void Engine::forget_closed(uint64_t group, int peer_id) {
   const auto found = closed_groups_.find(group);
   if (found != closed_groups_.end()) {
-    found->second.erase(world_rank);
+    found->second.erase(peer_id);
     if (found->second.empty()) {
       closed_groups_.erase(found);
     }
@@ -690,7 +693,7 @@ void Engine::forget_closed(uint64_t group, int world_rank) {
 
 bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
   const Lock lock(mutex_);
-  return messenger_ && messenger_->local().reaches(group->members[peer].world_rank);
+  return transport_ && transport_->shares_memory(group->members[peer].peer_id);
 }
 
 void Engine::check_open(const Group& group) const {
@@ -734,9 +737,9 @@ uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
   return group->sequence;
 }
 
-bool Engine::has_left(int world_rank) {
+bool Engine::has_left(int peer_id) {
   const Lock lock(mutex_);
-  return lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0;
+  return lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
 }
 
 Engine::Bookkeeping Engine::bookkeeping() {

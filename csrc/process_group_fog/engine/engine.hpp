@@ -20,7 +20,7 @@
 #include "engine/work.hpp"
 #include "engine/group.hpp"
 #include "job/peer_monitor.hpp"
-#include "transport/messenger.hpp"
+#include "transport/transport.hpp"
 #include "engine/operation.hpp"
 #include "engine/service.hpp"
 #include "job/process_watch.hpp"
@@ -98,15 +98,15 @@ class Engine : public Driver, private MessageHandler {
   // With the lock: throws DistBackendError if the group takes no more work.
   void check_open(const Group& group) const;
   // With the lock: how messages go.
-  Messenger* messenger() const {
-    return messenger_.get();
+  Transport& transport() const {
+    return *transport_;
   }
   // Whether the peer shares memory with this process.
   bool shares_memory(const std::shared_ptr<Group>& group, int peer);
   // Whether a process has ended, or said that it does.
-  bool has_left(int world_rank);
+  bool has_left(int peer_id);
   // Is called without the lock when that happens, in any thread.
-  void set_ended_listener(void (*listener)(int world_rank)) {
+  void set_ended_listener(void (*listener)(int peer_id)) {
     ended_listener_ = listener;
   }
   void wake_waiters() override;
@@ -127,7 +127,6 @@ class Engine : public Driver, private MessageHandler {
 
  private:
   using Lock = std::unique_lock<std::mutex>;
-  using Doorbell = shared_memory::Doorbell;
   struct Completion {
     std::shared_ptr<Operation> operation;
     std::exception_ptr error;
@@ -182,9 +181,9 @@ class Engine : public Driver, private MessageHandler {
   // Fails the group if an operation waits for this rank; `announced` as in Operation::awaited().
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   // The same in all groups: the process has ended.
-  void lose(int world_rank, const std::string& how, bool announced);
+  void lose(int peer_id, const std::string& how, bool announced);
   // Nothing more comes from there for a group that is closed here.
-  void forget_closed(uint64_t group, int world_rank);
+  void forget_closed(uint64_t group, int peer_id);
   // Asks processes whose early messages take too much memory to hold their data back.
   void tell_early_load();
   void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
@@ -192,9 +191,9 @@ class Engine : public Driver, private MessageHandler {
   void unlock_and_deliver(Lock& lock);
 
   class Attendance;
-  shared_memory::Doorbell& bell() {
-    auto* links = links_.load();
-    return links != nullptr ? links->doorbell() : early_bell_;
+  Doorbell& bell() {
+    auto* transport = linked_.load();
+    return transport != nullptr ? transport->bell() : early_bell_;
   }
   void watch_in_background();
   void doze(std::chrono::nanoseconds limit);
@@ -206,10 +205,10 @@ class Engine : public Driver, private MessageHandler {
 
   std::mutex mutex_;
   Watchdog watchdog_;
-  std::unique_ptr<Messenger> messenger_;
-  // The messenger's, for threads without the lock; null before there is one.
-  std::atomic<LocalLinks*> links_{nullptr};
-  shared_memory::Doorbell early_bell_ = {};
+  std::unique_ptr<Transport> transport_;
+  // The same for threads without the lock; null before there is one.
+  std::atomic<Transport*> linked_{nullptr};
+  Doorbell early_bell_ = {};
   std::unique_ptr<Service> service_;
   PeerWatch peers_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
@@ -239,7 +238,7 @@ class Engine : public Driver, private MessageHandler {
   std::thread thread_;
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
-  std::atomic<void (*)(int world_rank)> ended_listener_{[](int) {}};
+  std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
   Lifelines lifelines_;
   // Processes of other hosts that have ended: what they sent before may come yet, until then.
   struct LastWords {

@@ -21,15 +21,15 @@ void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const
   Header header;
   header.kind = kind;
   header.group = group->id;
-  header.bytes = std::min(text.size(), Messenger::kInlineBytes);
+  header.bytes = std::min(text.size(), Transport::kInlineBytes);
   for (int peer = 0; peer < group->size(); ++peer) {
-    const int world_rank = group->members[peer].world_rank;
+    const int peer_id = group->members[peer].peer_id;
     const bool closed = kind != MessageKind::kClosed && group->gone.count(peer) > 0;
-    if (peer == group->rank || lost_.count(world_rank) > 0 || departed_.count(world_rank) > 0 || closed) {
+    if (peer == group->rank || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0 || closed) {
       continue;
     }
     try {
-      messenger_->send(world_rank, header, text.data(), nullptr, 0);
+      transport_->send(peer_id, header, text.data());
     } catch (const std::exception&) { // it cannot be told; its own time-out will
     }
   }
@@ -65,7 +65,7 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
   if (!group->failure.reason.empty() && group->operations.empty()) {
     return;
   }
-  if (tell && messenger_ && !group->closed) {
+  if (tell && transport_ && !group->closed) {
     notify(group, MessageKind::kError, reason);
   }
   // Each operation's error names itself, and later ones are refused with the text of the first.
@@ -84,8 +84,8 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
   for (const auto& operation : operations) {
     complete(operation, backend_error("fog: " + text(*operation)));
   }
-  if (messenger_) {
-    messenger_->withdraw_group(group->id);
+  if (transport_) {
+    transport_->withdraw_group(group->id);
   }
   for (const auto& receive : group->posted) {
     outbox_.retired.push_back(receive);
@@ -96,27 +96,27 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
 }
 
 void Engine::tell_early_load() {
-  for (const auto& [world_rank, hold] : early_load_.take_changes()) {
-    if (lost_.count(world_rank) == 0 && departed_.count(world_rank) == 0) {
+  for (const auto& [peer_id, hold] : early_load_.take_changes()) {
+    if (lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
       Header header;
       header.kind = hold ? MessageKind::kHold : MessageKind::kRelease;
       try {
-        messenger_->send(world_rank, header, nullptr, nullptr, 0);
+        transport_->send(peer_id, header);
       } catch (const std::exception&) { // it sends nothing any more, then
       }
     }
   }
 }
 
-void Engine::lose(int world_rank, const std::string& how, bool announced) {
+void Engine::lose(int peer_id, const std::string& how, bool announced) {
   const auto closed = closed_groups_;
   for (const auto& [id, ranks] : closed) {
-    forget_closed(id, world_rank);
+    forget_closed(id, peer_id);
   }
-  outbox_.ended.push_back(world_rank);
+  outbox_.ended.push_back(peer_id);
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
-    const int peer = group->group_rank(world_rank);
+    const int peer = group->group_rank(peer_id);
     if (peer < 0) {
       continue;
     }
@@ -159,7 +159,7 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent) {
   // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
   for (int empty = 0; empty < 3;) {
     try {
-      empty = messenger_ && messenger_->poll() ? 0 : empty + 1;
+      empty = transport_ && transport_->poll() ? 0 : empty + 1;
     } catch (const std::exception&) {
       break;
     }
@@ -170,8 +170,8 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent) {
   }
   unhealthy_ = true;
   lost_.insert(peer);
-  if (messenger_) {
-    messenger_->forget(peer);
+  if (transport_) {
+    transport_->forget(peer);
   }
   // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
   // print a traceback.

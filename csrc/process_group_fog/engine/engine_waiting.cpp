@@ -54,14 +54,14 @@ class Engine::Attendance {
 };
 
 void Engine::watch_in_background() {
-  const auto* links = links_.load();
+  const auto* transport = linked_.load();
   const bool needed =
-      in_flight_.load() > 0 || failing_.load() || service_busy_.load() || (links != nullptr && links->waiting_for_space());
+      in_flight_.load() > 0 || failing_.load() || service_busy_.load() || (transport != nullptr && transport->waiting_for_space());
   if (!needed || waiting_.load() > 0) {
     return;
   }
   bell().listen(Doorbell::kBackground);
-  if (must_poll_.load() || (links != nullptr && links->news())) { // which came before anybody listened
+  if (must_poll_.load() || (transport != nullptr && transport->news())) { // which came before anybody listened
     bell().wake(Doorbell::kBackground);
   }
 }
@@ -97,8 +97,8 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     if (pause.count() == 0) {
       continue;
     }
-    const auto* links = links_.load();
-    if (bell_rings && !(links != nullptr && links->waiting_for_space())) { // space may have come before this listens
+    const auto* transport = linked_.load();
+    if (bell_rings && !(transport != nullptr && transport->waiting_for_space())) { // space may have come before this listens
       pause = kLongestSleep;
     }
     sleep_until_news(done, std::min<std::chrono::nanoseconds>(pause, deadline - now));
@@ -109,8 +109,8 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
 void Engine::sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit) {
   ++sleepers_; // before the look at `done`; wake_waiters() looks at this after it was set
   const auto ticket = bell().listen(Doorbell::kWaiter);
-  const auto* links = links_.load();
-  if (!done.load() && (links == nullptr || !links->news())) {
+  const auto* transport = linked_.load();
+  if (!done.load() && (transport == nullptr || !transport->news())) {
     bell().sleep(Doorbell::kWaiter, ticket, limit);
   }
   --sleepers_;
@@ -123,8 +123,8 @@ void Engine::drive_once(const std::atomic<bool>& done) {
   asked = Clock::now() - last > kAskingAgain ? 1 : asked + 1; // else it did something meanwhile, or had lost its core
   // What has no bell, or has rung it. The background looks at everything else, and at this as well.
   const auto look = [&] {
-    const auto* links = links_.load();
-    if (!must_poll_.load() && !failing_.load() && (links == nullptr || (!links->news() && !links->waiting_for_space()))) {
+    const auto* transport = linked_.load();
+    if (!must_poll_.load() && !failing_.load() && (transport == nullptr || (!transport->news() && !transport->waiting_for_space()))) {
       return;
     }
     without_python_lock([&] {
@@ -153,14 +153,14 @@ void Engine::drive_once(const std::atomic<bool>& done) {
 // Sleeps until a message comes, but not longer than `limit`.
 void Engine::doze(std::chrono::nanoseconds limit) {
   const auto ticket = bell().listen(Doorbell::kWaiter);
-  const auto* links = links_.load();
-  if (links == nullptr || !links->news()) {
+  const auto* transport = linked_.load();
+  if (transport == nullptr || !transport->news()) {
     bell().sleep(Doorbell::kWaiter, ticket, limit);
   }
 }
 
 bool Engine::busy() const {
-  return in_flight_ > 0 || failing_ || service_->busy() || (messenger_ && messenger_->sending());
+  return in_flight_ > 0 || failing_ || service_->busy() || (transport_ && transport_->sending());
 }
 
 void Engine::background() {
@@ -178,7 +178,7 @@ void Engine::background() {
       Lock lock(mutex_);
       const bool progressed = drive(lock);
       const bool more = busy();
-      const bool poll = messenger_->must_poll();
+      const bool poll = transport_->must_poll();
       const bool listening = service_->listening();
       const auto quiet = Clock::now() - last_news_;
       unlock_and_deliver(lock);
@@ -243,7 +243,7 @@ void Engine::shutdown() {
   }
   completions_.stop();
   auto& runtime = Runtime::instance();
-  if (!messenger_ || !runtime.started()) {
+  if (!transport_ || !runtime.started()) {
     return;
   }
   lock.lock();
@@ -252,7 +252,7 @@ void Engine::shutdown() {
   for (int rank = 0; rank < runtime.size(); ++rank) {
     if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0) {
       try {
-        messenger_->send(rank, goodbye, nullptr, nullptr, 0);
+        transport_->send(rank, goodbye);
       } catch (const std::exception&) {
         unhealthy_ = true;
       }

@@ -15,12 +15,12 @@ Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int 
       members(std::move(group_members)),
       one_host(std::all_of(members.begin(), members.end(), [](const Member& member) { return member.host == 0; })) {
   for (int member = 0; member < size(); ++member) {
-    group_ranks_.emplace(members[member].world_rank, member);
+    group_ranks_.emplace(members[member].peer_id, member);
   }
 }
 
-int Group::group_rank(int world_rank) const {
-  const auto found = group_ranks_.find(world_rank);
+int Group::group_rank(int peer_id) const {
+  const auto found = group_ranks_.find(peer_id);
   return found == group_ranks_.end() ? -1 : found->second;
 }
 

@@ -12,7 +12,7 @@
 
 #include "engine/early_messages.hpp"
 #include "core/failure.hpp"
-#include "transport/messenger.hpp"
+#include "transport/transport.hpp"
 #include "engine/name_table.hpp"
 #include "engine/operation.hpp"
 
@@ -22,7 +22,7 @@ namespace fog {
 class Engine;
 
 struct Member {
-  int world_rank = 0;
+  int peer_id = 0;
   int pid = 0;
   int host = 0; // index, by first appearance
   std::string host_id;
@@ -45,13 +45,13 @@ class Group {
     return static_cast<int>(members.size());
   }
   // Group rank of a rank of the world, -1 if it is not a member.
-  int group_rank(int world_rank) const;
+  int group_rank(int peer_id) const;
   // "rank 2 (pid 71 on host a)"
   std::string describe_member(int rank) const;
   // Throws DistBackendError if that rank is known to have left the group.
   void check_present(int rank) const;
 
-  Messenger* messenger = nullptr;
+  Transport* transport = nullptr;
   // Operations with something to do; the engine steps them.
   std::deque<std::shared_ptr<Operation>>* ready = nullptr;
 

@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "core/copy.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "engine/group.hpp"
 
@@ -36,7 +37,6 @@ void Operation::begin(
   use_ = use;
   timeout_ = timeout;
   deadline_ = deadline;
-  sending_.assign(group->size(), 0);
   state_ = State::kActive;
   work_->set_sequence(sequence);
   launch();
@@ -91,9 +91,11 @@ std::set<int> Operation::awaited(bool announced) const {
       peers.insert(receive.peer);
     }
   }
-  for (size_t peer = 0; announced && peer < sending_.size(); ++peer) {
-    if (sending_[peer] > 0) {
-      peers.insert(static_cast<int>(peer));
+  for (const auto& going : going_) {
+    for (const int peer : going.peers) {
+      if (announced && !going.data->done(group_->members[peer].peer_id)) {
+        peers.insert(peer);
+      }
     }
   }
   peers.erase(-1); // any source
@@ -126,72 +128,49 @@ void Operation::send(
   if (destinations.empty()) {
     return;
   }
-  auto& messenger = *group_->messenger;
-  auto header = header_for(step, bytes);
-  std::vector<int> world_ranks;
-  std::vector<int> readers;
+  std::vector<Transport::Destination> peers;
+  peers.reserve(destinations.size());
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
-    world_ranks.push_back(group_->members[peer].world_rank);
-    const int destination = world_ranks.back();
-    if (messenger.streams_to(destination) &&
-        (memory == Memory::kOverwritten || !messenger.local().mapped_by(destination, data, bytes))) {
-      readers.push_back(destination);
-    }
+    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_});
   }
-  const auto stream = messenger.open_stream(readers, group_->id, data, bytes, shared_from_this());
-  if (stream) {
-    streams_.push_back(stream);
-    make_ready(shared_from_this());
-  }
-  // What comes with its header is copied at once, and may change from then on. Where it is to be held back it stands for that copy.
-  const bool small = bytes > 0 && bytes <= Messenger::kInlineBytes;
-  const bool held = small && std::any_of(world_ranks.begin(), world_ranks.end(), [&](int rank) { return messenger.holds_back(rank); });
-  if (held ||
-      (memory == Memory::kOverwritten && bytes > Messenger::kInlineBytes && (!stream || readers.size() < destinations.size()))) {
-    auto* copy = scratch(bytes);
-    std::memcpy(copy, data, bytes);
-    data = copy;
+  Transport::Sent sent;
+  try {
+    sent = group_->transport->send(peers, header_for(step, bytes), data, memory, shared_from_this());
+  } catch (const Unreachable& error) {
+    const auto lost = std::find_if(destinations.begin(), destinations.end(), [&](const Destination& destination) {
+      return group_->members[destination.peer].peer_id == error.peer();
+    });
+    C10_THROW_ERROR(DistBackendError, group_->describe_member(lost->peer) + ' ' + error.what());
   }
   for (size_t i = 0; i < destinations.size(); ++i) {
-    const auto [peer, scale] = destinations[i];
-    header.scale = scale;
-    header.wants_confirm = 0;
-    if (confirm && confirm_) {
-      header.wants_confirm = 1;
-      unconfirmed_.insert(peer);
+    const bool answered = std::find(sent.answered.begin(), sent.answered.end(), peers[i].peer) != sent.answered.end();
+    if (peers[i].wants_confirm && !answered) {
+      unconfirmed_.insert(destinations[i].peer);
     }
-    size_t parts = 1;
-    if (stream && std::find(readers.begin(), readers.end(), world_ranks[i]) != readers.end()) {
-      messenger.announce(*stream, world_ranks[i], header);
-    } else {
-      Messenger::Sent sent;
-      try {
-        const auto token = kSendToken + static_cast<size_t>(peer) + (step == 0 ? 0 : kLaterToken);
-        sent = messenger.send(world_ranks[i], header, data, shared_from_this(), token);
-      } catch (const Unreachable& error) {
-        C10_THROW_ERROR(DistBackendError, group_->describe_member(peer) + ' ' + error.what());
-      }
-      parts = sent.parts;
-      for (auto& receive : receives_) {
-        if (step == 0 && receive.over_sent && receive.peer == peer) {
-          receive.unsent += parts;
-        }
-      }
-      if (sent.answered && header.wants_confirm != 0) {
-        unconfirmed_.erase(unconfirmed_.find(peer));
-      }
+  }
+  if (sent.outgoing) {
+    Going going{std::move(sent.outgoing), {}, step};
+    for (const auto& destination : destinations) {
+      going.peers.push_back(destination.peer);
     }
-    sending_[peer] += parts;
-    sends_ += parts;
+    going_.push_back(std::move(going));
+    make_ready(shared_from_this());
   }
 }
 
 size_t Operation::sent(size_t bytes) const {
-  for (const auto& stream : streams_) {
-    bytes = std::min(bytes, stream->filled);
+  for (const auto& going : going_) {
+    bytes = std::min(bytes, going.data->sent());
   }
   return bytes;
+}
+
+bool Operation::is_sending(int peer, uint16_t step) const {
+  return std::any_of(going_.begin(), going_.end(), [&](const Going& going) {
+    return going.step == step && std::find(going.peers.begin(), going.peers.end(), peer) != going.peers.end() &&
+        !going.data->done(group_->members[peer].peer_id);
+  });
 }
 
 size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
@@ -202,7 +181,7 @@ size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
   return index;
 }
 
-size_t Operation::receive_operand(int peer, uint16_t step, size_t bytes) {
+size_t Operation::receive_input(int peer, uint16_t step, size_t bytes) {
   const auto index = receive(peer, step, nullptr, bytes);
   receives_[index].in_place = true;
   return index;
@@ -239,7 +218,6 @@ void* Operation::scratch(size_t bytes) {
 
 void Operation::complete_receive(Receive& receive) {
   receive.complete = true;
-  receive.available = receive.header.bytes;
   --receiving_[receive.step];
   make_ready(shared_from_this());
 }
@@ -248,120 +226,109 @@ void Operation::complete_receive(Receive& receive) {
 void Operation::take(size_t index, const char* data) {
   auto& receive = receives_[index];
   const auto& header = receive.header;
-  const auto& member = group_->members[receive.peer];
-  auto& messenger = *group_->messenger;
-  const bool local = header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload;
-  if (header.delivery == Delivery::kOffer || header.delivery == Delivery::kMapped) {
-    receive.operand = {reinterpret_cast<const void*>(header.address), member.pid, 0};
-    receive.available = header.bytes;
-    if (header.delivery == Delivery::kMapped) {
-      receive.arena = messenger.local().arena_of(member.world_rank);
-      if (const auto* memory = receive.arena ? receive.arena->at(header.address, header.bytes) : nullptr) {
-        receive.operand = {memory, 0, 0};
-      }
+  if (header.delivery == Delivery::kInline) {
+    if (receive.in_place) {
+      receive.data = scratch(header.bytes);
+      receive.input.data = receive.data;
     }
-  } else if (header.delivery == Delivery::kStream) {
-    receive.operand = {messenger.local().window_of(member.world_rank, header.window), 0, shared_memory::Inbox::kWindowBytes};
-    receive.available = 0;
-    messenger.read_stream(member.world_rank, header, shared_from_this(), index);
-  } else if (receive.in_place) {
-    receive.data = scratch(header.bytes);
-    receive.operand = {receive.data, 0, 0};
-  }
-  if (local) {
-    if (!receive.in_place) {
-      to_move_.push_back(index);
-    }
-    make_ready(shared_from_this());
-  } else if (header.delivery == Delivery::kInline) {
     if (header.bytes > 0) {
       std::memcpy(receive.data, data, header.bytes);
     }
     complete_receive(receive);
-  } else if (receive.waits = receive.unsent > 0; !receive.waits) { // else on_transfer() goes on
-    receive.parts_missing = messenger.receive(member.world_rank, header, receive.data, shared_from_this(), index);
-    receive.parts.assign(receive.parts_missing, false);
+    return;
   }
+  // MPI must not be asked to write to what it still reads: on_progress() goes on.
+  receive.waits = header.delivery == Delivery::kPayload && receive.over_sent && is_sending(receive.peer, 0);
+  if (receive.waits) {
+    return;
+  }
+  receive.incoming = group_->transport->receive(
+      group_->members[receive.peer].peer_id, header, receive.in_place ? nullptr : receive.data, shared_from_this());
+  if (!receive.in_place) {
+    to_move_.push_back(index);
+  }
+  make_ready(shared_from_this());
 }
 
-// Tells the sender that `taken` bytes of what it streams or offers have been read.
+// Tells the sender that `taken` bytes of what it sends have been read.
 void Operation::tell_taken(Receive& receive, size_t taken) {
   receive.taken = taken;
-  const auto& header = receive.header;
-  const int sender = group_->members[receive.peer].world_rank;
-  auto& messenger = *group_->messenger;
-  bool stands = true;
-  if (header.delivery == Delivery::kStream) {
-    stands = messenger.empty(sender, header, taken);
-  } else if ((header.delivery == Delivery::kOffer || header.delivery == Delivery::kMapped) && taken == header.bytes) {
-    stands = messenger.take(sender, header);
-  }
-  if (!stands) {
+  if (receive.incoming && !receive.incoming->take(taken)) {
     C10_THROW_ERROR(
         DistBackendError, group_->describe_member(receive.peer) + " has given up this operation while its data was being read");
   }
 }
 
-// Parts small enough that both sides soon work at once, large enough that telling costs little.
-size_t Operation::move_bytes(size_t bytes) {
+// Small enough that both sides soon work at once, large enough that telling costs little.
+size_t Operation::step_bytes(size_t bytes) {
   return std::clamp(bytes / 8 & ~size_t(63), size_t(32) << 10, size_t(256) << 10);
 }
 
-// Finds what run() can move now; false if that is nothing.
-bool Operation::plan_moves() {
-  moves_.clear();
-  for (const auto& stream : std::vector<std::shared_ptr<Stream>>(streams_)) {
-    if (stream->closed) { // all its readers have gone
-      end_stream(stream);
-      continue;
-    }
-    const size_t to = std::min(stream->limit(), stream->filled + move_bytes(stream->bytes));
-    if (to > stream->filled) {
-      group_->messenger->begin_filling(*stream);
-      moves_.push_back({stream, 0, stream->filled, to});
+void Operation::check_transfers() const {
+  for (const auto& going : going_) {
+    if (!going.data->error.empty()) {
+      const auto lost = std::find_if(
+          going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
+      C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
     }
   }
-  for (const auto index : to_move_) {
-    const auto& receive = receives_[index];
-    // Of a stream a part, so that its sender can go on; else all.
-    const size_t most = receive.operand.window != 0 ? move_bytes(receive.header.bytes) : receive.header.bytes;
-    const size_t to = std::min(receive.available, receive.taken + most);
-    if (to > receive.taken) {
-      moves_.push_back({nullptr, index, receive.taken, to});
+  for (const auto& receive : receives_) {
+    if (receive.incoming && !receive.incoming->error.empty()) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str("MPI failed to receive from ", group_->describe_member(receive.peer), ": ", receive.incoming->error));
     }
+  }
+}
+
+// Finds what run() can copy now; false if that is nothing.
+bool Operation::plan_moves() {
+  moves_.clear();
+  for (const auto& going : going_) {
+    if (const auto fill = going.data->next_fill()) {
+      moves_.push_back({going.data, *fill, 0, {}});
+    }
+  }
+  for (size_t i = 0; i < to_move_.size();) {
+    auto& receive = receives_[to_move_[i]];
+    const size_t available = receive.incoming->available();
+    if (receive.incoming->in_place()) {
+      if (available == receive.header.bytes) {
+        to_move_.erase(to_move_.begin() + static_cast<ptrdiff_t>(i));
+        complete_receive(receive);
+      } else {
+        ++i;
+      }
+      continue;
+    }
+    // Of what comes bit by bit a part, so that its sender can go on; else all.
+    const bool whole = receive.taken == 0 && available == receive.header.bytes && receive.header.delivery == Delivery::kMapped;
+    const size_t to = whole ? available : std::min(available, receive.taken + step_bytes(receive.header.bytes));
+    if (to > receive.taken) {
+      Move move{nullptr, {}, to_move_[i], {}};
+      receive.incoming->read(receive.taken, to, move.blocks);
+      moves_.push_back(std::move(move));
+    }
+    ++i;
   }
   return !moves_.empty();
 }
 
-// Its data is not needed any more.
-void Operation::end_stream(const std::shared_ptr<Stream>& stream) {
-  for (const auto& reader : stream->readers) {
-    --sending_[group_->group_rank(reader.rank)];
-    --sends_;
-  }
-  streams_.erase(std::find(streams_.begin(), streams_.end(), stream));
-}
-
 void Operation::settle() {
-  for (const auto& move : moves_) {
+  for (auto& move : moves_) {
     if (move.outgoing) {
-      group_->messenger->end_filling(*move.outgoing);
+      move.outgoing->filled(move.fill);
     }
   }
 }
 
 void Operation::finish_moves() {
-  auto& messenger = *group_->messenger;
   for (const auto& move : std::exchange(moves_, {})) {
     if (move.outgoing) {
-      messenger.fill(move.outgoing, move.to);
-      if (move.to == move.outgoing->bytes) {
-        end_stream(move.outgoing);
-      }
-      continue;
+      continue; // settle() has told
     }
     auto& receive = receives_[move.receive];
-    tell_taken(receive, move.to);
+    tell_taken(receive, move.blocks.back().end);
     if (receive.taken == receive.header.bytes) {
       to_move_.erase(std::find(to_move_.begin(), to_move_.end(), move.receive));
       complete_receive(receive);
@@ -369,28 +336,36 @@ void Operation::finish_moves() {
   }
 }
 
-Operation::Action Operation::use_operands(size_t bytes, size_t limit) {
+Operation::Action Operation::use_inputs(size_t bytes, size_t limit) {
   usable_ = std::min(bytes, limit);
   for (const auto& receive : receives_) {
-    if (receive.in_place && receive.step == operand_step_) {
+    if (receive.in_place && receive.step == input_step_) {
       if (!receive.arrived) {
         return Action::kWait;
       }
-      usable_ =
-          std::min(usable_, receive.operand.window != 0 ? std::min(receive.available, used_ + move_bytes(bytes)) : receive.available);
+      if (!receive.complete) {
+        const size_t available = receive.incoming->available();
+        usable_ = std::min(usable_, available == bytes && used_ == 0 ? available : std::min(available, used_ + step_bytes(bytes)));
+      }
     }
   }
-  if (usable_ > used_) {
-    return Action::kCompute;
+  if (usable_ <= used_) {
+    return used_ == bytes ? Action::kDone : Action::kWait;
   }
-  return used_ == bytes ? Action::kDone : Action::kWait;
+  for (auto& receive : receives_) {
+    if (receive.in_place && receive.step == input_step_ && !receive.complete) {
+      receive.input.blocks.clear();
+      receive.incoming->read(used_, usable_, receive.input.blocks);
+    }
+  }
+  return Action::kCompute;
 }
 
 // After compute(): the senders may have their memory back, or fill it again.
-void Operation::release_operands() {
+void Operation::release_inputs() {
   used_ = std::max(used_, usable_);
   for (auto& receive : receives_) {
-    if (!receive.in_place || receive.step != operand_step_ || receive.complete || receive.taken == used_) {
+    if (!receive.in_place || receive.step != input_step_ || receive.complete || receive.taken == used_) {
       continue;
     }
     tell_taken(receive, used_);
@@ -401,33 +376,19 @@ void Operation::release_operands() {
 }
 
 void Operation::run() {
-  try {
-    if (task_ == Task::kCompute) {
-      compute();
-      return;
+  if (task_ == Task::kCompute) {
+    compute();
+    return;
+  }
+  for (const auto& move : moves_) {
+    if (move.outgoing) {
+      copy_far(move.fill.to, move.fill.from, move.fill.bytes);
+      continue;
     }
-    for (const auto& move : moves_) {
-      if (move.outgoing) {
-        fill_window(
-            move.outgoing->window, shared_memory::Inbox::kWindowBytes, move.from, move.outgoing->data + move.from, move.to - move.from);
-      } else {
-        const auto& receive = receives_[move.receive];
-        read_operand(
-            receive.operand, move.from, static_cast<char*>(receive.data) + move.from, move.to - move.from, receive.header.bytes);
-      }
+    const auto& receive = receives_[move.receive];
+    for (const auto& block : move.blocks) {
+      copy_result(static_cast<char*>(receive.data) + block.begin, block.data, block.end - block.begin, receive.header.bytes);
     }
-  } catch (const UnreadableMemory& error) {
-    for (int peer = 0; peer < size(); ++peer) {
-      if (group_->members[peer].pid == error.pid && group_->members[peer].host == group_->members[rank()].host) {
-        C10_THROW_ERROR(
-            DistBackendError,
-            group_->describe_member(peer) +
-                (error.process_ended ? " was lost: its memory cannot be read: "
-                                     : " has given up this operation, or its memory cannot be read: ") +
-                error.what());
-      }
-    }
-    throw;
   }
 }
 
@@ -502,7 +463,7 @@ void Operation::confirm_to(int peer) {
   header.key = key_;
   header.signature = signature_;
   try {
-    group_->messenger->send(group_->members[peer].world_rank, header, nullptr, nullptr, 0);
+    group_->transport->send(group_->members[peer].peer_id, header);
   } catch (const Unreachable&) { // nobody waits for it
   }
 }
@@ -515,54 +476,20 @@ void Operation::on_confirm(int source) {
   }
 }
 
-void Operation::on_transfer(size_t token, size_t part) {
-  if (token >= kSendToken) {
-    const int peer = peer_of(token);
-    --sending_[peer];
-    --sends_;
-    for (size_t index = 0; token < kSendToken + kLaterToken && index < receives_.size(); ++index) {
-      auto& receive = receives_[index];
-      if (receive.over_sent && receive.peer == peer && --receive.unsent == 0 && receive.waits && !ended()) {
-        take(index, nullptr);
-      }
-    }
-    make_ready(shared_from_this());
-    return;
-  }
-  auto& receive = receives_[token];
-  receive.parts[part] = true;
-  if (--receive.parts_missing == 0) {
-    complete_receive(receive);
-  } else if (receive.in_place) { // what has come without a gap can be used
-    const auto gap = std::find(receive.parts.begin(), receive.parts.end(), false) - receive.parts.begin();
-    receive.available = static_cast<size_t>(gap) * Messenger::part_bytes(receive.header.bytes);
-    make_ready(shared_from_this());
-  }
-}
-
-void Operation::on_transfer_error(size_t token, const std::string& reason) {
-  const int peer = token >= kSendToken ? peer_of(token) : receives_[token].peer;
-  transfer_error_ =
-      c10::str("MPI failed to ", token >= kSendToken ? "send to " : "receive from ", group_->describe_member(peer), ": ", reason);
-  make_ready(shared_from_this());
-}
-
-void Operation::on_room() {
-  make_ready(shared_from_this());
-}
-
-void Operation::on_filled(size_t token, size_t filled) {
-  receives_[token].available = filled;
+void Operation::on_progress() {
   make_ready(shared_from_this());
 }
 
 Operation::Action Operation::step() {
-  if (!transfer_error_.empty()) {
-    C10_THROW_ERROR(DistBackendError, transfer_error_);
+  check_transfers();
+  for (size_t index = 0; index < receives_.size(); ++index) {
+    if (receives_[index].waits) {
+      take(index, nullptr);
+    }
   }
   switch (std::exchange(task_, Task::kNone)) {
     case Task::kCompute:
-      release_operands();
+      release_inputs();
       break;
     case Task::kMove:
       finish_moves();
@@ -570,6 +497,7 @@ Operation::Action Operation::step() {
     case Task::kNone:
       break;
   }
+  going_.erase(std::remove_if(going_.begin(), going_.end(), [](const Going& going) { return going.data->done(); }), going_.end());
   if (plan_moves()) {
     task_ = Task::kMove;
     return Action::kCompute;
@@ -578,7 +506,7 @@ Operation::Action Operation::step() {
   if (action == Action::kCompute) {
     task_ = Task::kCompute;
   }
-  if (action == Action::kDone && (sends_ > 0 || !unconfirmed_.empty())) {
+  if (action == Action::kDone && (!going_.empty() || !unconfirmed_.empty())) {
     return Action::kWait;
   }
   return action;

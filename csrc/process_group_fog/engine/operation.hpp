@@ -15,9 +15,8 @@
 #include "core/deadline.hpp"
 #include "core/signature.hpp"
 #include "engine/work.hpp"
-#include "transport/messenger.hpp"
+#include "transport/transport.hpp"
 #include "engine/name_table.hpp"
-#include "transport/operand.hpp"
 
 namespace fog {
 
@@ -56,10 +55,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
       NameTable::Use use = {});
   void on_message(int source, const Header& header, const char* data);
   void on_confirm(int source);
-  void on_transfer(size_t token, size_t part) final;
-  void on_transfer_error(size_t token, const std::string& reason) final;
-  void on_room() final;
-  void on_filled(size_t token, size_t filled) final;
+  void on_progress() final;
   // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing; kCompute also when data is
   // to be copied from other processes.
   Action step();
@@ -138,11 +134,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     int peer;
     double scale = 1.0;
   };
-  // What becomes of the memory that is sent.
-  enum class Memory {
-    kStays, // it is untouched until the operation ends
-    kOverwritten, // compute() may overwrite the first sent() bytes
-  };
+  using Memory = Transport::Memory;
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
   void send(
       const std::vector<Destination>& destinations,
@@ -165,20 +157,20 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void receive_over(int peer, uint16_t step, void* data, size_t bytes) {
     receives_[receive(peer, step, data, bytes)].over_sent = true;
   }
-  // Expects exactly `bytes` from `peer`, which stay where this process can read them: compute() finds them as operand().
-  size_t receive_operand(int peer, uint16_t step, size_t bytes);
-  const Operand& operand(size_t receive) const {
-    return receives_[receive].operand;
+  // Expects exactly `bytes` from `peer`, which are read where they lie: compute() finds them as input().
+  size_t receive_input(int peer, uint16_t step, size_t bytes);
+  const Input& input(size_t receive) const {
+    return receives_[receive].input;
   }
-  // For advance(): kCompute when there is more of all operands, of `bytes` each, than compute() has used; it then is to use
+  // For advance(): kCompute when there is more of all inputs, of `bytes` each, than compute() has used; it then is to use
   // bytes used() to usable(), at most `limit`. kDone when it has used all, else kWait.
-  Action use_operands(size_t bytes, size_t limit);
-  Action use_operands(size_t bytes) {
-    return use_operands(bytes, bytes);
+  Action use_inputs(size_t bytes, size_t limit);
+  Action use_inputs(size_t bytes) {
+    return use_inputs(bytes, bytes);
   }
-  // The operands are those that come as message `step` from now on, none of them used yet. They were those of step 0.
-  void turn_to_operands(uint16_t step) {
-    operand_step_ = step;
+  // The inputs are those that come as message `step` from now on, none of them used yet. They were those of step 0.
+  void select_input_step(uint16_t step) {
+    input_step_ = step;
     used_ = usable_ = 0;
   }
   size_t used() const {
@@ -228,35 +220,31 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     bool any_size = true;
     bool arrived = false;
     bool complete = false;
-    std::vector<bool> parts; // of MPI messages with its data: which have come
-    size_t parts_missing = 0;
     Header header;
     std::vector<char> stash; // inline data whose place is not known yet
     bool over_sent = false; // into memory that is sent to the peer as message 0
-    size_t unsent = 0; // parts of that which MPI still reads
-    bool waits = false; // for these
+    bool waits = false; // until that has been sent
     bool in_place = false; // to be read where it is
-    Operand operand;
-    std::shared_ptr<const shared_memory::ForeignArena> arena; // which the operand is in
-    size_t available = 0; // bytes that can be read
-    size_t taken = 0; // bytes that were, of a stream
+    std::shared_ptr<Incoming> incoming; // null: it has come with its header
+    Input input; // what of it compute() may read
+    size_t taken = 0; // bytes
   };
-  // A part of a stream that run() moves: out of the user's memory into the window, or out of the window into its place.
+  struct Going {
+    std::shared_ptr<Outgoing> data;
+    std::vector<int> peers;
+    uint16_t step;
+  };
+  // What run() copies: into a chunk, or to its place.
   struct Move {
-    std::shared_ptr<Stream> outgoing; // null: coming in
+    std::shared_ptr<Outgoing> outgoing; // null: coming in
+    Outgoing::Fill fill;
     size_t receive = 0;
-    size_t from = 0;
-    size_t to = 0;
+    std::vector<Block> blocks;
   };
   enum class Task { kNone, kMove, kCompute };
-  // How much of a stream of `bytes` is moved before the other side hears of it.
-  static size_t move_bytes(size_t bytes);
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
-  static constexpr size_t kSendToken = size_t(1) << 62; // + peer, + kLaterToken but for message 0; receives use their index
-  static constexpr size_t kLaterToken = size_t(1) << 61;
-  static int peer_of(size_t token) {
-    return static_cast<int>(token & (kLaterToken - 1));
-  }
+  // How much of an input is used, or of a message copied to its place, before its sender hears of it.
+  static size_t step_bytes(size_t bytes);
 
   void confirm_to(int peer);
   void complete_receive(Receive& receive);
@@ -264,8 +252,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Header header_for(uint16_t step, size_t bytes) const;
   bool plan_moves();
   void finish_moves();
-  void end_stream(const std::shared_ptr<Stream>& stream);
-  void release_operands();
+  bool is_sending(int peer, uint16_t step) const;
+  void check_transfers() const;
+  void release_inputs();
   void tell_taken(Receive& receive, size_t taken);
 
   State state_ = State::kNew;
@@ -278,17 +267,14 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool confirm_ = true;
   bool has_outputs_ = false;
   std::vector<Receive> receives_;
-  std::vector<std::shared_ptr<Stream>> streams_; // going out and not all filled
-  std::vector<size_t> to_move_; // receives whose data is to be brought from other processes to its place
+  std::vector<Going> going_; // what peers, or the transport, still read
+  std::vector<size_t> to_move_; // receives whose data is to be copied to its place
   std::vector<Move> moves_; // of run()
   Task task_ = Task::kNone;
-  uint16_t operand_step_ = 0;
+  uint16_t input_step_ = 0;
   size_t used_ = 0;
   size_t usable_ = 0;
   std::vector<size_t> receiving_; // by step: receives not complete
-  std::vector<size_t> sending_; // by peer: parts that MPI or the peer still reads
-  size_t sends_ = 0;
-  std::string transfer_error_;
   std::multiset<int> unconfirmed_;
   std::vector<at::Tensor> kept_;
   std::vector<at::Tensor> outputs_;

@@ -1,5 +1,9 @@
 #include "transport/message.hpp"
 
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
 #include "transport/shared_memory/inbox.hpp"
 
 namespace fog {
@@ -10,8 +14,7 @@ using shared_memory::Inbox;
 // No tensor is larger: so many addresses has no machine.
 constexpr uint64_t kMostBytes = uint64_t(1) << 57;
 
-} // namespace
-
+// What is wrong with a header that `came` bytes follow; nullptr if nothing is.
 const char* fault_of(const Header& header, size_t came, bool local) {
   if (header.bytes > kMostBytes) {
     return "no data is so long";
@@ -20,6 +23,10 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case MessageKind::kTaken:
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
+    case MessageKind::kWanted:
+      if (header.chunk >= Inbox::kChunks) {
+        return "its sender has no such chunk";
+      }
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;
     case MessageKind::kConfirm:
     case MessageKind::kClosed:
@@ -38,7 +45,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload) {
         return "the data of windows does not come so";
       }
-      if (header.kind == MessageKind::kWindowReply && header.offer != 0 && header.delivery != Delivery::kInline) {
+      if (header.kind == MessageKind::kWindowReply && header.flags != 0 && header.delivery != Delivery::kInline) {
         return "its text is not all there";
       }
       break;
@@ -54,18 +61,32 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case Delivery::kPayload:
       return came != 0 || header.payload_tag == 0 ? "its data cannot come so" : nullptr;
     case Delivery::kStream:
-      if (header.window >= Inbox::kWindows) {
-        return "its sender has no such window";
-      }
-      [[fallthrough]];
-    case Delivery::kOffer:
     case Delivery::kMapped:
-      return !local                        ? "no other host can send this"
-          : header.offer >= Inbox::kOffers ? "its sender has no such offer"
-          : came != 0                      ? "it carries data"
-                                           : nullptr;
+      return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;
   }
   return "its data cannot come so";
+}
+
+} // namespace
+
+void refuse_message(int source, size_t length, const char* why) {
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(
+          "fog: rank ", source, " of the world sent what is not a message of fog's, ", length, " bytes: ", why,
+          ". Its memory is damaged?"));
+}
+
+Header checked_header(int source, const char* record, size_t length, bool local) {
+  if (length < sizeof(Header)) {
+    refuse_message(source, length, "it is shorter than a header");
+  }
+  Header header;
+  std::memcpy(&header, record, sizeof(header));
+  if (const char* fault = fault_of(header, length - sizeof(header), local)) {
+    refuse_message(source, length, fault);
+  }
+  return header;
 }
 
 } // namespace fog

@@ -13,8 +13,8 @@ enum class MessageKind : uint8_t {
   kData = 1, // part of an operation
   kPointToPoint, // of a send; the key is the user's tag
   kConfirm, // the receiver of a kData message has accepted it
-  kTaken, // the receiver has read the data that a message offered
-  kFilled, // a stream has `bytes` of its data in its window or behind it
+  kTaken, // the receiver has read the data that it found in the sender's arena
+  kFilled, // the data of a stream from where the last chunk ended to `bytes` is in the chunk `chunk`
   kEmptied, // a reader of a stream has taken `bytes` of its data
   kError, // the sender's group failed; the data is the reason
   kClosed, // the sender has destroyed its group
@@ -24,6 +24,7 @@ enum class MessageKind : uint8_t {
   kWindowReply,
   kHold, // the receiver is to keep the data of its messages until it is asked for: too much of it waits here
   kRelease, // not any more
+  kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
 };
 
 // What a message of kind kWindow asks for, as its `step`.
@@ -33,9 +34,8 @@ enum class WindowOp : uint16_t { kPut, kAccumulate, kGet, kWrite, kSignal, kLock
 enum class Delivery : uint8_t {
   kInline, // behind the header
   kPayload, // in MPI messages with the tag `payload_tag`, straight into its place
-  kStream, // in a window that the sender, which is on this host, fills again and again as its readers empty it
-  kOffer, // in the memory of the sender, which is on this host: at `address`, to be read while the offer stands
-  kMapped, // as kOffer, in the arena of the sender, which the receiver has mapped
+  kStream, // in chunks of shared memory that the sender, which is on this host, fills as its readers empty them
+  kMapped, // in the arena of the sender, which is on this host and which the receiver has mapped: at the sender's `address`
 };
 
 // Every message starts with one of these.
@@ -46,10 +46,11 @@ struct Header {
   uint16_t step = 0; // which message of the operation between these two ranks
   uint16_t use = 0; // of an operation's name, by the sender's count
   uint32_t payload_tag = 0;
-  uint32_t offer = 0; // number of the offer in the sender's inbox
-  uint32_t window = 0; // and of the window of a stream
+  uint32_t withdrawals = 0; // how many transfers the sender had withdrawn before this one began
+  uint32_t chunk = 0;
+  uint32_t flags = 0; // of messages of windows
   uint32_t generation = 0; // of that count
-  uint64_t transfer = 0; // the sender's number for what is offered, streamed, or taken
+  uint64_t transfer = 0; // the sender's number for what is streamed, or read in its arena
   uint64_t address = 0;
   uint64_t group = 0;
   uint64_t key = 0; // of the operation within the group
@@ -59,8 +60,11 @@ struct Header {
 };
 static_assert(std::is_trivially_copyable_v<Header>);
 
-// What is wrong with a header that `came` bytes follow; nullptr if nothing is. `local`: it came through shared memory. What passes
-// can be handled without reading or writing where it must not: the operation that it is for compares the rest with its own.
-const char* fault_of(const Header& header, size_t came, bool local);
+// Throws DistBackendError: process `source` has sent a message of `length` bytes that cannot be one.
+[[noreturn]] void refuse_message(int source, size_t length, const char* why);
+
+// The header of such a message, which came through shared memory if `local`; throws if it cannot be one. What passes can be handled
+// without reading or writing where it must not: the operation that it is for compares the rest with its own.
+Header checked_header(int source, const char* record, size_t length, bool local);
 
 } // namespace fog

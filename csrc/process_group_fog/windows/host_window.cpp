@@ -9,7 +9,7 @@
 #include "core/linear_combination.hpp"
 #include "core/failure.hpp"
 #include "core/names.hpp"
-#include "transport/shared_memory/futex.hpp"
+#include "transport/futex.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "core/tensor_checks.hpp"
 #include "windows/host_window_mutexes.hpp"
@@ -34,15 +34,15 @@ class Graveyard {
   using Users = std::vector<std::pair<int, size_t>>; // ranks of the world, with their doors
 
   static void bury(Engine& engine, std::unique_ptr<WindowMemory> memory, const c10::Storage& storage, Users users) {
-    engine.set_ended_listener([](int world_rank) { instance().release(world_rank); });
+    engine.set_ended_listener([](int peer_id) { instance().release(peer_id); });
     {
       const std::lock_guard<std::mutex> lock(instance().mutex_);
       instance().graves_.push_back({std::move(memory), storage, users});
     }
     // From now on this hears of those that end; some may have ended before.
-    for (const auto& [world_rank, door] : users) {
-      if (engine.has_left(world_rank)) {
-        instance().release(world_rank);
+    for (const auto& [peer_id, door] : users) {
+      if (engine.has_left(peer_id)) {
+        instance().release(peer_id);
       }
     }
     instance().release(-1);
@@ -66,12 +66,12 @@ class Graveyard {
   }
 
   // Gives back what nobody uses once that process does not.
-  void release(int world_rank) {
+  void release(int peer_id) {
     std::vector<Grave> released; // after the lock
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& grave : graves_) {
       for (const auto& [user, door] : grave.users) {
-        if (user == world_rank) {
+        if (user == peer_id) {
           grave.memory->leave(door);
         }
       }
@@ -221,7 +221,7 @@ void HostWindow::bury() {
     if (neighbor->ended || !neighbor->maps) {
       memory_->leave(neighbor->door);
     } else {
-      users.emplace_back(group_->members[neighbor->rank].world_rank, neighbor->door);
+      users.emplace_back(group_->members[neighbor->rank].peer_id, neighbor->door);
     }
   }
   Graveyard::bury(group_->engine, std::move(memory_), storage_, std::move(users));
@@ -334,7 +334,7 @@ void HostWindow::free(Milliseconds timeout) {
               " (windows have to be freed in the same order on all ranks)"));
     }
     engine.check_interrupt();
-    shared_memory::futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kLook, left));
+    futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kLook, left));
   }
   bury();
 }
@@ -390,7 +390,7 @@ PairMutex& HostWindow::mutex(int source) {
 void HostWindow::on_signal(int source) {
   auto& signals = memory_->door(neighbor("signal", "source", source, true, true).door).signals;
   signals.fetch_add(1, std::memory_order_release);
-  shared_memory::futex_wake(signals);
+  futex_wake(signals);
 }
 
 void HostWindow::on_left(int source) {

@@ -9,7 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include "core/linear_combination.hpp"
-#include "transport/shared_memory/futex.hpp"
+#include "transport/futex.hpp"
 #include "core/tensor_lists.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/host_window_mutexes.hpp"
@@ -275,7 +275,7 @@ void HostWindow::execute(const Part& part) {
   if (part.op == WindowOp::kSignal) {
     auto& signals = peer.view->door(peer.door_there).signals;
     signals.fetch_add(1, std::memory_order_release);
-    shared_memory::futex_wake(signals);
+    futex_wake(signals);
     return;
   }
   const std::lock_guard<std::mutex> writing(peer.writing);
@@ -570,7 +570,7 @@ bool HostWindow::take_signal(const Neighbor& source, Deadline deadline) {
     if (left.count() <= 0) {
       return false;
     }
-    shared_memory::futex_wait(signals, 0, std::min<std::chrono::nanoseconds>(kLook, left));
+    futex_wait(signals, 0, std::min<std::chrono::nanoseconds>(kLook, left));
   }
 }
 

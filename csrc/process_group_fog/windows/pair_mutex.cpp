@@ -1,6 +1,6 @@
 #include "windows/pair_mutex.hpp"
 
-#include "transport/shared_memory/futex.hpp"
+#include "transport/futex.hpp"
 
 namespace fog {
 
@@ -29,7 +29,7 @@ bool PairMutex::lock_or_queue(Side side) {
 bool PairMutex::wait(Side side, std::chrono::nanoseconds limit) {
   const uint32_t state = state_.load(std::memory_order_acquire);
   if ((state & kHolder) != static_cast<uint32_t>(side)) {
-    shared_memory::futex_wait(state_, state, limit);
+    futex_wait(state_, state, limit);
   }
   return held_by(side);
 }
@@ -52,7 +52,7 @@ void PairMutex::unlock(Side side) {
     const uint32_t next = hand_over ? (state & ~(kHolder | waits(other(side)))) | static_cast<uint32_t>(other(side)) : state & ~kHolder;
     if (state_.compare_exchange_weak(state, next, std::memory_order_release)) {
       if (hand_over) {
-        shared_memory::futex_wake(state_);
+        futex_wake(state_);
       }
       return;
     }

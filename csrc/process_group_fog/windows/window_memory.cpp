@@ -7,7 +7,7 @@
 #include <sstream>
 
 #include "transport/shared_memory/arena.hpp"
-#include "transport/shared_memory/futex.hpp"
+#include "transport/futex.hpp"
 #include "transport/shared_memory/machine.hpp"
 
 namespace fog {
@@ -34,7 +34,7 @@ char* WindowView::buffer(const SlotPlace& place, unsigned index) const {
 void WindowView::leave(size_t index) const {
   if (door(index).used.exchange(0) != 0) {
     label_->leaves.fetch_add(1);
-    shared_memory::futex_wake(label_->leaves);
+    futex_wake(label_->leaves);
   }
 }
 

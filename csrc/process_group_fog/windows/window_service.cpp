@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kHere = PairMutex::Side::kSecond; // for whom the engine stands
 
 // What the header's fields mean here: step: WindowOp; key: the window; transfer: the request; scale: the weight; address: p,
-// or the offset; offer: these, or in a reply whether the data is the text of an error.
+// or the offset; flags: these, or in a reply whether the data is the text of an error.
 constexpr uint32_t kHasP = 1;
 constexpr uint32_t kNeedsMutex = 2;
 
@@ -68,22 +68,21 @@ class WindowService::Serving final : public TransferOwner {
   Serving(WindowService& service, Origin origin, const Header& request)
       : header(request), service_(service), origin_(std::move(origin)) {}
 
-  void on_transfer(size_t token, size_t part) override {
-    parts -= std::min<size_t>(parts, 1);
+  void on_progress() override {
+    if (incoming && !incoming->error.empty()) {
+      error = incoming->error;
+    }
     service_.active_.insert(origin_);
   }
-  void on_transfer_error(size_t token, const std::string& reason) override {
-    error = reason;
-    on_transfer(token, 0);
+  bool has_come() const {
+    return !incoming || !incoming->error.empty() || incoming->available() == header.bytes;
   }
-  void on_room() override {}
-  void on_filled(size_t token, size_t filled) override {}
 
   const Header header;
   c10::DataPtr data; // that came, or that is to be sent
   size_t bytes = 0; // to be sent
-  bool posted = false; // the transfers of its data
-  size_t parts = 0; // of these that are still to come
+  bool posted = false; // its data was asked for
+  std::shared_ptr<Incoming> incoming; // on its way
   bool running = false;
   std::string error;
 
@@ -103,16 +102,20 @@ class WindowService::WindowTask final : public Service::Task {
   std::exception_ptr error;
 };
 
-void WindowRequest::on_transfer(size_t token, size_t part) {
-  parts_ -= std::min<size_t>(parts_, 1);
-  if (const auto found = service_->requests_.find(id_); found != service_->requests_.end()) {
-    service_->settle(found->second);
-  }
+bool WindowRequest::moved() const {
+  return (!outgoing_ || outgoing_->done()) && (!incoming_ || incoming_->available() == reply_bytes);
 }
 
-void WindowRequest::on_transfer_error(size_t token, const std::string& reason) {
-  if (const auto found = service_->requests_.find(id_); found != service_->requests_.end()) {
-    service_->end(found->second, backend_error("fog: " + what + ": " + reason));
+void WindowRequest::on_progress() {
+  const auto found = service_->requests_.find(id_);
+  if (found == service_->requests_.end()) {
+    return;
+  }
+  const auto& error = outgoing_ && !outgoing_->error.empty() ? outgoing_->error : incoming_ ? incoming_->error : std::string();
+  if (error.empty()) {
+    service_->settle(found->second);
+  } else {
+    service_->end(found->second, backend_error("fog: " + what + ": " + error));
   }
 }
 
@@ -209,14 +212,15 @@ void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) 
   auto header = header_for(MessageKind::kWindow, request->group->id, request->window, request->op, request->id_);
   header.scale = request->weight;
   header.address = request->op == WindowOp::kWrite ? request->offset : bits_of(request->p.value_or(0.0));
-  header.offer = (request->p ? kHasP : 0U) | (request->mutex ? kNeedsMutex : 0U);
+  header.flags = (request->p ? kHasP : 0U) | (request->mutex ? kNeedsMutex : 0U);
   header.bytes = has_data(request->op) ? request->data.nbytes() : 0;
   requests_.emplace(request->id_, request);
   try {
     const void* data = header.bytes > 0 ? request->data.const_data_ptr() : nullptr;
-    const auto sent = engine_.messenger()->send(
-        request->group->members[request->peer].world_rank, header, data, request, WindowRequest::kOutgoing, Messenger::Way::kMessages);
-    request->parts_ += sent.parts;
+    request->outgoing_ =
+        engine_.transport()
+            .send({{request->group->members[request->peer].peer_id, request->weight}}, header, data, Transport::Memory::kMessages, request)
+            .outgoing;
   } catch (const Unreachable& error) {
     end(request, backend_error("fog: " + request->what + ": " + request->group->describe_member(request->peer) + ' ' + error.what()));
   } catch (const std::exception& error) {
@@ -237,9 +241,7 @@ void WindowService::tell_now(const Group& group, uint64_t window, int peer, Wind
     return;
   }
   try {
-    engine_.messenger()->send(
-        group.members[peer].world_rank, header_for(MessageKind::kWindow, group.id, window, op, 0), nullptr, nullptr, 0,
-        Messenger::Way::kMessages);
+    engine_.transport().send(group.members[peer].peer_id, header_for(MessageKind::kWindow, group.id, window, op, 0));
   } catch (const std::exception&) { // then it cannot be reached, and has nothing to wait for
   }
 }
@@ -247,7 +249,7 @@ void WindowService::tell_now(const Group& group, uint64_t window, int peer, Wind
 void WindowService::on_reply(int source, const Header& header, const char* data) {
   const auto found = requests_.find(header.transfer);
   const auto request = found == requests_.end() ? nullptr : found->second;
-  if (header.offer != 0) {
+  if (header.flags != 0) {
     if (request) {
       const auto peer = "rank " + std::to_string(request->peer);
       end(request, backend_error("fog: " + request->what + ": " + peer + " reports: " + std::string(data, header.bytes)));
@@ -263,7 +265,7 @@ void WindowService::on_reply(int source, const Header& header, const char* data)
       if (data != nullptr) {
         std::memcpy(owner->received_.get(), data, header.bytes);
       } else {
-        owner->parts_ += engine_.messenger()->receive(source, header, owner->received_.get(), owner, WindowRequest::kIncoming);
+        owner->incoming_ = engine_.transport().receive(source, header, owner->received_.get(), owner);
       }
     } catch (const std::exception& error) {
       if (request) {
@@ -285,7 +287,7 @@ void WindowService::on_reply(int source, const Header& header, const char* data)
 }
 
 void WindowService::settle(const std::shared_ptr<WindowRequest>& request) {
-  if (!request->replied_ || request->parts_ > 0) {
+  if (!request->replied_ || !request->moved()) {
     return;
   }
   if (!request->take) {
@@ -355,7 +357,7 @@ void WindowService::fail_all(const std::string& reason) {
 
 void WindowService::on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kWindowReply) {
-    on_reply(group->members[source].world_rank, header, data);
+    on_reply(group->members[source].peer_id, header, data);
     return;
   }
   try {
@@ -405,7 +407,8 @@ void WindowService::post(const Queue& queue, const std::shared_ptr<Serving>& ser
   const auto& header = serving->header;
   try {
     serving->data = shared_allocator().allocate(header.bytes);
-    serving->parts += engine_.messenger()->receive(queue.group->members[queue.source].world_rank, header, serving->data.get(), serving, 0);
+    serving->incoming =
+        engine_.transport().receive(queue.group->members[queue.source].peer_id, header, serving->data.get(), serving);
   } catch (const std::exception& error) { // of this request alone; nothing of it is applied
     serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
   }
@@ -457,8 +460,8 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
     if (header.bytes > 0 && !serving->posted) {
       post(queue, serving);
     }
-    if (serving->parts > 0) {
-      return false; // on_transfer() goes on
+    if (!serving->has_come()) {
+      return false; // on_progress() goes on
     }
     if (op == WindowOp::kUnlock || op == WindowOp::kLeave) {
       if (queue.hold == Hold::kUser || op == WindowOp::kLeave) {
@@ -486,7 +489,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
       queue.servings.pop_front();
       continue;
     }
-    if ((header.offer & kNeedsMutex) != 0 && queue.hold == Hold::kNone && !obtain(queue, *endpoint, Hold::kOperation)) {
+    if ((header.flags & kNeedsMutex) != 0 && queue.hold == Hold::kNone && !obtain(queue, *endpoint, Hold::kOperation)) {
       return true;
     }
     auto task = std::make_shared<WindowTask>();
@@ -548,7 +551,7 @@ void WindowService::WindowTask::run() noexcept {
     } else if (static_cast<WindowOp>(header.step) == WindowOp::kWrite) {
       window.write(std::get<2>(origin), header.address, serving->data.get(), header.bytes);
     } else {
-      const auto p = (header.offer & kHasP) != 0 ? std::make_optional(number_of(header.address)) : std::nullopt;
+      const auto p = (header.flags & kHasP) != 0 ? std::make_optional(number_of(header.address)) : std::nullopt;
       window.apply(
           std::get<2>(origin), static_cast<WindowOp>(header.step), header.scale, p, serving->data.get(), header.bytes);
     }
@@ -595,11 +598,12 @@ void WindowService::reply(const Queue& queue, const Header& request, const std::
     content = data->data.get();
     header.bytes = data->bytes;
   } else if (!error.empty()) {
-    header.offer = 1;
-    header.bytes = std::min(error.size(), Messenger::kInlineBytes);
+    header.flags = 1;
+    header.bytes = std::min(error.size(), Transport::kInlineBytes);
   }
   try {
-    engine_.messenger()->send(queue.group->members[queue.source].world_rank, header, content, data, 0, Messenger::Way::kMessages);
+    engine_.transport().send(
+        {{queue.group->members[queue.source].peer_id, header.scale}}, header, content, Transport::Memory::kMessages, data);
   } catch (const std::exception&) { // it cannot be told; its own time-out will
   }
 }

@@ -24,7 +24,7 @@
 #include "core/deadline.hpp"
 #include "engine/engine.hpp"
 #include "engine/service.hpp"
-#include "transport/messenger.hpp"
+#include "transport/transport.hpp"
 #include "windows/window_endpoint.hpp"
 
 namespace fog {
@@ -51,18 +51,16 @@ class WindowRequest final : public TransferOwner {
 
  private:
   friend class WindowService;
-  enum Token : size_t { kOutgoing, kIncoming };
-
-  void on_transfer(size_t token, size_t part) override;
-  void on_transfer_error(size_t token, const std::string& reason) override;
-  void on_room() override {}
-  void on_filled(size_t token, size_t filled) override {}
+  void on_progress() override;
+  // Whether its data has gone, and that of the reply has come.
+  bool moved() const;
 
   WindowService* service_ = nullptr;
   uint64_t id_ = 0;
   std::chrono::steady_clock::time_point deadline_;
   std::chrono::milliseconds timeout_{0};
-  size_t parts_ = 0; // transfers to come
+  std::shared_ptr<Outgoing> outgoing_;
+  std::shared_ptr<Incoming> incoming_;
   bool replied_ = false;
   bool taking_ = false; // a thread is in take()
   std::exception_ptr error_; // with which it ended meanwhile: done() follows once that thread has left

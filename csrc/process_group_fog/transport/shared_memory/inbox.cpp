@@ -1,5 +1,6 @@
 #include "transport/shared_memory/inbox.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -8,7 +9,6 @@
 
 #include "transport/shared_memory/machine.hpp"
 #include "transport/shared_memory/memfd.hpp"
-#include "transport/shared_memory/process_memory.hpp"
 
 namespace fog::shared_memory {
 namespace {
@@ -26,20 +26,15 @@ void* map(int fd, size_t bytes) {
 } // namespace
 
 size_t Inbox::bytes_for(int ranks) {
-  return pages(sizeof(Shared)) + pages(sizeof(Slot) * static_cast<size_t>(ranks)) + kWindows * kWindowBytes;
+  return pages(sizeof(Shared)) + pages(sizeof(Slot) * static_cast<size_t>(ranks)) + kChunks * kChunkBytes;
 }
 
 Inbox::Slot* Inbox::slots() const {
   return reinterpret_cast<Slot*>(reinterpret_cast<char*>(shared_) + pages(sizeof(Shared)));
 }
 
-Inbox::Inbox(int fd, void* memory, size_t bytes, std::string address, int owner, uintptr_t owners_view)
-    : fd_(fd),
-      shared_(static_cast<Shared*>(memory)),
-      bytes_(bytes),
-      address_(std::move(address)),
-      owner_(owner),
-      owners_view_(owners_view) {}
+Inbox::Inbox(int fd, void* memory, size_t bytes, std::string address)
+    : fd_(fd), shared_(static_cast<Shared*>(memory)), bytes_(bytes), address_(std::move(address)) {}
 
 Inbox::~Inbox() {
   munmap(shared_, bytes_);
@@ -57,13 +52,12 @@ std::unique_ptr<Inbox> Inbox::create(int ranks) {
     close(fd);
     return nullptr;
   }
-  permit_siblings_to_read();
   std::random_device device;
   const uint64_t token = (static_cast<uint64_t>(device()) << 32) | device();
   static_cast<Shared*>(memory)->token = token;
   std::ostringstream address;
-  address << getpid() << ' ' << fd << ' ' << token << ' ' << bytes << ' ' << reinterpret_cast<uintptr_t>(memory);
-  return std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address.str(), getpid(), reinterpret_cast<uintptr_t>(memory)));
+  address << getpid() << ' ' << fd << ' ' << token << ' ' << bytes;
+  return std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address.str()));
 }
 
 std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
@@ -72,8 +66,7 @@ std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
   int number = 0;
   uint64_t token = 0;
   size_t bytes = 0;
-  uintptr_t owners_view = 0;
-  if (!(fields >> pid >> number >> token >> bytes >> owners_view)) {
+  if (!(fields >> pid >> number >> token >> bytes)) {
     return nullptr;
   }
   size_t there = 0;
@@ -86,14 +79,32 @@ std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
     close(fd);
     return nullptr;
   }
-  auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address, pid, owners_view));
+  auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address));
   return inbox->shared_->token == token ? std::move(inbox) : nullptr;
 }
 
-bool Inbox::owner_is_readable() const {
-  uint64_t token = 0;
-  return read_process_memory(owner_, reinterpret_cast<const void*>(owners_view_), &token, sizeof(token)) == 0 &&
-      token == shared_->token;
+void Inbox::drop(uint32_t index) const {
+  const auto offset = bytes_ - (kChunks - index) * kChunkBytes;
+  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), kChunkBytes);
+}
+
+void Inbox::withdraw(uint64_t transfer) const {
+  const uint32_t count = withdrawals();
+  shared_->withdrawn[count % kWithdrawn].store(transfer, std::memory_order_relaxed);
+  shared_->withdrawals.store(count + 1, std::memory_order_release);
+  std::atomic_thread_fence(std::memory_order_seq_cst); // before the memory is filled with something else; pairs with that in stands()
+}
+
+bool Inbox::stands(uint64_t transfer, uint32_t before) const {
+  std::atomic_thread_fence(std::memory_order_acquire); // what was read comes before
+  const uint32_t count = shared_->withdrawals.load(std::memory_order_acquire);
+  bool found = false;
+  for (uint32_t number = before; number != count && count - before <= kWithdrawn; ++number) {
+    found = found || shared_->withdrawn[number % kWithdrawn].load(std::memory_order_relaxed) == transfer;
+  }
+  std::atomic_thread_fence(std::memory_order_acquire);
+  // Of those that are not remembered nobody can say.
+  return !found && shared_->withdrawals.load(std::memory_order_relaxed) - before <= kWithdrawn;
 }
 
 } // namespace fog::shared_memory

@@ -1,5 +1,5 @@
-// What other processes of the host see of this one: a ring from each of them, its doorbell, its offers, and windows through
-// which it streams data to them.
+// What other processes of the host see of this one: a ring from each of them, its doorbell, chunks through which it streams data to
+// them, and which transfers it has withdrawn.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "transport/shared_memory/doorbell.hpp"
+#include "transport/doorbell.hpp"
 #include "transport/shared_memory/ring.hpp"
 
 namespace fog::shared_memory {
@@ -18,16 +18,17 @@ namespace fog::shared_memory {
 // they were used.
 class Inbox {
  public:
-  static constexpr uint32_t kOffers = 1024;
-  static constexpr uint32_t kWindows = 32;
-  // Large enough that two ranks which share a core do not change places too often, small enough to stay in the cache.
-  static constexpr size_t kWindowBytes = size_t(1) << 20;
+  // Each large enough that two ranks which share a core do not change places too often, small enough to stay in the cache. Most are
+  // addresses only, see Streams.
+  static constexpr size_t kChunkBytes = size_t(256) << 10;
+  static constexpr uint32_t kChunks = 1024;
+  // How many withdrawn transfers are remembered.
+  static constexpr uint32_t kWithdrawn = 1024;
 
   // What a peer has said about itself.
   enum Peer : uint32_t {
     kAttached = 1, // it has mapped this inbox: all its messages come here
-    kReads = 2, // it can read the owner's memory
-    kMaps = 4, // it has mapped the owner's arena
+    kMaps = 2, // it has mapped the owner's arena
   };
 
   // How large an inbox for messages from `ranks` ranks is.
@@ -54,37 +55,40 @@ class Inbox {
   std::atomic<uint32_t>& peer(int writer) const {
     return slots()[writer].peer;
   }
-  // Which message's data a peer may read through an offer; 0 once it may not any more.
-  std::atomic<uint64_t>& offer(uint32_t index) const {
-    return shared_->offers[index];
-  }
   // Memory that the owner fills and peers empty.
-  char* window(uint32_t index) const {
-    return reinterpret_cast<char*>(shared_) + bytes_ - (kWindows - index) * kWindowBytes;
+  char* chunk(uint32_t index) const {
+    return reinterpret_cast<char*>(shared_) + bytes_ - (kChunks - index) * kChunkBytes;
   }
-  // Whether this process can read the memory of the inbox's owner: tries it.
-  bool owner_is_readable() const;
+  // Gives a chunk's pages back to the system.
+  void drop(uint32_t chunk) const;
+
+  // --- transfers that the owner has withdrawn: what peers read of them may be anything ---
+  void withdraw(uint64_t transfer) const;
+  uint32_t withdrawals() const {
+    return shared_->withdrawals.load(std::memory_order_relaxed);
+  }
+  // For a peer, after it has read data of a transfer that began after so many withdrawals: whether it had not been withdrawn by then.
+  bool stands(uint64_t transfer, uint32_t withdrawals) const;
 
  private:
   struct Shared {
     uint64_t token; // tells this inbox from another file of the same number
     Doorbell doorbell;
-    alignas(64) std::atomic<uint64_t> offers[kOffers];
+    alignas(64) std::atomic<uint32_t> withdrawals;
+    std::atomic<uint64_t> withdrawn[kWithdrawn]; // the last ones, number k at place k % kWithdrawn
   };
   struct Slot {
     std::atomic<uint32_t> peer;
     Ring ring;
   };
 
-  Inbox(int fd, void* memory, size_t bytes, std::string address, int owner, uintptr_t owners_view);
+  Inbox(int fd, void* memory, size_t bytes, std::string address);
   Slot* slots() const;
 
   const int fd_;
   Shared* const shared_;
   const size_t bytes_;
   const std::string address_;
-  const int owner_; // process id
-  const uintptr_t owners_view_; // where the owner has it mapped
 };
 
 } // namespace fog::shared_memory

@@ -1,4 +1,4 @@
-#include "transport/shared_memory/local_links.hpp"
+#include "transport/shared_memory/links.hpp"
 
 #include <unistd.h>
 
@@ -8,12 +8,9 @@
 #include <sstream>
 #include <string_view>
 
-namespace fog {
+namespace fog::shared_memory {
 namespace {
 
-using shared_memory::Arena;
-using shared_memory::ForeignArena;
-using shared_memory::Inbox;
 
 // Stands before the arena's part of an address.
 constexpr char kArenaMark = '/';
@@ -26,17 +23,11 @@ bool switched_off() {
 
 } // namespace
 
-LocalLinks::LocalLinks(int rank, int size)
+Links::Links(int rank, int size)
     : rank_(rank), inbox_(switched_off() ? nullptr : Inbox::create(size)), links_(size), sources_(size) {
-  for (uint32_t offer = Inbox::kOffers; inbox_ && offer > 0; --offer) {
-    free_offers_.push_back(offer - 1);
-  }
-  for (uint32_t window = Inbox::kWindows; inbox_ && window > 0; --window) {
-    free_windows_.push_back(window - 1);
-  }
 }
 
-void LocalLinks::attach(int peer, const std::string& address) {
+void Links::attach(int peer, const std::string& address) {
   if (!inbox_ || peer == rank_ || reaches(peer) || address.empty()) {
     return;
   }
@@ -56,12 +47,11 @@ void LocalLinks::attach(int peer, const std::string& address) {
   if (fields >> pid >> fd >> token) {
     links_[peer].arena = ForeignArena::map(pid, fd, token);
   }
-  inbox->peer(rank_).fetch_or(
-      Inbox::kAttached | (inbox->owner_is_readable() ? Inbox::kReads : 0U) | (links_[peer].arena ? Inbox::kMaps : 0U));
+  inbox->peer(rank_).fetch_or(Inbox::kAttached | (links_[peer].arena ? Inbox::kMaps : 0U));
   links_[peer].inbox = std::move(inbox);
 }
 
-std::string LocalLinks::address() const {
+std::string Links::address() const {
   if (!inbox_) {
     return {};
   }
@@ -70,16 +60,12 @@ std::string LocalLinks::address() const {
       (arena != nullptr ? std::to_string(getpid()) + ' ' + std::to_string(arena->fd()) + ' ' + std::to_string(arena->token()) : "");
 }
 
-bool LocalLinks::mapped_by(int peer, const void* data, size_t bytes) const {
+bool Links::mapped_by(int peer, const void* data, size_t bytes) const {
   const auto* arena = Arena::instance();
   return arena != nullptr && maps_arena(peer) && arena->contains(data, bytes);
 }
 
-bool LocalLinks::read_by(int peer) const {
-  return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kReads) != 0;
-}
-
-bool LocalLinks::attached_by_all() {
+bool Links::attached_by_all() {
   if (attached_by_all_ || !inbox_) {
     return attached_by_all_;
   }
@@ -92,7 +78,7 @@ bool LocalLinks::attached_by_all() {
   return true;
 }
 
-bool LocalLinks::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+bool Links::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
   auto& ring = link.inbox->ring(rank_);
   if (ring.write(first, first_bytes, second, second_bytes)) {
     link.inbox->doorbell().ring();
@@ -108,7 +94,7 @@ bool LocalLinks::write(Link& link, const void* first, size_t first_bytes, const 
   return false;
 }
 
-void LocalLinks::send(int peer, const Header& header, const void* data, size_t bytes) {
+void Links::send(int peer, const Header& header, const void* data, size_t bytes) {
   auto& link = links_[peer];
   if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes)) {
     return;
@@ -120,14 +106,14 @@ void LocalLinks::send(int peer, const Header& header, const void* data, size_t b
   }
   if (link.queue.empty()) {
     // The peer may be asleep with nothing of its own in flight, and has to make space all the same.
-    link.inbox->doorbell().wake(shared_memory::Doorbell::kBackground);
+    link.inbox->doorbell().wake(Doorbell::kBackground);
   }
   link.unsent += record.size();
   link.queue.push_back(std::move(record));
   ++queued_;
 }
 
-bool LocalLinks::flush() {
+bool Links::flush() {
   if (queued_ == 0) {
     return false;
   }
@@ -142,14 +128,14 @@ bool LocalLinks::flush() {
   return queued_ < before;
 }
 
-void LocalLinks::forget(int peer) {
+void Links::forget(int peer) {
   queued_ -= links_[peer].queue.size();
   links_[peer].queue.clear();
   links_[peer].unsent = 0;
   links_[peer].arena = nullptr; // its memory is free once nobody has it mapped
 }
 
-bool LocalLinks::news() const {
+bool Links::news() const {
   const int count = source_count_.load();
   for (int index = 0; index < count; ++index) {
     if (!inbox_->ring(sources_[index]).empty()) {
@@ -159,38 +145,4 @@ bool LocalLinks::news() const {
   return false;
 }
 
-std::optional<uint32_t> LocalLinks::offer(uint64_t transfer) {
-  if (free_offers_.empty()) {
-    return std::nullopt;
-  }
-  const uint32_t offer = free_offers_.back();
-  free_offers_.pop_back();
-  inbox_->offer(offer).store(transfer, std::memory_order_release);
-  return offer;
-}
-
-void LocalLinks::withdraw(uint32_t offer) {
-  inbox_->offer(offer).store(0);
-  std::atomic_thread_fence(std::memory_order_seq_cst); // before the window is filled with something else; pairs with that in stands()
-  free_offers_.push_back(offer);
-}
-
-std::optional<uint32_t> LocalLinks::take_window() {
-  if (free_windows_.empty()) {
-    return std::nullopt;
-  }
-  const uint32_t window = free_windows_.back();
-  free_windows_.pop_back();
-  return window;
-}
-
-void LocalLinks::give_window(uint32_t window) {
-  free_windows_.push_back(window);
-}
-
-bool LocalLinks::stands(int peer, const Header& header) const {
-  std::atomic_thread_fence(std::memory_order_acquire); // what was read comes before; pairs with that in withdraw()
-  return links_[peer].inbox->offer(header.offer).load() == header.transfer;
-}
-
-} // namespace fog
+} // namespace fog::shared_memory

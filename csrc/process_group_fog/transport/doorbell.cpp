@@ -1,8 +1,8 @@
-#include "transport/shared_memory/doorbell.hpp"
+#include "transport/doorbell.hpp"
 
-#include "transport/shared_memory/futex.hpp"
+#include "transport/futex.hpp"
 
-namespace fog::shared_memory {
+namespace fog {
 
 void Doorbell::ring() {
   // Pairs with the fence in listen(): what the caller has published is visible before this looks for listeners, and a listener
@@ -42,4 +42,4 @@ void Doorbell::sleep(Listener listener, uint32_t ticket, std::chrono::nanosecond
   futex_wait(rung[listener], ticket, limit);
 }
 
-} // namespace fog::shared_memory
+} // namespace fog

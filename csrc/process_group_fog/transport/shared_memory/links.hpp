@@ -1,10 +1,9 @@
-// Messages between processes of one host through shared memory, without MPI.
+// Short messages between processes of one host: a ring from each to each.
 #pragma once
 
 #include <atomic>
 #include <deque>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,12 +12,12 @@
 #include "transport/shared_memory/inbox.hpp"
 #include "transport/message.hpp"
 
-namespace fog {
+namespace fog::shared_memory {
 
 // Peers are ranks of the world. Every call needs the engine's lock, except news(), waiting_for_space(), address() and doorbell().
-class LocalLinks {
+class Links {
  public:
-  LocalLinks(int rank, int size);
+  Links(int rank, int size);
 
   // What peers need to attach(); empty where the system cannot do it.
   std::string address() const;
@@ -28,16 +27,14 @@ class LocalLinks {
   bool reaches(int peer) const {
     return links_[peer].inbox != nullptr;
   }
-  // Whether `peer` can read this process's memory.
-  bool read_by(int peer) const;
   // Whether `peer` finds `data` in this process's arena, which it has mapped.
   bool mapped_by(int peer, const void* data, size_t bytes) const;
   bool maps_arena(int peer) const {
-    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kMaps) != 0;
+    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kMaps) != 0;
   }
   // Whether `peer` has mapped this process's inbox.
   bool attached_by(int peer) const {
-    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & shared_memory::Inbox::kAttached) != 0;
+    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kAttached) != 0;
   }
   // Whether all other ranks of the world send to this one through its inbox: then nothing comes over MPI unasked.
   bool attached_by_all();
@@ -84,53 +81,46 @@ class LocalLinks {
     return any;
   }
   bool news() const;
-  shared_memory::Doorbell& doorbell() {
+  Doorbell& doorbell() {
     return inbox_ ? inbox_->doorbell() : own_doorbell_;
   }
 
-  // --- data that a peer reads from this process's memory ---
-  // Offers the data of `transfer`, which peers may read until withdraw(); nothing if too many offers stand.
-  std::optional<uint32_t> offer(uint64_t transfer);
-  void withdraw(uint32_t offer);
-  // --- data that goes through a window ---
-  std::optional<uint32_t> take_window();
-  void give_window(uint32_t window);
-  char* window(uint32_t index) const {
-    return inbox_->window(index);
+  // This process's inbox, which there is where a peer is reached; that of a peer that is reached.
+  const Inbox& inbox() const {
+    return *inbox_;
   }
-  const char* window_of(int peer, uint32_t index) const {
-    return links_[peer].inbox->window(index);
+  const Inbox& inbox_of(int peer) const {
+    return *links_[peer].inbox;
+  }
+  // How many peers of this host there are.
+  int peers() const {
+    return source_count_.load();
   }
 
   // The arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
-  std::shared_ptr<const shared_memory::ForeignArena> arena_of(int peer) const {
+  std::shared_ptr<const ForeignArena> arena_of(int peer) const {
     return links_[peer].arena;
   }
-
-  // Whether the offer in `peer`'s message still stands: what was read until now is what it offered.
-  bool stands(int peer, const Header& header) const;
 
  private:
   static constexpr int kMessagesPerPoll = 64; // enough to empty a burst, few enough to look at everything else soon
 
   struct Link {
-    std::unique_ptr<shared_memory::Inbox> inbox; // the peer's
+    std::unique_ptr<Inbox> inbox; // the peer's
     std::deque<std::vector<char>> queue; // for which its ring has no space
     size_t unsent = 0; // bytes of these
-    std::shared_ptr<const shared_memory::ForeignArena> arena;
+    std::shared_ptr<const ForeignArena> arena;
   };
   bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);
 
   const int rank_;
-  const std::unique_ptr<shared_memory::Inbox> inbox_;
-  shared_memory::Doorbell own_doorbell_ = {}; // if there is no inbox
+  const std::unique_ptr<Inbox> inbox_;
+  Doorbell own_doorbell_ = {}; // if there is no inbox
   std::vector<Link> links_; // by peer
   std::vector<int> sources_; // peers that may write to the inbox: the first source_count_, which news() reads without the lock
   std::atomic<int> source_count_{0};
-  std::vector<uint32_t> free_offers_;
-  std::vector<uint32_t> free_windows_; // the one used last, which is in the cache, comes first
   std::atomic<size_t> queued_{0};
   bool attached_by_all_ = false;
 };
 
-} // namespace fog
+} // namespace fog::shared_memory

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
-namespace fog::shared_memory {
+namespace fog {
 
 // Lives in memory that all processes which ring it share; all zero is a valid start. Whoever has published something calls
 // ring(), which costs no system call unless somebody sleeps. Sleeping is by futex: no core is used.
@@ -32,4 +32,4 @@ struct Doorbell {
   void sleep(Listener listener, uint32_t ticket, std::chrono::nanoseconds limit);
 };
 
-} // namespace fog::shared_memory
+} // namespace fog

@@ -11,7 +11,7 @@
 #include <cstdint>
 #include <ctime>
 
-namespace fog::shared_memory {
+namespace fog {
 
 // Sleeps while `word` is `expected`, until woken or for `limit`; may return early.
 inline void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, std::chrono::nanoseconds limit) {
@@ -24,4 +24,4 @@ inline bool futex_wake(std::atomic<uint32_t>& word) {
   return syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0) > 0;
 }
 
-} // namespace fog::shared_memory
+} // namespace fog

@@ -1,0 +1,134 @@
+// Messages over MPI point-to-point: to other hosts, and wherever memory cannot be shared.
+//
+// A header, with small data behind it, is a message of its own, probed for. Large data follows on a tag of its own, in parts: what has
+// come can be used while the rest is on its way, and no more than some parts are with MPI at any time.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "job/mpi_api.hpp"
+#include "job/mpi_runtime.hpp"
+#include "job/mpi_watchdog.hpp"
+#include "transport/transport.hpp"
+
+namespace fog::mpi {
+
+// Every call needs the engine's lock.
+class Messages {
+ public:
+  Messages(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
+  ~Messages();
+
+  // Who is to hear how it ends that a peer does not read memory any more; an empty text is success.
+  using Sent = std::function<void(const std::string& error)>;
+
+  // A header with data, which is copied, or with none.
+  void send(PeerId destination, const Header& header, const void* data, size_t bytes);
+  // Number for the data of a message, one after the other: a receiver may take those of one sender in any order.
+  uint32_t next_tag(PeerId destination);
+  // Data of a message with that tag. `held`: MPI is not to call it sent before the receiver has asked for it.
+  void send_data(
+      PeerId destination,
+      uint32_t tag,
+      const void* data,
+      size_t bytes,
+      bool held,
+      const std::shared_ptr<TransferOwner>& owner,
+      Sent sent);
+  std::shared_ptr<Incoming> receive(
+      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+  // No further part of what `owner` sends goes to MPI.
+  void withdraw(const TransferOwner& owner);
+
+  bool poll();
+  // Something has been sent to this host's ranks: MPI may call it sent and still hold it, so it is looked after a while longer.
+  void look_further() {
+    polled_until_ = Clock::now() + kPolledFurther;
+  }
+  bool must_poll() const {
+    return !given_up_ && (!requests_.empty() || !sources_waiting_.empty() || polls_further());
+  }
+  bool sending() const {
+    return sending_ > 0 || (!given_up_ && polls_further());
+  }
+  // Bytes of small messages to a peer that MPI still reads.
+  size_t unsent(PeerId destination) const {
+    const auto found = unsent_.find(destination);
+    return found == unsent_.end() ? 0 : found->second;
+  }
+  // MPI cannot be called any more. False if that was known.
+  bool give_up();
+  std::vector<std::shared_ptr<TransferOwner>>& released() {
+    return released_;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  static constexpr int kControlTag = 0;
+  static constexpr auto kPolledFurther = std::chrono::seconds(1);
+  using Buffer = std::vector<char>;
+
+  class Data;
+  class OutgoingData;
+  class IncomingData;
+  // What one request of MPI is for.
+  struct Transfer {
+    std::unique_ptr<Buffer> buffer; // of a small message; or
+    std::shared_ptr<Data> data; // a part of this
+    size_t part = 0;
+    PeerId destination = -1; // of a small message
+  };
+  struct Arriving {
+    MPI_Request request;
+    std::unique_ptr<Buffer> buffer;
+    size_t length;
+  };
+
+  bool polls_further() const {
+    return polled_until_ != Clock::time_point() && Clock::now() < polled_until_;
+  }
+  int mpi_rank(PeerId peer) const {
+    return peer; // the job's processes have started as MPI's world
+  }
+  void check_reachable(PeerId destination) const;
+  std::unique_ptr<Buffer> take_buffer();
+  void give_buffer(std::unique_ptr<Buffer> buffer);
+  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
+  void make_room();
+  void track(MPI_Request request, Transfer transfer);
+  bool test(MPI_Request& request, PeerId peer);
+  bool poll_messages();
+  bool poll_transfers();
+  bool drain(PeerId source);
+
+  Runtime& runtime_;
+  MessageHandler& handler_;
+  Watchdog& watchdog_;
+  Clock::time_point polled_until_;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+  std::unordered_map<PeerId, uint32_t> tags_;
+  std::unordered_map<PeerId, std::deque<Arriving>> arriving_; // messages whose data is not here yet, in order
+  std::vector<PeerId> sources_waiting_;
+  std::vector<MPI_Request> requests_;
+  std::vector<Transfer> transfers_;
+  std::vector<int> indices_;
+  std::vector<MPI_Status> statuses_;
+  std::vector<std::pair<int, int>> done_; // index of a request, and MPI's error
+  std::vector<std::pair<Transfer, int>> ended_;
+  std::vector<std::shared_ptr<TransferOwner>> released_;
+  size_t sending_ = 0;
+  std::unordered_map<PeerId, size_t> unsent_;
+  bool given_up_ = false;
+  std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
+};
+
+} // namespace fog::mpi

@@ -1,0 +1,322 @@
+#include "transport/process_transport.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "transport/shared_memory/shared_tensors.hpp"
+
+namespace fog {
+namespace {
+
+bool is_in_order(const Header& header) {
+  // News of failures and ends wait for nothing.
+  return header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
+}
+
+} // namespace
+
+// What one send() is waiting for.
+class ProcessTransport::ToSeveral final : public Outgoing {
+ public:
+  explicit ToSeveral(size_t bytes) : bytes_(bytes) {}
+
+  bool done() const override {
+    return readers_.empty() && (!stream || stream->sent_all());
+  }
+  bool done(PeerId peer) const override {
+    return std::find(readers_.begin(), readers_.end(), peer) == readers_.end() && (!stream || stream->sent_all(peer));
+  }
+  size_t sent() const override {
+    return stream ? stream->sent() : bytes_;
+  }
+  std::optional<Fill> next_fill() override {
+    return stream ? stream->next_fill() : std::nullopt;
+  }
+  void filled(const Fill& fill) override {
+    stream->filled(fill);
+  }
+
+  void add(PeerId reader) {
+    readers_.push_back(reader);
+  }
+  void remove(PeerId reader) {
+    readers_.erase(std::find(readers_.begin(), readers_.end(), reader));
+  }
+
+  std::shared_ptr<shared_memory::OutgoingStream> stream;
+  c10::DataPtr copy; // of the data, where the owner's memory may change
+
+ private:
+  const size_t bytes_;
+  std::vector<PeerId> readers_; // that are not of the stream
+};
+
+// What this process reads in a peer's arena.
+class ProcessTransport::Mapped final : public Incoming {
+ public:
+  Mapped(ProcessTransport& transport, PeerId source, const Header& header)
+      : transport_(transport),
+        source_(source),
+        header_(header),
+        arena_(transport.links_.arena_of(source)),
+        data_(arena_ ? arena_->at(header.address, header.bytes) : nullptr) {
+    if (data_ == nullptr) {
+      refuse_message(source, sizeof(header), "its data is not in its sender's arena");
+    }
+  }
+
+  size_t available() const override {
+    return header_.bytes;
+  }
+  void read(size_t from, size_t to, std::vector<Block>& blocks) const override {
+    blocks.push_back({from, to, data_ + from});
+  }
+  bool take(size_t bytes) override {
+    if (bytes < header_.bytes) {
+      return true;
+    }
+    const bool stands = transport_.links_.inbox_of(source_).stands(header_.transfer, header_.withdrawals);
+    Header taken;
+    taken.kind = MessageKind::kTaken;
+    taken.transfer = header_.transfer;
+    transport_.links_.send(source_, taken, nullptr, 0);
+    return stands;
+  }
+
+ private:
+  ProcessTransport& transport_;
+  const PeerId source_;
+  const Header header_;
+  const std::shared_ptr<const shared_memory::ForeignArena> arena_;
+  const char* const data_;
+};
+
+ProcessTransport::ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
+    : handler_(handler), links_(runtime.rank(), runtime.size()), streams_(links_), messages_(runtime, handler, watchdog) {}
+
+void ProcessTransport::hold_back(PeerId peer, bool hold) {
+  if (hold) {
+    held_.insert(peer);
+  } else {
+    held_.erase(peer);
+  }
+}
+
+bool ProcessTransport::holds_back(PeerId destination) const {
+  constexpr size_t kMostUnsent = size_t(4) << 20;
+  return held_.count(destination) > 0 || links_.unsent(destination) + messages_.unsent(destination) > kMostUnsent;
+}
+
+ProcessTransport::Way ProcessTransport::way_to(PeerId destination, const Header& header, const void* data, Memory memory) const {
+  const bool hold = is_in_order(header) && header.bytes > 0 && holds_back(destination);
+  const bool local = links_.reaches(destination);
+  if (header.bytes <= (local ? kLocalInlineBytes : kInlineBytes) && !hold) {
+    return Way::kInline;
+  }
+  if (!local || memory == Memory::kMessages) {
+    return Way::kPayload;
+  }
+  if (memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
+    return Way::kMapped;
+  }
+  return links_.attached_by(destination) ? Way::kStream : Way::kPayload;
+}
+
+Transport::Sent ProcessTransport::send(
+    const std::vector<Destination>& destinations,
+    const Header& message,
+    const void* data,
+    Memory memory,
+    const std::shared_ptr<TransferOwner>& owner) {
+  auto header = message;
+  Sent sent;
+  std::shared_ptr<ToSeveral> outgoing;
+  const auto needed = [&] {
+    if (!outgoing) {
+      outgoing = std::make_shared<ToSeveral>(header.bytes);
+      sent.outgoing = outgoing;
+    }
+    return outgoing;
+  };
+  std::vector<Way> ways;
+  std::vector<PeerId> readers;
+  for (const auto& destination : destinations) {
+    ways.push_back(way_to(destination.peer, header, data, memory));
+    if (ways.back() == Way::kStream) {
+      readers.push_back(destination.peer);
+    }
+  }
+  // What is small is copied at once, and may change from then on: where it is to be held back it stands for that copy. So does what may
+  // be overwritten, for those that the stream does not tell of.
+  const bool waits = std::any_of(ways.begin(), ways.end(), [](Way way) { return way != Way::kInline; });
+  const bool waits_beside_stream =
+      std::any_of(ways.begin(), ways.end(), [](Way way) { return way == Way::kMapped || way == Way::kPayload; });
+  if ((waits && header.bytes <= kInlineBytes) || (waits_beside_stream && memory == Memory::kOverwritten)) {
+    needed()->copy = shared_allocator().allocate(header.bytes);
+    std::memcpy(outgoing->copy.get(), data, header.bytes);
+    data = outgoing->copy.get();
+  }
+  if (!readers.empty()) {
+    needed()->stream = streams_.open(readers, header.group, data, header.bytes, owner);
+  }
+  for (size_t i = 0; i < destinations.size(); ++i) {
+    const auto& [peer, scale, wants_confirm] = destinations[i];
+    header.scale = scale;
+    header.wants_confirm = wants_confirm ? 1 : 0;
+    header.delivery = Delivery::kInline;
+    const bool local = links_.reaches(peer);
+    switch (ways[i]) {
+      case Way::kInline:
+        if (local) {
+          links_.send(peer, header, data, header.bytes);
+        } else {
+          messages_.send(peer, header, data, header.bytes);
+        }
+        break;
+      case Way::kStream:
+        streams_.announce(*outgoing->stream, header);
+        links_.send(peer, header, nullptr, 0);
+        break;
+      case Way::kMapped:
+        header.delivery = Delivery::kMapped;
+        header.address = reinterpret_cast<uintptr_t>(data);
+        header.transfer = streams_.next_transfer();
+        header.withdrawals = links_.inbox().withdrawals();
+        if (wants_confirm) { // that it was taken says as much
+          header.wants_confirm = 0;
+          sent.answered.push_back(peer);
+        }
+        needed()->add(peer);
+        mapped_.emplace(header.transfer, Reading{outgoing, owner, peer});
+        links_.send(peer, header, nullptr, 0);
+        break;
+      case Way::kPayload: {
+        const bool hold = is_in_order(header) && holds_back(peer);
+        header.delivery = Delivery::kPayload;
+        header.payload_tag = messages_.next_tag(peer);
+        if (local) {
+          links_.send(peer, header, nullptr, 0);
+          messages_.look_further();
+        } else {
+          messages_.send(peer, header, nullptr, 0);
+        }
+        needed()->add(peer);
+        messages_.send_data(
+            peer, header.payload_tag, data, header.bytes, hold, owner,
+            [outgoing, to = peer, owner = std::weak_ptr<TransferOwner>(owner)](const std::string& error) {
+              if (!error.empty()) {
+                outgoing->error = error;
+                outgoing->failed_peer = to;
+              }
+              outgoing->remove(to);
+              if (const auto alive = owner.lock()) {
+                alive->on_progress();
+              }
+            });
+        break;
+      }
+    }
+  }
+  return sent;
+}
+
+std::shared_ptr<Incoming> ProcessTransport::receive(
+    PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
+  switch (header.delivery) {
+    case Delivery::kStream:
+      return streams_.receive(source, header, owner);
+    case Delivery::kMapped:
+      return std::make_shared<Mapped>(*this, source, header);
+    case Delivery::kPayload:
+      return messages_.receive(source, header, place, owner);
+    case Delivery::kInline:
+      break;
+  }
+  return nullptr; // it has come with its header
+}
+
+void ProcessTransport::on_local(PeerId source, const char* record, size_t length) {
+  const auto header = checked_header(source, record, length, true);
+  switch (header.kind) {
+    case MessageKind::kTaken:
+      if (auto found = mapped_.extract(header.transfer)) { // else it was withdrawn
+        end(std::move(found.mapped()));
+      }
+      return;
+    case MessageKind::kFilled:
+      streams_.on_filled(source, header);
+      return;
+    case MessageKind::kEmptied:
+      streams_.on_emptied(source, header);
+      return;
+    case MessageKind::kWanted:
+      streams_.on_wanted(source, header);
+      return;
+    default:
+      if (header.delivery == Delivery::kStream) {
+        streams_.on_announcement(source, header);
+      }
+      handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
+  }
+}
+
+void ProcessTransport::end(Reading reading) {
+  reading.outgoing->remove(reading.peer);
+  reading.owner->on_progress();
+  released_.push_back(std::move(reading.owner));
+}
+
+template <typename Which>
+void ProcessTransport::drop_mapped(Which&& which) {
+  for (auto position = mapped_.begin(); position != mapped_.end();) {
+    if (which(position->second)) {
+      released_.push_back(std::move(position->second.owner)); // first, as there may be no memory for it
+      links_.inbox().withdraw(position->first);
+      position = mapped_.erase(position);
+    } else {
+      ++position;
+    }
+  }
+}
+
+void ProcessTransport::withdraw(const TransferOwner& owner) {
+  drop_mapped([&](const Reading& reading) { return reading.owner.get() == &owner; });
+  streams_.withdraw(owner);
+  streams_.abandon(owner);
+  messages_.withdraw(owner);
+}
+
+void ProcessTransport::withdraw_group(uint64_t group) {
+  streams_.withdraw_group(group);
+}
+
+void ProcessTransport::forget(PeerId peer, uint64_t group) {
+  streams_.forget(peer, group);
+}
+
+void ProcessTransport::forget(PeerId peer) {
+  links_.forget(peer);
+  drop_mapped([&](const Reading& reading) { return reading.peer == peer; });
+  forget(peer, 0);
+}
+
+bool ProcessTransport::poll() {
+  bool progressed = links_.flush();
+  progressed = links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
+  return (must_poll() && messages_.poll()) || progressed;
+}
+
+bool ProcessTransport::give_up() {
+  given_up_ = true;
+  return messages_.give_up();
+}
+
+std::vector<std::shared_ptr<TransferOwner>> ProcessTransport::take_released() {
+  auto released = std::exchange(released_, {});
+  auto& others = messages_.released();
+  std::move(others.begin(), others.end(), std::back_inserter(released));
+  others.clear();
+  return released;
+}
+
+} // namespace fog

@@ -1,0 +1,97 @@
+// Between the processes of a job: shared memory on one host, MPI between hosts.
+//
+// On one host data lies in the sender's arena and is read there, or streams through chunks; where the system allows neither it goes as
+// MPI's payload, behind a header that comes the usual way, so that the order of messages between two ranks stays.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "transport/mpi/messages.hpp"
+#include "transport/shared_memory/links.hpp"
+#include "transport/shared_memory/streams.hpp"
+#include "transport/transport.hpp"
+
+namespace fog {
+
+class ProcessTransport final : public Transport {
+ public:
+  ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
+
+  std::string address() const override {
+    return links_.address();
+  }
+  void attach(PeerId peer, const std::string& address) override {
+    links_.attach(peer, address);
+  }
+  bool shares_memory(PeerId peer) const override {
+    return links_.reaches(peer);
+  }
+  void forget(PeerId peer) override;
+  void forget(PeerId peer, uint64_t group) override;
+
+  using Transport::send;
+  Sent send(
+      const std::vector<Destination>& destinations,
+      const Header& header,
+      const void* data,
+      Memory memory,
+      const std::shared_ptr<TransferOwner>& owner) override;
+  std::shared_ptr<Incoming> receive(
+      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
+  void hold_back(PeerId peer, bool hold) override;
+  void withdraw(const TransferOwner& owner) override;
+  void withdraw_group(uint64_t group) override;
+
+  bool poll() override;
+  bool must_poll() override {
+    return !given_up_ && (messages_.must_poll() || !links_.attached_by_all());
+  }
+  bool sending() const override {
+    return messages_.sending() || !mapped_.empty() || links_.waiting_for_space();
+  }
+  bool give_up() override;
+  std::vector<std::shared_ptr<TransferOwner>> take_released() override;
+
+  Doorbell& bell() override {
+    return links_.doorbell();
+  }
+  bool news() const override {
+    return links_.news();
+  }
+  bool waiting_for_space() const override {
+    return links_.waiting_for_space();
+  }
+
+ private:
+  class ToSeveral;
+  class Mapped;
+  enum class Way { kInline, kMapped, kStream, kPayload };
+  struct Reading {
+    std::shared_ptr<ToSeveral> outgoing;
+    std::shared_ptr<TransferOwner> owner;
+    PeerId peer;
+  };
+
+  // Whether what is sent to `destination` is to stay here: it has asked for that, or too much waits for it as it is.
+  bool holds_back(PeerId destination) const;
+  Way way_to(PeerId destination, const Header& header, const void* data, Memory memory) const;
+  void on_local(PeerId source, const char* record, size_t length);
+  void end(Reading reading);
+  template <typename Which>
+  void drop_mapped(Which&& which);
+
+  MessageHandler& handler_;
+  shared_memory::Links links_;
+  shared_memory::Streams streams_;
+  mpi::Messages messages_;
+  std::unordered_map<uint64_t, Reading> mapped_; // by transfer: what peers read in this process's arena
+  std::unordered_set<PeerId> held_;
+  std::vector<std::shared_ptr<TransferOwner>> released_;
+  bool given_up_ = false; // MPI
+};
+
+} // namespace fog

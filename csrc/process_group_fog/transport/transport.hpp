@@ -1,0 +1,185 @@
+// How bytes reach other processes. What stands above knows this interface only, and nothing below knows an operation.
+//
+// Every message starts with a header that the receiver gets before it has asked for anything: it learns who wants what, so a message
+// that nobody expects is seen and reported rather than waiting for ever. Small data comes with the header. Of large data the receiver
+// sees blocks, wherever they lie: "bytes a to b are readable here". Memory in flight is bounded by chunks, not by the size of tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/failure.hpp"
+#include "transport/block.hpp"
+#include "transport/doorbell.hpp"
+#include "transport/message.hpp"
+
+namespace fog {
+
+// A process of the job, the same number in all of them for as long as it lives. Those that started together have the numbers of their
+// ranks in the job; who joins later gets one that nobody has had.
+using PeerId = int;
+
+// Whose memory others read or write; kept until they are done with it.
+class TransferOwner {
+ public:
+  virtual ~TransferOwner() = default;
+  // Something has changed in one of its transfers. Is called with the engine's lock.
+  virtual void on_progress() = 0;
+};
+
+// Bytes on their way to one or several peers. Every call needs the engine's lock.
+class Outgoing {
+ public:
+  // A copy that the owner makes without the lock, and then hands to filled(), also if it has failed meanwhile.
+  struct Fill {
+    char* to = nullptr;
+    const char* from = nullptr;
+    size_t bytes = 0;
+    uint64_t token = 0; // the transport's
+  };
+
+  virtual ~Outgoing() = default;
+  // Whether nobody reads the bytes any more; whether that peer does not.
+  virtual bool done() const = 0;
+  virtual bool done(PeerId peer) const = 0;
+  // So many bytes, from the first on, are not read any more.
+  virtual size_t sent() const = 0;
+  // What the owner is to copy next, if anything.
+  virtual std::optional<Fill> next_fill() {
+    return std::nullopt;
+  }
+  virtual void filled(const Fill& fill) {}
+
+  std::string error; // why it failed, if it did
+  PeerId failed_peer = -1; // to whom
+};
+
+// Bytes on their way from a peer. Every call needs the engine's lock.
+class Incoming {
+ public:
+  virtual ~Incoming() = default;
+  // So many bytes, from the first on, have come.
+  virtual size_t available() const = 0;
+  // Where bytes `from` to `to`, which have come, can be read until they are taken.
+  virtual void read(size_t from, size_t to, std::vector<Block>& blocks) const = 0;
+  // The first `bytes` have been read. False if the sender had given up: what was read may be anything.
+  virtual bool take(size_t bytes) = 0;
+  // Whether they come straight into their place, and need not be copied there.
+  virtual bool in_place() const {
+    return false;
+  }
+
+  std::string error;
+};
+
+// The receiver's process has ended. Those that use messages know how to name it.
+class Unreachable : public std::exception {
+ public:
+  explicit Unreachable(PeerId peer) : peer_(peer) {}
+  PeerId peer() const {
+    return peer_;
+  }
+  const char* what() const noexcept override {
+    return kLost;
+  }
+
+ private:
+  const PeerId peer_;
+};
+
+// Who takes the messages.
+class MessageHandler {
+ public:
+  virtual ~MessageHandler() = default;
+  // `data` holds header.bytes bytes if they came with the header, else nullptr.
+  virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
+  // Whether a process is known to have ended: nothing must be sent there, see PeerMonitor.
+  virtual bool has_ended(PeerId peer) = 0;
+};
+
+// Every call needs the engine's lock, but those that say otherwise.
+class Transport {
+ public:
+  // Data of at most so many bytes comes with its header, whatever the way.
+  static constexpr size_t kInlineBytes = 8192;
+  // On one host more may: two copies are cheaper there than to wait until the receiver has read it.
+  static constexpr size_t kLocalInlineBytes = 32768;
+
+  virtual ~Transport() = default;
+
+  // --- peers ---
+  // What peers of this host need to attach() this process; empty where the system cannot share memory.
+  virtual std::string address() const = 0;
+  // From now on messages to `peer`, which is on this host, go through shared memory, if that can be mapped.
+  virtual void attach(PeerId peer, const std::string& address) = 0;
+  // Whether they do.
+  virtual bool shares_memory(PeerId peer) const = 0;
+  // A process that has ended takes nothing any more; one that has destroyed its group nothing of that.
+  virtual void forget(PeerId peer) = 0;
+  virtual void forget(PeerId peer, uint64_t group) = 0;
+
+  // --- messages ---
+  struct Destination {
+    PeerId peer;
+    double scale = 1.0; // the sender's weight for this receiver
+    bool wants_confirm = false;
+  };
+  enum class Memory {
+    kStays, // the data is untouched until the transfer is done
+    kOverwritten, // its first Outgoing::sent() bytes may be overwritten before
+    kMessages, // it stays, and nobody else is to read it where it is, nor is the owner to copy: it goes as a message
+  };
+  struct Sent {
+    std::shared_ptr<Outgoing> outgoing; // null if all was copied, and may be reused at once
+    std::vector<PeerId> answered; // that what is taken tells as much as a confirmation
+  };
+  // Sends the same header and data to several peers. Throws Unreachable, or DistBackendError for what MPI reports. `owner` is kept until
+  // the transfer is done.
+  virtual Sent send(
+      const std::vector<Destination>& destinations,
+      const Header& header,
+      const void* data,
+      Memory memory,
+      const std::shared_ptr<TransferOwner>& owner) = 0;
+  // The same of a header with at most kInlineBytes, which are copied.
+  void send(PeerId destination, const Header& header, const void* data = nullptr) {
+    send({{destination, header.scale, header.wants_confirm != 0}}, header, data, Memory::kStays, nullptr);
+  }
+  // The data of a message that does not come with its header. To `place`; where that is null it is to be read where it lies, or will.
+  virtual std::shared_ptr<Incoming> receive(
+      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) = 0;
+
+  // `peer` has asked for it (or not any more): what is sent there stays here until an operation there takes it.
+  virtual void hold_back(PeerId peer, bool hold) = 0;
+  // Withdraws what `owner` sends: from now on its memory may change.
+  virtual void withdraw(const TransferOwner& owner) = 0;
+  // Withdraws all that is on its way of a group that has failed.
+  virtual void withdraw_group(uint64_t group) = 0;
+
+  // --- progress ---
+  // Looks for news once; true if anything arrived or was completed.
+  virtual bool poll() = 0;
+  // Whether something may come that rings no bell.
+  virtual bool must_poll() = 0;
+  // Whether messages of this process may still be on their way out of it.
+  virtual bool sending() const = 0;
+  // Nothing can come or go between hosts any more. False if that was known.
+  virtual bool give_up() = 0;
+  // Owners whose last transfer ended; their memory is to be released without the lock.
+  virtual std::vector<std::shared_ptr<TransferOwner>> take_released() = 0;
+
+  // --- for any thread, without the lock ---
+  // What rings when something comes.
+  virtual Doorbell& bell() = 0;
+  // Whether something has come that nobody has looked at.
+  virtual bool news() const = 0;
+  // Whether messages wait for space on their way out.
+  virtual bool waiting_for_space() const = 0;
+};
+
+} // namespace fog
