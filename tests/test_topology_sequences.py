@@ -180,7 +180,7 @@ def test_consensus_distance_of_random_starts(name: str) -> None:
         assert distance.shape == (rounds + 1,)
         if size > 1:
             np.testing.assert_allclose(distance, np.array(expected) / expected[0], rtol=0.05, atol=1e-14)
-            assert distance[0] == 1.0
+            assert distance[0] == pytest.approx(1.0)  # to the last bit it depends on the CPU's dot product
         else:
             assert not distance.any()
 
