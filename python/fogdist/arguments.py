@@ -36,6 +36,8 @@ def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """Returns the tensor itself if its memory holds its values in order, else a copy that does."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():  # as nearly all are
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

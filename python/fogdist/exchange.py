@@ -313,11 +313,7 @@ class Exchanges:
         return self._weights(src_weights, self._nodes.sources)
 
     def _weights(self, weights: Mapping[Any, float], argument: str) -> list[tuple[int, float]]:
-        # Sorted: how sums are rounded does not depend on the order of a dict.
-        return sorted(
-            (peer, check_weight(value, f"{argument}[{peer}]"))
-            for peer, value in zip(self._peers(weights, argument), weights.values(), strict=True)
-        )
+        return weighted_peers(self._peers(weights, argument), weights, argument)
 
     def _peers(self, ranks: Iterable[SupportsIndex], argument: str) -> list[int]:
         return check_neighbor_ranks(ranks, self._node, self._size, argument)
@@ -331,6 +327,26 @@ def reject_unknown_arguments(
         if name in renamed:
             raise TypeError(f"{operation}() has no argument {name!r} any more; use {renamed[name]!r} instead")
         raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
+
+
+def weighted_peers(
+    peers: Sequence[int], weights: Mapping[Any, float], argument: str
+) -> list[tuple[int, float]]:
+    """Returns peers with their weights, ascending: how sums are rounded does not depend on the order of a dict.
+
+    Args:
+        peers: The keys of `weights`, checked.
+        weights: As the user gave them.
+        argument: The user's name for them.
+
+    Raises:
+        TypeError: As `check_weight`.
+        ValueError: As `check_weight`.
+    """
+    return sorted(
+        (peer, check_weight(weight, f"{argument}[{peer}]"))
+        for peer, weight in zip(peers, weights.values(), strict=True)
+    )
 
 
 def check_weight(value: float, argument: str) -> float:
