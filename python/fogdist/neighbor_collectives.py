@@ -12,15 +12,18 @@ default, ranks compare on the host what they call before each exchange: docs/dev
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsIndex, overload
+from typing import TYPE_CHECKING, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.arguments import Average, Tensors, dense, has_dimensions, key, only_result, plain
 from fogdist.context import current, handles
-from fogdist.exchange import reject_unknown_arguments
+from fogdist.exchange import Exchange, reject_unknown_arguments
 from fogdist.verification import verify
+
+if TYPE_CHECKING:
+    from fog_pg._C import ProcessGroupFog
 
 _RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
 # Names of the unnamed gossips of a pair. They come again, as the backend remembers each one.
@@ -303,14 +306,11 @@ def _average(
     group: dist.ProcessGroup | None,
 ) -> Tensor | list[Tensor]:
     """Exchanges, and waits for it: without a handle, as nobody can ask for this operation meanwhile."""
-    context = current(group)
-    average = Average(tensors, in_place)
-    exchange = context.topology.exchanges.weighted(self_weight, src_weights, dst_weights, enable_topo_check)
-    unique = key(name)
-    if exchange.is_verified:
-        verify(context, exchange, average.sources, unique)
+    backend, average, exchange, unique = _prepare(
+        tensors, in_place, self_weight, src_weights, dst_weights, enable_topo_check, name, group
+    )
     return average.results(
-        context.backend.neighbor_allreduce_blocking(
+        backend.neighbor_allreduce_blocking(
             average.given, exchange.plan, output=average.output, name=unique, confirm=exchange.confirm
         )
     )
@@ -326,16 +326,33 @@ def _start(
     name: str | None,
     group: dist.ProcessGroup | None,
 ) -> int:
+    backend, average, exchange, unique = _prepare(
+        tensors, in_place, self_weight, src_weights, dst_weights, enable_topo_check, name, group
+    )
+    work = backend.neighbor_allreduce(
+        average.given, exchange.plan, output=average.output, name=unique, confirm=exchange.confirm
+    )
+    return handles().add(work, average.finish, *average.sources)
+
+
+def _prepare(
+    tensors: Tensors,
+    in_place: bool,
+    self_weight: float | None,
+    src_weights: Mapping[int, float] | None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[ProcessGroupFog, Average, Exchange, str]:
+    """Returns what an average needs, all of it checked: by the ranks together, if that is asked for."""
     context = current(group)
     average = Average(tensors, in_place)
     exchange = context.topology.exchanges.weighted(self_weight, src_weights, dst_weights, enable_topo_check)
     unique = key(name)
     if exchange.is_verified:
         verify(context, exchange, average.sources, unique)
-    work = context.backend.neighbor_allreduce(
-        average.given, exchange.plan, output=average.output, name=unique, confirm=exchange.confirm
-    )
-    return handles().add(work, average.finish, *average.sources)
+    return context.backend, average, exchange, unique
 
 
 def _start_gossip(
