@@ -26,7 +26,7 @@ Columns, in milliseconds; a size is that of a rank's tensor, of float32:
 
 MPI, Gloo and the columns "fog mem" and "fog" use buffers that are there before; these two call the backend's
 operation with a plan made before, and an output. "mem new" and "fog new" are calls of fogdist as a training
-loop makes them: they take their arguments apart each time (in one-peer, also step the generator of peers),
+loop makes them: they look up their weights each time (in one-peer, also step the generator of peers),
 get a new tensor, and drop it within the measurement. There one-peer exchanges run without the check of the
 topology, as fogdist's optimizers run them, and the static ones with their default, which makes a sender wait
 until its receivers have agreed.

@@ -113,7 +113,6 @@ class ProcessGroupFog(Backend):
         name: str = "",
         confirm: bool | None = None,
         timeout: timedelta | None = None,
-        waits: bool = False,
     ) -> Work:
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
@@ -134,11 +133,28 @@ class ProcessGroupFog(Backend):
             plan: Must be this rank's in this group.
             output: Takes the result, or a list of results; shapes and dtypes of `tensor`. Each shares no
                 memory with `tensor`, or is the tensor in its place. Default: new tensors.
-            waits: Whether the caller goes straight on to wait; then no other thread is woken for what comes
-                before that.
 
         Returns:
             A Work whose `result()` is `[output]`, or the list of outputs.
+        """
+
+    def neighbor_allreduce_blocking(
+        self,
+        tensor: Tensor | Sequence[Tensor],
+        plan: NeighborPlan,
+        *,
+        output: Tensor | Sequence[Tensor] | None = None,
+        name: str = "",
+        confirm: bool | None = None,
+        timeout: timedelta | None = None,
+    ) -> list[Tensor]:
+        """neighbor_allreduce, waited for: it makes no Work for Python, and wakes no other thread meanwhile.
+
+        Returns:
+            `[output]`, or the list of outputs.
+
+        Raises:
+            torch.distributed.DistBackendError: The operation failed in flight.
         """
 
     def hierarchical_neighbor_allreduce(

@@ -551,6 +551,29 @@ def test_interrupt_ends_every_wait(new_world: Callable[..., World]) -> None:
     assert not any(problems), "\n".join(itertools.chain(*problems))
 
 
+def interrupt_a_blocking_call() -> list[str]:
+    """As `interrupt_waits`, in the call that submits and waits at once; then another such call in another group."""
+    group, problems = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT)), []
+    if dist.get_rank() == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            _backend(group).neighbor_allreduce_blocking(_zeros(100), _ring(0))
+            problems.append("completed")
+        except KeyboardInterrupt:
+            pass
+        if time.monotonic() - begin > SOON:
+            problems.append(f"took {time.monotonic() - begin:.1f} s")
+    dist.barrier()
+    (result,) = _backend(dist.group.WORLD).neighbor_allreduce_blocking(_zeros(3), _ring(dist.get_rank()))
+    return problems if torch.equal(result, _zeros(3)) else [*problems, f"got {result}"]
+
+
+def test_interrupt_ends_a_blocking_call(new_world: Callable[..., World]) -> None:
+    problems = new_world(RANKS, timeout=LONG_TIMEOUT).run(interrupt_a_blocking_call)
+    assert not any(problems), "\n".join(itertools.chain(*problems))
+
+
 # fork
 
 

@@ -36,6 +36,8 @@ def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
 
 def plain(tensor: Tensor) -> Tensor:
     """Returns the tensor itself if its memory holds its values in order, else a copy that does."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():  # as nearly all are
+        return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -91,6 +93,48 @@ def weighted_list(tensors: Tensors) -> list[Tensor]:
     if not tensors:
         raise ValueError("tensor must be a torch.Tensor or a list of at least one, got an empty list")
     return [weighted(tensor, f"tensor[{place}]") for place, tensor in enumerate(tensors)]
+
+
+class Average:
+    """The tensors of one call of a weighted average, checked and prepared, and where their averages go.
+
+    Args:
+        tensors: One tensor, or a list or tuple of them.
+        in_place: Whether results go into the tensors themselves.
+
+    Attributes:
+        sources: What is sent: the tensors, or copies whose memory is in order.
+        given: `sources` as the backend takes them: one tensor, or a list.
+        output: Where the backend puts the averages: into `given`, or None for new tensors.
+
+    Raises:
+        TypeError: Not dense tensors.
+        ValueError: An empty list, a dtype that has no weighted sums, or an expanded tensor to be overwritten.
+    """
+
+    __slots__ = ("_single", "_targets", "given", "output", "sources")
+
+    def __init__(self, tensors: Tensors, in_place: bool) -> None:
+        self.sources = weighted_list(tensors)
+        self._single = isinstance(tensors, Tensor)
+        self.given = self.sources[0] if self._single else self.sources
+        self.output: Tensor | list[Tensor] | None = None
+        self._targets: list[Tensor] | None = None
+        if in_place:
+            self.output = self.given
+            self._targets = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            for place, target in enumerate(self._targets):
+                writable(target, "tensor" if self._single else f"tensor[{place}]")
+
+    def results(self, outputs: list[Tensor]) -> Tensor | list[Tensor]:
+        """Returns what the caller gets, a tensor or a list, when the backend has put its results into `outputs`."""
+        if self._targets is not None:
+            outputs = [deliver(*pair) for pair in zip(self.sources, self._targets, strict=True)]
+        return outputs[0] if self._single else outputs
+
+    def finish(self, work: dist.Work) -> Tensor | list[Tensor]:
+        """Returns what the caller gets of a completed operation."""
+        return self.results(self.sources if self._targets is not None else work.get_future().value())
 
 
 def has_dimensions(tensor: Tensor) -> Tensor:

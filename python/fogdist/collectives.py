@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fogdist.arguments import deliver, dense, has_dimensions, key, only_result, own_copy, plain, writable
 from fogdist.context import PreconditionError, current, handles
-from fogdist.machines import ranks_of_machines
 from fogdist.topology.validation import check_flags, check_rank
 
 
@@ -236,7 +235,7 @@ def _start_allreduce(
     context = current(group)
     op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
     if is_hierarchical_local:
-        work = context.backend.local_allreduce(buffer, ranks_of_machines(context), op, name=key(name))
+        work = context.backend.local_allreduce(buffer, context.machines, op, name=key(name))
     else:
         work = context.backend.allreduce_named(buffer, op, name=key(name))
     return handles().add(work, lambda _: deliver(buffer, target), buffer)

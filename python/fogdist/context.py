@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -88,6 +89,14 @@ class Context:
     machine_topology: StaticTopology | None = None
     gossips: Gossips = field(default_factory=Gossips)
     windows: dict[str, OpenWindow] = field(default_factory=dict)
+
+    @cached_property
+    def machines(self) -> list[list[int]]:
+        """The ranks of each machine, ascending."""
+        ranks: list[list[int]] = [[] for _ in range(max(self.machine_of) + 1)]
+        for rank, machine in enumerate(self.machine_of):
+            ranks[machine].append(rank)
+        return ranks
 
     @property
     def is_alone(self) -> bool:

@@ -1,109 +1,322 @@
 """What one exchange with neighbors is: its peers and weights, from the arguments of a call.
 
+All operations that take weights of peers make an `Exchange` of them, which is checked once and never changes.
+`Exchanges` makes them for one node of one topology, and keeps those that calls asked for: a training loop asks
+for the same few again and again.
+
 The peers of a dynamic exchange come from each rank's own arguments, so ranks can disagree about them;
 `fogdist.verification` is the collective check of that.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
-from fogdist.context import Context
-from fogdist.machines import homogeneous, number_of_machines
-from fogdist.static_topology import StaticTopology
+from fogdist.agreement import digest
 from fogdist.topology import check_neighbor_ranks
 
 if TYPE_CHECKING:
     from fog_pg._C import NeighborPlan
 
+# Peers with weights, in the order of sums.
+Peers: TypeAlias = "tuple[tuple[int, float], ...]"
 
-# The operation, what exchanges in it, and the names of the arguments with sources and destinations.
-_RANKS = ("neighbor_allreduce", "rank", "src_weights", "dst_weights")
-_MACHINES = (
-    "hierarchical_neighbor_allreduce",
-    "machine",
-    "src_machine_weights",
-    "dst_machine_weights",
-)
+# How many exchanges a node keeps that calls asked for, and how many plans the process keeps. Who asks for more
+# different ones, as with random weights, has them made anew.
+KEPT_EXCHANGES = 256
+_KEPT_PLANS = 1024
+# What a key of a kept exchange may hold: other types may change, or be equal to numbers and yet no weights.
+_NUMBERS = (float, int)
 
 
-class Exchange(NamedTuple):
-    """One exchange, seen from this rank.
+@dataclass(frozen=True)
+class Nodes:
+    """What exchanges with its neighbors in an operation, and what the operation's arguments are called.
 
     Attributes:
-        operation: Name of the operation, for messages.
-        node: What exchanges with its neighbors: a "rank", or a "machine", whose ranks all give the same.
-        source_argument: Name of the argument that gave the sources.
-        destination_argument: Name of the argument that gave the destinations.
-        plan: Peers and weights, for the backend.
-        is_dynamic: Whether the peers come from arguments, not from the topology.
+        operation: Name of the operation.
+        node: "rank", or "machine", whose ranks all give the same.
+        sources: Name of the argument that gives the sources.
+        destinations: Name of the argument that gives the destinations.
     """
-
-    operation: str
-    node: str
-    source_argument: str
-    destination_argument: str
-    plan: NeighborPlan
-    is_dynamic: bool
-
-
-class _Side(NamedTuple):
-    """Whom an operation's exchange is among, and what its arguments are called."""
 
     operation: str
     node: str
     sources: str
     destinations: str
-    own_number: int
+
+
+RANKS = Nodes("neighbor_allreduce", "rank", "src_weights", "dst_weights")
+GATHERING_RANKS = Nodes("neighbor_allgather", "rank", "src_ranks", "dst_ranks")
+MACHINES = Nodes("hierarchical_neighbor_allreduce", "machine", "src_machine_weights", "dst_machine_weights")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange, seen from one node; its ranks and weights are valid.
+
+    Attributes:
+        nodes: What exchanges.
+        node: The node itself.
+        size: How many nodes there are.
+        self_weight: Weight of the node's own tensor.
+        sources: Whom it receives from, with the weights of what they send.
+        destinations: Whom it sends to, with the weights that it sends with.
+        mean: Whether the plain mean is taken; all weights are 1 then.
+        is_dynamic: Whether the peers come from arguments, not from the topology.
+        check: Whether ranks are to check that they agree on it.
+    """
+
+    nodes: Nodes
+    node: int
     size: int
+    self_weight: float
+    sources: Peers
+    destinations: Peers
+    mean: bool = False
+    is_dynamic: bool = False
+    check: bool = False
 
-    def exchange(self, plan: NeighborPlan, is_dynamic: bool) -> Exchange:
-        return Exchange(self.operation, self.node, self.sources, self.destinations, plan, is_dynamic)
+    def __post_init__(self) -> None:
+        # -0.0 becomes 0.0: what is equal is then equal to the bit, so plans can be found by their weights.
+        for name in ("sources", "destinations"):
+            object.__setattr__(
+                self, name, tuple((peer, weight + 0.0) for peer, weight in getattr(self, name))
+            )
+        object.__setattr__(self, "self_weight", self.self_weight + 0.0)
 
-    def dynamic(
+    @functools.cached_property
+    def plan(self) -> NeighborPlan:
+        """Peers and weights, for the backend."""
+        return _plan(self.node, self.size, self.self_weight, self.sources, self.destinations, self.mean)
+
+    @functools.cached_property
+    def is_verified(self) -> bool:
+        """Whether `fogdist.verification` checks it: ranks have agreed on the edges of a topology."""
+        return self.check and self.is_dynamic
+
+    @functools.cached_property
+    def confirm(self) -> bool | None:
+        """Whether a sender waits until the receivers have accepted its tensor; None for the group's option."""
+        return True if self.check and not self.is_dynamic else None
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """64 bits that stand for peers and weights, the same in every process."""
+        return digest(str((self.self_weight, self.sources, self.destinations)))
+
+
+class Exchanges:
+    """The exchanges of one node, each made once.
+
+    They belong to one topology: a new topology has new ones, so nothing that is kept here is out of date.
+
+    Args:
+        nodes: `RANKS` or `MACHINES`.
+        node: The node.
+        size: How many nodes there are.
+        in_neighbors: Of the node in the topology; none if there is no topology.
+        out_neighbors: As `in_neighbors`.
+        along: The exchange with all of them; None if there is no topology.
+    """
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        node: int,
+        size: int,
+        in_neighbors: Sequence[int],
+        out_neighbors: Sequence[int],
+        along: Exchange | None,
+    ) -> None:
+        self._nodes = nodes
+        self._node, self._size = node, size
+        self._in_neighbors, self._out_neighbors = sorted(in_neighbors), sorted(out_neighbors)
+        # By the argument that turns the check on or off.
+        self._along = None if along is None else (replace(along, check=False), replace(along, check=True))
+        self._kept: dict[Hashable, Exchange] = {}
+
+    def __len__(self) -> int:
+        """How many exchanges are kept that calls asked for by weights or ranks."""
+        return len(self._kept)
+
+    def weighted(
+        self,
+        self_weight: float | None,
+        src_weights: Mapping[int, float] | None,
+        dst_weights: Iterable[int] | Mapping[int, float] | None,
+        check: bool,
+    ) -> Exchange:
+        """Returns the exchange that the arguments of an average ask for: of `neighbor_allreduce`, or of machines.
+
+        Args:
+            self_weight: As of the operation.
+            src_weights: `src_weights` or `src_machine_weights`.
+            dst_weights: `dst_weights` or `dst_machine_weights`.
+            check: `enable_topo_check`.
+        """
+        if self_weight is None and src_weights is None and dst_weights is None and self._along is not None:
+            return self._along[bool(check)]
+        key = _key(self._nodes, self_weight, src_weights, dst_weights, check)
+        exchange = self._kept.get(key)
+        if exchange is None:
+            between = self._of_machines if self._nodes is MACHINES else self._of_ranks
+            exchange = self._keep(key, between(self_weight, src_weights, dst_weights, bool(check)))
+        return exchange
+
+    def gathering(
+        self,
+        src_ranks: Iterable[SupportsIndex] | None,
+        dst_ranks: Iterable[SupportsIndex] | None,
+        check: bool,
+    ) -> Exchange:
+        """Returns the exchange of a `neighbor_allgather`; `check` is its `enable_topo_check`."""
+        key = _key(GATHERING_RANKS, None, src_ranks, dst_ranks, check)
+        exchange = self._kept.get(key)
+        if exchange is None:
+            exchange = self._keep(key, self._of_gathering(src_ranks, dst_ranks, bool(check)))
+        return exchange
+
+    def gossip(
+        self, target_rank: SupportsIndex, self_weight: float | None, pair_weight: float | None
+    ) -> Exchange:
+        """Returns the exchange of a `pair_gossip`, of one source that is the destination too."""
+        (peer,) = check_neighbor_ranks([target_rank], self._node, self._size, "target_rank")
+        if self_weight is None and pair_weight is None:
+            return self._exchange(RANKS, 1.0, _ones([peer]), _ones([peer]), mean=True)
+        if self_weight is None or pair_weight is None:
+            given, missing = (
+                ("pair_weight", "self_weight") if self_weight is None else ("self_weight", "pair_weight")
+            )
+            raise ValueError(
+                f"self_weight and pair_weight must be given together, got {given} without {missing}"
+            )
+        own, other = check_weight(self_weight, "self_weight"), check_weight(pair_weight, "pair_weight")
+        return self._exchange(RANKS, own, [(peer, other)], _ones([peer]))
+
+    def _keep(self, key: Hashable, exchange: Exchange) -> Exchange:
+        if key is not None:
+            if len(self._kept) >= KEPT_EXCHANGES:
+                self._kept.clear()
+            self._kept[key] = exchange
+        return exchange
+
+    def _exchange(
+        self,
+        nodes: Nodes,
+        self_weight: float,
+        sources: Iterable[tuple[int, float]],
+        destinations: Iterable[tuple[int, float]],
+        **more: bool,
+    ) -> Exchange:
+        return Exchange(
+            nodes, self._node, self._size, self_weight, tuple(sources), tuple(destinations), **more
+        )
+
+    # --- from arguments: every error of a user's weights is raised here ---
+
+    def _of_ranks(
+        self,
+        self_weight: float | None,
+        src_weights: Mapping[int, float] | None,
+        dst_weights: Iterable[int] | Mapping[int, float] | None,
+        check: bool,
+    ) -> Exchange:
+        if self_weight is None and src_weights is None:
+            raise ValueError("dst_weights must come with self_weight and src_weights, got dst_weights alone")
+        if self_weight is None or src_weights is None:
+            given, missing = (
+                ("src_weights", "self_weight") if self_weight is None else ("self_weight", "src_weights")
+            )
+            raise ValueError(
+                f"self_weight and src_weights must be given together, got {given} without {missing}"
+            )
+        if dst_weights is not None:
+            return self._dynamic(self_weight, src_weights, dst_weights, check)
+        own, sources = check_weight(self_weight, "self_weight"), dict(self._source_weights(src_weights))
+        _check_neighbors(sources, self._in_neighbors, "src_weights", f"in-neighbors of rank {self._node}")
+        # Every in-neighbor sends, whatever this rank makes of it: one that is left out weighs 0.
+        every = [(source, sources.get(source, 0.0)) for source in self._in_neighbors]
+        return self._exchange(RANKS, own, every, _ones(self._out_neighbors), check=check)
+
+    def _of_machines(
+        self,
+        self_weight: float | None,
+        src_machine_weights: Mapping[int, float] | None,
+        dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
+        check: bool,
+    ) -> Exchange:
+        if self_weight is None and src_machine_weights is None and dst_machine_weights is None:
+            raise RuntimeError(
+                "hierarchical_neighbor_allreduce needs weights or a machine topology; "
+                "call fogdist.set_machine_topology() first"
+            )
+        if self_weight is None or src_machine_weights is None or dst_machine_weights is None:
+            raise ValueError(
+                "self_weight, src_machine_weights and dst_machine_weights must be given together, got "
+                f"self_weight={self_weight}, src_machine_weights={src_machine_weights}, "
+                f"dst_machine_weights={dst_machine_weights}"
+            )
+        exchange = self._dynamic(self_weight, src_machine_weights, dst_machine_weights, check)
+        for argument, peers, neighbors, what in (
+            (MACHINES.sources, exchange.sources, self._in_neighbors, "in"),
+            (MACHINES.destinations, exchange.destinations, self._out_neighbors, "out"),
+        ):
+            _check_neighbors(
+                [peer for peer, _ in peers], neighbors, argument, f"{what}-neighbors of machine {self._node}"
+            )
+        return exchange
+
+    def _of_gathering(
+        self,
+        src_ranks: Iterable[SupportsIndex] | None,
+        dst_ranks: Iterable[SupportsIndex] | None,
+        check: bool,
+    ) -> Exchange:
+        if (src_ranks is None) != (dst_ranks is None):
+            given, missing = ("src_ranks", "dst_ranks") if dst_ranks is None else ("dst_ranks", "src_ranks")
+            raise ValueError(f"src_ranks and dst_ranks must be given together, got {given} without {missing}")
+        if src_ranks is None or dst_ranks is None:
+            peers = _ones(self._in_neighbors), _ones(self._out_neighbors)
+            return self._exchange(GATHERING_RANKS, 1.0, *peers, check=check)
+        sources = check_neighbor_ranks(src_ranks, self._node, self._size, "src_ranks")
+        destinations = check_neighbor_ranks(dst_ranks, self._node, self._size, "dst_ranks")
+        return self._exchange(
+            GATHERING_RANKS, 1.0, _ones(sources), _ones(destinations), is_dynamic=True, check=check
+        )
+
+    def _dynamic(
         self,
         self_weight: float,
         src_weights: Mapping[int, float],
         dst_weights: Iterable[int] | Mapping[int, float],
+        check: bool,
     ) -> Exchange:
-        from fog_pg._C import NeighborPlan
-
-        own, sources = check_weight(self_weight, "self_weight"), self.source_weights(src_weights)
+        own, sources = check_weight(self_weight, "self_weight"), self._source_weights(src_weights)
         if isinstance(dst_weights, Mapping):
-            destinations = self._weights(dst_weights, self.destinations)
+            destinations = self._weights(dst_weights, self._nodes.destinations)
         else:
-            peers = self._peers(dst_weights, self.destinations)
-            destinations = [(peer, 1.0) for peer in sorted(peers)]
-        return self.exchange(NeighborPlan(self.own_number, self.size, own, sources, destinations), True)
+            destinations = _ones(sorted(self._peers(dst_weights, self._nodes.destinations)))
+        return self._exchange(self._nodes, own, sources, destinations, is_dynamic=True, check=check)
 
-    def source_weights(self, src_weights: Mapping[int, float]) -> list[tuple[int, float]]:
+    def _source_weights(self, src_weights: Mapping[int, float]) -> list[tuple[int, float]]:
         if not isinstance(src_weights, Mapping):
             raise TypeError(
-                f"{self.sources} must be a dict of {self.node}s to weights, got {type(src_weights).__name__}"
+                f"{self._nodes.sources} must be a dict of {self._nodes.node}s to weights, "
+                f"got {type(src_weights).__name__}"
             )
-        return self._weights(src_weights, self.sources)
+        return self._weights(src_weights, self._nodes.sources)
 
     def _weights(self, weights: Mapping[Any, float], argument: str) -> list[tuple[int, float]]:
-        # Sorted: how sums are rounded does not depend on the order of a dict.
-        return sorted(
-            [
-                (peer, value if _is_plain(value) else check_weight(value, f"{argument}[{peer}]"))
-                for peer, value in zip(self._peers(weights, argument), weights.values(), strict=True)
-            ]
-        )
+        return weighted_peers(self._peers(weights, argument), weights, argument)
 
     def _peers(self, ranks: Iterable[SupportsIndex], argument: str) -> list[int]:
-        # One peer or none is what a step of training has: no time for messages that nearly no call needs.
-        if isinstance(ranks, (list, dict)) and len(ranks) <= 1:
-            for peer in ranks:
-                if not (type(peer) is int and 0 <= peer < self.size and peer != self.own_number):
-                    break
-            else:
-                return list(ranks)
-        return check_neighbor_ranks(ranks, self.own_number, self.size, argument)
+        return check_neighbor_ranks(ranks, self._node, self._size, argument)
 
 
 def reject_unknown_arguments(
@@ -116,113 +329,24 @@ def reject_unknown_arguments(
         raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
 
 
-def weighted_exchange(
-    context: Context,
-    self_weight: float | None,
-    src_weights: Mapping[int, float] | None,
-    dst_weights: Iterable[int] | Mapping[int, float] | None,
-) -> Exchange:
-    """Returns the exchange of a `neighbor_allreduce`; the arguments are those of that function."""
-    from fog_pg._C import NeighborPlan
+def weighted_peers(
+    peers: Sequence[int], weights: Mapping[Any, float], argument: str
+) -> list[tuple[int, float]]:
+    """Returns peers with their weights, ascending: how sums are rounded does not depend on the order of a dict.
 
-    topology = context.topology
-    if self_weight is None and src_weights is None:
-        if dst_weights is not None:
-            raise ValueError("dst_weights must come with self_weight and src_weights, got dst_weights alone")
-        return Exchange(*_RANKS, topology.plan, is_dynamic=False)
-    if self_weight is None or src_weights is None:
-        given, missing = (
-            ("src_weights", "self_weight") if self_weight is None else ("self_weight", "src_weights")
-        )
-        raise ValueError(f"self_weight and src_weights must be given together, got {given} without {missing}")
-    side = _Side(*_RANKS, context.rank, context.size)
-    if dst_weights is not None:
-        return side.dynamic(self_weight, src_weights, dst_weights)
-    own, sources = check_weight(self_weight, "self_weight"), dict(side.source_weights(src_weights))
-    _check_neighbors(sources, topology.in_neighbors, "src_weights", f"in-neighbors of rank {context.rank}")
-    # Every in-neighbor sends, whatever this rank makes of it: one that is left out weighs 0.
-    plan = NeighborPlan(
-        context.rank,
-        context.size,
-        own,
-        [(source, sources.get(source, 0.0)) for source in sorted(topology.in_neighbors)],
-        [(destination, 1.0) for destination in sorted(topology.out_neighbors)],
+    Args:
+        peers: The keys of `weights`, checked.
+        weights: As the user gave them.
+        argument: The user's name for them.
+
+    Raises:
+        TypeError: As `check_weight`.
+        ValueError: As `check_weight`.
+    """
+    return sorted(
+        (peer, check_weight(weight, f"{argument}[{peer}]"))
+        for peer, weight in zip(peers, weights.values(), strict=True)
     )
-    return side.exchange(plan, is_dynamic=False)
-
-
-def hierarchical_exchange(
-    context: Context,
-    self_weight: float | None,
-    src_machine_weights: Mapping[int, float] | None,
-    dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
-) -> Exchange:
-    """Returns the exchange of a `hierarchical_neighbor_allreduce`; arguments as of that function."""
-    machine = homogeneous(context).machine_of[context.rank]
-    side = _Side(*_MACHINES, machine, number_of_machines(context))
-    topology: StaticTopology | None = context.machine_topology
-    if self_weight is None and src_machine_weights is None and dst_machine_weights is None:
-        if topology is None:
-            raise RuntimeError(
-                "hierarchical_neighbor_allreduce needs weights or a machine topology; "
-                "call fogdist.set_machine_topology() first"
-            )
-        return side.exchange(topology.plan, is_dynamic=False)
-    if self_weight is None or src_machine_weights is None or dst_machine_weights is None:
-        raise ValueError(
-            "self_weight, src_machine_weights and dst_machine_weights must be given together, got "
-            f"self_weight={self_weight}, src_machine_weights={src_machine_weights}, "
-            f"dst_machine_weights={dst_machine_weights}"
-        )
-    exchange = side.dynamic(self_weight, src_machine_weights, dst_machine_weights)
-    for argument, peers, neighbors, what in (
-        (side.sources, exchange.plan.sources, topology.in_neighbors if topology else [], "in"),
-        (side.destinations, exchange.plan.destinations, topology.out_neighbors if topology else [], "out"),
-    ):
-        _check_neighbors(
-            [peer for peer, _ in peers], neighbors, argument, f"{what}-neighbors of machine {machine}"
-        )
-    return exchange
-
-
-def gathering_exchange(
-    context: Context, src_ranks: Iterable[SupportsIndex] | None, dst_ranks: Iterable[SupportsIndex] | None
-) -> Exchange:
-    """Returns the exchange of a `neighbor_allgather`; the arguments are those of that function."""
-    from fog_pg._C import NeighborPlan
-
-    rank, size = context.rank, context.size
-    if (src_ranks is None) != (dst_ranks is None):
-        given, missing = ("src_ranks", "dst_ranks") if dst_ranks is None else ("dst_ranks", "src_ranks")
-        raise ValueError(f"src_ranks and dst_ranks must be given together, got {given} without {missing}")
-    if src_ranks is None or dst_ranks is None:
-        sources, destinations = sorted(context.topology.in_neighbors), sorted(context.topology.out_neighbors)
-    else:
-        sources = check_neighbor_ranks(src_ranks, rank, size, "src_ranks")
-        destinations = check_neighbor_ranks(dst_ranks, rank, size, "dst_ranks")
-    plan = NeighborPlan(rank, size, 1.0, [(s, 1.0) for s in sources], [(d, 1.0) for d in destinations])
-    return Exchange("neighbor_allgather", "rank", "src_ranks", "dst_ranks", plan, src_ranks is not None)
-
-
-def gossip_exchange(
-    context: Context,
-    target_rank: SupportsIndex,
-    self_weight: float | None,
-    pair_weight: float | None,
-) -> tuple[int, NeighborPlan]:
-    """Returns the other rank of a `pair_gossip`, and the plan; the arguments are those of that function."""
-    from fog_pg._C import NeighborPlan
-
-    (peer,) = check_neighbor_ranks([target_rank], context.rank, context.size, "target_rank")
-    if self_weight is None and pair_weight is None:
-        return peer, NeighborPlan(context.rank, context.size, 1.0, [(peer, 1.0)], [(peer, 1.0)], mean=True)
-    if self_weight is None or pair_weight is None:
-        given, missing = (
-            ("pair_weight", "self_weight") if self_weight is None else ("self_weight", "pair_weight")
-        )
-        raise ValueError(f"self_weight and pair_weight must be given together, got {given} without {missing}")
-    own, other = check_weight(self_weight, "self_weight"), check_weight(pair_weight, "pair_weight")
-    return peer, NeighborPlan(context.rank, context.size, own, [(peer, other)], [(peer, 1.0)])
 
 
 def check_weight(value: float, argument: str) -> float:
@@ -232,7 +356,7 @@ def check_weight(value: float, argument: str) -> float:
         TypeError: Not a real number.
         ValueError: Not finite.
     """
-    if _is_plain(value):
+    if type(value) is float and math.isfinite(value):  # as nearly all are
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a real number, got {value!r} of type {type(value).__name__}")
@@ -245,9 +369,42 @@ def check_weight(value: float, argument: str) -> float:
     return weight
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a weight needs no further look, as nearly all do."""
-    return type(value) is float and math.isfinite(value)
+def _ones(peers: Iterable[int]) -> list[tuple[int, float]]:
+    return [(peer, 1.0) for peer in peers]
+
+
+def _key(nodes: Nodes, self_weight: object, sources: object, destinations: object, check: bool) -> Hashable:
+    """Returns what the arguments of a call hold, or None if they hold anything but plain numbers."""
+    if self_weight is not None and type(self_weight) not in _NUMBERS:
+        return None
+    key: list[Hashable] = [nodes.operation, self_weight, bool(check)]
+    for given in (sources, destinations):
+        if type(given) is dict:
+            for peer, weight in given.items():
+                if type(peer) is not int or type(weight) not in _NUMBERS:
+                    return None
+            # A frozenset and no tuple: an empty dict is not an empty list.
+            key.append(frozenset(given.items()))
+        elif type(given) is list or type(given) is tuple:
+            for peer in given:
+                if type(peer) is not int:
+                    return None
+            key.append(tuple(given))
+        elif given is None:
+            key.append(None)
+        else:
+            return None
+    return tuple(key)
+
+
+@functools.lru_cache(maxsize=_KEPT_PLANS)
+def _plan(
+    node: int, size: int, self_weight: float, sources: Peers, destinations: Peers, mean: bool
+) -> NeighborPlan:
+    # Not at the top: a program may import fogdist only for its topologies, and this loads the extension.
+    from fog_pg._C import NeighborPlan
+
+    return NeighborPlan(node, size, self_weight, sources, destinations, mean=mean)
 
 
 def _check_neighbors(peers: Iterable[int], neighbors: Sequence[int], argument: str, what: str) -> None:

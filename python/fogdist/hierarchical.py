@@ -12,12 +12,10 @@ from typing import overload
 import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.arguments import Tensors, key
-from fogdist.averaging import Average
-from fogdist.collectives import wait
-from fogdist.context import PreconditionError, current
-from fogdist.exchange import hierarchical_exchange, reject_unknown_arguments
-from fogdist.machines import homogeneous, ranks_of_machines
+from fogdist.arguments import Average, Tensors, key
+from fogdist.context import PreconditionError, current, handles
+from fogdist.exchange import reject_unknown_arguments
+from fogdist.machines import homogeneous, machine_exchanges
 from fogdist.verification import verify
 
 _RENAMED = {
@@ -99,8 +97,7 @@ def hierarchical_neighbor_allreduce(
     """
     reject_unknown_arguments("hierarchical_neighbor_allreduce", removed, _RENAMED)
     weights = self_weight, src_machine_weights, dst_machine_weights
-    result: Tensor | list[Tensor] = wait(_start(tensor, False, *weights, enable_topo_check, name, group))
-    return result
+    return _wait(*_start(tensor, False, *weights, enable_topo_check, name, group))
 
 
 def hierarchical_neighbor_allreduce_nonblocking(
@@ -117,7 +114,7 @@ def hierarchical_neighbor_allreduce_nonblocking(
     """Starts `hierarchical_neighbor_allreduce` and returns its handle; a check is done at once."""
     reject_unknown_arguments("hierarchical_neighbor_allreduce_nonblocking", removed, _RENAMED)
     weights = self_weight, src_machine_weights, dst_machine_weights
-    return _start(tensor, False, *weights, enable_topo_check, name, group)
+    return _add(*_start(tensor, False, *weights, enable_topo_check, name, group))
 
 
 @overload
@@ -158,8 +155,7 @@ def hierarchical_neighbor_allreduce_(
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
     weights = self_weight, src_machine_weights, dst_machine_weights
-    result: Tensor | list[Tensor] = wait(_start(tensor, True, *weights, enable_topo_check, name, group))
-    return result
+    return _wait(*_start(tensor, True, *weights, enable_topo_check, name, group))
 
 
 def hierarchical_neighbor_allreduce_nonblocking_(
@@ -174,7 +170,7 @@ def hierarchical_neighbor_allreduce_nonblocking_(
 ) -> int:
     """Starts `hierarchical_neighbor_allreduce_` and returns its handle; the result is there after `wait`."""
     weights = self_weight, src_machine_weights, dst_machine_weights
-    return _start(tensor, True, *weights, enable_topo_check, name, group)
+    return _add(*_start(tensor, True, *weights, enable_topo_check, name, group))
 
 
 def _start(
@@ -186,22 +182,34 @@ def _start(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
-) -> int:
+) -> tuple[Average, dist.Work]:
     context = homogeneous(current(group))
-    machines = ranks_of_machines(context)
-    if len(machines[0]) == 1:
+    if len(context.machines[0]) == 1:
         raise PreconditionError(
             "hierarchical_neighbor_allreduce needs more than one rank on each machine, got "
-            f"{len(machines)} machines of 1 rank; neighbor_allreduce is the same there"
+            f"{len(context.machines)} machines of 1 rank; neighbor_allreduce is the same there"
         )
     average = Average(tensors, in_place)
-    exchange = hierarchical_exchange(context, self_weight, src_machine_weights, dst_machine_weights)
-    unique = key(name)
-    if enable_topo_check and exchange.is_dynamic:
-        verify(context, exchange, average.sources, unique)
-    confirm = True if enable_topo_check and not exchange.is_dynamic else None
-    return average.start(
-        lambda tensors, output: context.backend.hierarchical_neighbor_allreduce(
-            tensors, machines, exchange.plan, output=output, name=unique, confirm=confirm
-        )
+    exchange = machine_exchanges(context).weighted(
+        self_weight, src_machine_weights, dst_machine_weights, enable_topo_check
     )
+    unique = key(name)
+    if exchange.is_verified:
+        verify(context, exchange, average.sources, unique)
+    return average, context.backend.hierarchical_neighbor_allreduce(
+        average.given,
+        context.machines,
+        exchange.plan,
+        output=average.output,
+        name=unique,
+        confirm=exchange.confirm,
+    )
+
+
+def _wait(average: Average, work: dist.Work) -> Tensor | list[Tensor]:
+    work.wait()
+    return average.finish(work)
+
+
+def _add(average: Average, work: dist.Work) -> int:
+    return handles().add(work, average.finish, *average.sources)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, PreconditionError, current
+from fogdist.exchange import MACHINES, Exchanges
 from fogdist.lazy import nx
 from fogdist.static_topology import see_topology
 
@@ -19,7 +20,7 @@ from fogdist.static_topology import see_topology
 def local_rank(*, group: dist.ProcessGroup | None = None) -> int:
     """Returns the place of this rank among those on its machine, counted from 0; as `fogdist.rank`."""
     context = current(group)
-    return ranks_of_machines(context)[context.machine_of[context.rank]].index(context.rank)
+    return context.machines[context.machine_of[context.rank]].index(context.rank)
 
 
 def local_size(*, group: dist.ProcessGroup | None = None) -> int:
@@ -51,7 +52,7 @@ def machine_rank(*, group: dist.ProcessGroup | None = None) -> int:
 
 def machine_size(*, group: dist.ProcessGroup | None = None) -> int:
     """Returns the number of machines; argument and errors as of `machine_rank`."""
-    return number_of_machines(homogeneous(current(group)))
+    return len(homogeneous(current(group)).machines)
 
 
 def set_machine_topology(
@@ -82,8 +83,8 @@ def set_machine_topology(
         topology,
         is_weighted,
         context.machine_of[context.rank],
-        number_of_machines(context),
-        nodes="machines",
+        len(context.machines),
+        nodes=MACHINES,
     )
     check_same_everywhere(context.backend, "machine topology", seen.items())
     context.machine_topology = seen
@@ -146,14 +147,8 @@ def homogeneous(context: Context) -> Context:
     return context
 
 
-def number_of_machines(context: Context) -> int:
-    """Returns how many machines hold ranks of a group."""
-    return max(context.machine_of) + 1
-
-
-def ranks_of_machines(context: Context) -> list[list[int]]:
-    """Returns the ranks of each machine, ascending."""
-    ranks: list[list[int]] = [[] for _ in range(number_of_machines(context))]
-    for rank, machine in enumerate(context.machine_of):
-        ranks[machine].append(rank)
-    return ranks
+def machine_exchanges(context: Context) -> Exchanges:
+    """Returns the exchanges of this rank's machine: along the machine topology, if one is set."""
+    if context.machine_topology is not None:
+        return context.machine_topology.exchanges
+    return Exchanges(MACHINES, context.machine_of[context.rank], len(context.machines), [], [], None)

@@ -12,17 +12,18 @@ default, ranks compare on the host what they call before each exchange: docs/dev
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import SupportsIndex, overload
+from typing import TYPE_CHECKING, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.arguments import Tensors, dense, has_dimensions, key, only_result, plain
-from fogdist.averaging import Average
-from fogdist.collectives import wait
+from fogdist.arguments import Average, Tensors, dense, has_dimensions, key, only_result, plain
 from fogdist.context import current, handles
-from fogdist.exchange import gathering_exchange, gossip_exchange, reject_unknown_arguments, weighted_exchange
+from fogdist.exchange import Exchange, reject_unknown_arguments
 from fogdist.verification import verify
+
+if TYPE_CHECKING:
+    from fog_pg._C import ProcessGroupFog
 
 _RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
 # Names of the unnamed gossips of a pair. They come again, as the backend remembers each one.
@@ -99,13 +100,9 @@ def neighbor_allreduce(
             a weight that is not finite; ranks that disagree; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
-    reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
-    result: Tensor | list[Tensor] = wait(
-        _start(
-            tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True
-        )
-    )
-    return result
+    if removed:
+        reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
+    return _average(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
 
 
 def neighbor_allreduce_nonblocking(
@@ -161,12 +158,7 @@ def neighbor_allreduce_(
     Raises:
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
-    result: Tensor | list[Tensor] = wait(
-        _start(
-            tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, waits=True
-        )
-    )
-    return result
+    return _average(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
 
 
 def neighbor_allreduce_nonblocking_(
@@ -233,10 +225,9 @@ def pair_gossip(
             is not finite; a dtype that has no weighted sums; `name` is in flight already; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
-    result: Tensor | list[Tensor] = wait(
-        pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name, group=group)
-    )
-    return result
+    average, work, _ = _start_gossip(tensor, target_rank, self_weight, pair_weight, name, group)
+    work.wait()
+    return average.finish(work)
 
 
 def pair_gossip_nonblocking(
@@ -252,21 +243,10 @@ def pair_gossip_nonblocking(
 
     Of unnamed gossips with one rank 64 may be in flight: a further one first waits for the oldest of them.
     """
-    context = current(group)
-    average = Average(tensor, in_place=False)
-    peer, plan = gossip_exchange(context, target_rank, self_weight, pair_weight)
-    # A name of the pair's own: in the group's order of calls, ranks that do not gossip would count too.
-    pair = f"pair_gossip {min(context.rank, peer)} {max(context.rank, peer)}"
-    given = key(name)
-    unique = f"{pair}: {given}" if given else f"{pair} #{context.gossips.begun[peer] % _GOSSIP_NAMES}"
-    if not given and unique in context.gossips.handles:
-        handles().complete(context.gossips.handles[unique])
-    handle = average.start(
-        lambda tensors, output: context.backend.neighbor_allreduce(tensors, plan, output=output, name=unique)
-    )
-    if not given:
-        context.gossips.begun[peer] += 1
-        context.gossips.handles[unique] = handle
+    average, work, unnamed = _start_gossip(tensor, target_rank, self_weight, pair_weight, name, group)
+    handle = handles().add(work, average.finish, *average.sources)
+    if unnamed:
+        current(group).gossips.handles[unnamed] = handle
     return handle
 
 
@@ -296,17 +276,9 @@ def neighbor_allgather(
             are out of range, given twice or this rank itself; ranks that disagree; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
-    result: Tensor = wait(
-        neighbor_allgather_nonblocking(
-            tensor,
-            src_ranks=src_ranks,
-            dst_ranks=dst_ranks,
-            enable_topo_check=enable_topo_check,
-            name=name,
-            group=group,
-        )
-    )
-    return result
+    work, _ = _gather(tensor, src_ranks, dst_ranks, enable_topo_check, name, group)
+    work.wait()
+    return only_result(work)
 
 
 def neighbor_allgather_nonblocking(
@@ -319,15 +291,29 @@ def neighbor_allgather_nonblocking(
     group: dist.ProcessGroup | None = None,
 ) -> int:
     """Starts `neighbor_allgather` and returns its handle; the check of a dynamic exchange is done at once."""
-    context = current(group)
-    source = has_dimensions(plain(dense(tensor)))
-    exchange = gathering_exchange(context, src_ranks, dst_ranks)
-    unique = key(name)
-    if enable_topo_check and exchange.is_dynamic:
-        verify(context, exchange, [source], unique)
-    confirm = True if enable_topo_check and not exchange.is_dynamic else None
-    work = context.backend.neighbor_allgather(source, exchange.plan, name=unique, confirm=confirm)
+    work, source = _gather(tensor, src_ranks, dst_ranks, enable_topo_check, name, group)
     return handles().add(work, only_result, source)
+
+
+def _average(
+    tensors: Tensors,
+    in_place: bool,
+    self_weight: float | None,
+    src_weights: Mapping[int, float] | None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor | list[Tensor]:
+    """Exchanges, and waits for it: without a handle, as nobody can ask for this operation meanwhile."""
+    backend, average, exchange, unique = _prepare(
+        tensors, in_place, self_weight, src_weights, dst_weights, enable_topo_check, name, group
+    )
+    return average.results(
+        backend.neighbor_allreduce_blocking(
+            average.given, exchange.plan, output=average.output, name=unique, confirm=exchange.confirm
+        )
+    )
 
 
 def _start(
@@ -339,17 +325,77 @@ def _start(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
-    waits: bool = False,
 ) -> int:
+    backend, average, exchange, unique = _prepare(
+        tensors, in_place, self_weight, src_weights, dst_weights, enable_topo_check, name, group
+    )
+    work = backend.neighbor_allreduce(
+        average.given, exchange.plan, output=average.output, name=unique, confirm=exchange.confirm
+    )
+    return handles().add(work, average.finish, *average.sources)
+
+
+def _prepare(
+    tensors: Tensors,
+    in_place: bool,
+    self_weight: float | None,
+    src_weights: Mapping[int, float] | None,
+    dst_weights: Iterable[int] | Mapping[int, float] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[ProcessGroupFog, Average, Exchange, str]:
+    """Returns what an average needs, all of it checked: by the ranks together, if that is asked for."""
     context = current(group)
     average = Average(tensors, in_place)
-    exchange = weighted_exchange(context, self_weight, src_weights, dst_weights)
+    exchange = context.topology.exchanges.weighted(self_weight, src_weights, dst_weights, enable_topo_check)
     unique = key(name)
-    if enable_topo_check and exchange.is_dynamic:
+    if exchange.is_verified:
         verify(context, exchange, average.sources, unique)
-    confirm = True if enable_topo_check and not exchange.is_dynamic else None
-    return average.start(
-        lambda tensors, output: context.backend.neighbor_allreduce(
-            tensors, exchange.plan, output=output, name=unique, confirm=confirm, waits=waits
-        )
+    return context.backend, average, exchange, unique
+
+
+def _start_gossip(
+    tensors: Tensors,
+    target_rank: int,
+    self_weight: float | None,
+    pair_weight: float | None,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[Average, dist.Work, str]:
+    """Returns the operation in flight with its tensors, and how it is called if the user gave no name, else ""."""
+    context = current(group)
+    average = Average(tensors, in_place=False)
+    exchange = context.topology.exchanges.gossip(target_rank, self_weight, pair_weight)
+    ((peer, _),) = exchange.sources
+    # A name of the pair's own: in the group's order of calls, ranks that do not gossip would count too.
+    pair = f"pair_gossip {min(context.rank, peer)} {max(context.rank, peer)}"
+    given = key(name)
+    unnamed = "" if given else f"{pair} #{context.gossips.begun[peer] % _GOSSIP_NAMES}"
+    if unnamed in context.gossips.handles:
+        handles().complete(context.gossips.handles[unnamed])
+    work = context.backend.neighbor_allreduce(
+        average.given, exchange.plan, name=unnamed or f"{pair}: {given}"
     )
+    if unnamed:
+        context.gossips.begun[peer] += 1
+    return average, work, unnamed
+
+
+def _gather(
+    tensor: Tensor,
+    src_ranks: Iterable[SupportsIndex] | None,
+    dst_ranks: Iterable[SupportsIndex] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+) -> tuple[dist.Work, Tensor]:
+    """Returns the operation in flight, and the tensor that it reads."""
+    context = current(group)
+    source = has_dimensions(plain(dense(tensor)))
+    exchange = context.topology.exchanges.gathering(src_ranks, dst_ranks, enable_topo_check)
+    unique = key(name)
+    if exchange.is_verified:
+        verify(context, exchange, [source], unique)
+    work = context.backend.neighbor_allgather(source, exchange.plan, name=unique, confirm=exchange.confirm)
+    return work, source

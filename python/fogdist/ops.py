@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.arguments import WEIGHTED_DTYPES, only_result, weighted
+from fogdist.arguments import WEIGHTED_DTYPES, weighted
 from fogdist.context import Context, current
-from fogdist.exchange import check_weight
+from fogdist.exchange import RANKS, Exchange, Peers, check_weight
 from fogdist.topology import check_neighbor_ranks
 
 if TYPE_CHECKING:
@@ -50,35 +50,33 @@ def _neighbor_allreduce(
     dst_weights: list[float],
     group_name: str = "",
 ) -> Tensor:
-    from fog_pg._C import NeighborPlan
-
     context = _context(group_name)
     own = check_weight(self_weight, "self_weight")
     sources = _peers(context, src_ranks, src_weights, "src")
     destinations = _peers(context, dst_ranks, dst_weights, "dst")
-    return _exchange(context, tensor, NeighborPlan(context.rank, context.size, own, sources, destinations))
+    exchange = Exchange(RANKS, context.rank, context.size, own, sources, destinations)
+    return _exchange(context, tensor, exchange.plan)
 
 
 def _along_topology(tensor: Tensor, group_name: str = "") -> Tensor:
     context = _context(group_name)
-    return _exchange(context, tensor, context.topology.plan)
+    return _exchange(context, tensor, context.topology.along.plan)
 
 
 def _against_topology(tensor: Tensor, group_name: str = "") -> Tensor:
-    from fog_pg._C import NeighborPlan
-
     context = _context(group_name)
-    plan = context.topology.plan
+    forward = context.topology.along
     # The mean's weight belongs to the receiver of forward, so it is what that one scales with here.
-    share = 1.0 / (len(plan.sources) + 1) if plan.mean else 1.0
-    reverse = NeighborPlan(
+    share = 1.0 / (len(forward.sources) + 1) if forward.mean else 1.0
+    reverse = Exchange(
+        RANKS,
         context.rank,
         context.size,
-        share * plan.self_weight,
-        plan.destinations,
-        [(source, share * weight) for source, weight in plan.sources],
+        share * forward.self_weight,
+        forward.destinations,
+        tuple((source, share * weight) for source, weight in forward.sources),
     )
-    return _exchange(context, tensor, reverse)
+    return _exchange(context, tensor, reverse.plan)
 
 
 def _context(group_name: str) -> Context:
@@ -93,18 +91,16 @@ def _context(group_name: str) -> Context:
     return current(group)
 
 
-def _peers(context: Context, ranks: list[int], weights: list[float], side: str) -> list[tuple[int, float]]:
+def _peers(context: Context, ranks: list[int], weights: list[float], side: str) -> Peers:
     if len(ranks) != len(weights):
         raise ValueError(f"{side}_weights must be as many as {side}_ranks, {len(ranks)}, got {len(weights)}")
     peers = check_neighbor_ranks(ranks, context.rank, context.size, f"{side}_ranks")
     checked = [check_weight(weight, f"{side}_weights[{place}]") for place, weight in enumerate(weights)]
-    return sorted(zip(peers, checked, strict=True))
+    return tuple(sorted(zip(peers, checked, strict=True)))
 
 
 def _exchange(context: Context, tensor: Tensor, plan: NeighborPlan) -> Tensor:
-    work = context.backend.neighbor_allreduce(weighted(tensor), plan)
-    work.wait()
-    return only_result(work)
+    return context.backend.neighbor_allreduce_blocking(weighted(tensor), plan)[0]
 
 
 def _fake(tensor: Tensor, *_: object) -> Tensor:

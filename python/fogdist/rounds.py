@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from fogdist.agreement import digest
 from fogdist.context import Context
+from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.topology import Peers, Topology, uniform_weights
 
@@ -64,7 +65,9 @@ class Rounds:
 
     def plan(self, t: int) -> NeighborPlan:
         """Returns this rank's weighted average in round t."""
-        return self.context.topology.plan if self.topology is None else self._kept(self.topology, t, False)
+        if self.topology is None:
+            return self.context.topology.along.plan
+        return self._kept(self.topology, t, False)
 
     def push_plan(self, t: int) -> NeighborPlan:
         """Returns this rank's sums of push-sum in round t.
@@ -102,9 +105,8 @@ class Rounds:
     def _made(
         self, own: float, sources: list[tuple[int, float]], destinations: list[tuple[int, float]]
     ) -> NeighborPlan:
-        from fog_pg._C import NeighborPlan
-
-        return NeighborPlan(self.context.rank, self.context.size, own, sources, destinations)
+        size = self.context.size
+        return Exchange(RANKS, self.context.rank, size, own, tuple(sources), tuple(destinations)).plan
 
 
 def as_topology(value: TopologyLike, argument: str) -> Topology | None:

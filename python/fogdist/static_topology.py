@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from fogdist.exchange import RANKS, Exchange, Exchanges, Nodes
 from fogdist.lazy import nx
 from fogdist.topology import GetRecvWeights, check_topology
 from fogdist.topology.validation import check_flags, edge_weight
-
-if TYPE_CHECKING:
-    from fog_pg._C import NeighborPlan
 
 
 @dataclass(frozen=True)
 class StaticTopology:
     """The topology that exchanges without weights of their own follow, seen from one node.
+
+    It keeps the exchanges that calls make of their arguments, so these go with it when another one is set.
 
     Attributes:
         graph: A private copy of what the user gave.
@@ -27,21 +26,23 @@ class StaticTopology:
             its in-neighbors.
         in_neighbors: Predecessors of this node without itself, in the graph's order.
         out_neighbors: Successors of this node without itself, in the graph's order.
-        plan: The exchange with all of them.
+        along: The exchange with all of them.
+        exchanges: This node's exchanges, with all of them or as calls ask for.
     """
 
     graph: nx.DiGraph
     is_weighted: bool
     in_neighbors: list[int]
     out_neighbors: list[int]
-    plan: NeighborPlan
+    along: Exchange
+    exchanges: Exchanges
 
     @property
     def mean_weights(self) -> tuple[float, dict[int, float]]:
         """This node's weight in its average, and those of its in-neighbors, ascending by node."""
-        sources = sorted(self.plan.sources)
-        if not self.plan.mean:
-            return self.plan.self_weight, dict(sources)
+        sources = sorted(self.along.sources)
+        if not self.along.mean:
+            return self.along.self_weight, dict(sources)
         share = 1.0 / (len(sources) + 1)
         return share, {source: share for source, _ in sources}
 
@@ -60,7 +61,7 @@ def see_topology(
     size: int,
     *,
     argument: str = "topology",
-    nodes: str = "ranks",
+    nodes: Nodes = RANKS,
 ) -> StaticTopology:
     """Returns a topology as one of its nodes sees it.
 
@@ -71,34 +72,37 @@ def see_topology(
         node: The node that looks.
         size: Number of nodes that there should be.
         argument: Name of the caller's argument, for messages.
-        nodes: What the nodes are, for messages.
+        nodes: What the nodes are.
 
     Raises:
         TypeError: Not a networkx.DiGraph, not `size` nodes, a weight is not a real number, or `is_weighted`
             not a bool.
         TopologyError: The nodes are not 0 ... size-1, or a weight is not finite.
     """
-    # Not at the top: a program may import fogdist only for its topologies, and this loads the extension.
-    from fog_pg._C import NeighborPlan
-
     check_flags(is_weighted=is_weighted)
     if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
         raise TypeError(
-            f"{argument} must have as many nodes as {nodes}, {size}, got {graph.number_of_nodes()}"
+            f"{argument} must have as many nodes as {nodes.node}s, {size}, got {graph.number_of_nodes()}"
         )
     check_topology(graph, argument)
     in_neighbors = [source for source in graph.predecessors(node) if source != node]
     out_neighbors = [destination for destination in graph.successors(node) if destination != node]
-    destinations = [(destination, 1.0) for destination in sorted(out_neighbors)]
+    self_weight, sources = 1.0, dict.fromkeys(sorted(in_neighbors), 1.0)
     if is_weighted:
         for i, j in graph.edges:
             edge_weight(graph, i, j)
-        self_weight, source_weights = GetRecvWeights(graph, node)
-        plan = NeighborPlan(node, size, self_weight, list(source_weights.items()), destinations)
-    else:
-        sources = [(source, 1.0) for source in sorted(in_neighbors)]
-        plan = NeighborPlan(node, size, 1.0, sources, destinations, mean=True)
-    return StaticTopology(graph.copy(), is_weighted, in_neighbors, out_neighbors, plan)
+        self_weight, sources = GetRecvWeights(graph, node)
+    along = Exchange(
+        nodes,
+        node,
+        size,
+        self_weight,
+        tuple(sources.items()),
+        tuple((destination, 1.0) for destination in sorted(out_neighbors)),
+        mean=not is_weighted,
+    )
+    exchanges = Exchanges(nodes, node, size, in_neighbors, out_neighbors, along)
+    return StaticTopology(graph.copy(), is_weighted, in_neighbors, out_neighbors, along, exchanges)
 
 
 def _weighing(weight: object) -> str:

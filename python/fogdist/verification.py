@@ -13,11 +13,10 @@ from torch import Tensor
 
 from fogdist.agreement import digest, gather_numbers, gather_texts
 from fogdist.context import Context
-from fogdist.exchange import Exchange
-from fogdist.machines import ranks_of_machines
+from fogdist.exchange import GATHERING_RANKS, MACHINES, RANKS, Exchange
 
 # Places in this tuple stand for operations on the wire.
-_OPERATIONS = ("neighbor_allreduce", "neighbor_allgather", "hierarchical_neighbor_allreduce")
+_OPERATIONS = (RANKS.operation, GATHERING_RANKS.operation, MACHINES.operation)
 _SEPARATOR = "\n"
 
 
@@ -52,10 +51,9 @@ def verify(context: Context, exchange: Exchange, tensors: Sequence[Tensor], name
     problems = list(_different_operations(requests))
     if not problems:
         leaders = requests
-        if exchange.node == "machine":
-            machines = ranks_of_machines(context)
-            problems += _divided_machines(machines, requests)
-            leaders = [requests[ranks[0]] for ranks in machines]
+        if exchange.nodes is MACHINES:
+            problems += _divided_machines(context.machines, requests)
+            leaders = [requests[ranks[0]] for ranks in context.machines]
         problems += _one_sided_edges(exchange, leaders)
         misfits = _misfits(context, exchange, requests)
         if misfits:
@@ -69,16 +67,15 @@ def verify(context: Context, exchange: Exchange, tensors: Sequence[Tensor], name
 
 
 def _written(exchange: Exchange, tensors: Sequence[Tensor]) -> list[int]:
-    plan = exchange.plan
     # neighbor_allgather concatenates on dimension 0, which may differ.
-    first = 1 if exchange.operation == "neighbor_allgather" else 0
+    first = 1 if exchange.nodes is GATHERING_RANKS else 0
     return [
-        _OPERATIONS.index(exchange.operation),
+        _OPERATIONS.index(exchange.nodes.operation),
         digest(str([(str(tensor.dtype), *tensor.shape[first:]) for tensor in tensors])),
-        digest(str((plan.self_weight, plan.sources, plan.destinations))),
-        len(plan.sources),
-        *(source for source, _ in plan.sources),
-        *(destination for destination, _ in plan.destinations),
+        exchange.digest,
+        len(exchange.sources),
+        *(source for source, _ in exchange.sources),
+        *(destination for destination, _ in exchange.destinations),
     ]
 
 
@@ -105,7 +102,7 @@ def _divided_machines(machines: list[list[int]], requests: list[_Request]) -> It
 
 
 def _one_sided_edges(exchange: Exchange, nodes: list[_Request]) -> Iterable[str]:
-    node, source, destination = exchange.node, exchange.source_argument, exchange.destination_argument
+    node, source, destination = exchange.nodes.node, exchange.nodes.sources, exchange.nodes.destinations
     for i, sender in enumerate(nodes):
         for j, receiver in enumerate(nodes):
             sends, receives = j in sender.destinations, i in receiver.sources
@@ -123,7 +120,7 @@ def _one_sided_edges(exchange: Exchange, nodes: list[_Request]) -> Iterable[str]
 
 def _misfits(context: Context, exchange: Exchange, requests: list[_Request]) -> list[tuple[int, int]]:
     """Pairs of sender and receiver whose tensors differ; of all ranks where machines exchange."""
-    if exchange.node == "machine":
+    if exchange.nodes is MACHINES:
         return [(0, r) for r in range(1, context.size) if requests[r].tensors != requests[0].tensors]
     return [
         (i, j)

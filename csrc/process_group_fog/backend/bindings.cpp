@@ -227,9 +227,9 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
-             Confirm confirm, Timeout timeout, bool waits) -> WorkPtr {
+             Confirm confirm, Timeout timeout) -> WorkPtr {
             return self.neighbor_allreduce(
-                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, waits));
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout));
           },
           py::arg("tensor"),
           py::arg("plan"),
@@ -238,7 +238,23 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
-          py::arg("waits") = false,
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "neighbor_allreduce_blocking",
+          [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
+             Confirm confirm, Timeout timeout) -> Tensors {
+            const auto work = self.neighbor_allreduce(
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, true));
+            work->wait();
+            return work->result();
+          },
+          py::arg("tensor"),
+          py::arg("plan"),
+          py::kw_only(),
+          py::arg("output") = py::none(),
+          py::arg("name") = "",
+          py::arg("confirm") = py::none(),
+          py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "hierarchical_neighbor_allreduce",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from fogdist.averaging import Average
+from fogdist.arguments import Average
 from fogdist.collectives import allreduce_nonblocking, allreduce_nonblocking_, wait
-from fogdist.context import current
+from fogdist.context import current, handles
 from fogdist.lazy import nx
 from fogdist.neighbor_collectives import (
     neighbor_allreduce_nonblocking,
@@ -189,13 +189,13 @@ def _exchange(tensors: Sequence[Tensor], weights: NeighborWeights, name: str, in
 
 def _planned_exchange(tensors: Sequence[Tensor], plan: NeighborPlan, name: str, in_place: bool) -> Finish:
     backend = current().backend
-    return _by_device(
-        tensors,
-        name,
-        lambda those, name: Average(those, in_place).start(
-            lambda sent, output: backend.neighbor_allreduce(sent, plan, output=output, name=name)
-        ),
-    )
+
+    def begin(those: list[Tensor], name: str) -> int:
+        average = Average(those, in_place)
+        work = backend.neighbor_allreduce(average.given, plan, output=average.output, name=name)
+        return handles().add(work, average.finish, *average.sources)
+
+    return _by_device(tensors, name, begin)
 
 
 def _by_device(tensors: Sequence[Tensor], name: str, begin: Callable[[list[Tensor], str], int]) -> Finish:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fogdist.arguments import dense, writable
 from fogdist.context import current, handles
-from fogdist.exchange import check_weight
+from fogdist.exchange import check_weight, weighted_peers
 from fogdist.topology import check_neighbor_ranks
 from fogdist.topology.validation import check_flags
 
@@ -531,10 +531,7 @@ class Window:
             )
         if not isinstance(weights, Mapping):
             return [(rank, 1.0) for rank in sorted(ranks)]
-        return sorted(
-            (rank, check_weight(weight, f"{argument}[{rank}]"))
-            for rank, weight in zip(ranks, weights.values(), strict=True)
-        )
+        return weighted_peers(ranks, weights, argument)
 
     @contextlib.contextmanager
     def _holding(self, ranks: Sequence[int], own: bool, timeout: timedelta | None) -> Iterator[None]:

@@ -1,0 +1,231 @@
+"""What the arguments of a call become: each exchange is made once, kept, and never out of date."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from fractions import Fraction
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+from fogdist import topology as topologies
+from fogdist.context import current
+from fogdist.context import handles as handles_in_flight
+from fogdist.exchange import KEPT_EXCHANGES, MACHINES, RANKS, Exchanges
+from fogdist.handles import HandleTable
+from reference import Checks
+
+
+def exchanges_of(nodes: Any = RANKS) -> Exchanges:
+    """Those of node 0 of 4, whose neighbors are all others."""
+    return Exchanges(nodes, 0, 4, [1, 2, 3], [1, 2, 3], None)
+
+
+@pytest.mark.parametrize("nodes", [RANKS, MACHINES])
+def test_the_same_arguments_give_the_same_exchange(nodes):
+    exchanges = exchanges_of(nodes)
+    first = exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, {3: 1.0}, True)
+    assert (first.self_weight, first.sources, first.destinations) == (
+        0.5,
+        ((1, 0.25), (2, 0.25)),
+        ((3, 1.0),),
+    )
+    assert exchanges.weighted(0.5, {2: 0.25, 1: 0.25}, {3: 1}, True) is first
+    assert len(exchanges) == 1
+    unchecked = exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, {3: 1.0}, False)
+    assert (first.check, unchecked.check) == (True, False)
+    # What differs in Python only is one plan of the backend.
+    assert first.plan is unchecked.plan is exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, [3], True).plan
+    assert exchanges.weighted(0.5, {1: 0.5}, {3: 1.0}, True).plan is not first.plan
+
+
+def test_the_same_ranks_give_the_same_gather():
+    exchanges = exchanges_of()
+    first = exchanges.gathering([3, 1], [2], True)
+    assert exchanges.gathering([3, 1], [2], True) is first
+    assert (
+        exchanges.gathering([1, 3], [2], True).sources != first.sources
+    )  # theirs is the order of the result
+    assert exchanges.gathering(None, None, True) is exchanges.gathering(None, None, True)
+
+
+def test_a_dict_that_changes_is_another_exchange():
+    exchanges = exchanges_of()
+    sources, destinations, receivers = {1: 0.5}, {2: 1.0}, [2]
+    first = exchanges.weighted(0.5, sources, destinations, True)
+    listed = exchanges.weighted(0.5, sources, receivers, True)
+    sources[1], destinations[3] = 0.25, 1.0
+    receivers.append(3)
+    changed = exchanges.weighted(0.5, sources, destinations, True)
+    assert (
+        (first.sources, first.destinations)
+        == (((1, 0.5),), ((2, 1.0),))
+        == (listed.sources, listed.destinations)
+    )
+    assert (changed.sources, changed.destinations) == (((1, 0.25),), ((2, 1.0), (3, 1.0)))
+    assert exchanges.weighted(0.5, sources, receivers, True).destinations == changed.destinations
+    assert exchanges.weighted(0.5, {1: 0.5}, {2: 1.0}, True) is first
+
+
+def test_a_bounded_number_is_kept():
+    exchanges = exchanges_of()
+    for step in range(2 * KEPT_EXCHANGES + 10):
+        exchange = exchanges.weighted(float(step), {1: 0.5}, [], True)
+        assert exchange.self_weight == step
+        assert 0 < len(exchanges) <= KEPT_EXCHANGES
+    assert exchanges.weighted(float(step), {1: 0.5}, [], True) is exchange
+
+
+def test_what_is_equal_to_a_weight_or_rank_is_none_for_that():
+    """A kept exchange hides no error of arguments that compare equal to its own."""
+    exchanges = exchanges_of()
+    exchanges.weighted(1.0, {1: 1.0}, {1: 1.0}, True)
+    exchanges.weighted(1.0, {}, {}, True)
+    exchanges.gathering([1], [1], True)
+    wrong: list[tuple[tuple[Any, ...], str]] = [
+        ((True, {1: 1.0}, {1: 1.0}), "self_weight must be a real number, got True of type bool"),
+        ((1.0, {1: True}, {1: 1.0}), r"src_weights\[1\] must be a real number, got True"),
+        ((1.0, {1: 1.0}, {1: True}), r"dst_weights\[1\] must be a real number, got True"),
+        ((1.0, {True: 1.0}, {1: 1.0}), r"src_weights\[0\] must be an integer, got True of type bool"),
+        ((1.0, {1: 1.0}, {1.0: 1.0}), r"dst_weights\[0\] must be an integer, got 1.0"),
+        ((1.0, [], {}), "src_weights must be a dict of ranks to weights, got list"),
+        ((1.0, {1: 1.0}, [True]), r"dst_weights\[0\] must be an integer, got True"),
+        ((1.0, {1: float("nan")}, {}), r"src_weights\[1\] must be finite as a float, got nan"),
+    ]
+    for arguments, message in wrong:
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError), match=message):
+                exchanges.weighted(*arguments, True)
+    with pytest.raises(TypeError, match=r"src_ranks\[0\] must be an integer, got True"):
+        exchanges.gathering([True], [1], True)
+
+
+def test_numbers_of_other_types_are_weights_and_ranks_too():
+    exchanges = exchanges_of()
+    plain = exchanges.weighted(0.5, {1: 0.5}, {2: 1.0}, True)
+    for arguments in [
+        (np.float32(0.5), {np.int64(1): Fraction(1, 2)}, {2: np.float64(1)}),
+        (0.5, OrderedDict({1: 0.5}), {2}),
+        (0.5, {1: 0.5}, iter([2])),
+        (0.5, {1: 0.5}, np.array([2])),
+    ]:
+        assert exchanges.weighted(*arguments, True) == plain
+    assert len(exchanges) == 1
+
+
+def test_zeros_of_both_signs_are_one_weight():
+    """Ranks of a machine compare their weights bit by bit, and must not differ in which they asked for first."""
+    for order in [(0.0, -0.0), (-0.0, 0.0)]:
+        exchanges = exchanges_of()
+        first, second = (exchanges.weighted(zero, {1: zero}, {2: zero}, True) for zero in order)
+        assert str(first.sources + first.destinations) == "((1, 0.0), (2, 0.0))"
+        assert (first.digest, first.plan) == (second.digest, second.plan)
+
+
+# --- in a group ---------------------------------------------------------------------------------------------
+
+
+def topologies_in_turn() -> None:
+    """A plan of one topology is never used in another: the same call means other peers there."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    x = torch.tensor([float(rank)], dtype=torch.float64)
+    everyone = torch.tensor([sum(range(size)) / size], dtype=torch.float64)
+    before = (rank - 1) % size
+    ring = topologies.RingGraph(size, connect_style=1)
+    with Checks() as checks:
+        for step in range(3):
+            fogdist.set_topology(topologies.FullyConnectedGraph(size))
+            full = current().topology.exchanges
+            for _ in range(2):
+                checks.close(f"{step} mean of all", fogdist.neighbor_allreduce(x), everyone)
+                mixed = fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={before: 1.0})
+                checks.equal(f"{step} one of all", mixed.item(), float(before))
+                checks.equal(f"{step} gather of all", fogdist.neighbor_allgather(x).numel(), size - 1)
+            fogdist.set_topology(ring)
+            checks.true(f"{step} begins anew", len(current().topology.exchanges) == 0)
+            checks.true(f"{step} others", current().topology.exchanges is not full)
+            (source,) = fogdist.in_neighbor_ranks()
+            for _ in range(2):
+                checks.equal(f"{step} mean", fogdist.neighbor_allreduce(x).item(), (rank + source) / 2)
+                mixed = fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={source: 1.0})
+                checks.equal(f"{step} the only one", mixed.item(), float(source))
+                checks.equal(f"{step} gather", fogdist.neighbor_allgather(x).item(), float(source))
+            stranger = next(r for r in range(size) if r not in (rank, source))
+            with pytest.raises(ValueError, match=rf"src_weights must name in-neighbors of rank {rank} only"):
+                fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={stranger: 1.0})
+
+
+def test_another_topology_has_other_exchanges(worlds):
+    worlds(3).run(topologies_in_turn)
+
+
+def weights_that_change() -> None:
+    """One dict, changed between calls: each call sees what is in it."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    x = torch.tensor([float(rank + 1)], dtype=torch.float64)
+    before, after = (rank - 1) % size, (rank + 1) % size
+    sources, destinations = {before: 0.0}, {after: 1.0}
+    with Checks() as checks:
+        for step in range(1, 4):
+            sources[before] = float(step)
+            for check in (True, False):
+                output = fogdist.neighbor_allreduce(
+                    x,
+                    self_weight=0.0,
+                    src_weights=sources,
+                    dst_weights=destinations,
+                    enable_topo_check=check,
+                )
+                checks.equal(f"{step} {check}", output.item(), step * (before + 1.0))
+
+
+def test_weights_that_change_between_calls(worlds):
+    worlds(2).run(weights_that_change)
+
+
+def blocking_calls() -> None:
+    fogdist.init(topologies.FullyConnectedGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    x = torch.tensor([float(rank)])
+    other = (rank + 1) % size
+    dynamic = {"self_weight": 0.5, "src_weights": {other: 0.5}, "dst_weights": [other]}
+    in_flight = handles_in_flight()
+    kept = fogdist.allreduce_nonblocking(x)
+    added: list[int] = []
+    add = HandleTable.add
+
+    def counted(self: HandleTable, *arguments: Any) -> int:
+        added.append(add(self, *arguments))
+        return added[-1]
+
+    HandleTable.add = counted  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            fogdist.neighbor_allreduce(x)
+            fogdist.neighbor_allreduce([x, x.double()])
+            fogdist.neighbor_allreduce_(x.clone())
+            fogdist.neighbor_allreduce(x, **dynamic)
+            fogdist.neighbor_allreduce(x, **dynamic, enable_topo_check=False, name="named")
+            fogdist.neighbor_allgather(x)
+            fogdist.pair_gossip(x, other)
+            fogdist.hierarchical_neighbor_allreduce(
+                x, self_weight=1.0, src_machine_weights={}, dst_machine_weights={}
+            )
+            torch.ops.fog.neighbor_allreduce_along_topology(x)
+        assert added == []
+        assert in_flight.knows(kept)
+        handle = fogdist.neighbor_allreduce_nonblocking(x)
+        assert added == [handle] and in_flight.knows(handle)
+        fogdist.wait(handle)
+        assert not in_flight.knows(handle)
+    finally:
+        HandleTable.add = add  # type: ignore[method-assign]
+    assert fogdist.wait(kept).item() == (size - 1) / 2
+
+
+def test_a_blocking_call_makes_no_handle(worlds):
+    worlds(2).run(blocking_calls)
