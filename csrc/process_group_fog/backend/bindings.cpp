@@ -11,7 +11,7 @@
 #include "windows/host_window.hpp"
 #include "windows/window_service.hpp"
 #include "job/mpi_api.hpp"
-#include "engine/engine.hpp"
+#include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
 #include "job/mpi_runtime.hpp"
@@ -154,8 +154,8 @@ std::string mpi_version() {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
   fog::set_protocol(fog::protocol());
-  fog::Engine::instance().serve(std::make_unique<fog::WindowService>(fog::Engine::instance()));
-  fog::Engine::instance().set_interrupt_check(check_interrupt);
+  fog::process_engine().serve(std::make_unique<fog::WindowService>(fog::process_engine()));
+  fog::process_engine().set_interrupt_check(check_interrupt);
   fog::set_python_lock(without_gil);
   fog::set_delegate_support({copy_options});
 
@@ -540,12 +540,12 @@ PYBIND11_MODULE(_C, module) {
       py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
   module.def("bookkeeping", [] {
-    const auto sizes = fog::Engine::instance().bookkeeping();
+    const auto sizes = fog::process_engine().bookkeeping();
     return std::map<std::string, size_t>{
         {"names", sizes.names},
         {"closed_groups", sizes.closed_groups},
         {"early_bytes", sizes.early_bytes},
         {"buried_windows", fog::HostWindow::buried()}};
   }, py::call_guard<py::gil_scoped_release>());
-  module.def("shutdown", [] { fog::Engine::instance().shutdown(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("shutdown", [] { fog::leave_job(); }, py::call_guard<py::gil_scoped_release>());
 }

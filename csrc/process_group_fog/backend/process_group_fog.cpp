@@ -11,7 +11,7 @@
 #include "backend/c10d_window.hpp"
 #include "device/device_window.hpp"
 #include "windows/host_window.hpp"
-#include "engine/engine.hpp"
+#include "engine/process_engine.hpp"
 
 namespace fog {
 
@@ -53,11 +53,11 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
   c10d::Backend::setGroupUid(options_->group_name);
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
-  group_ = Engine::instance().connect(store, rank, size, options_->timeout, name);
+  group_ = connect(store, rank, size, options_->timeout, name);
 }
 
 ProcessGroupFog::~ProcessGroupFog() {
-  Engine::instance().close(group_);
+  group_->engine.close(group_);
 }
 
 c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
@@ -211,14 +211,14 @@ void ProcessGroupFog::shutdown() {
   for (const auto& delegate : delegates_.close()) {
     delegate->shutdown();
   }
-  Engine::instance().close(group_);
+  group_->engine.close(group_);
 }
 
 void ProcessGroupFog::abort() {
   for (const auto& delegate : delegates_.close()) {
     delegate->abort();
   }
-  Engine::instance().abort(group_, c10::str("rank ", rank_, " aborted group '", group_->name, "'"));
+  group_->engine.abort(group_, c10::str("rank ", rank_, " aborted group '", group_->name, "'"));
 }
 
 c10d::ErrorType ProcessGroupFog::getError() {
@@ -227,11 +227,11 @@ c10d::ErrorType ProcessGroupFog::getError() {
       return error;
     }
   }
-  return Engine::instance().failure(group_).type;
+  return group_->engine.failure(group_).type;
 }
 
 uint64_t ProcessGroupFog::getSequenceNumberForGroup() {
-  return Engine::instance().sequence(group_);
+  return group_->engine.sequence(group_);
 }
 
 std::shared_ptr<Window> ProcessGroupFog::create_window(
@@ -305,7 +305,7 @@ ProcessGroupFog::CallOptions ProcessGroupFog::call_options(std::chrono::millisec
 }
 
 WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, const Call& call, const CallOptions& options) {
-  auto& engine = Engine::instance();
+  auto& engine = group_->engine;
   auto work = c10::make_intrusive<WorkFog>(engine, rank_, call.type, call.title, call.inputs, call.outputs);
   for (const auto& tensor : call.inputs) {
     operation->keep(tensor);
@@ -338,7 +338,7 @@ WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::
   for (auto& work : works) {
     parts.push_back(c10::static_intrusive_pointer_cast<WorkFog>(work));
   }
-  return WorkFog::when_all(Engine::instance(), rank_, type, std::move(parts), std::move(outputs));
+  return WorkFog::when_all(group_->engine, rank_, type, std::move(parts), std::move(outputs));
 }
 
 void ProcessGroupFog::startCoalescing() {

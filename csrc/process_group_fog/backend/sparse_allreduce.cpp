@@ -82,7 +82,7 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   auto gathered = when_all(OpType::_ALLREDUCE_SPARSE, {gather(indices), gather(values)});
   coalescing_ = coalescing;
 
-  auto& engine = Engine::instance();
+  auto& engine = group_->engine;
   auto work = c10::make_intrusive<WorkFog>(engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
   work->set_sequence(gathered->getSequencenumber());
   work->set_abort([gathered] { gathered->abort(); });

@@ -181,7 +181,7 @@ const char* StagedWindow::transport_to(int neighbor) const {
 }
 
 void StagedWindow::check(const char* op) const {
-  Engine::instance().check_not_forked();
+  group_->engine.check_not_forked();
   host_->check_open(op);
   TORCH_CHECK(!is_capturing(storage_.device()), "fog: ", describe(op), " cannot be captured into a graph");
 }
@@ -189,7 +189,7 @@ void StagedWindow::check(const char* op) const {
 WorkPtr StagedWindow::submit(Operation operation, const char* title) {
   check(operation.name);
   operation.work = c10::make_intrusive<WorkFog>(
-      Engine::instance(), group_->rank, c10d::OpType::UNKNOWN, title,
+      group_->engine, group_->rank, c10d::OpType::UNKNOWN, title,
       operation.tensor.defined() ? std::vector<at::Tensor>{operation.tensor} : std::vector<at::Tensor>(), std::vector<at::Tensor>());
   const auto work = operation.work;
   work->set_describe([self = self(), name = operation.name] { return self->describe(name); }); // until it is complete
@@ -209,7 +209,7 @@ WorkPtr StagedWindow::submit(Operation operation, const char* title) {
   if (host_->holds_mutex()) { // which other threads would wait for
     while (running_) { // until what was called before has been started
       lock.unlock();
-      Engine::instance().check_interrupt();
+      group_->engine.check_interrupt();
       lock.lock();
       idle_.wait_for(lock, std::chrono::milliseconds(10), [this] { return !running_; });
     }
@@ -223,7 +223,7 @@ WorkPtr StagedWindow::submit(Operation operation, const char* title) {
   if (!running_) {
     running_ = true;
     lock.unlock();
-    Engine::instance().run_callbacks([self = self()] { self->run_queue(); });
+    group_->engine.run_callbacks([self = self()] { self->run_queue(); });
   }
   return work;
 }
@@ -287,7 +287,7 @@ void StagedWindow::end(const Operation& operation, std::exception_ptr error) {
     idle_.notify_all();
   }
   operation.work->complete(error);
-  Engine::instance().wake_waiters();
+  group_->engine.wake_waiters();
 }
 
 void StagedWindow::copy_to_device(const char* op, const at::Tensor& to, const at::Tensor& from, Deadline deadline) {
@@ -387,7 +387,7 @@ void StagedWindow::unlock(const std::vector<int>& ranks, bool own) {
 }
 
 void StagedWindow::free(Milliseconds timeout) {
-  auto& engine = Engine::instance();
+  auto& engine = group_->engine;
   engine.check_not_forked();
   const auto deadline = deadline_after(timeout);
   {
@@ -420,7 +420,7 @@ void StagedWindow::await(const char* op, const Event& event, Deadline deadline) 
     if (Clock::now() >= deadline) {
       fail(op, c10::str("timed out waiting for ", storage_.device(), " to do what it was given before"));
     }
-    Engine::instance().check_interrupt();
+    group_->engine.check_interrupt();
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::nanoseconds>(2 * pause, kLongest);
   }

@@ -1,26 +1,17 @@
 #include "engine/engine.hpp"
 
-#include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <new>
-#include <random>
-#include <sstream>
 #include <system_error>
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
 #include "core/deadline.hpp"
 #include "core/unowned_failure.hpp"
 #include "core/failure.hpp"
-#include "job/hosts.hpp"
-#include "job/network_interface.hpp"
-#include "transport/process_transport.hpp"
-#include "transport/shared_memory/arena.hpp"
 
 namespace fog {
 namespace {
@@ -28,29 +19,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
-// How long a group waits for the connections that show the end of processes on other hosts; they may be made later.
-constexpr auto kLifelineLimit = std::chrono::milliseconds(1000);
-
 constexpr const char* kNoMemory = "fog's engine lacks memory (std::bad_alloc)";
 
 int available_cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-Member parse_member(const std::string& text, std::string* job, std::string* inbox) {
-  std::istringstream lines(text);
-  Member member;
-  std::string number;
-  std::getline(lines, *job);
-  std::getline(lines, number);
-  member.peer_id = std::stoi(number);
-  std::getline(lines, number);
-  member.pid = std::stoi(number);
-  std::getline(lines, member.host_id);
-  std::getline(lines, member.host_name);
-  std::getline(lines, *inbox);
-  return member;
 }
 
 // Whether a message is of this operation, not of a later one with its name.
@@ -61,17 +34,14 @@ bool belongs_to(const Operation& operation, int source, const Header& header) {
 
 } // namespace
 
-Engine& Engine::instance() {
-  static auto* engine = new Engine();
-  return *engine;
-}
+Engine::Engine() : last_news_(Clock::now()), next_check_(Clock::now()) {}
 
-Engine::Engine() : last_news_(Clock::now()), next_check_(Clock::now()) {
-  // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
-  pthread_atfork(nullptr, nullptr, [] {
-    Engine::instance().forked_ = true;
-    Engine::instance().lifelines_.close_in_child();
-  });
+Engine::~Engine() = default;
+
+void Engine::use(std::unique_ptr<Transport> transport) {
+  const Lock lock(mutex_);
+  transport_ = std::move(transport);
+  linked_ = transport_.get();
 }
 
 void Engine::check_not_forked() const {
@@ -84,78 +54,24 @@ void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
   completions_.run(std::move(callbacks), refused);
 }
 
-std::shared_ptr<Group> Engine::connect(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
-  check_not_forked();
-  Lifelines::host_timeout(); // these throw where the environment is wrong
-  check_interface();
-  auto& runtime = Runtime::instance();
-  std::vector<Member> members;
-  std::vector<std::string> inboxes; // by member
-  uint64_t id = 0;
-  if (size == 1 && !runtime.started()) {
-    // Nobody to talk to: no MPI, no messages.
-    members.push_back({0, static_cast<int>(getpid()), 0, host_id(), host_name()});
-  } else {
-    Rendezvous rendezvous(store, rank, size, timeout);
-    runtime.start(rendezvous, timeout);
-    const auto host = runtime.host(rendezvous);
-    shared_memory::Arena::expect_ranks(runtime.local_ranks());
-    std::ostringstream mine;
-    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host << '\n' << host_name() << '\n';
-    {
-      const Lock lock(mutex_);
-      watchdog_.check();
-      if (!transport_) {
-        transport_.reset(new ProcessTransport(runtime, *this, watchdog_)); // the handler is a private base: make_unique cannot see it
-        linked_ = transport_.get();
-      }
-      start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
-      mine << transport_->address();
-    }
-    std::vector<std::string> host_ids;
-    int peer = 0;
-    for (const auto& text : rendezvous.allgather("member", mine.str())) {
-      std::string job;
-      inboxes.emplace_back();
-      members.push_back(parse_member(text, &job, &inboxes.back()));
-      host_ids.push_back(members.back().host_id);
-      TORCH_CHECK_WITH(
-          DistBackendError, job == runtime.job(), "fog: rank ", peer, " of group '", name,
-          "' belongs to another MPI world than this rank ", rank,
-          ": the first fog group of each process fixes its world, and this group spans two of them. Make a fog group of all ranks first.");
-      ++peer;
-    }
-    const auto hosts = number_hosts(host_ids);
-    for (int member = 0; member < size; ++member) {
-      members[member].host = hosts[member];
-    }
-    if (size == runtime.size() && std::any_of(hosts.begin(), hosts.end(), [](int host) { return host != 0; })) {
-      watch_other_hosts(rendezvous, members, rank, timeout);
-    }
-    id = std::stoull(rendezvous.from_rank_zero("group", [] {
-      std::random_device device;
-      return std::to_string((static_cast<uint64_t>(device()) << 32) | device());
-    }));
-    rendezvous.finish();
-  }
-  auto group = std::make_shared<Group>(*this, id, name, rank, std::move(members));
+std::shared_ptr<Group> Engine::add_group(
+    uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses) {
+  auto group = std::make_shared<Group>(*this, id, std::move(name), rank, std::move(members));
   Lock lock(mutex_);
   TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
   group->ready = &ready_;
-  if (size > 1) {
+  if (group->size() > 1) {
     group->transport = transport_.get();
     groups_.emplace(id, group);
     int local = 0;
-    for (int member = 0; member < size; ++member) {
+    for (int member = 0; member < group->size(); ++member) {
       const auto& peer = group->members[member];
       if (peer.host_id != group->members[rank].host_id) {
         continue;
       }
       ++local;
       if (member != rank) {
-        peers_.watch(peer.peer_id, peer.pid);
-        transport_->attach(peer.peer_id, inboxes[member]);
+        transport_->attach(peer.peer_id, peer.pid, addresses[member]);
       }
     }
     oversubscribed_ = oversubscribed_ || local > available_cores();
@@ -164,7 +80,7 @@ std::shared_ptr<Group> Engine::connect(
     for (const auto& message : early) {
       on_message(message.source, message.header, message.data.data());
     }
-    for (int member = 0; member < size; ++member) { // who ended while the group was made
+    for (int member = 0; member < group->size(); ++member) { // who ended while the group was made
       const int peer_id = group->members[member].peer_id;
       if (lost_.count(peer_id) > 0) {
         group->gone.emplace(member, kLost);
@@ -177,10 +93,10 @@ std::shared_ptr<Group> Engine::connect(
   return group;
 }
 
-void Engine::start_threads(std::chrono::milliseconds timeout) {
+void Engine::start_threads(std::chrono::milliseconds patience) {
   try {
     completions_.start();
-    watchdog_.start(timeout);
+    watchdog_.start(patience);
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { background(); });
     }
@@ -189,44 +105,16 @@ void Engine::start_threads(std::chrono::milliseconds timeout) {
   }
 }
 
-void Engine::watch_other_hosts(
-    Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
-  const auto addresses = addresses_towards(rendezvous.store_host());
-  std::string mine;
-  {
-    const Lock lock(mutex_);
-    mine = lifelines_.listen(addresses);
-  }
-  const auto& runtime = Runtime::instance();
-  std::vector<std::string> texts;
-  try {
-    texts = rendezvous.allgather("lifeline", mine);
-  } catch (...) {
-    const Lock lock(mutex_);
-    lifelines_.stop_listening();
-    throw;
-  }
-  std::map<int, std::string> others;
-  for (size_t member = 0; member < members.size(); ++member) {
-    if (members[member].host != members[rank].host) {
-      others.emplace(members[member].peer_id, texts[member]);
-    }
-  }
-  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout, kLifelineLimit);
+bool Engine::progress() {
   Lock lock(mutex_);
-  lifelines_.connect(runtime.rank(), runtime.size(), hash_more(kEmptyHash, runtime.job().data(), runtime.job().size()), others);
-  auto missing = lifelines_.missing();
-  while (!missing.empty() && Clock::now() < limit) {
-    lock.unlock();
-    lifelines_.wait(limit);
-    lock.lock();
-    check_peers(lock);
-    missing = lifelines_.missing();
-  }
-  if (!missing.empty()) {
-    LOG(INFO) << "fog: world rank " << runtime.rank() << ": no connection yet that would show the end of world ranks "
-              << c10::Join(", ", missing);
-  }
+  const bool progressed = drive(lock);
+  unlock_and_deliver(lock);
+  return progressed;
+}
+
+void Engine::look_for_ended_peers() {
+  Lock lock(mutex_);
+  check_peers(lock);
 }
 
 Engine::Lock Engine::lock_by(Deadline deadline) {

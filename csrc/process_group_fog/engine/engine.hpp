@@ -1,4 +1,5 @@
-// The progress engine: one in a process, shared by all its groups.
+// The progress engine: drives the operations of groups over a transport. A process has one for all its groups, see process_engine.hpp;
+// tests make hundreds over the in-process transport.
 //
 // Progress is cooperative. Whoever waits for a Work drives every operation in flight; a background thread does it only
 // while operations are in flight and nobody waits. Threads with nothing to do sleep until a message of this host rings
@@ -19,25 +20,28 @@
 #include "engine/completion_pool.hpp"
 #include "engine/work.hpp"
 #include "engine/group.hpp"
-#include "job/peer_monitor.hpp"
 #include "transport/transport.hpp"
 #include "engine/operation.hpp"
 #include "engine/service.hpp"
-#include "job/process_watch.hpp"
-#include "job/mpi_runtime.hpp"
 #include "job/mpi_watchdog.hpp"
 
 namespace fog {
 
-class Engine : public Driver, private MessageHandler {
+class Engine final : public Driver, public MessageHandler {
  public:
-  // Lives until the process ends, as MPI does.
-  static Engine& instance();
+  Engine();
+  ~Engine() override;
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
-  // Makes a group of the ranks that meet at `store`, and starts MPI in the first one. Blocks until every rank has come;
-  // throws DistBackendError naming those that do not within `timeout`.
-  std::shared_ptr<Group> connect(
-      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name);
+  // How its messages go. Given once, before the first group of several ranks.
+  void use(std::unique_ptr<Transport> transport);
+  // Starts the threads that drive and complete, unless they run; an engine without them is driven by those that wait, and by drive_once(). No
+  // call of MPI is to last longer than `patience`. Throws DistBackendError if the system refuses them.
+  void start_threads(std::chrono::milliseconds patience);
+  // A group of processes that have met. `addresses`: where members of this host are reached; none of other hosts'.
+  std::shared_ptr<Group> add_group(
+      uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
   // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the caller
@@ -122,8 +126,20 @@ class Engine : public Driver, private MessageHandler {
     }
   }
 
-  // Says goodbye to the other ranks and ends MPI; waits for theirs, but not long. For interpreter exit.
-  void shutdown();
+  // Says goodbye to all peers and waits for theirs, but not long; from then on nothing goes. Whether all was well. For interpreter exit.
+  bool shutdown();
+  // For what else is to hold when a call of MPI does not return.
+  Watchdog& watchdog() {
+    return watchdog_;
+  }
+  // This process is the fork of one that used the engine.
+  void set_forked() {
+    forked_ = true;
+  }
+  // One round of progress, for who drives engines without threads; true if anything moved.
+  bool progress();
+  // Looks for processes that have ended.
+  void look_for_ended_peers();
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -140,10 +156,9 @@ class Engine : public Driver, private MessageHandler {
     std::vector<int> ended; // world ranks
   };
 
-  Engine();
   void on_message(int source, const Header& header, const char* data) override;
   bool has_ended(int peer) override {
-    return lost_.count(peer) > 0 || lifelines_.has_ended(peer);
+    return lost_.count(peer) > 0;
   }
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // A disagreement fails the group.
@@ -163,10 +178,6 @@ class Engine : public Driver, private MessageHandler {
   bool step_service(Lock& lock);
   void check_peers(Lock& lock);
   void on_process_end(Lock& lock, int peer, bool silent);
-  // Throws DistBackendError if the system refuses them.
-  void start_threads(std::chrono::milliseconds timeout);
-  // Connects with processes of other hosts, to notice when they end. Collective over a group that is the world.
-  void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout);
   void check_deadlines();
   // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -190,13 +201,13 @@ class Engine : public Driver, private MessageHandler {
   // Takes what has to happen without the lock and does it after unlocking.
   void unlock_and_deliver(Lock& lock);
 
-  class Attendance;
+  class WaiterGuard;
   Doorbell& bell() {
     auto* transport = linked_.load();
     return transport != nullptr ? transport->bell() : early_bell_;
   }
   void watch_in_background();
-  void doze(std::chrono::nanoseconds limit);
+  void sleep_until_message(std::chrono::nanoseconds limit);
   // For a thread that waits until `done` is set: sleeps until that, or news, may have come, but not longer than `limit`.
   void sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit);
   void background();
@@ -210,7 +221,6 @@ class Engine : public Driver, private MessageHandler {
   std::atomic<Transport*> linked_{nullptr};
   Doorbell early_bell_ = {};
   std::unique_ptr<Service> service_;
-  PeerWatch peers_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   EarlyLoad early_load_;
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
@@ -239,14 +249,13 @@ class Engine : public Driver, private MessageHandler {
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
   std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
-  Lifelines lifelines_;
   // Processes of other hosts that have ended: what they sent before may come yet, until then.
-  struct LastWords {
+  struct DrainingPeer {
     int peer;
     bool silent;
     std::chrono::steady_clock::time_point end;
   };
-  std::vector<LastWords> last_words_;
+  std::vector<DrainingPeer> draining_;
 };
 
 } // namespace fog

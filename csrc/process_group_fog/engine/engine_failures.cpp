@@ -12,9 +12,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
-constexpr auto kLastWordsOfOthers = std::chrono::milliseconds(50);
-
 } // namespace
 
 void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text) {
@@ -136,17 +133,20 @@ void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const 
 }
 
 void Engine::check_peers(Lock& lock) {
-  for (const int peer : peers_.ended()) {
-    on_process_end(lock, peer, false);
-  }
   const auto now = Clock::now();
-  for (const auto& [peer, silent] : lifelines_.poll()) {
-    released_by_.insert(peer);
-    last_words_.push_back({peer, silent, now + (silent ? std::chrono::milliseconds(0) : kLastWordsOfOthers)});
+  if (transport_) {
+    for (const auto& [peer, silent, drain] : transport_->ended()) {
+      released_by_.insert(peer);
+      draining_.push_back({peer, silent, now + drain});
+    }
   }
-  while (!last_words_.empty() && last_words_.front().end <= now) {
-    const auto ended = last_words_.front();
-    last_words_.erase(last_words_.begin());
+  for (size_t i = 0; i < draining_.size();) {
+    const auto ended = draining_[i];
+    if (now < ended.end) {
+      ++i;
+      continue;
+    }
+    draining_.erase(draining_.begin() + static_cast<ptrdiff_t>(i));
     on_process_end(lock, ended.peer, ended.silent);
   }
 }

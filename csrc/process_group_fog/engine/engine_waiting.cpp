@@ -29,21 +29,21 @@ constexpr int kAskedOversubscribed = 5;
 constexpr int kYields = 500; // before the first sleep that no bell would end
 constexpr auto kNapWithBell = std::chrono::microseconds(100);
 constexpr auto kNap = std::chrono::microseconds(20);
-constexpr auto kLastWords = std::chrono::milliseconds(20);
+constexpr auto kAnswerTime = std::chrono::milliseconds(20);
 
 } // namespace
 
 // A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes. All of
 // `waiting_` and of the bell's `listening` is sequentially consistent: the background says that it does not listen, then looks
 // whether somebody waits; the last one that waited counts itself out, then says that the background listens.
-class Engine::Attendance {
+class Engine::WaiterGuard {
  public:
-  explicit Attendance(Engine& engine) : engine_(engine) {
+  explicit WaiterGuard(Engine& engine) : engine_(engine) {
     if (engine_.waiting_.fetch_add(1) == 0) {
       engine_.bell().stop_listening(Doorbell::kBackground);
     }
   }
-  ~Attendance() {
+  ~WaiterGuard() {
     if (engine_.waiting_.fetch_sub(1) == 1) {
       engine_.watch_in_background();
     }
@@ -68,7 +68,7 @@ void Engine::watch_in_background() {
 
 bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
   check_not_forked();
-  const Attendance attendance(*this);
+  const WaiterGuard guard(*this);
   Backoff backoff(oversubscribed_);
   auto next_interrupt_check = Clock::now() + kInterruptInterval;
   while (!done.load(std::memory_order_acquire)) {
@@ -151,7 +151,7 @@ void Engine::drive_once(const std::atomic<bool>& done) {
 }
 
 // Sleeps until a message comes, but not longer than `limit`.
-void Engine::doze(std::chrono::nanoseconds limit) {
+void Engine::sleep_until_message(std::chrono::nanoseconds limit) {
   const auto ticket = bell().listen(Doorbell::kWaiter);
   const auto* transport = linked_.load();
   if (transport == nullptr || !transport->news()) {
@@ -212,14 +212,14 @@ void Engine::background() {
   }
 }
 
-void Engine::shutdown() {
+bool Engine::shutdown() {
   if (forked_) {
-    return;
+    return false;
   }
   watchdog_.set_patience(kLeaveTimeout);
   Lock lock(mutex_);
   if (stopping_) {
-    return;
+    return false;
   }
   stopping_ = true;
   const auto groups = groups_;
@@ -242,17 +242,17 @@ void Engine::shutdown() {
     thread_.join();
   }
   completions_.stop();
-  auto& runtime = Runtime::instance();
-  if (!transport_ || !runtime.started()) {
-    return;
+  if (!transport_) {
+    return true;
   }
   lock.lock();
   Header goodbye;
   goodbye.kind = MessageKind::kGoodbye;
-  for (int rank = 0; rank < runtime.size(); ++rank) {
-    if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0) {
+  const auto peers = transport_->peers();
+  for (const PeerId peer : peers) {
+    if (lost_.count(peer) == 0 && departed_.count(peer) == 0) {
       try {
-        transport_->send(rank, goodbye);
+        transport_->send(peer, goodbye);
       } catch (const std::exception&) {
         unhealthy_ = true;
       }
@@ -261,12 +261,9 @@ void Engine::shutdown() {
   // MPI may call a message sent and still hold it in this process. So this waits until each peer has said that it has
   // taken the goodbye, or has ended; after a failure only for a moment.
   auto everyone_knows = [&] {
-    for (int rank = 0; rank < runtime.size(); ++rank) {
-      if (rank != runtime.rank() && lost_.count(rank) == 0 && departed_.count(rank) == 0 && released_by_.count(rank) == 0) {
-        return false;
-      }
-    }
-    return true;
+    return std::all_of(peers.begin(), peers.end(), [this](PeerId peer) {
+      return lost_.count(peer) > 0 || departed_.count(peer) > 0 || released_by_.count(peer) > 0;
+    });
   };
   const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kLeaveTimeout));
   Backoff backoff(true);
@@ -277,20 +274,20 @@ void Engine::shutdown() {
     unlock_and_deliver(lock);
     const auto pause = backoff.pause(false);
     if (pause.count() > 0) {
-      doze(pause);
+      sleep_until_message(pause);
     }
     lock.lock();
   }
-  for (const auto end = Clock::now() + kLastWords; Clock::now() < end;) { // for this rank's own answers
+  for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end;) { // for this rank's own answers
     drive(lock);
     unlock_and_deliver(lock);
-    doze(std::chrono::milliseconds(1));
+    sleep_until_message(std::chrono::milliseconds(1));
     lock.lock();
   }
   const bool healthy = !unhealthy_;
   lock.unlock();
   watchdog_.stop();
-  runtime.finalize(healthy);
+  return healthy;
 }
 
 } // namespace fog

@@ -133,9 +133,9 @@ int listener_at(const std::string& address) {
 
 } // namespace
 
-Lifelines::Lifelines() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
+PeerMonitor::PeerMonitor() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
 
-Lifelines::~Lifelines() {
+PeerMonitor::~PeerMonitor() {
   stop_listening();
   for (const auto& visitor : visitors_) {
     close(visitor.fd);
@@ -148,7 +148,7 @@ Lifelines::~Lifelines() {
   close(epoll_fd_);
 }
 
-int Lifelines::host_timeout() {
+int PeerMonitor::host_timeout() {
   const char* text = std::getenv(kTimeoutVariable);
   if (text == nullptr || *text == '\0') {
     return kHostTimeout;
@@ -161,7 +161,7 @@ int Lifelines::host_timeout() {
   return static_cast<int>(seconds);
 }
 
-std::string Lifelines::listen(const std::vector<std::string>& addresses) {
+std::string PeerMonitor::listen(const std::vector<std::string>& addresses) {
   if (lines_ && listener_ < 0) {
     return "";
   }
@@ -186,7 +186,7 @@ std::string Lifelines::listen(const std::vector<std::string>& addresses) {
   return text.str();
 }
 
-void Lifelines::connect(int rank, int size, uint64_t token, const std::map<int, std::string>& addresses) {
+void PeerMonitor::connect(int rank, int size, uint64_t token, const std::map<int, std::string>& addresses) {
   rank_ = rank;
   token_ = token;
   if (!lines_) {
@@ -223,7 +223,7 @@ void Lifelines::connect(int rank, int size, uint64_t token, const std::map<int, 
   end_making();
 }
 
-std::vector<int> Lifelines::missing() const {
+std::vector<int> PeerMonitor::missing() const {
   std::vector<int> peers;
   for (int peer = 0; peer < size_ && making_ > 0; ++peer) {
     if (in_making(lines_[peer].state)) {
@@ -233,13 +233,13 @@ std::vector<int> Lifelines::missing() const {
   return peers;
 }
 
-void Lifelines::wait(Clock::time_point limit) const {
+void PeerMonitor::wait(Clock::time_point limit) const {
   const auto most = std::min<Clock::duration>(limit - Clock::now(), kFirstPatience / 4); // there are limits of tries as well
   pollfd polled = {epoll_fd_, POLLIN, 0};
   ::poll(&polled, 1, std::max(0, static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most).count())));
 }
 
-std::vector<Lifelines::Ended> Lifelines::poll() {
+std::vector<PeerMonitor::Ended> PeerMonitor::poll() {
   if (!lines_) {
     return {};
   }
@@ -258,7 +258,7 @@ std::vector<Lifelines::Ended> Lifelines::poll() {
   return std::exchange(ended_, {});
 }
 
-bool Lifelines::has_ended(int peer) {
+bool PeerMonitor::has_ended(int peer) {
   if (!lines_) {
     return false;
   }
@@ -266,7 +266,7 @@ bool Lifelines::has_ended(int peer) {
   return lines_[peer].state == State::kEnded;
 }
 
-void Lifelines::close_in_child() {
+void PeerMonitor::close_in_child() {
   if (listener_ >= 0) {
     close(listener_);
   }
@@ -278,7 +278,7 @@ void Lifelines::close_in_child() {
   }
 }
 
-void Lifelines::look() {
+void PeerMonitor::look() {
   std::array<epoll_event, 16> events;
   int count = 0;
   do {
@@ -296,7 +296,7 @@ void Lifelines::look() {
   } while (count == static_cast<int>(events.size()));
 }
 
-void Lifelines::accept_all() {
+void PeerMonitor::accept_all() {
   for (;;) {
     const int fd = listener_ < 0 ? -1 : accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
@@ -311,7 +311,7 @@ void Lifelines::accept_all() {
   }
 }
 
-void Lifelines::on_visitor(int fd) {
+void PeerMonitor::on_visitor(int fd) {
   const auto visitor = std::find_if(visitors_.begin(), visitors_.end(), [fd](const Visitor& one) { return one.fd == fd; });
   if (visitor == visitors_.end()) { // closed by what came just before
     return;
@@ -338,7 +338,7 @@ void Lifelines::on_visitor(int fd) {
   }
 }
 
-void Lifelines::on_line(int peer) {
+void PeerMonitor::on_line(int peer) {
   auto& line = lines_[peer];
   switch (line.state) {
     case State::kConnecting: {
@@ -382,7 +382,7 @@ void Lifelines::on_line(int peer) {
 }
 
 // `refused`: the address that was tried is not the peer's, or cannot be reached.
-void Lifelines::try_next(int peer, bool refused) {
+void PeerMonitor::try_next(int peer, bool refused) {
   auto& line = lines_[peer];
   auto& addresses = line.addresses;
   if (line.fd >= 0) {
@@ -414,7 +414,7 @@ void Lifelines::try_next(int peer, bool refused) {
 }
 
 // The connection is the one.
-void Lifelines::adopt(int peer, int fd) {
+void PeerMonitor::adopt(int peer, int fd) {
   auto& line = lines_[peer];
   const bool was_in_making = in_making(line.state); // it may have been given up
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
@@ -429,7 +429,7 @@ void Lifelines::adopt(int peer, int fd) {
   }
 }
 
-void Lifelines::give_up(int peer) {
+void PeerMonitor::give_up(int peer) {
   auto& line = lines_[peer];
   if (line.fd >= 0) {
     drop(line.fd.exchange(-1));
@@ -439,14 +439,14 @@ void Lifelines::give_up(int peer) {
   end_making();
 }
 
-void Lifelines::end_making() {
+void PeerMonitor::end_making() {
   if (--making_ == 0) {
     stop_listening();
   }
 }
 
 // Visitors that were answered keep their connection until they close it.
-void Lifelines::stop_listening() {
+void PeerMonitor::stop_listening() {
   if (const int fd = listener_.exchange(-1); fd >= 0) {
     drop(fd);
   }
@@ -458,7 +458,7 @@ void Lifelines::stop_listening() {
   });
 }
 
-void Lifelines::watch(int fd, uint64_t key, uint32_t events) {
+void PeerMonitor::watch(int fd, uint64_t key, uint32_t events) {
   epoll_event event = {};
   event.events = events;
   event.data.u64 = key;
@@ -468,7 +468,7 @@ void Lifelines::watch(int fd, uint64_t key, uint32_t events) {
 }
 
 // Explicitly out of the set, too: a forked child may hold the same connection.
-void Lifelines::drop(int fd) {
+void PeerMonitor::drop(int fd) {
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
   close(fd);
 }

@@ -19,17 +19,17 @@ namespace fog {
 
 // One TCP connection with each of some processes of the world. They are a help, not a need: where one cannot be made, the
 // end of that process goes unnoticed. No method waits but wait(); all others need one lock.
-class Lifelines {
+class PeerMonitor {
  public:
   struct Ended {
     int peer;
     bool silent; // its host does not answer any more, rather than its system having said so
   };
 
-  Lifelines();
-  ~Lifelines();
-  Lifelines(const Lifelines&) = delete;
-  Lifelines& operator=(const Lifelines&) = delete;
+  PeerMonitor();
+  ~PeerMonitor();
+  PeerMonitor(const PeerMonitor&) = delete;
+  PeerMonitor& operator=(const PeerMonitor&) = delete;
 
   // After how many seconds without a sign of life a host counts as lost: FOG_HOST_TIMEOUT. Throws ValueError if that is no such number.
   static int host_timeout();

@@ -10,16 +10,16 @@
 
 namespace fog {
 
-PeerWatch::PeerWatch() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
+ProcessWatch::ProcessWatch() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
 
-PeerWatch::~PeerWatch() {
+ProcessWatch::~ProcessWatch() {
   for (const auto& [peer, fd] : pidfds_) {
     close(fd);
   }
   close(epoll_fd_);
 }
 
-void PeerWatch::watch(int peer, int pid) {
+void ProcessWatch::watch(int peer, int pid) {
   if (pidfds_.count(peer) > 0) {
     return;
   }
@@ -40,7 +40,7 @@ void PeerWatch::watch(int peer, int pid) {
   pidfds_.emplace(peer, fd);
 }
 
-std::vector<int> PeerWatch::ended() {
+std::vector<int> ProcessWatch::ended() {
   auto peers = std::exchange(ended_already_, {});
   if (pidfds_.empty()) {
     return peers;

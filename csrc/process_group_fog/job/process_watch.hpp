@@ -7,12 +7,12 @@
 namespace fog {
 
 // Every call needs the engine's lock.
-class PeerWatch {
+class ProcessWatch {
  public:
-  PeerWatch();
-  ~PeerWatch();
-  PeerWatch(const PeerWatch&) = delete;
-  PeerWatch& operator=(const PeerWatch&) = delete;
+  ProcessWatch();
+  ~ProcessWatch();
+  ProcessWatch(const ProcessWatch&) = delete;
+  ProcessWatch& operator=(const ProcessWatch&) = delete;
 
   // Watches process `pid` under the number `peer`. Where the kernel has no pidfd, nothing is noticed and time-outs decide.
   void watch(int peer, int pid);

@@ -8,6 +8,9 @@
 namespace fog {
 namespace {
 
+// What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
+constexpr auto kDrainTime = std::chrono::milliseconds(50);
+
 bool is_in_order(const Header& header) {
   // News of failures and ends wait for nothing.
   return header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
@@ -92,7 +95,33 @@ class ProcessTransport::Mapped final : public Incoming {
 };
 
 ProcessTransport::ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
-    : handler_(handler), links_(runtime.rank(), runtime.size()), streams_(links_), messages_(runtime, handler, watchdog) {}
+    : self_(runtime.rank()),
+      size_(runtime.size()),
+      handler_(handler),
+      links_(runtime.rank(), runtime.size()),
+      streams_(links_),
+      messages_(runtime, *this, watchdog) {}
+
+std::vector<PeerId> ProcessTransport::peers() const {
+  std::vector<PeerId> peers;
+  for (PeerId peer = 0; peer < size_; ++peer) {
+    if (peer != self_) {
+      peers.push_back(peer);
+    }
+  }
+  return peers;
+}
+
+std::vector<Transport::Ended> ProcessTransport::ended() {
+  std::vector<Ended> ended;
+  for (const PeerId peer : processes_.ended()) {
+    ended.push_back({peer, false, std::chrono::milliseconds(0)});
+  }
+  for (const auto& [peer, silent] : monitor_.poll()) {
+    ended.push_back({peer, silent, silent ? std::chrono::milliseconds(0) : kDrainTime});
+  }
+  return ended;
+}
 
 void ProcessTransport::hold_back(PeerId peer, bool hold) {
   if (hold) {

@@ -10,6 +10,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "job/peer_monitor.hpp"
+#include "job/process_watch.hpp"
 #include "transport/mpi/messages.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/shared_memory/streams.hpp"
@@ -17,16 +19,19 @@
 
 namespace fog {
 
-class ProcessTransport final : public Transport {
+class ProcessTransport final : public Transport, private MessageHandler {
  public:
   ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
 
   std::string address() const override {
     return links_.address();
   }
-  void attach(PeerId peer, const std::string& address) override {
+  void attach(PeerId peer, int pid, const std::string& address) override {
+    processes_.watch(peer, pid);
     links_.attach(peer, address);
   }
+  std::vector<PeerId> peers() const override;
+  std::vector<Ended> ended() override;
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
   }
@@ -56,6 +61,11 @@ class ProcessTransport final : public Transport {
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
 
+  // Notices the end of processes of other hosts.
+  PeerMonitor& monitor() {
+    return monitor_;
+  }
+
   Doorbell& bell() override {
     return links_.doorbell();
   }
@@ -84,7 +94,19 @@ class ProcessTransport final : public Transport {
   template <typename Which>
   void drop_mapped(Which&& which);
 
+  void on_message(PeerId source, const Header& header, const char* data) override {
+    handler_.on_message(source, header, data);
+  }
+  // MPI must not be asked to send anything to a process that has ended, see PeerMonitor.
+  bool has_ended(PeerId peer) override {
+    return handler_.has_ended(peer) || monitor_.has_ended(peer);
+  }
+
+  const PeerId self_;
+  const int size_;
   MessageHandler& handler_;
+  ProcessWatch processes_;
+  PeerMonitor monitor_;
   shared_memory::Links links_;
   shared_memory::Streams streams_;
   mpi::Messages messages_;

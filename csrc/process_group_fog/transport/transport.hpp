@@ -5,6 +5,7 @@
 // sees blocks, wherever they lie: "bytes a to b are readable here". Memory in flight is bounded by chunks, not by the size of tensors.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -98,7 +99,7 @@ class MessageHandler {
   virtual ~MessageHandler() = default;
   // `data` holds header.bytes bytes if they came with the header, else nullptr.
   virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
-  // Whether a process is known to have ended: nothing must be sent there, see PeerMonitor.
+  // Whether a process is known to have ended: nothing must be sent there.
   virtual bool has_ended(PeerId peer) = 0;
 };
 
@@ -113,10 +114,19 @@ class Transport {
   virtual ~Transport() = default;
 
   // --- peers ---
+  // All other processes of the job.
+  virtual std::vector<PeerId> peers() const = 0;
+  struct Ended {
+    PeerId peer;
+    bool silent; // its host does not answer, rather than its system having said so
+    std::chrono::milliseconds drain; // what it has sent before may come for so long
+  };
+  // Those of which it was seen since the last call.
+  virtual std::vector<Ended> ended() = 0;
   // What peers of this host need to attach() this process; empty where the system cannot share memory.
   virtual std::string address() const = 0;
-  // From now on messages to `peer`, which is on this host, go through shared memory, if that can be mapped.
-  virtual void attach(PeerId peer, const std::string& address) = 0;
+  // `peer` is process `pid` of this host: its end is noticed from now on, and messages go through shared memory, if that can be mapped.
+  virtual void attach(PeerId peer, int pid, const std::string& address) = 0;
   // Whether they do.
   virtual bool shares_memory(PeerId peer) const = 0;
   // A process that has ended takes nothing any more; one that has destroyed its group nothing of that.

@@ -1,0 +1,25 @@
+// The engine of this process: over MPI and shared memory, for all its groups.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "engine/engine.hpp"
+
+namespace fog {
+
+// Lives until the process ends, as MPI does.
+Engine& process_engine();
+
+// Makes a group of the ranks that meet at `store`, and starts MPI in the first one. Blocks until every rank has come; throws
+// DistBackendError naming those that do not within `timeout`.
+std::shared_ptr<Group> connect(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name);
+
+// Takes leave of the other ranks and ends MPI. For interpreter exit.
+void leave_job();
+
+} // namespace fog
