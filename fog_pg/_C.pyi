@@ -509,6 +509,40 @@ def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
         addresses: Bytes of addresses that a process may have.
     """
 
+class VirtualWorld:
+    """For tests: ranks of one process, each with an engine and a group of its own, which exchange messages through its memory.
+
+    They have no threads: operations that were started move when `progress` is called. Windows go by messages.
+
+    Args:
+        size: How many ranks.
+        ranks_per_host: Every so many consecutive ranks pretend to share a host.
+        timeout: Of operations.
+        confirm: Whether senders wait until receivers have accepted their messages, see `ProcessGroupFog.Options`.
+        seed: Of the delays.
+        most_delay: How many rounds a message may be late, so that those of different ranks overtake each other.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        ranks_per_host: int = 1,
+        timeout: timedelta = ...,
+        confirm: bool = False,
+        seed: int = 0,
+        most_delay: int = 0,
+    ) -> None: ...
+    @property
+    def groups(self) -> list[ProcessGroupFog]:
+        """The group of each rank."""
+
+    def progress(self) -> None:
+        """Drives all ranks until nothing moves and no message is on its way."""
+
+    def lose(self, rank: int) -> None:
+        """Ends a rank without a goodbye, as if its process had been killed; the others notice at once."""
+
 def emulate(*, page_bytes: int = 0, memory_bytes: int = 0, host_id: str = "", protocol: str = "") -> None:
     """For tests: lets this process take itself for one of another machine, or of another build. Before anything is shared.
 

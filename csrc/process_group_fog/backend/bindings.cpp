@@ -8,17 +8,16 @@
 #include <torch/version.h>
 
 #include "device/device_backends.hpp"
-#include "windows/host_window.hpp"
 #include "windows/window_service.hpp"
 #include "job/mpi_api.hpp"
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
+#include "backend/testing_bindings.hpp"
 #include "job/mpi_runtime.hpp"
 #include "core/neighbor_plan.hpp"
 #include "backend/process_group_fog.hpp"
 #include "core/python_lock.hpp"
-#include "transport/shared_memory/machine.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/window.hpp"
 
@@ -495,21 +494,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("dtype"));
   module.def("share", &fog::share, py::arg("tensor"));
   module.def("is_shared", &fog::is_shared, py::arg("tensor"));
-  module.def("protocol", &fog::protocol);
-  module.def(
-      "arena_bytes", &fog::shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
-  module.def(
-      "emulate",
-      [](size_t page_bytes, size_t memory_bytes, const std::string& host_id, const std::string& protocol) {
-        fog::shared_memory::emulate_machine({page_bytes, memory_bytes});
-        fog::emulate_host(host_id);
-        fog::set_protocol(protocol.empty() ? fog::protocol() : protocol);
-      },
-      py::kw_only(),
-      py::arg("page_bytes") = 0,
-      py::arg("memory_bytes") = 0,
-      py::arg("host_id") = "",
-      py::arg("protocol") = "");
+  fog::bind_testing(module);
   module.def(
       "set_delegate_factory",
       [](const std::string& device_type, std::optional<py::function> make) {
@@ -539,13 +524,5 @@ PYBIND11_MODULE(_C, module) {
       py::arg("text"),
       py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());
-  module.def("bookkeeping", [] {
-    const auto sizes = fog::process_engine().bookkeeping();
-    return std::map<std::string, size_t>{
-        {"names", sizes.names},
-        {"closed_groups", sizes.closed_groups},
-        {"early_bytes", sizes.early_bytes},
-        {"buried_windows", fog::HostWindow::buried()}};
-  }, py::call_guard<py::gil_scoped_release>());
   module.def("shutdown", [] { fog::leave_job(); }, py::call_guard<py::gil_scoped_release>());
 }

@@ -56,6 +56,15 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
   group_ = connect(store, rank, size, options_->timeout, name);
 }
 
+ProcessGroupFog::ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner)
+    : Backend(group->rank, group->size()),
+      options_(std::move(options)),
+      delegates_(nullptr, group->rank, group->size(), options_, nullptr),
+      engine_owner_(std::move(engine_owner)),
+      group_(std::move(group)) {
+  init();
+}
+
 ProcessGroupFog::~ProcessGroupFog() {
   group_->engine.close(group_);
 }

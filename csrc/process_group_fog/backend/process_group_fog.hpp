@@ -49,6 +49,8 @@ class ProcessGroupFog : public c10d::Backend {
 
   // Blocks until all `size` ranks have come to `store`.
   ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  // Of ranks that have met. `engine_owner` keeps the group's engine, if it is not this process's.
+  ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner);
   ~ProcessGroupFog() override;
 
   const std::string getBackendName() const override {
@@ -331,6 +333,7 @@ class ProcessGroupFog : public c10d::Backend {
   // The group that was split off last, by its name.
   std::pair<std::string, c10::weak_intrusive_ptr<c10d::Backend>> last_split_{
       std::string(), c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>())};
+  std::shared_ptr<void> engine_owner_; // null: it lives until the process ends
   std::shared_ptr<Group> group_;
   bool coalescing_ = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;

@@ -1,0 +1,66 @@
+#include "backend/testing_bindings.hpp"
+
+#include <map>
+#include <string>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend/protocol.hpp"
+#include "backend/virtual_world.hpp"
+#include "engine/process_engine.hpp"
+#include "job/hosts.hpp"
+#include "transport/shared_memory/machine.hpp"
+#include "windows/host_window.hpp"
+
+namespace py = pybind11;
+
+namespace fog {
+
+void bind_testing(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> release_gil;
+  module.def("protocol", &protocol);
+  module.def("arena_bytes", &shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
+  module.def(
+      "emulate",
+      [](size_t page_bytes, size_t memory_bytes, const std::string& host_id, const std::string& other_protocol) {
+        shared_memory::emulate_machine({page_bytes, memory_bytes});
+        emulate_host(host_id);
+        set_protocol(other_protocol.empty() ? protocol() : other_protocol);
+      },
+      py::kw_only(),
+      py::arg("page_bytes") = 0,
+      py::arg("memory_bytes") = 0,
+      py::arg("host_id") = "",
+      py::arg("protocol") = "");
+  module.def(
+      "bookkeeping",
+      [] {
+        const auto sizes = process_engine().bookkeeping();
+        return std::map<std::string, size_t>{
+            {"names", sizes.names},
+            {"closed_groups", sizes.closed_groups},
+            {"early_bytes", sizes.early_bytes},
+            {"buried_windows", HostWindow::buried()}};
+      },
+      release_gil);
+  py::class_<VirtualWorld>(module, "VirtualWorld")
+      .def(
+          py::init([](int size, int ranks_per_host, std::chrono::milliseconds timeout, bool confirm, uint64_t seed, unsigned most_delay) {
+            return std::make_unique<VirtualWorld>(VirtualWorld::Options{size, ranks_per_host, timeout, confirm, {seed, most_delay}});
+          }),
+          py::arg("size"),
+          py::kw_only(),
+          py::arg("ranks_per_host") = 1,
+          py::arg("timeout") = std::chrono::minutes(5),
+          py::arg("confirm") = false,
+          py::arg("seed") = 0,
+          py::arg("most_delay") = 0,
+          release_gil)
+      .def_property_readonly("groups", &VirtualWorld::groups)
+      .def("progress", &VirtualWorld::progress, release_gil)
+      .def("lose", &VirtualWorld::lose, py::arg("rank"), release_gil);
+}
+
+} // namespace fog

@@ -1,0 +1,64 @@
+#include "backend/virtual_world.hpp"
+
+#include <unistd.h>
+
+#include <string>
+
+#include "engine/engine.hpp"
+#include "windows/window_service.hpp"
+
+namespace fog {
+
+struct VirtualWorld::Engines {
+  std::shared_ptr<InProcessNetwork> network;
+  std::vector<std::unique_ptr<Engine>> engines; // by rank
+  std::vector<bool> lost;
+};
+
+VirtualWorld::VirtualWorld(const Options& options) : engines_(std::make_shared<Engines>()) {
+  TORCH_CHECK_VALUE(options.size >= 1, "size: got ", options.size, "; allowed are numbers from 1 up");
+  TORCH_CHECK_VALUE(options.ranks_per_host >= 1, "ranks_per_host: got ", options.ranks_per_host, "; allowed are numbers from 1 up");
+  engines_->network = std::make_shared<InProcessNetwork>(options.size, options.network);
+  engines_->lost.resize(static_cast<size_t>(options.size), false);
+  std::vector<Member> members;
+  for (int rank = 0; rank < options.size; ++rank) {
+    const int host = rank / options.ranks_per_host;
+    members.push_back({rank, static_cast<int>(getpid()), host, "virtual " + std::to_string(host), "host" + std::to_string(host)});
+  }
+  const std::vector<std::string> addresses(members.size());
+  for (int rank = 0; rank < options.size; ++rank) {
+    auto engine = std::make_unique<Engine>();
+    engine->serve(std::make_unique<WindowService>(*engine));
+    engine->use(engines_->network->connect(rank, *engine));
+    const auto group_options = c10::make_intrusive<ProcessGroupFog::Options>(options.timeout);
+    group_options->confirm = options.confirm;
+    auto group = engine->add_group(1, "virtual", rank, members, addresses);
+    groups_.push_back(c10::make_intrusive<ProcessGroupFog>(std::move(group), group_options, engines_));
+    engines_->engines.push_back(std::move(engine));
+  }
+}
+
+void VirtualWorld::progress() {
+  bool moved = true;
+  while (moved || engines_->network->in_flight() > 0) {
+    moved = false;
+    for (size_t rank = 0; rank < engines_->engines.size(); ++rank) {
+      moved = (!engines_->lost[rank] && engines_->engines[rank]->progress()) || moved;
+    }
+  }
+}
+
+void VirtualWorld::lose(int rank) {
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < static_cast<int>(engines_->lost.size()), "rank: got ", rank, "; allowed are ranks 0 to ",
+      engines_->lost.size() - 1);
+  engines_->lost[static_cast<size_t>(rank)] = true;
+  engines_->network->lose(rank);
+  for (size_t other = 0; other < engines_->engines.size(); ++other) {
+    if (!engines_->lost[other]) {
+      engines_->engines[other]->look_for_ended_peers();
+    }
+  }
+}
+
+} // namespace fog

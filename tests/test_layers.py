@@ -1,0 +1,81 @@
+"""What the C++ files may include: each layer only what stands below it, and nothing but interfaces across."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "process_group_fog"
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+MOST_LINES = 500
+
+# From below to above: what each folder may include besides its own files.
+ALLOWED = {
+    "core": set(),
+    "job": {"core"},
+    "transport": {"core"},
+    "transport/shared_memory": {"core", "transport"},
+    "transport/mpi": {"core", "job", "transport"},
+    "transport/in_process": {"core", "transport"},
+    "engine": {"core", "job", "transport"},
+    "collectives": {"core", "transport", "engine"},
+    "windows": {"core", "transport", "engine"},
+    "device": {"core", "transport", "engine", "windows"},
+    "backend": {"core", "job", "transport", "engine", "collectives", "windows", "device"},
+}
+# Files that stand for more than their folder, each with what it may include on top of that, and why.
+MORE = {
+    # The ways between processes, and the one that takes each of them where it serves.
+    "transport/process_transport": {"job", "transport/shared_memory", "transport/mpi"},
+    # How large a chunk number may be.
+    "transport/message": {"transport/shared_memory"},
+    # Joins a job and makes the engine that works in it.
+    "engine/process_engine": {"transport/shared_memory"},
+    # An operation's own memory is the arena's.
+    "engine/operation": {"transport/shared_memory"},
+    # Whoever calls MPI holds the engine's lock; the parts that come lie in the arena.
+    "transport/mpi/messages": {"transport/shared_memory"},
+    # Windows on one host are memory that neighbors map.
+    "windows": {"transport/shared_memory"},
+    # Tensors of lists, and results, are in the arena; tests make worlds of virtual ranks.
+    "backend": {"transport/shared_memory", "transport/in_process"},
+}
+
+
+def folder_of(file: str) -> str:
+    """The longest folder of the table that the file is in."""
+    return max((folder for folder in ALLOWED if file.startswith(f"{folder}/")), key=len, default="")
+
+
+def sources() -> list[str]:
+    return sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.?pp"))
+
+
+def test_every_file_is_in_a_layer() -> None:
+    assert [file for file in sources() if not folder_of(file)] == []
+
+
+def test_includes_go_down_only() -> None:
+    wrong = []
+    for file in sources():
+        folder = folder_of(file)
+        name = file.rsplit(".", 1)[0]
+        allowed = ALLOWED[folder] | {folder} | MORE.get(name, set()) | MORE.get(folder, set())
+        for included in INCLUDE.findall((SOURCES / file).read_text()):
+            if not (SOURCES / included).exists():
+                wrong.append(f"{file}: {included} is not written from {SOURCES.name}")
+            elif folder_of(included) not in allowed:
+                wrong.append(f"{file}: {included}")
+    assert wrong == []
+
+
+def test_the_table_names_nothing_that_is_not_there() -> None:
+    used = {folder_of(file) for file in sources()}
+    assert used == set(ALLOWED)
+    names = {file.rsplit(".", 1)[0] for file in sources()} | used
+    assert set(MORE) <= names
+
+
+def test_no_file_is_long() -> None:
+    long = {file: len((SOURCES / file).read_text().splitlines()) for file in sources()}
+    assert {file: lines for file, lines in long.items() if lines > MOST_LINES} == {}

@@ -1,0 +1,251 @@
+"""Every collective and exchange on hundreds of ranks of one process, over the in-process transport.
+
+What processes, shared memory and MPI add has tests of its own; here are the algorithms, at a size that no machine of these tests has
+processes for, and with messages that are late, overtake each other, or stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fog_pg._C import NeighborPlan, ProcessGroupFog, VirtualWorld
+from torch import Tensor
+
+MANY = 256
+RANKS_PER_HOST = 8
+
+Start = Callable[[int, ProcessGroupFog], Any]
+
+
+@pytest.fixture(scope="module")
+def many() -> VirtualWorld:
+    return VirtualWorld(MANY, ranks_per_host=RANKS_PER_HOST)
+
+
+def run(world: VirtualWorld, start: Start) -> None:
+    """Starts an operation on every rank, and drives all of them until it is complete."""
+    works = [start(rank, group) for rank, group in enumerate(world.groups)]
+    world.progress()
+    for rank, work in enumerate(works):
+        assert work is None or work.is_completed(), f"rank {rank} waits for something"
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def inputs(size: int, numel: int) -> list[Tensor]:
+    """Whole numbers, so that sums are exact in any order."""
+    generator = torch.Generator().manual_seed(size + numel)
+    return [torch.randint(-8, 9, (numel,), generator=generator).double() for _ in range(size)]
+
+
+def machines_of(size: int) -> list[list[int]]:
+    return [list(range(first, first + RANKS_PER_HOST)) for first in range(0, size, RANKS_PER_HOST)]
+
+
+def equal(outputs: list[Tensor], expected: list[Tensor] | Tensor) -> None:
+    for rank, output in enumerate(outputs):
+        torch.testing.assert_close(output, expected[rank], rtol=0, atol=0, msg=lambda text, r=rank: f"rank {r}: {text}")
+
+
+def collectives(world: VirtualWorld, numel: int) -> None:
+    size = len(world.groups)
+    x = inputs(size, numel)
+    whole = torch.stack(x)
+    root = size // 3
+
+    outputs = [tensor.clone() for tensor in x]
+    run(world, lambda rank, group: group.allreduce([outputs[rank]]))
+    equal(outputs, [whole.sum(0)] * size)
+
+    largest = dist.AllreduceOptions()
+    largest.reduceOp = dist.ReduceOp.MAX
+    outputs = [tensor.clone() for tensor in x]
+    run(world, lambda rank, group: group.allreduce([outputs[rank]], largest))
+    equal(outputs, [whole.amax(0)] * size)
+
+    outputs = [tensor.clone() for tensor in x]
+    machines = machines_of(size)
+    run(world, lambda rank, group: group.local_allreduce(outputs[rank], machines, dist.ReduceOp.SUM))
+    equal(outputs, [whole[machines[rank // RANKS_PER_HOST]].sum(0) for rank in range(size)])
+
+    to_root = dist.BroadcastOptions()
+    to_root.rootRank = root
+    outputs = [tensor.clone() for tensor in x]
+    run(world, lambda rank, group: group.broadcast([outputs[rank]], to_root))
+    equal(outputs, [x[root]] * size)
+
+    at_root = dist.ReduceOptions()
+    at_root.rootRank = root
+    outputs = [tensor.clone() for tensor in x]
+    run(world, lambda rank, group: group.reduce([outputs[rank]], at_root))
+    equal([outputs[root]], [whole.sum(0)])
+
+    lists = [[torch.empty(numel, dtype=torch.double) for _ in range(size)] for _ in range(size)]
+    run(world, lambda rank, group: group.allgather([lists[rank]], [x[rank]]))
+    for gathered in lists:
+        equal(gathered, x)
+
+    gathering = dist.GatherOptions()
+    gathering.rootRank = root
+    run(world, lambda rank, group: group.gather([lists[0]] if rank == root else [], [x[rank]], gathering))
+    equal(lists[0], x)
+
+    scattering = dist.ScatterOptions()
+    scattering.rootRank = root
+    outputs = [torch.empty(numel, dtype=torch.double) for _ in range(size)]
+    run(world, lambda rank, group: group.scatter([outputs[rank]], [x] if rank == root else [], scattering))
+    equal(outputs, x)
+
+    parts = inputs(size, size * numel)
+    run(world, lambda rank, group: group._reduce_scatter_base(outputs[rank], parts[rank], dist.ReduceScatterOptions()))
+    equal(outputs, torch.stack(parts).sum(0).view(size, numel))
+
+    received = [torch.empty(size * numel, dtype=torch.double) for _ in range(size)]
+    run(world, lambda rank, group: group.alltoall_base(received[rank], parts[rank], [], [], dist.AllToAllOptions()))
+    equal(received, torch.stack(parts).view(size, size, numel).transpose(0, 1).reshape(size, -1))
+
+    run(world, lambda rank, group: group.barrier())
+
+    receives = [
+        group.recv([outputs[rank]], (rank - 1) % size, 5) for rank, group in enumerate(world.groups)
+    ]
+    run(world, lambda rank, group: group.send([x[rank]], (rank + 1) % size, 5))
+    assert all(work.is_completed() for work in receives)
+    equal(outputs, [x[rank - 1] for rank in range(size)])
+
+
+def exchange(world: VirtualWorld, x: list[Tensor], weights: np.ndarray) -> list[Tensor]:
+    """neighbor_allreduce by a mixing matrix, whose rows send and whose columns receive."""
+    size = len(x)
+
+    def plan(rank: int) -> NeighborPlan:
+        peers = [(j, float(weights[j, rank])) for j in range(size) if j != rank and weights[j, rank] != 0]
+        sends = [(i, 1.0) for i in range(size) if i != rank and weights[rank, i] != 0]
+        return NeighborPlan(rank, size, float(weights[rank, rank]), peers, sends)
+
+    works = [group.neighbor_allreduce(x[rank], plan(rank)) for rank, group in enumerate(world.groups)]
+    world.progress()
+    assert all(work.is_completed() for work in works)
+    return [work.result()[0] for work in works]
+
+
+def exchanges(world: VirtualWorld, numel: int) -> None:
+    size = len(world.groups)
+    x = inputs(size, numel)
+    whole = torch.stack(x).numpy()
+    random = np.random.default_rng(size)
+    exponential = np.zeros((size, size))
+    hops = [2**k for k in range((size - 1).bit_length())]
+    for rank in range(size):
+        exponential[rank, [rank, *((rank + hop) % size for hop in hops)]] = 1 / (len(hops) + 1)
+    graph = nx.gnp_random_graph(size, min(1.0, 6 / size), seed=3, directed=True)
+    arbitrary = nx.to_numpy_array(graph) * random.standard_normal((size, size)) + np.diag(random.random(size))
+    for weights in (exponential, arbitrary):
+        outputs = torch.stack(exchange(world, x, weights)).numpy()
+        np.testing.assert_allclose(outputs, weights.T @ whole, rtol=1e-12, atol=1e-12)
+
+    # One peer a round: after log2(n) rounds all have the mean.
+    mixed = x
+    for hop in hops:
+        one_peer = np.eye(size) / 2
+        one_peer[np.arange(size), (np.arange(size) + hop) % size] += 1 / 2
+        mixed = exchange(world, mixed, one_peer)
+    if size & (size - 1) == 0:
+        equal(mixed, [torch.from_numpy(whole.mean(0))] * size)
+
+    plans = [
+        NeighborPlan(rank, size, 1.0, [((rank - 1) % size, 1.0), ((rank - 3) % size, 1.0)], [((rank + 1) % size, 1.0), ((rank + 3) % size, 1.0)])
+        for rank in range(size)
+    ]
+    works = [group.neighbor_allgather(x[rank], plans[rank]) for rank, group in enumerate(world.groups)]
+    world.progress()
+    equal([work.result()[0] for work in works], [torch.cat([x[rank - 1], x[rank - 3]]) for rank in range(size)])
+
+    machines = machines_of(size)
+    count = len(machines)
+    ring = [NeighborPlan(m, count, 0.5, [((m - 1) % count, 0.5)], [((m + 1) % count, 1.0)]) for m in range(count)]
+    works = [
+        group.hierarchical_neighbor_allreduce(x[rank], machines, ring[rank // RANKS_PER_HOST])
+        for rank, group in enumerate(world.groups)
+    ]
+    world.progress()
+    means = whole.reshape(count, RANKS_PER_HOST, -1).mean(1)
+    expected = torch.from_numpy(np.repeat(0.5 * (means + np.roll(means, 1, 0)), RANKS_PER_HOST, 0))
+    equal([work.result()[0] for work in works], expected)
+
+
+def test_collectives_of_256_ranks(many: VirtualWorld) -> None:
+    collectives(many, 3)
+
+
+@pytest.mark.parametrize("numel", [5, 20_000])
+def test_exchanges_of_256_ranks(many: VirtualWorld, numel: int) -> None:
+    exchanges(many, numel)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_late_messages_change_nothing(seed: int) -> None:
+    """Small ones and such as come in chunks, or are read where they are; with and without confirmations."""
+    world = VirtualWorld(16, ranks_per_host=RANKS_PER_HOST, seed=seed, most_delay=1 + 3 * seed, confirm=seed % 2 == 1)
+    for numel in (3, 2_000, 12_345):
+        collectives(world, numel)
+        exchanges(world, numel)
+
+
+def test_operations_overtake_each_other() -> None:
+    """Twenty in flight at once, named ones in another order on each rank."""
+    size = 32
+    world = VirtualWorld(size, seed=1, most_delay=9)
+    x = [inputs(size, 10 + k) for k in range(20)]
+    outputs = [[tensor.clone() for tensor in same] for same in x]
+    works = []
+    for rank, group in enumerate(world.groups):
+        for k in np.random.default_rng(rank).permutation(20):
+            works.append(group.allreduce_named(outputs[k][rank], dist.ReduceOp.SUM, name=f"name {k}"))
+    world.progress()
+    assert all(work.is_completed() for work in works)
+    for k in range(20):
+        equal(outputs[k], [torch.stack(x[k]).sum(0)] * size)
+
+
+def test_a_lost_rank_is_named_by_all_that_wait_for_it() -> None:
+    world = VirtualWorld(64, seed=2, most_delay=3)
+    lost = 17
+    outputs = [torch.ones(5) for _ in range(64)]
+    works = [group.allreduce([outputs[rank]]) for rank, group in enumerate(world.groups) if rank != lost]
+    world.progress()
+    assert not any(work.is_completed() for work in works)
+    world.lose(lost)
+    world.progress()
+    for work in works:
+        with pytest.raises(dist.DistBackendError, match=rf"rank {lost} .*was lost"):
+            work.wait()
+
+
+def test_ranks_that_disagree_all_hear_of_it() -> None:
+    world = VirtualWorld(64, seed=3, most_delay=3)
+    works = [
+        group.allreduce([torch.ones(5 if rank != 9 else 6)]) for rank, group in enumerate(world.groups)
+    ]
+    world.progress()
+    for work in works:
+        with pytest.raises(dist.DistBackendError, match=r"ranks disagree|reports"):
+            work.wait()
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_time_out() -> None:
+    world = VirtualWorld(32, timeout=timedelta(milliseconds=300))
+    works = [group.barrier() for rank, group in enumerate(world.groups) if rank != 30]
+    while not all(work.is_completed() for work in works):
+        world.progress()
+    for work in works:
+        with pytest.raises(dist.DistBackendError, match=r"timed out.*not there: ranks? 30|reports"):
+            work.wait()
