@@ -32,7 +32,7 @@ MORE = {
     # Joins a job and makes the engine that works in it.
     "engine/process_engine": {"transport/shared_memory"},
     # An operation's own memory is the arena's.
-    "engine/operation": {"transport/shared_memory"},
+    "engine/operation_transfers": {"transport/shared_memory"},
     # Whoever calls MPI holds the engine's lock; the parts that come lie in the arena.
     "transport/mpi/messages": {"transport/shared_memory"},
     # Windows on one host are memory that neighbors map.

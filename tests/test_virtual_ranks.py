@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fog_pg._C import NeighborPlan, ProcessGroupFog, VirtualWorld
 from torch import Tensor
+
+from fog_pg._C import NeighborPlan, ProcessGroupFog, VirtualWorld
 
 MANY = 256
 RANKS_PER_HOST = 8
@@ -52,7 +53,9 @@ def machines_of(size: int) -> list[list[int]]:
 
 def equal(outputs: list[Tensor], expected: list[Tensor] | Tensor) -> None:
     for rank, output in enumerate(outputs):
-        torch.testing.assert_close(output, expected[rank], rtol=0, atol=0, msg=lambda text, r=rank: f"rank {r}: {text}")
+        torch.testing.assert_close(
+            output, expected[rank], rtol=0, atol=0, msg=lambda text, r=rank: f"rank {r}: {text}"
+        )
 
 
 def collectives(world: VirtualWorld, numel: int) -> None:
@@ -105,18 +108,24 @@ def collectives(world: VirtualWorld, numel: int) -> None:
     equal(outputs, x)
 
     parts = inputs(size, size * numel)
-    run(world, lambda rank, group: group._reduce_scatter_base(outputs[rank], parts[rank], dist.ReduceScatterOptions()))
+    run(
+        world,
+        lambda rank, group: group._reduce_scatter_base(
+            outputs[rank], parts[rank], dist.ReduceScatterOptions()
+        ),
+    )
     equal(outputs, torch.stack(parts).sum(0).view(size, numel))
 
     received = [torch.empty(size * numel, dtype=torch.double) for _ in range(size)]
-    run(world, lambda rank, group: group.alltoall_base(received[rank], parts[rank], [], [], dist.AllToAllOptions()))
+    run(
+        world,
+        lambda rank, group: group.alltoall_base(received[rank], parts[rank], [], [], dist.AllToAllOptions()),
+    )
     equal(received, torch.stack(parts).view(size, size, numel).transpose(0, 1).reshape(size, -1))
 
     run(world, lambda rank, group: group.barrier())
 
-    receives = [
-        group.recv([outputs[rank]], (rank - 1) % size, 5) for rank, group in enumerate(world.groups)
-    ]
+    receives = [group.recv([outputs[rank]], (rank - 1) % size, 5) for rank, group in enumerate(world.groups)]
     run(world, lambda rank, group: group.send([x[rank]], (rank + 1) % size, 5))
     assert all(work.is_completed() for work in receives)
     equal(outputs, [x[rank - 1] for rank in range(size)])
@@ -162,16 +171,26 @@ def exchanges(world: VirtualWorld, numel: int) -> None:
         equal(mixed, [torch.from_numpy(whole.mean(0))] * size)
 
     plans = [
-        NeighborPlan(rank, size, 1.0, [((rank - 1) % size, 1.0), ((rank - 3) % size, 1.0)], [((rank + 1) % size, 1.0), ((rank + 3) % size, 1.0)])
+        NeighborPlan(
+            rank,
+            size,
+            1.0,
+            [((rank - 1) % size, 1.0), ((rank - 3) % size, 1.0)],
+            [((rank + 1) % size, 1.0), ((rank + 3) % size, 1.0)],
+        )
         for rank in range(size)
     ]
     works = [group.neighbor_allgather(x[rank], plans[rank]) for rank, group in enumerate(world.groups)]
     world.progress()
-    equal([work.result()[0] for work in works], [torch.cat([x[rank - 1], x[rank - 3]]) for rank in range(size)])
+    equal(
+        [work.result()[0] for work in works], [torch.cat([x[rank - 1], x[rank - 3]]) for rank in range(size)]
+    )
 
     machines = machines_of(size)
     count = len(machines)
-    ring = [NeighborPlan(m, count, 0.5, [((m - 1) % count, 0.5)], [((m + 1) % count, 1.0)]) for m in range(count)]
+    ring = [
+        NeighborPlan(m, count, 0.5, [((m - 1) % count, 0.5)], [((m + 1) % count, 1.0)]) for m in range(count)
+    ]
     works = [
         group.hierarchical_neighbor_allreduce(x[rank], machines, ring[rank // RANKS_PER_HOST])
         for rank, group in enumerate(world.groups)
@@ -194,7 +213,9 @@ def test_exchanges_of_256_ranks(many: VirtualWorld, numel: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_late_messages_change_nothing(seed: int) -> None:
     """Small ones and such as come in chunks, or are read where they are; with and without confirmations."""
-    world = VirtualWorld(16, ranks_per_host=RANKS_PER_HOST, seed=seed, most_delay=1 + 3 * seed, confirm=seed % 2 == 1)
+    world = VirtualWorld(
+        16, ranks_per_host=RANKS_PER_HOST, seed=seed, most_delay=1 + 3 * seed, confirm=seed % 2 == 1
+    )
     for numel in (3, 2_000, 12_345):
         collectives(world, numel)
         exchanges(world, numel)
@@ -232,9 +253,7 @@ def test_a_lost_rank_is_named_by_all_that_wait_for_it() -> None:
 
 def test_ranks_that_disagree_all_hear_of_it() -> None:
     world = VirtualWorld(64, seed=3, most_delay=3)
-    works = [
-        group.allreduce([torch.ones(5 if rank != 9 else 6)]) for rank, group in enumerate(world.groups)
-    ]
+    works = [group.allreduce([torch.ones(5 if rank != 9 else 6)]) for rank, group in enumerate(world.groups)]
     world.progress()
     for work in works:
         with pytest.raises(dist.DistBackendError, match=r"ranks disagree|reports"):

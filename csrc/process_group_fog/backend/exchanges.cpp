@@ -157,8 +157,7 @@ WorkPtr ProcessGroupFog::allgather(
     staged_outputs.push_back(staging.output(output));
     blocks.push_back(part_of(staged_outputs.back()));
   }
-  auto operation =
-      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staged_input), std::move(blocks));
+  auto operation = std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staged_input), std::move(blocks));
   operation->keep(staged_input);
   operation->set_epilogue(staging.copy_back());
   for (const auto& staged : staged_outputs) {
@@ -175,8 +174,8 @@ WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, 
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
-  auto operation = std::make_shared<Allgather>(
-      Signature::of(OpKind::kAllgather, input), part_of(staged_input), parts_of(staged_output, size_));
+  auto operation =
+      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staged_input), parts_of(staged_output, size_));
   operation->keep(staged_input);
   operation->keep(staged_output);
   operation->set_epilogue(staging.copy_back());

@@ -34,7 +34,7 @@ void enable_timing(c10d::Backend& delegate) {
 ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
     : Backend(rank, size),
       options_(std::move(options)),
-      delegates_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
+      device_backends_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
         if (!getGroupUid().empty()) {
           delegate->setGroupUid(getGroupUid());
         }
@@ -59,7 +59,7 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
 ProcessGroupFog::ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner)
     : Backend(group->rank, group->size()),
       options_(std::move(options)),
-      delegates_(nullptr, group->rank, group->size(), options_, nullptr),
+      device_backends_(nullptr, group->rank, group->size(), options_, nullptr),
       engine_owner_(std::move(engine_owner)),
       group_(std::move(group)) {
   init();
@@ -97,12 +97,12 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
   last_split_.first = child->group_name;
   if (!is_member) {
     last_split_.second.reset();
-    delegates_.split(store, ranks, *child, nullptr);
+    device_backends_.split(store, ranks, *child, nullptr);
     return nullptr;
   }
   auto group =
       c10::make_intrusive<ProcessGroupFog>(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child);
-  delegates_.split(store, ranks, *child, &group->delegates_);
+  device_backends_.split(store, ranks, *child, &group->device_backends_);
   last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
   return group;
 }
@@ -129,28 +129,28 @@ c10::intrusive_ptr<ProcessGroupFog::Options> ProcessGroupFog::child_options(
 
 void ProcessGroupFog::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     delegate->setTimeout(timeout);
   }
 }
 
 void ProcessGroupFog::setGroupUid(const std::string& uid) {
   c10d::Backend::setGroupUid(uid);
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     delegate->setGroupUid(uid);
   }
 }
 
 void ProcessGroupFog::enableCollectivesTiming() {
   is_timing_ = true; // fog's own operations are timed anyway
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     enable_timing(*delegate);
   }
 }
 
 void ProcessGroupFog::eagerConnectSingleDevice(at::Device device) {
   if (!device.is_cpu()) {
-    delegates_.connect("eager_connect_single_device", device);
+    device_backends_.connect("eager_connect_single_device", device);
   }
 }
 
@@ -164,13 +164,13 @@ at::Device ProcessGroupFog::accelerator(const char* op) const {
 }
 
 std::shared_ptr<c10::Allocator> ProcessGroupFog::getMemAllocator() {
-  const auto delegate = delegates_.serving("mem_allocator", accelerator("mem_allocator"));
+  const auto delegate = device_backends_.serving("mem_allocator", accelerator("mem_allocator"));
   TORCH_CHECK_VALUE(delegate, "mem_allocator: nobody but fog serves this group's tensors; allowed is a group of an accelerator's");
   return delegate->getMemAllocator();
 }
 
 at::Tensor ProcessGroupFog::allocateTensor(long size, at::TensorOptions options) {
-  const auto delegate = delegates_.serving("allocate_tensor", options.device());
+  const auto delegate = device_backends_.serving("allocate_tensor", options.device());
   TORCH_CHECK_VALUE(
       delegate, "allocate_tensor: device: got ", options.device(), "; allowed is an accelerator, whose backend has memory of its own");
   return delegate->allocateTensor(size, options);
@@ -180,26 +180,27 @@ bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
   if (!getBoundDeviceId() && !at::getAccelerator()) {
     return false;
   }
-  const auto delegate = delegates_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
+  const auto delegate =
+      device_backends_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
   return delegate && delegate->supportsTensorAlloc(index);
 }
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 void ProcessGroupFog::suspend() {
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     delegate->suspend();
   }
 }
 
 void ProcessGroupFog::resume() {
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     delegate->resume();
   }
 }
 
 std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
   std::unordered_map<std::string, uint64_t> all;
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     for (const auto& [name, value] : delegate->getMemoryStats()) {
       all[name] += value;
     }
@@ -210,28 +211,28 @@ std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
 
 #ifdef C10D_BACKEND_HAS_HOOKS
 void ProcessGroupFog::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     delegate->addEphemeralTimeout(timeout);
   }
 }
 #endif
 
 void ProcessGroupFog::shutdown() {
-  for (const auto& delegate : delegates_.close()) {
+  for (const auto& delegate : device_backends_.close()) {
     delegate->shutdown();
   }
   group_->engine.close(group_);
 }
 
 void ProcessGroupFog::abort() {
-  for (const auto& delegate : delegates_.close()) {
+  for (const auto& delegate : device_backends_.close()) {
     delegate->abort();
   }
   group_->engine.abort(group_, c10::str("rank ", rank_, " aborted group '", group_->name, "'"));
 }
 
 c10d::ErrorType ProcessGroupFog::getError() {
-  for (const auto& delegate : delegates_.made()) {
+  for (const auto& delegate : device_backends_.made()) {
     if (const auto error = delegate->getError(); error != c10d::ErrorType::SUCCESS) {
       return error;
     }
@@ -354,12 +355,12 @@ void ProcessGroupFog::startCoalescing() {
   // Operations start at once on CPU; coalescing only joins their Works.
   coalescing_ = true;
   coalesced_.clear();
-  delegates_.start_coalescing();
+  device_backends_.start_coalescing();
 }
 
 WorkPtr ProcessGroupFog::endCoalescing() {
   coalescing_ = false;
-  if (auto work = delegates_.end_coalescing()) {
+  if (auto work = device_backends_.end_coalescing()) {
     return work;
   }
   return when_all(OpType::COALESCED, std::exchange(coalesced_, {}));

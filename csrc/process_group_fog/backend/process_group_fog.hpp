@@ -27,7 +27,7 @@ class Neighbors;
 
 // Serves every collective of c10d for CPU tensors over MPI, and neighbor collectives beside them. It checks arguments,
 // stages tensors that are not contiguous, and hands operations to the engine, which runs them for as long as their Work or
-// the engine needs; it owns no thread. Collectives of tensors of other devices are their delegate's: see Delegates.
+// the engine needs; it owns no thread. Collectives of tensors of other devices are their delegate's: see DeviceBackends.
 //
 // Contract: operations of one group start in program order, the same on every rank; several may be in flight. Bad
 // arguments raise ValueError or TypeError before anything is sent. A failure in flight raises DistBackendError on every
@@ -227,7 +227,7 @@ class ProcessGroupFog : public c10d::Backend {
 
   // The backend that serves tensors of this type of device, if one has been made.
   BackendPtr delegate(const std::string& device_type) const {
-    return delegates_.made(at::Device(device_type).type());
+    return device_backends_.made(at::Device(device_type).type());
   }
   // Ranks of the group on this process's host, this one included, ascending.
   std::vector<int> local_ranks() const;
@@ -266,7 +266,7 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options,
       const MakeMix& make);
   // What serves fog's own operations on the tensors' device, which is the same for all; null if their transport is fog's. Throws as
-  // Delegates::serving(), and ValueError within a coalesced group.
+  // DeviceBackends::serving(), and ValueError within a coalesced group.
   template <typename... Given>
   std::shared_ptr<device::Neighbors> neighbors_of(const char* op, const Given&... given) {
     std::vector<const at::Tensor*> tensors;
@@ -303,7 +303,7 @@ class ProcessGroupFog : public c10d::Backend {
   DelegateCall delegate_of(const char* op, const Given&... given) {
     std::vector<const at::Tensor*> tensors;
     (collect(tensors, given), ...);
-    return delegates_.serving(op, tensors);
+    return device_backends_.serving(op, tensors);
   }
   static void collect(std::vector<const at::Tensor*>& tensors, const at::Tensor& tensor) {
     tensors.push_back(&tensor);
@@ -327,7 +327,7 @@ class ProcessGroupFog : public c10d::Backend {
 
   const c10::intrusive_ptr<Options> options_;
   bool is_timing_ = false;
-  Delegates delegates_;
+  DeviceBackends device_backends_;
   std::mutex neighbors_mutex_;
   std::vector<std::pair<at::Device, std::shared_ptr<device::Neighbors>>> neighbors_; // by device
   // The group that was split off last, by its name.

@@ -29,11 +29,7 @@ void bind_testing(py::module_& module) {
         emulate_host(host_id);
         set_protocol(other_protocol.empty() ? protocol() : other_protocol);
       },
-      py::kw_only(),
-      py::arg("page_bytes") = 0,
-      py::arg("memory_bytes") = 0,
-      py::arg("host_id") = "",
-      py::arg("protocol") = "");
+      py::kw_only(), py::arg("page_bytes") = 0, py::arg("memory_bytes") = 0, py::arg("host_id") = "", py::arg("protocol") = "");
   module.def(
       "bookkeeping",
       [] {
@@ -47,17 +43,12 @@ void bind_testing(py::module_& module) {
       release_gil);
   py::class_<VirtualWorld>(module, "VirtualWorld")
       .def(
-          py::init([](int size, int ranks_per_host, std::chrono::milliseconds timeout, bool confirm, uint64_t seed, unsigned most_delay) {
+          py::init([](int size, int ranks_per_host, std::chrono::milliseconds timeout, bool confirm, uint64_t seed,
+                      unsigned most_delay) {
             return std::make_unique<VirtualWorld>(VirtualWorld::Options{size, ranks_per_host, timeout, confirm, {seed, most_delay}});
           }),
-          py::arg("size"),
-          py::kw_only(),
-          py::arg("ranks_per_host") = 1,
-          py::arg("timeout") = std::chrono::minutes(5),
-          py::arg("confirm") = false,
-          py::arg("seed") = 0,
-          py::arg("most_delay") = 0,
-          release_gil)
+          py::arg("size"), py::kw_only(), py::arg("ranks_per_host") = 1, py::arg("timeout") = std::chrono::minutes(5),
+          py::arg("confirm") = false, py::arg("seed") = 0, py::arg("most_delay") = 0, release_gil)
       .def_property_readonly("groups", &VirtualWorld::groups)
       .def("progress", &VirtualWorld::progress, release_gil)
       .def("lose", &VirtualWorld::lose, py::arg("rank"), release_gil);

@@ -44,10 +44,9 @@ void Reduction::reduce_into(void* out) {
   }
   const auto op = static_cast<c10d::ReduceOp::RedOpType>(signature_.reduce_op);
   const auto dtype = static_cast<c10::ScalarType>(signature_.dtype);
-  for_pieces(
-      inputs_, item_, used() / item_, usable() / item_, [&](const std::vector<const void*>& where, size_t begin, size_t count) {
-        reduce(op, dtype, static_cast<char*>(out) + begin * item_, where, scales_, count);
-      });
+  for_pieces(inputs_, item_, used() / item_, usable() / item_, [&](const std::vector<const void*>& where, size_t begin, size_t count) {
+    reduce(op, dtype, static_cast<char*>(out) + begin * item_, where, scales_, count);
+  });
 }
 
 } // namespace fog

@@ -109,7 +109,7 @@ void DelegateGate::unlock_shared() {
   changed_.notify_all();
 }
 
-Delegates::Delegates(
+DeviceBackends::DeviceBackends(
     c10::intrusive_ptr<c10d::Store> store,
     int rank,
     int size,
@@ -117,7 +117,7 @@ Delegates::Delegates(
     std::function<void(const BackendPtr&, const at::Device&)> prepare)
     : store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)), prepare_(std::move(prepare)) {}
 
-Delegates::~Delegates() {
+DeviceBackends::~DeviceBackends() {
   // Their threads end with them, and may be in Python.
   without_python_lock([this] {
     for (auto& [type, slot] : slots_) {
@@ -126,7 +126,7 @@ Delegates::~Delegates() {
   });
 }
 
-DelegateCall Delegates::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+DelegateCall DeviceBackends::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
   const at::Tensor* first = nullptr;
   for (const auto* tensor : tensors) {
     if (!tensor->defined()) {
@@ -140,7 +140,7 @@ DelegateCall Delegates::serving(const char* op, const std::vector<const at::Tens
   return first == nullptr ? DelegateCall() : serving(op, first->device());
 }
 
-DelegateCall Delegates::serving(const char* op, const at::Device& device) {
+DelegateCall DeviceBackends::serving(const char* op, const at::Device& device) {
   if (device.is_cpu() && !serves_cpu && !is_coalescing_) {
     return {};
   }
@@ -162,7 +162,7 @@ DelegateCall Delegates::serving(const char* op, const at::Device& device) {
   return turn;
 }
 
-DelegateCall Delegates::call(const char* op, at::DeviceType type, BackendPtr delegate) {
+DelegateCall DeviceBackends::call(const char* op, at::DeviceType type, BackendPtr delegate) {
   DelegateCall call{std::move(delegate), slot(type).gate, {}};
   try {
     call.turn = std::shared_lock<DelegateGate>(*call.gate);
@@ -172,7 +172,7 @@ DelegateCall Delegates::call(const char* op, at::DeviceType type, BackendPtr del
   return call;
 }
 
-Delegates::Slot& Delegates::slot(at::DeviceType type) {
+DeviceBackends::Slot& DeviceBackends::slot(at::DeviceType type) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto& place = slots_[type];
   if (!place.gate) {
@@ -181,7 +181,7 @@ Delegates::Slot& Delegates::slot(at::DeviceType type) {
   return place;
 }
 
-BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, bool eager) {
+BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device, bool eager) {
   const auto type = device.type();
   if (auto found = made(type)) {
     return found;
@@ -213,13 +213,13 @@ BackendPtr Delegates::find_or_make(const char* op, const at::Device& device, boo
   C10_THROW_ERROR(DistBackendError, c10::str(op, ": the group was shut down or aborted"));
 }
 
-BackendPtr Delegates::made(at::DeviceType type) const {
+BackendPtr DeviceBackends::made(at::DeviceType type) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = slots_.find(type);
   return found == slots_.end() ? nullptr : found->second.delegate;
 }
 
-std::vector<BackendPtr> Delegates::made() const {
+std::vector<BackendPtr> DeviceBackends::made() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<BackendPtr> all;
   for (const auto& [type, slot] : slots_) {
@@ -230,7 +230,7 @@ std::vector<BackendPtr> Delegates::made() const {
   return all;
 }
 
-std::vector<BackendPtr> Delegates::close() {
+std::vector<BackendPtr> DeviceBackends::close() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_closed_ = true;
@@ -238,7 +238,7 @@ std::vector<BackendPtr> Delegates::close() {
   return made();
 }
 
-void Delegates::connect(const char* op, const at::Device& device) {
+void DeviceBackends::connect(const char* op, const at::Device& device) {
   if (const auto delegate = find_or_make(op, device, true)) {
     delegate->setBoundDeviceId(device);
     delegate->eagerConnectSingleDevice(device);
@@ -247,11 +247,11 @@ void Delegates::connect(const char* op, const at::Device& device) {
   }
 }
 
-void Delegates::split(
+void DeviceBackends::split(
     const c10::intrusive_ptr<c10d::Store>& store,
     const std::vector<int>& ranks,
     const c10d::Backend::Options& options,
-    Delegates* child) {
+    DeviceBackends* child) {
   std::map<at::DeviceType, std::pair<BackendPtr, at::Device>> connected; // in the same order on all ranks
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -284,14 +284,14 @@ void Delegates::split(
   }
 }
 
-void Delegates::start_coalescing() {
+void DeviceBackends::start_coalescing() {
   const std::lock_guard<std::mutex> lock(mutex_);
   is_coalescing_ = true;
   coalesced_type_.reset();
   coalescing_.reset();
 }
 
-c10::intrusive_ptr<c10d::Work> Delegates::end_coalescing() {
+c10::intrusive_ptr<c10d::Work> DeviceBackends::end_coalescing() {
   std::optional<DelegateCall> delegate; // until the group has ended
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -81,16 +81,16 @@ struct DelegateCall {
 };
 
 // One group's delegates, each made when a first tensor of its type of device comes. Thread-safe.
-class Delegates {
+class DeviceBackends {
  public:
   // `prepare` is called with each delegate that is made, before it is used.
-  Delegates(
+  DeviceBackends(
       c10::intrusive_ptr<c10d::Store> store,
       int rank,
       int size,
       c10::intrusive_ptr<c10d::Backend::Options> options,
       std::function<void(const BackendPtr&, const at::Device&)> prepare);
-  ~Delegates();
+  ~DeviceBackends();
 
   // To call the delegate that serves all of these tensors; none if fog does. `op` is for messages.
   //
@@ -112,7 +112,7 @@ class Delegates {
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
       const c10d::Backend::Options& options,
-      Delegates* child);
+      DeviceBackends* child);
 
   // Between these two, operations of a delegate are one group of its operations.
   void start_coalescing();

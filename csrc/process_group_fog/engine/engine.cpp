@@ -1,7 +1,5 @@
 #include "engine/engine.hpp"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <new>
 #include <system_error>
@@ -20,17 +18,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
 constexpr const char* kNoMemory = "fog's engine lacks memory (std::bad_alloc)";
-
-int available_cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
-
-// Whether a message is of this operation, not of a later one with its name.
-bool belongs_to(const Operation& operation, int source, const Header& header) {
-  return (header.key & kNamedKey) == 0 ||
-      operation.group()->names.is_of_latest(header.key, source, {header.use, header.generation}, operation.expects(source));
-}
 
 } // namespace
 
@@ -52,45 +39,6 @@ void Engine::check_not_forked() const {
 
 void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
   completions_.run(std::move(callbacks), refused);
-}
-
-std::shared_ptr<Group> Engine::add_group(
-    uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses) {
-  auto group = std::make_shared<Group>(*this, id, std::move(name), rank, std::move(members));
-  Lock lock(mutex_);
-  TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
-  group->ready = &ready_;
-  if (group->size() > 1) {
-    group->transport = transport_.get();
-    groups_.emplace(id, group);
-    int local = 0;
-    for (int member = 0; member < group->size(); ++member) {
-      const auto& peer = group->members[member];
-      if (peer.host_id != group->members[rank].host_id) {
-        continue;
-      }
-      ++local;
-      if (member != rank) {
-        transport_->attach(peer.peer_id, peer.pid, addresses[member]);
-      }
-    }
-    oversubscribed_ = oversubscribed_ || local > available_cores();
-    auto early = std::move(early_[id]);
-    early_.erase(id);
-    for (const auto& message : early) {
-      on_message(message.source, message.header, message.data.data());
-    }
-    for (int member = 0; member < group->size(); ++member) { // who ended while the group was made
-      const int peer_id = group->members[member].peer_id;
-      if (lost_.count(peer_id) > 0) {
-        group->gone.emplace(member, kLost);
-      } else if (departed_.count(peer_id) > 0) {
-        group->gone.emplace(member, kEnded);
-      }
-    }
-  }
-  unlock_and_deliver(lock);
-  return group;
 }
 
 void Engine::start_threads(std::chrono::milliseconds patience) {
@@ -171,7 +119,7 @@ void Engine::submit(
       if (found != group->early.end()) {
         auto& messages = found->second;
         for (auto message = messages.begin(); message != messages.end();) {
-          if (belongs_to(*operation, message->source, message->header)) {
+          if (operation->owns(message->source, message->header)) {
             operation->on_message(message->source, message->header, message->data.data());
             message = messages.erase(message);
           } else { // to a later use of the name
@@ -213,133 +161,6 @@ void Engine::submit(
   unlock_and_deliver(lock);
   if (!waits) {
     watch_in_background();
-  }
-}
-
-void Engine::on_message(int source, const Header& header, const char* data) {
-  if (header.kind == MessageKind::kGoodbye) {
-    departed_.insert(source);
-    afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
-    Header taken;
-    taken.kind = MessageKind::kGoodbyeTaken;
-    try {
-      transport_->send(source, taken);
-    } catch (const std::exception&) { // it ends anyway
-    }
-    return;
-  }
-  if (header.kind == MessageKind::kHold || header.kind == MessageKind::kRelease) {
-    transport_->hold_back(source, header.kind == MessageKind::kHold);
-    return;
-  }
-  if (header.kind == MessageKind::kGoodbyeTaken) {
-    released_by_.insert(source);
-    return;
-  }
-  const auto found = groups_.find(header.group);
-  if (found == groups_.end()) {
-    if (closed_groups_.count(header.group) == 0) {
-      early_[header.group].emplace_back(early_load_, source, source, header, data);
-    } else if (header.kind == MessageKind::kClosed) {
-      forget_closed(header.group, source);
-    }
-    return;
-  }
-  const auto group = found->second; // a failure below may take it off the map
-  const int peer = group->group_rank(source);
-  if (peer < 0) {
-    return;
-  }
-  try {
-    route(group, peer, header, data);
-  } catch (const std::exception& error) {
-    fail(group, c10d::ErrorType::COMM_ERROR, message_of(error));
-  }
-}
-
-void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
-  switch (header.kind) {
-    case MessageKind::kError:
-      afterwards_.emplace_back(
-          [this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
-            fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
-          });
-      return;
-    case MessageKind::kClosed: {
-      group->gone.emplace(source, "has destroyed its group");
-      transport_->forget(group->members[source].peer_id, group->id);
-      service_->on_gone(*group, source, group->gone[source]);
-      afterwards_.emplace_back(
-          [this, group, source] { fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false); });
-      return;
-    }
-    case MessageKind::kPointToPoint:
-      on_point_to_point(group, source, header, data);
-      return;
-    case MessageKind::kConfirm: {
-      const auto found = group->by_key.find(header.key);
-      if (found != group->by_key.end()) {
-        found->second->on_confirm(source);
-      }
-      return;
-    }
-    case MessageKind::kData: {
-      if (!group->failure.reason.empty()) {
-        return;
-      }
-      const auto found = group->by_key.find(header.key);
-      if (found != group->by_key.end() && belongs_to(*found->second, source, header)) {
-        const auto operation = found->second; // a failure takes it off the map
-        hand_over(operation, source, header, data);
-        return;
-      }
-      if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
-        C10_THROW_ERROR(
-            DistBackendError,
-            c10::str(
-                "ranks disagree in group '", group->name, "': rank ", source, " called ", header.signature.describe(),
-                " and sends to this rank ", group->rank,
-                " in it, which has ended its operation at that place of its program without rank ", source));
-      }
-      group->early[header.key].emplace_back(early_load_, group->members[source].peer_id, source, header, data);
-      return;
-    }
-    case MessageKind::kWindow:
-    case MessageKind::kWindowReply:
-      service_->on_message(group, source, header, data);
-      return;
-    case MessageKind::kTaken: // these are the transport's own
-    case MessageKind::kWanted:
-    case MessageKind::kFilled:
-    case MessageKind::kEmptied:
-    case MessageKind::kGoodbye:
-    case MessageKind::kGoodbyeTaken:
-    case MessageKind::kHold:
-    case MessageKind::kRelease:
-      return; // for the whole process, handled above
-  }
-}
-
-void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
-  if (!group->failure.reason.empty()) {
-    return;
-  }
-  for (auto position = group->posted.begin(); position != group->posted.end(); ++position) {
-    if ((*position)->matches(source, header)) {
-      const auto receive = *position;
-      group->posted.erase(position);
-      hand_over(receive, source, header, data);
-      return;
-    }
-  }
-  group->unexpected.emplace_back(early_load_, group->members[source].peer_id, source, header, data);
-}
-
-void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data) {
-  try {
-    operation->on_message(source, header, data);
-  } catch (const std::exception& error) {
-    fail(operation, error);
   }
 }
 
@@ -527,58 +348,6 @@ void Engine::wake_waiters() {
   }
 }
 
-void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
-  check_not_forked();
-  auto lock = lock_by(deadline_after(kLeaveTimeout));
-  if (!group->closed) {
-    fail(group, c10d::ErrorType::COMM_ERROR, reason);
-  }
-  unlock_and_deliver(lock);
-}
-
-void Engine::close(const std::shared_ptr<Group>& group) {
-  if (forked_) {
-    return;
-  }
-  auto lock = lock_by(deadline_after(kLeaveTimeout));
-  const auto calls = service_->on_closing(*group);
-  lock.unlock();
-  for (const auto& call : calls) {
-    call();
-  }
-  lock.lock();
-  if (!group->closed) {
-    if (!group->operations.empty()) {
-      fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
-    }
-    if (group->size() > 1 && !stopping_) {
-      notify(group, MessageKind::kClosed, ""); // also to those that have closed it: they forget it now
-    }
-    group->closed = true;
-    group->unexpected.clear();
-    group->early.clear();
-    service_->fail_group(*group, "the group was destroyed");
-    groups_.erase(group->id);
-    for (int peer = 0; peer < group->size(); ++peer) {
-      const int peer_id = group->members[peer].peer_id;
-      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
-        closed_groups_[group->id].insert(peer_id);
-      }
-    }
-  }
-  unlock_and_deliver(lock);
-}
-
-void Engine::forget_closed(uint64_t group, int peer_id) {
-  const auto found = closed_groups_.find(group);
-  if (found != closed_groups_.end()) {
-    found->second.erase(peer_id);
-    if (found->second.empty()) {
-      closed_groups_.erase(found);
-    }
-  }
-}
-
 bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
   const Lock lock(mutex_);
   return transport_ && transport_->shares_memory(group->members[peer].peer_id);
@@ -611,18 +380,6 @@ void Engine::tell(const std::function<void()>& act) {
 
 void Engine::listen() {
   bell().wake(Doorbell::kBackground);
-}
-
-Failure Engine::failure(const std::shared_ptr<Group>& group) {
-  check_not_forked();
-  Lock lock(mutex_);
-  return group->failure;
-}
-
-uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
-  check_not_forked();
-  Lock lock(mutex_);
-  return group->sequence;
 }
 
 bool Engine::has_left(int peer_id) {

@@ -18,7 +18,6 @@
 
 namespace fog {
 
-
 class Engine;
 
 struct Member {

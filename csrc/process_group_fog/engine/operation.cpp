@@ -1,13 +1,10 @@
 #include "engine/operation.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <sstream>
 
 #include <c10/util/Exception.h>
 
-#include "core/copy.hpp"
-#include "transport/shared_memory/shared_tensors.hpp"
 #include "engine/group.hpp"
 
 namespace fog {
@@ -64,6 +61,11 @@ bool Operation::expects(int peer) const {
       receives_.begin(), receives_.end(), [peer](const Receive& receive) { return !receive.arrived && receive.peer == peer; });
 }
 
+bool Operation::owns(int source, const Header& header) const {
+  return (header.key & kNamedKey) == 0 ||
+      group_->names.is_of_latest(header.key, source, {header.use, header.generation}, expects(source));
+}
+
 std::string Operation::describe() const {
   std::ostringstream text;
   text << name_of(signature_.kind) << " #" << sequence_ << " [" << signature_.describe() << "] of group '" << group_->name
@@ -115,283 +117,6 @@ Header Operation::header_for(uint16_t step, size_t bytes) const {
   return header;
 }
 
-std::vector<Operation::Destination> Operation::others() const {
-  std::vector<Destination> others;
-  for (int distance = 1; distance < size(); ++distance) {
-    others.push_back({(rank() + distance) % size()});
-  }
-  return others;
-}
-
-void Operation::send(
-    const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory) {
-  if (destinations.empty()) {
-    return;
-  }
-  std::vector<Transport::Destination> peers;
-  peers.reserve(destinations.size());
-  for (const auto& [peer, scale] : destinations) {
-    group_->check_present(peer);
-    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_});
-  }
-  Transport::Sent sent;
-  try {
-    sent = group_->transport->send(peers, header_for(step, bytes), data, memory, shared_from_this());
-  } catch (const Unreachable& error) {
-    const auto lost = std::find_if(destinations.begin(), destinations.end(), [&](const Destination& destination) {
-      return group_->members[destination.peer].peer_id == error.peer();
-    });
-    C10_THROW_ERROR(DistBackendError, group_->describe_member(lost->peer) + ' ' + error.what());
-  }
-  for (size_t i = 0; i < destinations.size(); ++i) {
-    const bool answered = std::find(sent.answered.begin(), sent.answered.end(), peers[i].peer) != sent.answered.end();
-    if (peers[i].wants_confirm && !answered) {
-      unconfirmed_.insert(destinations[i].peer);
-    }
-  }
-  if (sent.outgoing) {
-    Going going{std::move(sent.outgoing), {}, step};
-    for (const auto& destination : destinations) {
-      going.peers.push_back(destination.peer);
-    }
-    going_.push_back(std::move(going));
-    make_ready(shared_from_this());
-  }
-}
-
-size_t Operation::sent(size_t bytes) const {
-  for (const auto& going : going_) {
-    bytes = std::min(bytes, going.data->sent());
-  }
-  return bytes;
-}
-
-bool Operation::is_sending(int peer, uint16_t step) const {
-  return std::any_of(going_.begin(), going_.end(), [&](const Going& going) {
-    return going.step == step && std::find(going.peers.begin(), going.peers.end(), peer) != going.peers.end() &&
-        !going.data->done(group_->members[peer].peer_id);
-  });
-}
-
-size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
-  const auto index = receive_header(peer, step);
-  receives_[index].data = data;
-  receives_[index].bytes = bytes;
-  receives_[index].any_size = false;
-  return index;
-}
-
-size_t Operation::receive_input(int peer, uint16_t step, size_t bytes) {
-  const auto index = receive(peer, step, nullptr, bytes);
-  receives_[index].in_place = true;
-  return index;
-}
-
-size_t Operation::receive_header(int peer, uint16_t step) {
-  if (receiving_.size() <= step) {
-    receiving_.resize(step + size_t(1), 0);
-  }
-  ++receiving_[step];
-  Receive expected;
-  expected.peer = peer;
-  expected.step = step;
-  receives_.push_back(std::move(expected));
-  return receives_.size() - 1;
-}
-
-void Operation::fetch(size_t index, void* data) {
-  auto& receive = receives_[index];
-  receive.data = data;
-  ++receiving_[receive.step];
-  receive.complete = false;
-  take(index, receive.stash.empty() ? nullptr : receive.stash.data());
-}
-
-bool Operation::received(uint16_t step) const {
-  return step >= receiving_.size() || receiving_[step] == 0;
-}
-
-void* Operation::scratch(size_t bytes) {
-  scratch_.push_back(shared_allocator().allocate(std::max<size_t>(bytes, 1)));
-  return scratch_.back().get();
-}
-
-void Operation::complete_receive(Receive& receive) {
-  receive.complete = true;
-  --receiving_[receive.step];
-  make_ready(shared_from_this());
-}
-
-// Brings the data of an arrived message to its place, or finds where it can be read.
-void Operation::take(size_t index, const char* data) {
-  auto& receive = receives_[index];
-  const auto& header = receive.header;
-  if (header.delivery == Delivery::kInline) {
-    if (receive.in_place) {
-      receive.data = scratch(header.bytes);
-      receive.input.data = receive.data;
-    }
-    if (header.bytes > 0) {
-      std::memcpy(receive.data, data, header.bytes);
-    }
-    complete_receive(receive);
-    return;
-  }
-  // MPI must not be asked to write to what it still reads: on_progress() goes on.
-  receive.waits = header.delivery == Delivery::kPayload && receive.over_sent && is_sending(receive.peer, 0);
-  if (receive.waits) {
-    return;
-  }
-  receive.incoming = group_->transport->receive(
-      group_->members[receive.peer].peer_id, header, receive.in_place ? nullptr : receive.data, shared_from_this());
-  if (!receive.in_place) {
-    to_move_.push_back(index);
-  }
-  make_ready(shared_from_this());
-}
-
-// Tells the sender that `taken` bytes of what it sends have been read.
-void Operation::tell_taken(Receive& receive, size_t taken) {
-  receive.taken = taken;
-  if (receive.incoming && !receive.incoming->take(taken)) {
-    C10_THROW_ERROR(
-        DistBackendError, group_->describe_member(receive.peer) + " has given up this operation while its data was being read");
-  }
-}
-
-// Small enough that both sides soon work at once, large enough that telling costs little.
-size_t Operation::step_bytes(size_t bytes) {
-  return std::clamp(bytes / 8 & ~size_t(63), size_t(32) << 10, size_t(256) << 10);
-}
-
-void Operation::check_transfers() const {
-  for (const auto& going : going_) {
-    if (!going.data->error.empty()) {
-      const auto lost = std::find_if(
-          going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
-      C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
-    }
-  }
-  for (const auto& receive : receives_) {
-    if (receive.incoming && !receive.incoming->error.empty()) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("MPI failed to receive from ", group_->describe_member(receive.peer), ": ", receive.incoming->error));
-    }
-  }
-}
-
-// Finds what run() can copy now; false if that is nothing.
-bool Operation::plan_moves() {
-  moves_.clear();
-  for (const auto& going : going_) {
-    if (const auto fill = going.data->next_fill()) {
-      moves_.push_back({going.data, *fill, 0, {}});
-    }
-  }
-  for (size_t i = 0; i < to_move_.size();) {
-    auto& receive = receives_[to_move_[i]];
-    const size_t available = receive.incoming->available();
-    if (receive.incoming->in_place()) {
-      if (available == receive.header.bytes) {
-        to_move_.erase(to_move_.begin() + static_cast<ptrdiff_t>(i));
-        complete_receive(receive);
-      } else {
-        ++i;
-      }
-      continue;
-    }
-    // Of what comes bit by bit a part, so that its sender can go on; else all.
-    const bool whole = receive.taken == 0 && available == receive.header.bytes && receive.header.delivery == Delivery::kMapped;
-    const size_t to = whole ? available : std::min(available, receive.taken + step_bytes(receive.header.bytes));
-    if (to > receive.taken) {
-      Move move{nullptr, {}, to_move_[i], {}};
-      receive.incoming->read(receive.taken, to, move.blocks);
-      moves_.push_back(std::move(move));
-    }
-    ++i;
-  }
-  return !moves_.empty();
-}
-
-void Operation::settle() {
-  for (auto& move : moves_) {
-    if (move.outgoing) {
-      move.outgoing->filled(move.fill);
-    }
-  }
-}
-
-void Operation::finish_moves() {
-  for (const auto& move : std::exchange(moves_, {})) {
-    if (move.outgoing) {
-      continue; // settle() has told
-    }
-    auto& receive = receives_[move.receive];
-    tell_taken(receive, move.blocks.back().end);
-    if (receive.taken == receive.header.bytes) {
-      to_move_.erase(std::find(to_move_.begin(), to_move_.end(), move.receive));
-      complete_receive(receive);
-    }
-  }
-}
-
-Operation::Action Operation::use_inputs(size_t bytes, size_t limit) {
-  usable_ = std::min(bytes, limit);
-  for (const auto& receive : receives_) {
-    if (receive.in_place && receive.step == input_step_) {
-      if (!receive.arrived) {
-        return Action::kWait;
-      }
-      if (!receive.complete) {
-        const size_t available = receive.incoming->available();
-        usable_ = std::min(usable_, available == bytes && used_ == 0 ? available : std::min(available, used_ + step_bytes(bytes)));
-      }
-    }
-  }
-  if (usable_ <= used_) {
-    return used_ == bytes ? Action::kDone : Action::kWait;
-  }
-  for (auto& receive : receives_) {
-    if (receive.in_place && receive.step == input_step_ && !receive.complete) {
-      receive.input.blocks.clear();
-      receive.incoming->read(used_, usable_, receive.input.blocks);
-    }
-  }
-  return Action::kCompute;
-}
-
-// After compute(): the senders may have their memory back, or fill it again.
-void Operation::release_inputs() {
-  used_ = std::max(used_, usable_);
-  for (auto& receive : receives_) {
-    if (!receive.in_place || receive.step != input_step_ || receive.complete || receive.taken == used_) {
-      continue;
-    }
-    tell_taken(receive, used_);
-    if (used_ == receive.header.bytes) {
-      complete_receive(receive);
-    }
-  }
-}
-
-void Operation::run() {
-  if (task_ == Task::kCompute) {
-    compute();
-    return;
-  }
-  for (const auto& move : moves_) {
-    if (move.outgoing) {
-      copy_far(move.fill.to, move.fill.from, move.fill.bytes);
-      continue;
-    }
-    const auto& receive = receives_[move.receive];
-    for (const auto& block : move.blocks) {
-      copy_result(static_cast<char*>(receive.data) + block.begin, block.data, block.end - block.begin, receive.header.bytes);
-    }
-  }
-}
-
 void Operation::on_unmatched(int source, const Header& header) {
   C10_THROW_ERROR(
       DistBackendError,
@@ -439,33 +164,6 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     return;
   }
   on_unmatched(source, header);
-}
-
-void Operation::announce_to(int peer) {
-  if (confirm_) {
-    send(peer, kAnnouncement, nullptr, 0);
-  }
-}
-
-void Operation::expect_announcement(int peer) {
-  if (confirm_) {
-    receive(peer, kAnnouncement, nullptr, 0);
-  }
-}
-
-void Operation::confirm_to(int peer) {
-  if (group_->gone.count(peer) > 0) {
-    return;
-  }
-  Header header;
-  header.kind = MessageKind::kConfirm;
-  header.group = group_->id;
-  header.key = key_;
-  header.signature = signature_;
-  try {
-    group_->transport->send(group_->members[peer].peer_id, header);
-  } catch (const Unreachable&) { // nobody waits for it
-  }
 }
 
 void Operation::on_confirm(int source) {

@@ -99,6 +99,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::set<int> awaited(bool announced = true) const;
   // Whether any message of this operation came from `peer`.
   bool heard_from(int peer) const;
+  // Whether a message is of this operation, not of a later one with its name.
+  bool owns(int source, const Header& header) const;
   // Whether a message from `peer` is still to come.
   bool expects(int peer) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"

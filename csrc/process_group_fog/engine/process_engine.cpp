@@ -45,8 +45,7 @@ Member parse_member(const std::string& text, std::string* job, std::string* inbo
   return member;
 }
 
-void watch_other_hosts(
-    Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
+void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
   auto& engine = process_engine();
   auto& monitor = transport.load()->monitor();
   const auto addresses = addresses_towards(rendezvous.store_host());

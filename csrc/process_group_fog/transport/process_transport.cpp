@@ -331,7 +331,8 @@ void ProcessTransport::forget(PeerId peer) {
 
 bool ProcessTransport::poll() {
   bool progressed = links_.flush();
-  progressed = links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
+  progressed =
+      links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
   return (must_poll() && messages_.poll()) || progressed;
 }
 

@@ -115,8 +115,7 @@ class HostWindow final : public Window, public WindowEndpoint {
   bool run_first(Neighbor& neighbor, bool locked, const Call* failed, std::exception_ptr error);
   void execute(const Part& part);
   // In the slot of `view`, as its writer.
-  void write_slot(
-      const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data);
+  void write_slot(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data);
   // The neighbor's tensor, in this rank's slot for it.
   void fetch(Neighbor& neighbor, double weight, Deadline deadline);
   // Takes a mutex that the neighbor holds, or seizes it if its process has ended; false at the deadline.

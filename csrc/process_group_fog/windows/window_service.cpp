@@ -155,24 +155,24 @@ void WindowService::close(const Group& group, uint64_t window) {
     return;
   }
   engine_.with_lock([&] {
-  const auto found = windows_.find({group.id, window});
-  if (found != windows_.end()) {
-    listening_ -= found->second.listens ? 1 : 0;
-    windows_.erase(found);
-  }
-  const auto first = queues_.lower_bound({group.id, window, 0});
-  const auto last = queues_.lower_bound({group.id, window + 1, 0});
-  for (auto position = first; position != last; ++position) {
-    auto& queue = position->second;
-    release(queue);
-    for (const auto& header : queue.locks) {
-      reply(queue, header, kNoWindow);
+    const auto found = windows_.find({group.id, window});
+    if (found != windows_.end()) {
+      listening_ -= found->second.listens ? 1 : 0;
+      windows_.erase(found);
     }
-    for (const auto& serving : queue.servings) {
-      reply(queue, serving->header, kNoWindow);
+    const auto first = queues_.lower_bound({group.id, window, 0});
+    const auto last = queues_.lower_bound({group.id, window + 1, 0});
+    for (auto position = first; position != last; ++position) {
+      auto& queue = position->second;
+      release(queue);
+      for (const auto& header : queue.locks) {
+        reply(queue, header, kNoWindow);
+      }
+      for (const auto& serving : queue.servings) {
+        reply(queue, serving->header, kNoWindow);
+      }
     }
-  }
-  queues_.erase(first, last);
+    queues_.erase(first, last);
   });
 }
 
@@ -217,10 +217,11 @@ void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) 
   requests_.emplace(request->id_, request);
   try {
     const void* data = header.bytes > 0 ? request->data.const_data_ptr() : nullptr;
-    request->outgoing_ =
-        engine_.transport()
-            .send({{request->group->members[request->peer].peer_id, request->weight}}, header, data, Transport::Memory::kMessages, request)
-            .outgoing;
+    request->outgoing_ = engine_.transport()
+                             .send(
+                                 {{request->group->members[request->peer].peer_id, request->weight}}, header, data,
+                                 Transport::Memory::kMessages, request)
+                             .outgoing;
   } catch (const Unreachable& error) {
     end(request, backend_error("fog: " + request->what + ": " + request->group->describe_member(request->peer) + ' ' + error.what()));
   } catch (const std::exception& error) {
@@ -407,8 +408,7 @@ void WindowService::post(const Queue& queue, const std::shared_ptr<Serving>& ser
   const auto& header = serving->header;
   try {
     serving->data = shared_allocator().allocate(header.bytes);
-    serving->incoming =
-        engine_.transport().receive(queue.group->members[queue.source].peer_id, header, serving->data.get(), serving);
+    serving->incoming = engine_.transport().receive(queue.group->members[queue.source].peer_id, header, serving->data.get(), serving);
   } catch (const std::exception& error) { // of this request alone; nothing of it is applied
     serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
   }
@@ -552,8 +552,7 @@ void WindowService::WindowTask::run() noexcept {
       window.write(std::get<2>(origin), header.address, serving->data.get(), header.bytes);
     } else {
       const auto p = (header.flags & kHasP) != 0 ? std::make_optional(number_of(header.address)) : std::nullopt;
-      window.apply(
-          std::get<2>(origin), static_cast<WindowOp>(header.step), header.scale, p, serving->data.get(), header.bytes);
+      window.apply(std::get<2>(origin), static_cast<WindowOp>(header.step), header.scale, p, serving->data.get(), header.bytes);
     }
   } catch (const std::exception&) {
     error = std::current_exception();

@@ -15,11 +15,7 @@ constexpr uint64_t kOwnNumber = uint64_t(1) << 63; // of data that came whole, b
 } // namespace
 
 InProcessNetwork::InProcessNetwork(int size, Options options)
-    : size_(size),
-      options_(options),
-      random_(options.seed),
-      boxes_(static_cast<size_t>(size)),
-      looks_(static_cast<size_t>(size), 0) {}
+    : size_(size), options_(options), random_(options.seed), boxes_(static_cast<size_t>(size)), looks_(static_cast<size_t>(size), 0) {}
 
 void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
   const std::lock_guard<std::mutex> lock(mutex_);

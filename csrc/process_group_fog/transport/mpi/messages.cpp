@@ -133,8 +133,7 @@ class Messages::OutgoingData final : public Data {
 // To its place, or through a few parts' memory where it is to be read.
 class Messages::IncomingData final : public Data, public Incoming {
  public:
-  IncomingData(
-      Messages& messages, PeerId peer, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner)
+  IncomingData(Messages& messages, PeerId peer, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner)
       : Data(messages, peer, header.payload_tag, header.bytes, owner, false),
         place_(static_cast<char*>(place)),
         complete_(parts(), false),

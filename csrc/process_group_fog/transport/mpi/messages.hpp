@@ -44,8 +44,7 @@ class Messages {
       bool held,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent);
-  std::shared_ptr<Incoming> receive(
-      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+  std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
   // No further part of what `owner` sends goes to MPI.
   void withdraw(const TransferOwner& owner);
 

@@ -11,7 +11,6 @@
 namespace fog::shared_memory {
 namespace {
 
-
 // Stands before the arena's part of an address.
 constexpr char kArenaMark = '/';
 
@@ -23,9 +22,7 @@ bool switched_off() {
 
 } // namespace
 
-Links::Links(int rank, int size)
-    : rank_(rank), inbox_(switched_off() ? nullptr : Inbox::create(size)), links_(size), sources_(size) {
-}
+Links::Links(int rank, int size) : rank_(rank), inbox_(switched_off() ? nullptr : Inbox::create(size)), links_(size), sources_(size) {}
 
 void Links::attach(int peer, const std::string& address) {
   if (!inbox_ || peer == rank_ || reaches(peer) || address.empty()) {

@@ -49,7 +49,12 @@ void OutgoingStream::filled(const Fill& fill) {
 class Streams::Reading final : public Incoming {
  public:
   Reading(Streams& streams, PeerId source, const Header& header)
-      : bytes(header.bytes), transfer(header.transfer), group(header.group), streams_(streams), source_(source), before_(header.withdrawals) {}
+      : bytes(header.bytes),
+        transfer(header.transfer),
+        group(header.group),
+        streams_(streams),
+        source_(source),
+        before_(header.withdrawals) {}
 
   size_t available() const override {
     return filled;

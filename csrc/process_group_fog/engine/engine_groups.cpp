@@ -1,0 +1,123 @@
+// The life of groups in the engine.
+#include <sched.h>
+
+#include <c10/util/Exception.h>
+
+#include "core/deadline.hpp"
+#include "core/failure.hpp"
+#include "engine/engine.hpp"
+
+namespace fog {
+namespace {
+
+int available_cores() {
+  cpu_set_t set;
+  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+} // namespace
+
+std::shared_ptr<Group> Engine::add_group(
+    uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses) {
+  auto group = std::make_shared<Group>(*this, id, std::move(name), rank, std::move(members));
+  Lock lock(mutex_);
+  TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
+  group->ready = &ready_;
+  if (group->size() > 1) {
+    group->transport = transport_.get();
+    groups_.emplace(id, group);
+    int local = 0;
+    for (int member = 0; member < group->size(); ++member) {
+      const auto& peer = group->members[member];
+      if (peer.host_id != group->members[rank].host_id) {
+        continue;
+      }
+      ++local;
+      if (member != rank) {
+        transport_->attach(peer.peer_id, peer.pid, addresses[member]);
+      }
+    }
+    oversubscribed_ = oversubscribed_ || local > available_cores();
+    auto early = std::move(early_[id]);
+    early_.erase(id);
+    for (const auto& message : early) {
+      on_message(message.source, message.header, message.data.data());
+    }
+    for (int member = 0; member < group->size(); ++member) { // who ended while the group was made
+      const int peer_id = group->members[member].peer_id;
+      if (lost_.count(peer_id) > 0) {
+        group->gone.emplace(member, kLost);
+      } else if (departed_.count(peer_id) > 0) {
+        group->gone.emplace(member, kEnded);
+      }
+    }
+  }
+  unlock_and_deliver(lock);
+  return group;
+}
+
+void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
+  check_not_forked();
+  auto lock = lock_by(deadline_after(kLeaveTimeout));
+  if (!group->closed) {
+    fail(group, c10d::ErrorType::COMM_ERROR, reason);
+  }
+  unlock_and_deliver(lock);
+}
+
+void Engine::close(const std::shared_ptr<Group>& group) {
+  if (forked_) {
+    return;
+  }
+  auto lock = lock_by(deadline_after(kLeaveTimeout));
+  const auto calls = service_->on_closing(*group);
+  lock.unlock();
+  for (const auto& call : calls) {
+    call();
+  }
+  lock.lock();
+  if (!group->closed) {
+    if (!group->operations.empty()) {
+      fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
+    }
+    if (group->size() > 1 && !stopping_) {
+      notify(group, MessageKind::kClosed, ""); // also to those that have closed it: they forget it now
+    }
+    group->closed = true;
+    group->unexpected.clear();
+    group->early.clear();
+    service_->fail_group(*group, "the group was destroyed");
+    groups_.erase(group->id);
+    for (int peer = 0; peer < group->size(); ++peer) {
+      const int peer_id = group->members[peer].peer_id;
+      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
+        closed_groups_[group->id].insert(peer_id);
+      }
+    }
+  }
+  unlock_and_deliver(lock);
+}
+
+void Engine::forget_closed(uint64_t group, int peer_id) {
+  const auto found = closed_groups_.find(group);
+  if (found != closed_groups_.end()) {
+    found->second.erase(peer_id);
+    if (found->second.empty()) {
+      closed_groups_.erase(found);
+    }
+  }
+}
+
+Failure Engine::failure(const std::shared_ptr<Group>& group) {
+  check_not_forked();
+  Lock lock(mutex_);
+  return group->failure;
+}
+
+uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
+  check_not_forked();
+  Lock lock(mutex_);
+  return group->sequence;
+}
+
+} // namespace fog

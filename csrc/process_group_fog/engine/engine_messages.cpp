@@ -1,0 +1,137 @@
+// What the engine does with messages that come.
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+
+#include "core/failure.hpp"
+#include "engine/engine.hpp"
+
+namespace fog {
+
+void Engine::on_message(int source, const Header& header, const char* data) {
+  if (header.kind == MessageKind::kGoodbye) {
+    departed_.insert(source);
+    afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
+    Header taken;
+    taken.kind = MessageKind::kGoodbyeTaken;
+    try {
+      transport_->send(source, taken);
+    } catch (const std::exception&) { // it ends anyway
+    }
+    return;
+  }
+  if (header.kind == MessageKind::kHold || header.kind == MessageKind::kRelease) {
+    transport_->hold_back(source, header.kind == MessageKind::kHold);
+    return;
+  }
+  if (header.kind == MessageKind::kGoodbyeTaken) {
+    released_by_.insert(source);
+    return;
+  }
+  const auto found = groups_.find(header.group);
+  if (found == groups_.end()) {
+    if (closed_groups_.count(header.group) == 0) {
+      early_[header.group].emplace_back(early_load_, source, source, header, data);
+    } else if (header.kind == MessageKind::kClosed) {
+      forget_closed(header.group, source);
+    }
+    return;
+  }
+  const auto group = found->second; // a failure below may take it off the map
+  const int peer = group->group_rank(source);
+  if (peer < 0) {
+    return;
+  }
+  try {
+    route(group, peer, header, data);
+  } catch (const std::exception& error) {
+    fail(group, c10d::ErrorType::COMM_ERROR, message_of(error));
+  }
+}
+
+void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  switch (header.kind) {
+    case MessageKind::kError:
+      afterwards_.emplace_back(
+          [this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
+            fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
+          });
+      return;
+    case MessageKind::kClosed: {
+      group->gone.emplace(source, "has destroyed its group");
+      transport_->forget(group->members[source].peer_id, group->id);
+      service_->on_gone(*group, source, group->gone[source]);
+      afterwards_.emplace_back(
+          [this, group, source] { fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false); });
+      return;
+    }
+    case MessageKind::kPointToPoint:
+      on_point_to_point(group, source, header, data);
+      return;
+    case MessageKind::kConfirm: {
+      const auto found = group->by_key.find(header.key);
+      if (found != group->by_key.end()) {
+        found->second->on_confirm(source);
+      }
+      return;
+    }
+    case MessageKind::kData: {
+      if (!group->failure.reason.empty()) {
+        return;
+      }
+      const auto found = group->by_key.find(header.key);
+      if (found != group->by_key.end() && found->second->owns(source, header)) {
+        const auto operation = found->second; // a failure takes it off the map
+        hand_over(operation, source, header, data);
+        return;
+      }
+      if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
+        C10_THROW_ERROR(
+            DistBackendError,
+            c10::str(
+                "ranks disagree in group '", group->name, "': rank ", source, " called ", header.signature.describe(),
+                " and sends to this rank ", group->rank,
+                " in it, which has ended its operation at that place of its program without rank ", source));
+      }
+      group->early[header.key].emplace_back(early_load_, group->members[source].peer_id, source, header, data);
+      return;
+    }
+    case MessageKind::kWindow:
+    case MessageKind::kWindowReply:
+      service_->on_message(group, source, header, data);
+      return;
+    case MessageKind::kTaken: // these are the transport's own
+    case MessageKind::kWanted:
+    case MessageKind::kFilled:
+    case MessageKind::kEmptied:
+    case MessageKind::kGoodbye:
+    case MessageKind::kGoodbyeTaken:
+    case MessageKind::kHold:
+    case MessageKind::kRelease:
+      return; // for the whole process, handled above
+  }
+}
+
+void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  if (!group->failure.reason.empty()) {
+    return;
+  }
+  for (auto position = group->posted.begin(); position != group->posted.end(); ++position) {
+    if ((*position)->matches(source, header)) {
+      const auto receive = *position;
+      group->posted.erase(position);
+      hand_over(receive, source, header, data);
+      return;
+    }
+  }
+  group->unexpected.emplace_back(early_load_, group->members[source].peer_id, source, header, data);
+}
+
+void Engine::hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data) {
+  try {
+    operation->on_message(source, header, data);
+  } catch (const std::exception& error) {
+    fail(operation, error);
+  }
+}
+
+} // namespace fog
