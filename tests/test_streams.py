@@ -1,0 +1,95 @@
+"""Large data between processes of one host, which goes through chunks of shared memory: who is slow, who is late, in which order."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKEND, WorldPool
+
+from fog_pg._C import NeighborPlan
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the shared memory of backend fog")
+
+MIB = 1 << 20
+LATE = 1.0  # seconds
+
+
+def backend() -> dist.Backend:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def one_reader_is_late() -> float:
+    """Rank 0 sends both others the same tensor. Returns how long this rank's exchange took."""
+    rank = dist.get_rank()
+    x = torch.full((8 * MIB,), float(rank + 1))
+    dist.barrier()
+    if rank == 2:
+        time.sleep(LATE)
+    started = time.monotonic()
+    sources = [] if rank == 0 else [(0, 1.0)]
+    destinations = [(1, 1.0), (2, 1.0)] if rank == 0 else []
+    work = backend().neighbor_allreduce(x, NeighborPlan(rank, 3, 1.0, sources, destinations))
+    work.wait()
+    seconds = time.monotonic() - started
+    assert work.result()[0].eq(float(rank + 1) + (1.0 if rank > 0 else 0.0)).all()
+    return seconds
+
+
+def test_a_late_reader_holds_up_no_other(worlds: WorldPool) -> None:
+    _, punctual, _ = worlds(3).run(one_reader_is_late)
+    assert punctual < LATE / 2
+
+
+def much_waits_for_a_late_reader() -> float:
+    """Rank 0 has far more on the way to rank 2, which is late, than there are chunks, and then serves rank 1."""
+    rank = dist.get_rank()
+    x = torch.arange(MIB, dtype=torch.float32)
+    dist.barrier()
+    started = time.monotonic()
+    seconds = 0.0
+    if rank == 0:
+        works = [dist.isend(x + tag, 2, tag=tag) for tag in range(40)]
+        dist.send(x, 1, tag=99)
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        y = torch.empty_like(x)
+        dist.recv(y, 0, tag=99)
+        seconds = time.monotonic() - started
+        assert y.equal(x)
+    else:
+        time.sleep(LATE)
+        for tag in reversed(range(40)):  # the last one first
+            y = torch.empty_like(x)
+            dist.recv(y, 0, tag=tag)
+            assert y.equal(x + tag), tag
+    return seconds
+
+
+def test_what_waits_for_a_late_reader_leaves_chunks_to_the_others(worlds: WorldPool) -> None:
+    _, punctual, _ = worlds(3).run(much_waits_for_a_late_reader)
+    assert punctual < LATE / 2
+
+
+def readers_of_different_speed() -> None:
+    """Each round another rank lingers before it waits; sizes around those of a chunk, of what a stream is ahead, and of what it lags."""
+    rank = dist.get_rank()
+    for round_, bytes_ in enumerate([33 << 10, 256 << 10, MIB, MIB + 64, 4 * MIB, 4 * MIB + 4, 9 * MIB + 4]):
+        x = torch.full((bytes_ // 4,), float(rank + round_))
+        others = [((rank + 1) % 3, 1.0), ((rank + 2) % 3, 1.0)]
+        plan = NeighborPlan(rank, 3, 1.0, others, others)
+        works = [backend().neighbor_allreduce(x, plan) for _ in range(3)]
+        in_place = x.clone()  # nothing of it is overwritten before it has gone
+        works.append(backend().neighbor_allreduce(in_place, plan, output=in_place))
+        if rank == round_ % 3:
+            time.sleep(0.02)
+        for work in works:
+            work.wait()
+            assert work.result()[0].eq(3.0 + 3 * round_).all()
+
+
+def test_readers_of_different_speed_get_the_same(worlds: WorldPool) -> None:
+    worlds(3).run(readers_of_different_speed)
