@@ -1,5 +1,7 @@
 #include "core/failure.hpp"
 
+#include <new>
+
 #include <c10/util/Exception.h>
 
 namespace fog {
@@ -7,6 +9,8 @@ namespace fog {
 std::exception_ptr backend_error(const std::string& text) {
   try {
     C10_THROW_ERROR(DistBackendError, text);
+  } catch (const std::bad_alloc&) { // not the error that was asked for: who asks tries again
+    throw;
   } catch (...) {
     return std::current_exception();
   }

@@ -18,7 +18,7 @@ inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
 inline constexpr const char* kSilent = "was lost: its host does not answer";
 
-// A torch.distributed.DistBackendError.
+// A torch.distributed.DistBackendError. Throws std::bad_alloc if there is no memory for it.
 std::exception_ptr backend_error(const std::string& text);
 
 // The exception's text without the C++ backtrace that c10::Error::what() may add.
