@@ -1,10 +1,12 @@
 #include "engine/work.hpp"
 
 #include <new>
+#include <thread>
 
 #include <c10/util/Exception.h>
 
 #include "core/deadline.hpp"
+#include "core/failure.hpp"
 #include "core/python_lock.hpp"
 #include "core/unowned_failure.hpp"
 
@@ -14,14 +16,23 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
+// Made while there is memory.
+const std::exception_ptr& no_memory_at_all() {
+  static const auto error = backend_error("fog: there is no memory for an operation's result, nor to say which one it is");
+  return error;
+}
+
 // Of an operation that has lacked nothing before.
 std::exception_ptr no_memory_for_result(const std::function<std::string()>& describe) {
-  try {
-    C10_THROW_ERROR(
-        DistBackendError, c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
-  } catch (...) { // or for that
-    return std::current_exception();
+  constexpr int kTries = 100; // somebody else may give some back
+  for (int tries = 0; tries < kTries; ++tries) {
+    try {
+      return backend_error(c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
+    } catch (const std::bad_alloc&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
+  return no_memory_at_all();
 }
 
 } // namespace
@@ -36,7 +47,9 @@ WorkFog::WorkFog(
     : Work(rank, type, profiling_title, inputs),
       driver_(driver),
       outputs_(std::move(outputs)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+  no_memory_at_all();
+}
 
 c10::intrusive_ptr<WorkFog> WorkFog::when_all(
     Driver& driver,
