@@ -8,7 +8,7 @@
 #include <torch/version.h>
 
 #include "device/device_backends.hpp"
-#include "windows/host_window.hpp"
+#include "windows/deferred_free.hpp"
 #include "windows/window_service.hpp"
 #include "job/mpi_api.hpp"
 #include "engine/engine.hpp"
@@ -545,7 +545,7 @@ PYBIND11_MODULE(_C, module) {
         {"names", sizes.names},
         {"closed_groups", sizes.closed_groups},
         {"early_bytes", sizes.early_bytes},
-        {"buried_windows", fog::HostWindow::buried()}};
+        {"deferred_windows", fog::DeferredFree::size()}};
   }, py::call_guard<py::gil_scoped_release>());
   module.def("shutdown", [] { fog::Engine::instance().shutdown(); }, py::call_guard<py::gil_scoped_release>());
 }

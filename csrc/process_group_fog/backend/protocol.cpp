@@ -35,7 +35,7 @@ uint32_t layout() {
         sizeof(Arena::Label),
         sizeof(WindowLabel),
         sizeof(SlotPlace),
-        sizeof(Door),
+        sizeof(PeerControl),
         sizeof(PairMutex),
         size_t(Slot::kWriters),
         size_t(Slot::kOwners),
