@@ -43,7 +43,7 @@ class PinnedStaging final : public WindowStaging {
   void drain(const char* op, Deadline deadline) override;
 
  private:
-  // One whose values are on their way to the host.
+  // Its values are on their way to the host.
   struct Operation {
     const char* name;
     Deadline deadline;
@@ -56,9 +56,9 @@ class PinnedStaging final : public WindowStaging {
 
   void run_queue();
   void run(Operation operation);
-  // Copies the tensor, as it will be after what the current stream has, to where neighbors get it. With `owner_`.
+  // It copies the tensor, as it will be after what the current stream has, to where neighbors get it. The caller has `owner_`.
   void copy_to_published(const char* op, Deadline deadline);
-  // Throws at the deadline. Whatever the device still has to do uses no memory that is given away.
+  // It throws at the deadline. Whatever the device still has to do uses no memory that is given away.
   void await(const char* op, const Event& event, Deadline deadline) const;
   at::Tensor take_buffer(at::IntArrayRef sizes);
   void give_buffer(at::Tensor buffer);

@@ -13,20 +13,13 @@ struct Kept {
   DeferredFree::Users users;
 };
 
-struct List {
-  std::mutex mutex;
-  std::vector<Kept> kept;
-};
+// These are never destroyed: the process's end needs no order.
+auto& mutex = *new std::mutex;
+auto& kept = *new std::vector<Kept>;
 
-List& list() {
-  static auto* list = new List(); // the process's end needs no order
-  return *list;
-}
-
-// Gives back what nobody uses once that process does not.
+// It gives back what nobody uses once that process does not.
 void release(PeerId peer) {
   std::vector<Kept> released; // after the lock
-  auto& [mutex, kept] = list();
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& window : kept) {
     for (const auto& [user, place] : window.users) {
@@ -45,8 +38,8 @@ void release(PeerId peer) {
 void DeferredFree::keep(Engine& engine, std::unique_ptr<WindowMemory> memory, const c10::Storage& storage, Users users) {
   engine.set_ended_listener([](PeerId peer) { release(peer); });
   {
-    const std::lock_guard<std::mutex> lock(list().mutex);
-    list().kept.push_back({std::move(memory), storage, users});
+    const std::lock_guard<std::mutex> lock(mutex);
+    kept.push_back({std::move(memory), storage, users});
   }
   // From now on this hears of those that end; some may have ended before.
   for (const auto& [peer, place] : users) {
@@ -58,8 +51,8 @@ void DeferredFree::keep(Engine& engine, std::unique_ptr<WindowMemory> memory, co
 }
 
 size_t DeferredFree::size() {
-  const std::lock_guard<std::mutex> lock(list().mutex);
-  return list().kept.size();
+  const std::lock_guard<std::mutex> lock(mutex);
+  return kept.size();
 }
 
 } // namespace fog

@@ -13,13 +13,13 @@
 
 namespace fog {
 
-// Keeps it until they have left it, or their processes have ended.
+// It keeps the memory until they have left it, or their processes have ended.
 class DeferredFree {
  public:
   using Users = std::vector<std::pair<PeerId, size_t>>; // with their places in the memory
 
   static void keep(Engine& engine, std::unique_ptr<WindowMemory> memory, const c10::Storage& storage, Users users);
-  // Windows that it keeps.
+  // So many windows are kept.
   static size_t size();
 };
 

@@ -22,7 +22,7 @@ std::unique_ptr<Window::Leg> Window::MappedLeg::create(Window& window, Neighbor&
     return nullptr;
   }
   const auto its_neighbors = all_neighbors(there.in, there.out);
-  auto view = ForeignWindow::attach(there.address, window.bytes(), there.in.size(), its_neighbors.size());
+  auto view = WindowView::attach(there.address, window.bytes(), there.in.size(), its_neighbors.size());
   if (!view) {
     return nullptr;
   }

@@ -26,8 +26,7 @@ void Window::MessageLeg::leave() {
 
 void Window::MessageLeg::start(Part part) {
   const bool get = part.op == WindowOp::kGet;
-  auto request =
-      this->request(part.op, c10::str(window_.describe(name_of(part.op)), get ? " from" : " to", " rank ", neighbor_.rank));
+  auto request = this->request(part.op, c10::str(window_.describe(name_of(part.op)), get ? " from" : " to", " rank ", neighbor_.rank));
   request->weight = part.weight;
   request->p = part.p;
   request->offset = part.offset;

@@ -11,66 +11,57 @@ bool RankMutex::held_here() {
   return depth_ > 0 && holder_ == std::this_thread::get_id();
 }
 
-// With `mutex_`.
+// The caller has `mutex_`.
 bool RankMutex::lock_again() {
   const bool mine = depth_ > 0 && holder_ == std::this_thread::get_id();
   depth_ += mine ? 1 : 0;
   return mine;
 }
 
-// Waits for this process's threads that came before.
-bool RankMutex::enter(Deadline deadline) {
+bool RankMutex::lock(Deadline deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
+  if (lock_again()) {
+    return true;
+  }
   const auto place = next_++;
   waiting_.push_back(place);
-  const auto turn = [&] { return waiting_.front() == place; };
-  const auto give_up = [&] {
-    waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
-    changed_.notify_all(); // it may have been its turn by now
-  };
-  while (!changed_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval), turn)) {
-    if (Clock::now() >= deadline) {
-      give_up();
-      return false;
-    }
-    lock.unlock();
-    try {
-      check_();
-    } catch (...) {
-      lock.lock();
-      give_up();
-      throw;
-    }
-    lock.lock();
-  }
-  return true;
-}
-
-bool RankMutex::lock(Deadline deadline) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (lock_again()) {
-      return true;
-    }
-  }
-  if (!enter(deadline)) {
-    return false;
-  }
   bool acquired = false;
   try {
-    acquired = other_.acquire(deadline);
+    acquired = acquire(place, lock, deadline);
   } catch (...) {
-    leave();
+    leave(place);
     throw;
   }
   if (!acquired) {
-    leave();
+    leave(place);
     return false;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> relock(mutex_);
   holder_ = std::this_thread::get_id();
   depth_ = 1;
   return true;
+}
+
+// It gives the lock up, whatever comes of it.
+bool RankMutex::acquire(uint64_t place, std::unique_lock<std::mutex>& held, Deadline deadline) {
+  auto lock = std::move(held);
+  const auto turn = [&] { return waiting_.front() == place; };
+  while (!changed_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval), turn)) {
+    lock.unlock();
+    if (Clock::now() >= deadline) {
+      return false;
+    }
+    check_();
+    lock.lock();
+  }
+  lock.unlock();
+  return other_.acquire(deadline);
+}
+
+void RankMutex::leave(uint64_t place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
+  changed_.notify_all(); // it may have been its turn by now
 }
 
 bool RankMutex::try_lock() {
@@ -87,12 +78,6 @@ bool RankMutex::try_lock() {
   return true;
 }
 
-void RankMutex::leave() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  waiting_.pop_front();
-  changed_.notify_all();
-}
-
 void RankMutex::unlock() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -102,7 +87,9 @@ void RankMutex::unlock() {
     holder_ = std::thread::id();
   }
   other_.release(); // before the next thread comes: the other process has its turn
-  leave();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.pop_front();
+  changed_.notify_all();
 }
 
 } // namespace fog

@@ -16,10 +16,10 @@ namespace fog {
 // How long a wait lasts before it looks whether whom it waits for has gone, and whether it is interrupted.
 constexpr auto kPollInterval = std::chrono::milliseconds(10);
 
-// Held by a thread, which may lock it again; its threads come in the order in which they asked.
+// A thread holds it, which may lock it again; the process's threads come in the order in which they asked.
 class RankMutex {
  public:
-  // How this process settles it with the other one.
+  // This is how the process settles it with the other one.
   struct Other {
     std::function<bool(Deadline)> acquire; // false at the deadline; may throw
     std::function<bool()> try_acquire;
@@ -28,17 +28,17 @@ class RankMutex {
   // `check` is called every now and then while a thread waits for others of this process; it may throw.
   RankMutex(Other other, std::function<void()> check) : other_(std::move(other)), check_(std::move(check)) {}
 
-  // False at the deadline. Throws what these functions throw.
+  // It returns false at the deadline, and throws what these functions throw.
   bool lock(Deadline deadline);
-  // False if it is not free.
+  // It returns false if the mutex is not free.
   bool try_lock();
   void unlock();
   bool held_here();
 
  private:
   bool lock_again();
-  bool enter(Deadline deadline);
-  void leave();
+  bool acquire(uint64_t place, std::unique_lock<std::mutex>& held, Deadline deadline);
+  void leave(uint64_t place);
 
   const Other other_;
   const std::function<void()> check_;

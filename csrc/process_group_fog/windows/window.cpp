@@ -20,10 +20,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-bool contains(const std::vector<int>& ranks, int rank) {
-  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-}
-
 // Where neighbors can reach what a tensor holds.
 at::Tensor on_host(const at::Tensor& tensor) {
   auto host = tensor;
@@ -158,7 +154,9 @@ const char* Window::transport() const {
   }
   const auto mapped =
       std::count_if(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) { return neighbor->leg->map() != nullptr; });
-  return mapped == static_cast<ptrdiff_t>(neighbors_.size()) ? "shared memory" : mapped == 0 ? "messages" : "shared memory and messages";
+  return mapped == static_cast<ptrdiff_t>(neighbors_.size()) ? "shared memory"
+      : mapped == 0                                          ? "messages"
+                                                             : "shared memory and messages";
 }
 
 const char* Window::transport_to(int rank) const {
@@ -321,8 +319,8 @@ void Window::apply(int source, WindowOp op, double weight, std::optional<double>
 void Window::receive(size_t offset, const void* data, size_t bytes) {
   const Use use(*this, "put", For::kNeighbor);
   TORCH_CHECK_VALUE(
-      offset <= values_.bytes && bytes <= values_.bytes - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '", name_,
-      "' has ", values_.bytes);
+      offset <= values_.bytes && bytes <= values_.bytes - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '",
+      name_, "' has ", values_.bytes);
   if (staging_) {
     staging_->receive(offset, data, bytes);
   } else {

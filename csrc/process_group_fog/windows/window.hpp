@@ -27,7 +27,7 @@
 
 namespace fog {
 
-// What a window is made of.
+// This is what a window is made of.
 struct WindowConfig {
   std::shared_ptr<Group> group;
   at::Tensor tensor;
@@ -65,7 +65,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   using Gather = std::function<std::string(const std::string& mine)>;
   using StagingFactory = std::function<std::unique_ptr<WindowStaging>(Window& window)>;
 
-  // Collective. Throws ValueError on every rank if they disagree. `make_staging` is for a tensor of a device.
+  // All ranks of the group call it; it throws ValueError on every rank if they disagree. `make_staging` is for a tensor of a device.
   static std::shared_ptr<Window> create(WindowConfig config, const Gather& gather, const StagingFactory& make_staging = nullptr);
   ~Window();
   Window(const Window&) = delete;
@@ -133,17 +133,17 @@ class Window final : public std::enable_shared_from_this<Window> {
   }
 
   // --- for its WindowStaging ---
-  // What neighbors get, and write to: the tensor itself, or its copy on the host.
+  // Neighbors get this, and write to it: it is the tensor itself, or its copy on the host.
   const at::Tensor& host_tensor() const {
     return host_;
   }
-  // Runs `change`, which changes that: whoever gets it sees it as it was before or as it is afterwards.
+  // This runs `change`, which changes that: whoever gets it sees it as it was before or as it is afterwards.
   void publish(const std::function<void()>& change);
-  // Whether this thread holds a mutex of the window.
+  // This says whether the calling thread holds a mutex of the window.
   bool holds_mutex() const;
   std::string describe(const char* op) const;
   [[noreturn]] void fail(const char* op, const std::string& reason) const; // DistBackendError
-  // For autograd.
+  // Autograd has to know of a change.
   static void count_change(const at::Tensor& tensor);
 
   // --- for the WindowService, which serves one source's operations one after the other ---
@@ -177,32 +177,33 @@ class Window final : public std::enable_shared_from_this<Window> {
 
   Window(WindowConfig config, at::Tensor host);
 
-  // Throws ValueError unless this rank can make a window of that.
+  // It throws ValueError unless this rank can make a window of that.
   static void check_config(const WindowConfig& config);
-  // What needs no other rank.
+  // The first does what needs no other rank, the second the rest.
   static std::shared_ptr<Window> prepare(WindowConfig config, const StagingFactory& make_staging);
   void connect(const std::vector<WindowDescription>& descriptions, const Gather& gather);
 
-  // Whatever is asked of neighbors. The tensor goes to the host first if it has to; launch() sends it on its way from there.
+  // All that is asked of neighbors begins here. The tensor goes to the host first if it has to; launch() sends it on its way from there.
   WorkPtr start(WindowOp op, const at::Tensor& tensor, const Peers& peers, const Options& options, size_t offset = 0);
   std::shared_ptr<Call> begin(WindowOp op, const at::Tensor& tensor, Milliseconds timeout);
-  void launch(const std::shared_ptr<Call>& call, const at::Tensor& data, const Peers& peers, const Options& options, double p, size_t offset);
+  void launch(
+      const std::shared_ptr<Call>& call, const at::Tensor& data, const Peers& peers, const Options& options, double p, size_t offset);
   void dispatch(Neighbor& peer, Part part, bool skip_lost);
-  // Multiplies what was sent, whose values in order are `data`, and p, which was `p` then, by what this rank keeps.
+  // It multiplies what was sent, whose values in order are `data`, and p, which was `p` then, by what this rank keeps.
   void keep(const Call& call, const at::Tensor& data, double p, const Options& options);
   bool take_signal(const Neighbor& source, Deadline deadline);
   [[noreturn]] void refused(const char* op, const std::exception& refusal) const;
 
-  // The owner's part of the slots. `copy` writes the value that the slot is to have.
+  // These are the owner's part of the slots. `copy` writes the value that the slot is to have.
   void replace_slot(const Neighbor& source, const std::function<void(void* out)>& copy);
   at::Tensor combine(double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline);
-  // With the mutexes that keep neighbors from reading the tensor while `change` changes it.
+  // It holds the mutexes that keep neighbors from reading the tensor while `change` changes it.
   void change_tensor(Deadline deadline, const std::function<void()>& change);
 
   std::unique_ptr<RankMutex> make_mutex(RankMutex::Other other) const;
-  // How this rank, which is `side`, gets a mutex in memory that it has mapped.
+  // This is how a rank, which is `side`, gets a mutex in memory that it has mapped.
   RankMutex::Other word_of(PairMutex& word, PairMutex::Side side, const Neighbor& other) const;
-  // Takes a mutex that the neighbor holds, or seizes it if its process has ended; false at the deadline.
+  // It takes a mutex that the neighbor holds, or seizes it if its process has ended; it returns false at the deadline.
   bool acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const;
   void lock(RankMutex& mutex, int owner, int other, Deadline deadline) const;
   void release(const std::vector<int>& ranks, bool own);
@@ -210,7 +211,6 @@ class Window final : public std::enable_shared_from_this<Window> {
 
   // --- these throw ValueError ---
   Neighbor& neighbor(const char* op, const char* argument, int rank, bool in, bool out) const;
-  void check_neighbor(const char* op, const char* argument, int rank, bool in, bool out) const;
   void check_peers(const char* op, const char* argument, const Peers& peers, bool out) const;
   // `tensor` is what put() and accumulate() take.
   void check_input(const char* op, const at::Tensor& tensor, double self_weight) const;
@@ -231,10 +231,10 @@ class Window final : public std::enable_shared_from_this<Window> {
   enum class For { kThisRank, kNeighbor };
   void begin_call(const char* op, For whom);
   void end_call();
-  // Refuses new calls.
+  // From then on new calls are refused.
   void close(const std::string& reason);
   void leave();
-  // Gives the memory back, now or once no neighbor uses it any more.
+  // It gives the memory back, now or once no neighbor uses it any more.
   void release_memory();
 
   const std::shared_ptr<Group> group_;

@@ -12,14 +12,6 @@
 #include "windows/window_legs.hpp"
 
 namespace fog {
-namespace {
-
-bool contains(const std::vector<int>& ranks, int rank) {
-  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-}
-
-} // namespace
-
 void Window::check_config(const WindowConfig& config) {
   constexpr const char* op = "win_create";
   check_output(op, "tensor", config.tensor, config.tensor.defined() ? config.tensor.device() : at::kCPU);
@@ -38,9 +30,11 @@ void Window::check_config(const WindowConfig& config) {
   check_ranks("out_neighbors", config.out_neighbors);
 }
 
-void Window::check_neighbor(const char* op, const char* argument, int rank, bool in, bool out) const {
-  if ((in && contains(in_neighbors_, rank)) || (out && contains(out_neighbors_, rank))) {
-    return;
+Window::Neighbor& Window::neighbor(const char* op, const char* argument, int rank, bool in, bool out) const {
+  for (const auto& neighbor : neighbors_) {
+    if (neighbor->rank == rank && ((in && neighbor->in) || (out && neighbor->out))) {
+      return *neighbor;
+    }
   }
   const auto allowed = in && out ? all_neighbors(in_neighbors_, out_neighbors_) : in ? in_neighbors_ : out_neighbors_;
   TORCH_CHECK_VALUE(
@@ -54,7 +48,7 @@ void Window::check_neighbor(const char* op, const char* argument, int rank, bool
 void Window::check_peers(const char* op, const char* argument, const Peers& peers, bool out) const {
   for (const auto& [rank, weight] : peers) {
     const int peer = rank;
-    check_neighbor(op, argument, peer, !out, out);
+    neighbor(op, argument, peer, !out, out);
     const auto same = [peer](const auto& other) { return other.first == peer; };
     TORCH_CHECK_VALUE(std::count_if(peers.begin(), peers.end(), same) == 1, op, ": ", argument, ": got rank ", rank, " more than once");
     TORCH_CHECK_VALUE(
@@ -68,8 +62,8 @@ void Window::check_input(const char* op, const at::Tensor& tensor, double self_w
     check_tensor_in_place(op);
   } else {
     TORCH_CHECK_VALUE(
-        tensor.scalar_type() == values_.dtype && values_.numel == static_cast<size_t>(tensor.numel()) && layout_of(tensor) == layout_, op, ": tensor: got ",
-        layout_of(tensor), "; allowed is ", layout_, " as window '", name_, "' has it");
+        tensor.scalar_type() == values_.dtype && values_.numel == static_cast<size_t>(tensor.numel()) && layout_of(tensor) == layout_,
+        op, ": tensor: got ", layout_of(tensor), "; allowed is ", layout_, " as window '", name_, "' has it");
   }
   check_self_weight(op, self_weight);
   if (self_weight != 1) {
@@ -96,8 +90,8 @@ void Window::check_tensor_in_place(const char* op) const {
 }
 
 bool Window::is_tensor_in_place() const {
-  return tensor_.has_storage() && tensor_.scalar_type() == values_.dtype && tensor_.nbytes() == values_.bytes && tensor_.is_contiguous() &&
-      tensor_.const_data_ptr() == data_;
+  return tensor_.has_storage() && tensor_.scalar_type() == values_.dtype && tensor_.nbytes() == values_.bytes &&
+      tensor_.is_contiguous() && tensor_.const_data_ptr() == data_;
 }
 
 void Window::check_open(const char* op) const {
@@ -132,11 +126,6 @@ std::string Window::why_gone(const Neighbor& neighbor) const {
 
 void Window::refused(const char* op, const std::exception& refusal) const {
   fail(op, c10::str("it has to wait, and the system refuses a thread for that: ", message_of(refusal)));
-}
-
-Window::Neighbor& Window::neighbor(const char* op, const char* argument, int rank, bool in, bool out) const {
-  check_neighbor(op, argument, rank, in, out);
-  return **std::find_if(neighbors_.begin(), neighbors_.end(), [rank](const auto& neighbor) { return neighbor->rank == rank; });
 }
 
 } // namespace fog

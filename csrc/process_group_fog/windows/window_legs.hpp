@@ -16,25 +16,30 @@
 
 namespace fog {
 
-// The names of an operation: in errors, and for profilers.
+// The name of an operation in errors.
 const char* name_of(WindowOp op);
 
-// One call, complete once all its parts are.
+// A call is complete once all its parts are.
 class Window::Call {
  public:
-  Call(std::shared_ptr<Window> window, WindowOp its_op, at::Tensor its_tensor, Deadline its_deadline, c10::intrusive_ptr<WorkFog> its_work)
+  Call(
+      std::shared_ptr<Window> window,
+      WindowOp its_op,
+      at::Tensor its_tensor,
+      Deadline its_deadline,
+      c10::intrusive_ptr<WorkFog> its_work)
       : op(its_op), tensor(std::move(its_tensor)), deadline(its_deadline), work(std::move(its_work)), window_(std::move(window)) {}
   void expect() {
     pending_.fetch_add(1);
   }
-  // Called once all parts have succeeded, before the call is complete. To be given before the first part. `waits`: it may wait for a
+  // It is called once all parts have succeeded, before the call is complete, and has to be given before the first part. `waits`: it may wait for a
   // device, so it must not be called in a thread of the engine.
   void then(std::function<void()> what, bool waits) {
     then_ = std::move(what);
     waits_ = waits;
   }
   void finish(const std::exception_ptr& error);
-  // The same from a thread of the engine.
+  // A thread of the engine calls this instead.
   static void finish_from_engine(const std::shared_ptr<Call>& call, const std::exception_ptr& error);
 
   const WindowOp op;
@@ -51,7 +56,7 @@ class Window::Call {
   bool waits_ = false;
 };
 
-// What is asked of one neighbor.
+// A call asks this of one neighbor.
 struct Window::Part {
   WindowOp op;
   double weight;
@@ -64,7 +69,7 @@ struct Window::Part {
   std::shared_ptr<Call> call;
 };
 
-// The way to one neighbor. Its primitives are few, so that another way, over a network's own one-sided operations, say, is another class
+// A leg is the way to one neighbor. Its primitives are few, so that another way, over a network's own one-sided operations, say, is another class
 // beside these and nothing else. Writing into a slot and publishing what was written are one of them, as it depends on the way who does
 // the second. What is started is done in the order of the calls.
 class Window::Leg {
@@ -74,13 +79,13 @@ class Window::Leg {
   Leg(const Leg&) = delete;
   Leg& operator=(const Leg&) = delete;
 
-  // What transport_to() says.
+  // transport_to() says this.
   virtual const char* name() const = 0;
-  // The neighbor's tensor, where this process has mapped it; else null.
+  // It returns the neighbor's tensor where this process has mapped it, else null.
   virtual char* map() const = 0;
-  // Does kPut and kAccumulate (write and publish), kGet (read), kWrite or kSignal, and finishes the part; unless it throws.
+  // It does kPut or kAccumulate (write and publish), kGet (read), kWrite or kSignal, and finishes the part unless it throws.
   virtual void start(Part part) = 0;
-  // How the pair's mutex that the neighbor owns is got.
+  // These are the ways to get and to give back the pair's mutex that the neighbor owns.
   virtual RankMutex::Other mutex() = 0;
   // This rank has ended its use of the neighbor's window: what was started before has been done there.
   virtual void leave() = 0;
@@ -90,11 +95,10 @@ class Window::Leg {
   Neighbor& neighbor_;
 };
 
-// Memory of this host that this process has mapped: operations are done in the caller's thread, but for those that wait for a mutex, and
-// those behind them.
+// The neighbor's memory is mapped: operations are done in the caller's thread, but for those that wait for a mutex, and those behind them.
 class Window::MappedLeg final : public Leg {
  public:
-  // Null unless the neighbor's memory can be mapped.
+  // It returns null unless the neighbor's memory can be mapped.
   static std::unique_ptr<Leg> create(Window& window, Neighbor& neighbor, const WindowDescription& there);
 
   const char* name() const override {
@@ -108,18 +112,18 @@ class Window::MappedLeg final : public Leg {
   void leave() override;
 
  private:
-  MappedLeg(Window& window, Neighbor& neighbor, std::unique_ptr<ForeignWindow> view, size_t control, size_t slot)
+  MappedLeg(Window& window, Neighbor& neighbor, std::unique_ptr<WindowView> view, size_t control, size_t slot)
       : Leg(window, neighbor), view_(std::move(view)), control_(view_->control(control)), place_(control), slot_(slot) {}
 
   void execute(const Part& part);
-  // The neighbor's tensor, in this rank's slot for it.
+  // It copies the neighbor's tensor into this rank's slot for it.
   void fetch(double weight, Deadline deadline);
   void run_queue();
-  // Runs the first of the queue, or ends it with `error` if it is one of the call that `failed`; `locked`: this thread has the
-  // mutex. False if there is nothing (else) to run.
+  // It runs the first of the queue, or ends it with `error` if it is one of the call that `failed`; `locked`: this thread has the
+  // mutex. It returns false if there is nothing (else) to run.
   bool run_first(bool locked, const Call* failed, std::exception_ptr error);
 
-  const std::unique_ptr<ForeignWindow> view_;
+  const std::unique_ptr<WindowView> view_;
   PeerControl& control_; // of this rank, there
   const size_t place_;
   const size_t slot_;
@@ -129,7 +133,7 @@ class Window::MappedLeg final : public Leg {
   std::mutex turn_; // held by the thread that runs the first of the queue, so that its order stays
 };
 
-// Messages, which the neighbor's WindowService serves.
+// Operations go as messages, which the neighbor's WindowService serves.
 class Window::MessageLeg final : public Leg {
  public:
   using Leg::Leg;
@@ -167,7 +171,7 @@ struct Window::Neighbor {
   std::string how; // it went; guarded by state_
 };
 
-// The memory of this rank and of its neighbors stays.
+// While one of these lives, the memory of this rank and of its neighbors stays.
 class Window::Use {
  public:
   Use(Window& window, const char* op, For whom) : window_(window) {

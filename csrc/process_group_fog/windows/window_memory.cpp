@@ -118,7 +118,7 @@ bool WindowMemory::unused() const {
   return true;
 }
 
-std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address, size_t bytes, size_t slots, size_t peers) {
+std::unique_ptr<WindowView> WindowView::attach(const std::string& address, size_t bytes, size_t slots, size_t peers) {
   std::istringstream fields(address);
   int pid = 0;
   int fd = 0;
@@ -131,7 +131,7 @@ std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address,
   if (!arena || !arena->make_writable()) {
     return nullptr;
   }
-  auto window = std::make_unique<ForeignWindow>();
+  auto window = std::make_unique<WindowView>();
   window->arena_ = std::move(arena);
   window->label_ = reinterpret_cast<WindowLabel*>(window->at(label, sizeof(WindowLabel)));
   const bool fits = window->label_ != nullptr && window->label_->magic == kMagic && window->label_->slots == slots &&

@@ -54,6 +54,8 @@ struct alignas(64) WindowLabel {
 class WindowView {
  public:
   WindowView() = default;
+  // A neighbor's, at an address(); nullptr if it cannot be mapped for writing, or is not one of so many bytes, slots and peers.
+  static std::unique_ptr<WindowView> attach(const std::string& address, size_t bytes, size_t slots, size_t peers);
 
   WindowLabel& label() const {
     return *label_;
@@ -77,7 +79,6 @@ class WindowView {
   WindowLabel* label_ = nullptr;
 
  private:
-  friend class ForeignWindow;
   char* at(uintptr_t address, size_t bytes) const;
 
   std::shared_ptr<const shared_memory::ForeignArena> arena_; // null: this process's own memory
@@ -105,13 +106,6 @@ class WindowMemory : public WindowView {
 
   std::vector<void*> blocks_; // of the arena
   std::vector<std::unique_ptr<char[]>> private_blocks_; // where the system has none
-};
-
-// A neighbor's.
-class ForeignWindow : public WindowView {
- public:
-  // The window at an address(); nullptr if it cannot be mapped for writing, or is not one of so many bytes, slots and peers.
-  static std::unique_ptr<ForeignWindow> attach(const std::string& address, size_t bytes, size_t slots, size_t peers);
 };
 
 } // namespace fog

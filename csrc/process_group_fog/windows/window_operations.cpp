@@ -1,5 +1,6 @@
 // What a Window does: put, accumulate, get, update, and c10d's write and signals.
 #include <algorithm>
+#include <cstring>
 
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
@@ -21,42 +22,18 @@ using WorkPtr = Window::WorkPtr;
 // How long an owner that wants to change its tensor waits for one that reads it.
 constexpr auto kReaderTimeout = std::chrono::milliseconds(100);
 
+// For profilers, by WindowOp.
+constexpr const char* kTitles[] = {"fog:win_put", "fog:win_accumulate", "fog:win_get",   "fog:put",
+                                   "fog:signal",  "fog:win_mutex",      "fog:win_mutex", "fog:win_free"};
+
 const char* title_of(WindowOp op) {
-  switch (op) {
-    case WindowOp::kPut:
-      return "fog:win_put";
-    case WindowOp::kAccumulate:
-      return "fog:win_accumulate";
-    case WindowOp::kGet:
-      return "fog:win_get";
-    case WindowOp::kWrite:
-      return "fog:put";
-    default:
-      return "fog:signal";
-  }
+  return kTitles[static_cast<size_t>(op)];
 }
 
 } // namespace
 
 const char* name_of(WindowOp op) {
-  switch (op) {
-    case WindowOp::kPut:
-      return "win_put";
-    case WindowOp::kAccumulate:
-      return "win_accumulate";
-    case WindowOp::kGet:
-      return "win_get";
-    case WindowOp::kWrite:
-      return "put";
-    case WindowOp::kSignal:
-      return "signal";
-    case WindowOp::kLock:
-    case WindowOp::kUnlock:
-      return "win_mutex";
-    case WindowOp::kLeave:
-      break;
-  }
-  return "win_free";
+  return title_of(op) + std::strlen("fog:");
 }
 
 // --- calls ---
@@ -103,13 +80,13 @@ WorkPtr Window::get(const Peers& sources, const Options& options) {
 }
 
 WorkPtr Window::write(const at::Tensor& tensor, int destination, int64_t offset, const Options& options) {
-  check_neighbor("put", "destination", destination, false, true);
+  neighbor("put", "destination", destination, false, true);
   check_written("put", tensor, offset);
   return start(WindowOp::kWrite, tensor, {{destination, 1.0}}, options, static_cast<size_t>(offset) * c10::elementSize(values_.dtype));
 }
 
 WorkPtr Window::signal(int destination, const Options& options) {
-  check_neighbor("signal", "destination", destination, false, true);
+  neighbor("signal", "destination", destination, false, true);
   return start(WindowOp::kSignal, at::Tensor(), {{destination, 1.0}}, options);
 }
 
@@ -183,8 +160,8 @@ void Window::launch(
     const auto sent_p = options.with_p && shares ? std::make_optional(weight * p) : std::nullopt;
     call->expect();
     dispatch(
-        neighbor(name, "", rank, !out, out),
-        {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call}, options.skip_lost);
+        neighbor(name, "", rank, !out, out), {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call},
+        options.skip_lost);
   }
   call->finish(nullptr);
 }
@@ -309,8 +286,7 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   return staging_ ? staging_->update(op, self_weight != 0, clone, combined, deadline) : combined();
 }
 
-at::Tensor Window::combine(
-    double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline) {
+at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline) {
   const std::lock_guard<std::mutex> owner(owner_);
   at::Tensor result = host_;
   if (clone) {

@@ -70,22 +70,6 @@ std::vector<std::function<void()>> WindowService::on_closing(const Group& group)
   return calls;
 }
 
-std::shared_ptr<Service::Task> WindowService::next_task() {
-  if (tasks_.empty()) {
-    return nullptr;
-  }
-  auto task = tasks_.front();
-  released_.push_back(task); // so that finish() needs no memory for it
-  tasks_.pop_front();
-  ++running_;
-  return task;
-}
-
-void WindowService::finish(const std::shared_ptr<Task>& task) {
-  --running_;
-  static_cast<WindowTask&>(*task).finish();
-}
-
 Header WindowService::header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request) {
   Header header;
   header.kind = kind;
@@ -181,9 +165,7 @@ void WindowService::on_reply(PeerId source, const Header& header, const char* da
     }
   }
   if (request && header.bytes != request->reply_bytes) {
-    fail(
-        request,
-        c10::str(": rank ", request->peer, " replies with ", header.bytes, " bytes; expected are ", request->reply_bytes));
+    fail(request, c10::str(": rank ", request->peer, " replies with ", header.bytes, " bytes; expected are ", request->reply_bytes));
   } else if (request) {
     request->replied_ = true;
     settle(request);
@@ -191,16 +173,9 @@ void WindowService::on_reply(PeerId source, const Header& header, const char* da
 }
 
 void WindowService::settle(const std::shared_ptr<WindowRequest>& request) {
-  if (!request->replied_ || !request->moved()) {
-    return;
-  }
-  if (!request->take) {
+  if (request->replied_ && request->moved()) {
     end(request, nullptr);
-    return;
   }
-  tasks_.push_back(request);
-  request->replied_ = false; // once
-  request->taking_ = true;
 }
 
 bool WindowRequest::moved() const {
@@ -220,33 +195,20 @@ void WindowRequest::on_progress() {
   }
 }
 
-void WindowRequest::run() noexcept {
-  try {
-    take(received_.get());
-  } catch (...) {
-    take_error_ = std::current_exception();
-  }
-}
-
-void WindowRequest::finish() {
-  taking_ = false;
-  const auto found = service_->requests_.find(id_);
-  if (found != service_->requests_.end()) {
-    service_->end(found->second, error_ ? error_ : take_error_);
-  }
-}
-
 void WindowService::end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error) {
-  if (requests_.count(request->id_) == 0) {
+  if (requests_.erase(request->id_) == 0) {
     return;
   }
-  if (request->taking_) { // it writes to the window: finish() goes on
-    request->error_ = error;
-    return;
-  }
-  // The call holds the request, so that its tensor is released without the lock.
-  calls_.emplace_back([request, error] { request->done(error); });
-  requests_.erase(request->id_);
+  calls_.emplace_back([request, error = std::move(error)]() mutable {
+    if (request->take && !error) {
+      try {
+        request->take(request->received_.get());
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    request->done(error);
+  });
 }
 
 void WindowService::fail(const std::shared_ptr<WindowRequest>& request, const std::string& reason) {

@@ -32,14 +32,8 @@ namespace fog {
 class Window;
 class WindowService;
 
-// What reads or writes a window without the engine's lock, and then goes on with it.
-class WindowTask : public Service::Task {
- public:
-  virtual void finish() = 0;
-};
-
 // What one rank asks of another. The first members are the caller's.
-class WindowRequest final : public TransferOwner, public WindowTask {
+class WindowRequest final : public TransferOwner {
  public:
   std::shared_ptr<Group> group;
   uint64_t window = 0;
@@ -52,15 +46,13 @@ class WindowRequest final : public TransferOwner, public WindowTask {
   bool mutex = false; // the target holds the pair's mutex meanwhile
   at::Tensor data; // to send, contiguous
   std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"
-  // Both are called without the engine's lock: the first with the data of a get, the second once, at the end.
+  // Both are called without the engine's lock, at the end: the first with the data of a get, the second in every case.
   std::function<void(const void* data)> take;
   std::function<void(std::exception_ptr error)> done;
 
  private:
   friend class WindowService;
   void on_progress() override;
-  void run() noexcept override;
-  void finish() override;
   // Whether its data has gone, and that of the reply has come.
   bool moved() const;
 
@@ -71,9 +63,6 @@ class WindowRequest final : public TransferOwner, public WindowTask {
   std::shared_ptr<Outgoing> outgoing_;
   std::shared_ptr<Incoming> incoming_;
   bool replied_ = false;
-  bool taking_ = false; // a thread is in take()
-  std::exception_ptr error_; // with which it ended meanwhile: done() follows once that thread has left
-  std::exception_ptr take_error_;
   c10::DataPtr received_; // a get's data
 };
 
@@ -155,6 +144,7 @@ class WindowService final : public Service {
   void tell_now(const Group& group, uint64_t window, int peer, WindowOp op);
   void on_reply(PeerId source, const Header& header, const char* data);
   void settle(const std::shared_ptr<WindowRequest>& request);
+  // The call that ends it holds it, so that its tensor is released without the lock.
   void end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error);
   // With the error "fog: " + what it is + `reason`.
   void fail(const std::shared_ptr<WindowRequest>& request, const std::string& reason);
@@ -163,8 +153,8 @@ class WindowService final : public Service {
 
   // --- as the target ---
   void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // Its data comes, or has come, or `error` says why not.
-  void post(const Queue& queue, const std::shared_ptr<Serving>& serving);
+  // Its data, which has come with the header or else comes from now on, unless its `error` says why not.
+  void take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data);
   std::vector<std::shared_ptr<Window>> windows_of(const Group& group);
   std::shared_ptr<Window> lock(const std::weak_ptr<Window>& window);
   // False once it has nothing to wait for but new messages.
@@ -180,7 +170,7 @@ class WindowService final : public Service {
   uint64_t next_request_ = 1;
   std::map<Origin, Queue> queues_;
   std::set<Origin> active_; // whose queues have something to do
-  std::deque<std::shared_ptr<WindowTask>> tasks_;
+  std::deque<std::shared_ptr<ServingTask>> tasks_;
   size_t running_ = 0;
   size_t listening_ = 0;
   std::vector<std::function<void()>> calls_;

@@ -51,7 +51,7 @@ class WindowService::Serving final : public TransferOwner {
 };
 
 // Does it; holds the window until the engine goes on with the queue, as its last reference must not be dropped with the lock.
-class WindowService::ServingTask final : public WindowTask {
+class WindowService::ServingTask final : public Service::Task {
  public:
   ServingTask(WindowService& service, std::shared_ptr<Serving> serving, std::shared_ptr<Window> window)
       : service_(service), serving_(std::move(serving)), window_(std::move(window)) {}
@@ -63,7 +63,7 @@ class WindowService::ServingTask final : public WindowTask {
       failure_ = std::current_exception();
     }
   }
-  void finish() override;
+  void finish();
 
  private:
   void apply();
@@ -116,6 +116,22 @@ void WindowService::ServingTask::finish() {
   service_.active_.insert(serving_->origin);
 }
 
+std::shared_ptr<Service::Task> WindowService::next_task() {
+  if (tasks_.empty()) {
+    return nullptr;
+  }
+  auto task = tasks_.front();
+  released_.push_back(task); // so that finish() needs no memory for it
+  tasks_.pop_front();
+  ++running_;
+  return task;
+}
+
+void WindowService::finish(const std::shared_ptr<Task>& task) {
+  --running_;
+  static_cast<ServingTask&>(*task).finish();
+}
+
 void WindowService::on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kWindowReply) {
     on_reply(group->members[source].peer_id, header, data);
@@ -150,29 +166,27 @@ void WindowService::on_request(const std::shared_ptr<Group>& group, int source, 
   } else {
     auto serving = std::make_shared<Serving>(*this, origin, header);
     if (header.bytes > 0 && data != nullptr) {
-      try {
-        serving->data = shared_allocator().allocate(header.bytes);
-        std::memcpy(serving->data.get(), data, header.bytes);
-      } catch (const std::exception& error) {
-        serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
-      }
-      serving->posted = true;
+      take_data(queue, serving, data);
     }
     queue.servings.push_back(std::move(serving));
   }
   active_.insert(origin);
 }
 
-void WindowService::post(const Queue& queue, const std::shared_ptr<Serving>& serving) {
+void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data) {
   const auto& header = serving->header;
+  serving->posted = true;
   try {
     serving->data = shared_allocator().allocate(header.bytes);
-    serving->incoming =
-        engine_.transport().receive(queue.group->members[queue.source].peer_id, header, serving->data.get(), serving);
+    if (data != nullptr) {
+      std::memcpy(serving->data.get(), data, header.bytes);
+    } else {
+      const auto source = queue.group->members[queue.source].peer_id;
+      serving->incoming = engine_.transport().receive(source, header, serving->data.get(), serving);
+    }
   } catch (const std::exception& error) { // of this request alone; nothing of it is applied
     serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
   }
-  serving->posted = true;
 }
 
 bool WindowService::obtain(Queue& queue, Window& window, Hold hold) {
@@ -217,7 +231,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
       return false; // its task goes on
     }
     if (header.bytes > 0 && !serving->posted) {
-      post(queue, serving);
+      take_data(queue, serving, nullptr);
     }
     if (!serving->has_come()) {
       return false; // on_progress() goes on
