@@ -571,7 +571,7 @@ def bookkeeping() -> dict[str, int]:
 
     Returns:
         "names" of operations that groups remember, "closed_groups" that other ranks have not closed, "early_bytes" of messages that
-        came before their operation, "buried_windows" that were dropped and whose memory neighbors may still use.
+        came before their operation, "deferred_windows" that were dropped and whose memory neighbors may still use.
     """
 
 def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:

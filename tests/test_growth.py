@@ -235,12 +235,12 @@ def drop_windows(victim: int) -> bool:
     if rank != victim:
         del windows
     dist.barrier()
-    buried = extension().bookkeeping()["buried_windows"]
-    assert buried == (0 if rank == victim else count), buried
+    deferred = extension().bookkeeping()["deferred_windows"]
+    assert deferred == (0 if rank == victim else count), deferred
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    return soon(lambda: extension().bookkeeping()["buried_windows"] == 0)
+    return soon(lambda: extension().bookkeeping()["deferred_windows"] == 0)
 
 
 def test_windows_of_a_dead_neighbor_are_released(new_world: Callable[..., World]) -> None:

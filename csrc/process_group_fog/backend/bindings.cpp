@@ -13,7 +13,9 @@
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
+#include "backend/given_timeout.hpp"
 #include "backend/testing_bindings.hpp"
+#include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
 #include "core/neighbor_plan.hpp"
 #include "backend/process_group_fog.hpp"
@@ -25,41 +27,8 @@ namespace py = pybind11;
 
 namespace {
 
-// A timedelta. pybind11's own conversion counts in microseconds, for which the largest ones are too large.
-struct GivenTimeout {
-  std::chrono::milliseconds value{0};
-};
-
-} // namespace
-
-namespace pybind11::detail {
-
-template <>
-struct type_caster<GivenTimeout> {
-  PYBIND11_TYPE_CASTER(GivenTimeout, const_name("datetime.timedelta"));
-
-  bool load(handle source, bool convert) {
-    if (PyDateTimeAPI == nullptr) {
-      PyDateTime_IMPORT;
-    }
-    if (!source || !PyDelta_Check(source.ptr())) {
-      make_caster<std::chrono::milliseconds> other; // a number of seconds
-      const bool loaded = other.load(source, convert);
-      value.value = loaded ? cast_op<std::chrono::milliseconds>(other) : value.value;
-      return loaded;
-    }
-    const std::chrono::seconds seconds(
-        int64_t(PyDateTime_DELTA_GET_DAYS(source.ptr())) * 86400 + PyDateTime_DELTA_GET_SECONDS(source.ptr()));
-    value.value = seconds +
-        std::chrono::floor<std::chrono::milliseconds>(std::chrono::microseconds(PyDateTime_DELTA_GET_MICROSECONDS(source.ptr())));
-    return true;
-  }
-};
-
-} // namespace pybind11::detail
-
-namespace {
-
+using fog::checked;
+using fog::GivenTimeout;
 using fog::NeighborPlan;
 using fog::ProcessGroupFog;
 using fog::Window;
@@ -80,16 +49,6 @@ Tensors as_list(OneOrMore given) {
 
 std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
   return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
-}
-
-std::chrono::milliseconds checked(GivenTimeout timeout) {
-  TORCH_CHECK_VALUE(timeout.value.count() > 0, "timeout: got ", timeout.value.count(), " ms; allowed is more than 0");
-  return timeout.value;
-}
-
-// A window's own, unless the call has one.
-std::chrono::milliseconds checked(const Timeout& timeout, const Window& window) {
-  return timeout ? checked(*timeout) : window.timeout();
 }
 
 ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout, bool waits = false) {
@@ -345,144 +304,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts);
 
-  using Ranks = std::vector<int>;
-  const auto release_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<Window::Hold>(module, "WindowHold").def("release", &Window::Hold::release, release_gil);
-  auto window = py::class_<Window, std::shared_ptr<Window>>(module, "Window");
-  const auto write = [&](const char* name, auto method) {
-    window.def(
-        name,
-        [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
-                 bool skip_lost, Timeout timeout) {
-          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout, self), self_weight});
-        },
-        py::arg("tensor"),
-        py::arg("destinations"),
-        py::kw_only(),
-        py::arg("self_weight") = 1.0,
-        py::arg("with_p") = false,
-        py::arg("mutex") = false,
-        py::arg("skip_lost") = false,
-        py::arg("timeout") = py::none(),
-        release_gil);
-  };
-  write("put", &Window::put);
-  write("accumulate", &Window::accumulate);
-  window
-      .def(
-          "get",
-          [](Window& self, const Window::Peers& sources, bool mutex, bool skip_lost, Timeout timeout) {
-            return self.get(sources, {false, mutex, skip_lost, checked(timeout, self)});
-          },
-          py::arg("sources"),
-          py::kw_only(),
-          py::arg("mutex") = false,
-          py::arg("skip_lost") = false,
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "update",
-          [](Window& self, double self_weight, const Window::Peers& neighbors, bool reset, bool clone, bool mutex, bool with_p,
-             Timeout timeout) {
-            return self.update(
-                self_weight, neighbors, reset, clone, {with_p, mutex, false, checked(timeout, self)});
-          },
-          py::arg("self_weight"),
-          py::arg("neighbors"),
-          py::kw_only(),
-          py::arg("reset") = false,
-          py::arg("clone") = false,
-          py::arg("mutex") = false,
-          py::arg("with_p") = false,
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "write",
-          [](Window& self, const at::Tensor& tensor, int destination, int64_t offset, Timeout timeout) {
-            return self.write(tensor, destination, offset, {false, false, false, checked(timeout, self)});
-          },
-          py::arg("tensor"),
-          py::arg("destination"),
-          py::arg("offset"),
-          py::kw_only(),
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "signal",
-          [](Window& self, int destination, Timeout timeout) {
-            return self.signal(destination, {false, false, false, checked(timeout, self)});
-          },
-          py::arg("destination"),
-          py::kw_only(),
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "wait_signal",
-          [](Window& self, int source, Timeout timeout) {
-            return self.wait_signal(source, {false, false, false, checked(timeout, self)});
-          },
-          py::arg("source"),
-          py::kw_only(),
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "map_remote",
-          [](Window& self, int rank) {
-            auto mapped = self.map_remote(rank);
-            return mapped.defined() ? std::make_optional(std::move(mapped)) : std::nullopt;
-          },
-          py::arg("rank"),
-          release_gil)
-      .def("version", &Window::version, py::arg("rank"), release_gil)
-      .def(
-          "lock",
-          [](Window& self, const Ranks& ranks, bool own, Timeout timeout) {
-            self.lock(ranks, own, checked(timeout, self));
-          },
-          py::arg("ranks"),
-          py::kw_only(),
-          py::arg("own") = false,
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "hold",
-          [](Window& self, Ranks ranks, bool own, Timeout timeout) {
-            return self.hold(std::move(ranks), own, checked(timeout, self));
-          },
-          py::arg("ranks"),
-          py::kw_only(),
-          py::arg("own") = false,
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
-          "unlock", [](Window& self, const Ranks& ranks, bool own) { self.unlock(ranks, own); }, py::arg("ranks"), py::kw_only(),
-          py::arg("own") = false, release_gil)
-      .def(
-          "free", [](Window& self, Timeout timeout) { self.free(checked(timeout, self)); },
-          py::arg("timeout") = py::none(), release_gil)
-      .def_property("p", py::cpp_function(&Window::p, release_gil), py::cpp_function(&Window::set_p, release_gil))
-      .def_property_readonly("tensor", &Window::tensor)
-      .def_property_readonly("name", &Window::name)
-      .def_property_readonly("transport", &Window::transport)
-      .def("transport_to", &Window::transport_to, py::arg("rank"))
-      .def_property_readonly("in_neighbors", &Window::in_neighbors)
-      .def_property_readonly("out_neighbors", &Window::out_neighbors);
-  group.def(
-      "create_window",
-      [](ProcessGroupFog& self, const at::Tensor& tensor, const std::string& name, Ranks in_neighbors, Ranks out_neighbors, bool zero_init,
-         Timeout timeout) {
-        return self.create_window(
-            tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init,
-            timeout ? std::make_optional(checked(*timeout)) : std::nullopt);
-      },
-      py::arg("tensor"),
-      py::arg("name"),
-      py::arg("in_neighbors"),
-      py::arg("out_neighbors"),
-      py::kw_only(),
-      py::arg("zero_init") = false,
-      py::arg("timeout") = py::none(),
-      release_gil);
+  fog::bind_windows(module, group);
 
   module.def(
       "empty_shared",

@@ -9,8 +9,8 @@
 #include <c10/util/Exception.h>
 
 #include "backend/c10d_window.hpp"
-#include "device/device_window.hpp"
-#include "windows/host_window.hpp"
+#include "device/pinned_staging.hpp"
+#include "windows/window.hpp"
 #include "engine/process_engine.hpp"
 
 namespace fog {
@@ -263,11 +263,12 @@ std::shared_ptr<Window> ProcessGroupFog::create_window(
     const auto all = work->result().at(0);
     return std::string(static_cast<const char*>(all.const_data_ptr()), static_cast<size_t>(all.numel()));
   };
-  Window::Recipe recipe{group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout};
-  if (!tensor.defined() || tensor.device().is_cpu()) {
-    return HostWindow::create(std::move(recipe), gather);
+  WindowConfig config{group_, tensor, name, std::move(in_neighbors), std::move(out_neighbors), zero_init, options_->timeout};
+  Window::StagingFactory make_staging;
+  if (tensor.defined() && !tensor.device().is_cpu()) {
+    make_staging = [](Window& window) { return std::make_unique<device::PinnedStaging>(window); };
   }
-  return device::create_window(std::move(recipe), gather);
+  return Window::create(std::move(config), gather, make_staging);
 }
 
 #ifdef C10D_BACKEND_HAS_WINDOW

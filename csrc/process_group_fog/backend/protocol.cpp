@@ -14,7 +14,7 @@ namespace fog {
 namespace {
 
 // Counts up with each change of what processes say to each other, or do in each other's memory, that leaves all sizes as they are.
-constexpr int kProtocol = 1;
+constexpr int kProtocol = 2;
 
 uint32_t layout() {
   using namespace shared_memory;
@@ -35,7 +35,7 @@ uint32_t layout() {
         sizeof(Arena::Label),
         sizeof(WindowLabel),
         sizeof(SlotPlace),
-        sizeof(Door),
+        sizeof(PeerControl),
         sizeof(PairMutex),
         size_t(Slot::kWriters),
         size_t(Slot::kOwners),

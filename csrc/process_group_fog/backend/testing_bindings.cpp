@@ -12,7 +12,7 @@
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "transport/shared_memory/machine.hpp"
-#include "windows/host_window.hpp"
+#include "windows/deferred_free.hpp"
 
 namespace py = pybind11;
 
@@ -38,7 +38,7 @@ void bind_testing(py::module_& module) {
             {"names", sizes.names},
             {"closed_groups", sizes.closed_groups},
             {"early_bytes", sizes.early_bytes},
-            {"buried_windows", HostWindow::buried()}};
+            {"deferred_windows", DeferredFree::size()}};
       },
       release_gil);
   py::class_<VirtualWorld>(module, "VirtualWorld")

@@ -3,75 +3,79 @@
 #include <algorithm>
 
 namespace fog {
-namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr auto kLook = std::chrono::milliseconds(50);
-
-} // namespace
 
 bool RankMutex::held_here() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return depth_ > 0 && holder_ == std::this_thread::get_id();
 }
 
-void RankMutex::lock(Deadline deadline) {
-  {
-    std::unique_lock<std::mutex> lock(mutex_);
-    if (depth_ > 0 && holder_ == std::this_thread::get_id()) {
-      ++depth_;
-      return;
-    }
-    const auto place = next_++;
-    waiting_.push_back(place);
-    const auto turn = [&] { return waiting_.front() == place; };
-    while (!changed_.wait_until(lock, std::min(deadline, Clock::now() + kLook), turn)) {
-      const bool late = Clock::now() >= deadline;
-      lock.unlock();
-      try {
-        late ? time_out() : check();
-      } catch (...) {
-        lock.lock();
-        waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
-        changed_.notify_all(); // it may have been its turn by now
-        throw;
-      }
-      lock.lock();
-    }
+// The caller has `mutex_`.
+bool RankMutex::lock_again() {
+  const bool mine = depth_ > 0 && holder_ == std::this_thread::get_id();
+  depth_ += mine ? 1 : 0;
+  return mine;
+}
+
+bool RankMutex::lock(Deadline deadline) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (lock_again()) {
+    return true;
   }
+  const auto place = next_++;
+  waiting_.push_back(place);
+  bool acquired = false;
   try {
-    if (!acquire(deadline)) {
-      time_out();
-    }
+    acquired = acquire(place, lock, deadline);
   } catch (...) {
-    leave();
+    leave(place);
     throw;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!acquired) {
+    leave(place);
+    return false;
+  }
+  const std::lock_guard<std::mutex> relock(mutex_);
   holder_ = std::this_thread::get_id();
   depth_ = 1;
+  return true;
+}
+
+// It gives the lock up, whatever comes of it.
+bool RankMutex::acquire(uint64_t place, std::unique_lock<std::mutex>& held, Deadline deadline) {
+  auto lock = std::move(held);
+  const auto turn = [&] { return waiting_.front() == place; };
+  while (!changed_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval), turn)) {
+    lock.unlock();
+    if (Clock::now() >= deadline) {
+      return false;
+    }
+    check_();
+    lock.lock();
+  }
+  lock.unlock();
+  return other_.acquire(deadline);
+}
+
+void RankMutex::leave(uint64_t place) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
+  changed_.notify_all(); // it may have been its turn by now
 }
 
 bool RankMutex::try_lock() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (depth_ > 0 && holder_ == std::this_thread::get_id()) {
-    ++depth_;
+  if (lock_again()) {
     return true;
   }
-  if (!waiting_.empty() || !try_acquire()) {
+  if (!waiting_.empty() || !other_.try_acquire()) {
     return false;
   }
   waiting_.push_back(next_++);
   holder_ = std::this_thread::get_id();
   depth_ = 1;
   return true;
-}
-
-void RankMutex::leave() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  waiting_.pop_front();
-  changed_.notify_all();
 }
 
 void RankMutex::unlock() {
@@ -82,8 +86,10 @@ void RankMutex::unlock() {
     }
     holder_ = std::thread::id();
   }
-  release(); // before the next thread comes: the other process has its turn
-  leave();
+  other_.release(); // before the next thread comes: the other process has its turn
+  const std::lock_guard<std::mutex> lock(mutex_);
+  waiting_.pop_front();
+  changed_.notify_all();
 }
 
 } // namespace fog

@@ -13,30 +13,35 @@
 
 namespace fog {
 
-// Held by a thread, which may lock it again; its threads come in the order in which they asked. The other process is the
-// business of whoever derives from this.
+// How long a wait lasts before it looks whether whom it waits for has gone, and whether it is interrupted.
+constexpr auto kPollInterval = std::chrono::milliseconds(10);
+
+// A thread holds it, which may lock it again; the process's threads come in the order in which they asked.
 class RankMutex {
  public:
-  virtual ~RankMutex() = default;
-  // Throws what the other process's side throws: at the deadline, say.
-  void lock(Deadline deadline);
-  // False if it is not free.
+  // This is how the process settles it with the other one.
+  struct Other {
+    std::function<bool(Deadline)> acquire; // false at the deadline; may throw
+    std::function<bool()> try_acquire;
+    std::function<void()> release;
+  };
+  // `check` is called every now and then while a thread waits for others of this process; it may throw.
+  RankMutex(Other other, std::function<void()> check) : other_(std::move(other)), check_(std::move(check)) {}
+
+  // It returns false at the deadline, and throws what these functions throw.
+  bool lock(Deadline deadline);
+  // It returns false if the mutex is not free.
   bool try_lock();
   void unlock();
   bool held_here();
 
- protected:
-  // False at the deadline.
-  virtual bool acquire(Deadline deadline) = 0;
-  virtual bool try_acquire() = 0;
-  virtual void release() = 0;
-  // Called every now and then while a thread waits for others of this process; may throw.
-  virtual void check() = 0;
-  [[noreturn]] virtual void time_out() = 0;
-
  private:
-  void leave();
+  bool lock_again();
+  bool acquire(uint64_t place, std::unique_lock<std::mutex>& held, Deadline deadline);
+  void leave(uint64_t place);
 
+  const Other other_;
+  const std::function<void()> check_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<uint64_t> waiting_; // the first has it, or is about to

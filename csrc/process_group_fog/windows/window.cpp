@@ -1,138 +1,361 @@
+// How a Window comes about and how it ends.
 #include "windows/window.hpp"
 
 #include <algorithm>
-#include <cmath>
+#include <cstring>
 
+#include <ATen/Functions.h>
+#include <c10/core/DeviceType.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
-#include "core/linear_combination.hpp"
 #include "core/failure.hpp"
-#include "core/tensor_checks.hpp"
-#include "windows/window_descriptions.hpp"
+#include "transport/futex.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
+#include "windows/deferred_free.hpp"
+#include "windows/window_legs.hpp"
 
 namespace fog {
 namespace {
 
-bool contains(const std::vector<int>& ranks, int rank) {
-  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+using Clock = std::chrono::steady_clock;
+
+// Where neighbors can reach what a tensor holds.
+at::Tensor on_host(const at::Tensor& tensor) {
+  auto host = tensor;
+  if (!tensor.device().is_cpu()) {
+    const c10::InferenceMode normal(false);
+    host = at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU));
+    host.copy_(tensor.detach()); // it waits
+  }
+  share(host);
+  return host;
 }
 
 } // namespace
 
-// Moving a tensor's storage comes before this: data_ stays where it is from here on.
-Window::Window(Recipe recipe)
-    : group_(std::move(recipe.group)),
-      tensor_(std::move(recipe.tensor)),
-      storage_(tensor_.storage()),
-      name_(std::move(recipe.name)),
-      in_neighbors_(std::move(recipe.in_neighbors)),
-      out_neighbors_(std::move(recipe.out_neighbors)),
-      timeout_(recipe.timeout),
-      dtype_(tensor_.scalar_type()),
-      numel_(tensor_.numel()),
+Window::Window(WindowConfig config, at::Tensor host)
+    : group_(std::move(config.group)),
+      tensor_(std::move(config.tensor)),
+      host_(std::move(host)),
+      storage_(host_.storage()),
+      name_(std::move(config.name)),
+      in_neighbors_(std::move(config.in_neighbors)),
+      out_neighbors_(std::move(config.out_neighbors)),
+      timeout_(config.timeout),
+      device_(tensor_.device()),
+      values_{tensor_.scalar_type(), static_cast<size_t>(tensor_.numel()), tensor_.nbytes()},
       layout_(layout_of(tensor_)),
-      bytes_(tensor_.nbytes()),
       data_(tensor_.const_data_ptr()) {}
 
-std::unique_ptr<Window::Hold> Window::hold(std::vector<int> ranks, bool own, Milliseconds timeout) {
-  lock(ranks, own, timeout);
-  return std::make_unique<Hold>(shared_from_this(), std::move(ranks), own);
-}
-
-void Window::check_recipe(const Recipe& recipe) {
-  constexpr const char* op = "win_create";
-  check_output(op, "tensor", recipe.tensor, recipe.tensor.defined() ? recipe.tensor.device() : at::kCPU);
-  check_linear_combination(op, recipe.tensor.scalar_type());
-  TORCH_CHECK_VALUE(recipe.tensor.is_contiguous(), op, ": tensor: got one that is not contiguous; a window's tensor has to be");
-  const auto& group = *recipe.group;
-  const auto check_ranks = [&](const char* argument, const std::vector<int>& ranks) {
-    for (const int rank : ranks) {
-      TORCH_CHECK_VALUE(
-          rank >= 0 && rank < group.size() && rank != group.rank, op, ": ", argument, ": got rank ", rank, "; allowed are ranks 0 to ",
-          group.size() - 1, " of this group of ", group.size(), " except ", group.rank, ", which is this rank");
-      TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, op, ": ", argument, ": got rank ", rank, " more than once");
+std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather, const StagingFactory& make_staging) {
+  const auto group = config.group;
+  auto& service = WindowService::of(*group);
+  std::shared_ptr<Window> window;
+  std::exception_ptr error;
+  WindowDescription mine;
+  mine.number = service.next_window(*group);
+  mine.name = config.name;
+  mine.in = config.in_neighbors;
+  mine.out = config.out_neighbors;
+  try {
+    window = prepare(std::move(config), make_staging);
+    mine.layout = window->layout_;
+    if (window->staging_) {
+      mine.layout += " on " + c10::DeviceTypeName(window->device_.type(), true);
     }
-  };
-  check_ranks("in_neighbors", recipe.in_neighbors);
-  check_ranks("out_neighbors", recipe.out_neighbors);
+    mine.address = window->memory_->address();
+  } catch (const std::exception& reason) { // the others, who wait for this rank, are to hear of it
+    error = std::current_exception();
+    mine.error = message_of(reason);
+  }
+  const auto descriptions = decode_descriptions(gather(encode(mine)), group->size());
+  if (error) {
+    std::rethrow_exception(error);
+  }
+  check_agreement(descriptions);
+  for (const auto& rank : descriptions) { // one that could not make a window counts fewer of them
+    window->number_ = std::max(window->number_, rank.number);
+  }
+  service.open(group, window->number_, window);
+  window->registered_ = true;
+  window->connect(descriptions, gather);
+  return window;
 }
 
-void Window::check_neighbor(const char* op, const char* argument, int rank, bool in, bool out) const {
-  if ((in && contains(in_neighbors_, rank)) || (out && contains(out_neighbors_, rank))) {
+std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactory& make_staging) {
+  check_config(config);
+  auto host = on_host(config.tensor);
+  const bool zero_init = config.zero_init;
+  auto window = std::shared_ptr<Window>(new Window(std::move(config), std::move(host)));
+  auto* data = window->host_.mutable_data_ptr();
+  const size_t bytes = window->bytes();
+  const size_t slots = window->in_neighbors_.size();
+  const auto all = all_neighbors(window->in_neighbors_, window->out_neighbors_);
+  auto memory = WindowMemory::create(data, bytes, slots, all.size());
+  TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "win_create: no memory for ", slots, " slots of ", bytes, " bytes each");
+  for (size_t i = 0; i < slots && !zero_init; ++i) {
+    auto& place = memory->slot(i);
+    std::memcpy(memory->buffer(place, 0), data, bytes);
+    place.slot.start(0);
+  }
+  window->memory_ = std::move(memory);
+  for (const int rank : all) {
+    auto neighbor = std::make_unique<Neighbor>();
+    neighbor->rank = rank;
+    neighbor->in = contains(window->in_neighbors_, rank);
+    neighbor->out = contains(window->out_neighbors_, rank);
+    neighbor->control = window->neighbors_.size();
+    neighbor->slot = index_of(window->in_neighbors_, rank);
+    auto& word = window->memory_->control(neighbor->control).mutex;
+    neighbor->mutex_here = window->make_mutex(window->word_of(word, PairMutex::Side::kFirst, *neighbor));
+    window->neighbors_.push_back(std::move(neighbor));
+  }
+  if (make_staging) {
+    window->staging_ = make_staging(*window);
+  }
+  return window;
+}
+
+void Window::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
+  // How this rank reaches whom: whether it maps his memory, sends messages, or both.
+  constexpr char kMaps = '0';
+  constexpr char kSends = '1';
+  constexpr char kDoesBoth = '2';
+  std::string ways(static_cast<size_t>(group_->size()), kMaps);
+  for (const auto& neighbor : neighbors_) {
+    memory_->control(neighbor->control).used.store(1); // from the next gather on
+    neighbor->leg = MappedLeg::create(*this, *neighbor, descriptions[neighbor->rank]);
+    if (!neighbor->leg) {
+      neighbor->leg = std::make_unique<MessageLeg>(*this, *neighbor);
+      ways[neighbor->rank] = kSends;
+    } else if (staging_) { // the target's engine copies to the device
+      neighbor->raw_leg = std::make_unique<MessageLeg>(*this, *neighbor);
+      ways[neighbor->rank] = kDoesBoth;
+    }
+    neighbor->mutex_there = make_mutex(neighbor->leg->mutex());
+  }
+  const auto all = gather(ways); // and nobody uses a window before all have it
+  const auto way_of = [&](int rank) { return all[static_cast<size_t>(rank * group_->size() + group_->rank)]; };
+  for (const auto& neighbor : neighbors_) {
+    neighbor->maps = way_of(neighbor->rank) != kSends;
+  }
+  for (int rank = 0; rank < group_->size(); ++rank) {
+    if (way_of(rank) != kMaps) {
+      WindowService::of(*group_).listen(*group_, number_);
+      break;
+    }
+  }
+}
+
+const char* Window::transport() const {
+  if (staging_) {
+    return "staged";
+  }
+  const auto mapped =
+      std::count_if(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) { return neighbor->leg->map() != nullptr; });
+  return mapped == static_cast<ptrdiff_t>(neighbors_.size()) ? "shared memory"
+      : mapped == 0                                          ? "messages"
+                                                             : "shared memory and messages";
+}
+
+const char* Window::transport_to(int rank) const {
+  const auto& leg = *neighbor("transport_to", "rank", rank, true, true).leg;
+  return !staging_ ? leg.name() : leg.map() != nullptr ? "staged" : "staged, by messages";
+}
+
+Window::~Window() {
+  staging_.reset(); // a device may still read what is given back next
+  close("was dropped");
+  leave();
+  release_memory();
+}
+
+void Window::release_memory() {
+  if (group_->engine.forked()) { // all of it is the parent's
+    static_cast<void>(memory_.release());
     return;
   }
-  const auto allowed = in && out ? all_neighbors(in_neighbors_, out_neighbors_) : in ? in_neighbors_ : out_neighbors_;
-  TORCH_CHECK_VALUE(
-      false, op, ": ", argument, ": got rank ", rank, "; window '", name_, "' has ", list_ranks(allowed), " among the ",
-      in && out ? "neighbors"
-          : in  ? "in-neighbors"
-                : "out-neighbors",
-      " of rank ", group_->rank);
+  if (std::exchange(registered_, false)) {
+    WindowService::of(*group_).close(*group_, number_); // from now on the engine knows nothing of it
+  }
+  std::unique_lock<std::mutex> lock(state_);
+  idle_.wait(lock, [this] { return calls_ == 0; }); // but for what it may be at
+  if (!memory_) {
+    return;
+  }
+  DeferredFree::Users users;
+  for (const auto& neighbor : neighbors_) {
+    if (neighbor->ended || !neighbor->maps) {
+      memory_->leave(neighbor->control);
+    } else {
+      users.emplace_back(group_->members[neighbor->rank].peer_id, neighbor->control);
+    }
+  }
+  DeferredFree::keep(group_->engine, std::move(memory_), storage_, std::move(users));
 }
 
-void Window::check_peers(const char* op, const char* argument, const Peers& peers, bool out) const {
-  for (const auto& [rank, weight] : peers) {
-    const int peer = rank;
-    check_neighbor(op, argument, peer, !out, out);
-    const auto same = [peer](const auto& other) { return other.first == peer; };
-    TORCH_CHECK_VALUE(std::count_if(peers.begin(), peers.end(), same) == 1, op, ": ", argument, ": got rank ", rank, " more than once");
-    TORCH_CHECK_VALUE(
-        std::isfinite(weight), op, ": ", argument, ": got weight ", weight, " for rank ", rank, "; allowed are finite numbers");
+void Window::close(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(state_);
+  abandoned_ = true;
+  if (!closed_) {
+    closed_reason_ = reason;
+    closed_ = true;
   }
 }
 
-void Window::check_input(const char* op, const at::Tensor& tensor, double self_weight) const {
-  check_tensor(op, "tensor", tensor, storage_.device());
-  if (tensor.is_same(tensor_)) {
-    check_tensor_in_place(op);
+void Window::leave() {
+  const std::lock_guard<std::mutex> lock(leaving_); // nobody goes on before it is done
+  if (left_.exchange(true) || group_->engine.forked() || !memory_) {
+    return;
+  }
+  for (const auto& neighbor : neighbors_) {
+    memory_->control(neighbor->control).mutex.unlock(PairMutex::Side::kFirst);
+    if (neighbor->leg) { // it was connected
+      neighbor->leg->leave();
+    }
+  }
+}
+
+void Window::on_group_closed() {
+  close("belongs to a group that was destroyed");
+  bool idle = false;
+  {
+    const std::lock_guard<std::mutex> lock(state_);
+    idle = calls_ == 0;
+  }
+  if (idle) { // else whoever ends the last call does it
+    leave();
+  }
+}
+
+void Window::begin_call(const char* op, For whom) {
+  group_->engine.check_not_forked();
+  const std::lock_guard<std::mutex> lock(state_);
+  if (whom == For::kThisRank ? closed_.load() : abandoned_ || !memory_) {
+    fail(op, "the window " + closed_reason_);
+  }
+  ++calls_;
+}
+
+void Window::end_call() {
+  bool last = false;
+  {
+    const std::lock_guard<std::mutex> lock(state_);
+    last = --calls_ == 0 && abandoned_;
+    idle_.notify_all();
+  }
+  if (last) {
+    leave();
+  }
+}
+
+void Window::free(Milliseconds timeout) {
+  constexpr const char* op = "win_free";
+  auto& engine = group_->engine;
+  engine.check_not_forked();
+  const auto deadline = deadline_after(timeout);
+  {
+    std::unique_lock<std::mutex> lock(state_);
+    if (closed_) {
+      return;
+    }
+    closed_reason_ = "was freed";
+    closed_ = true;
+    while (!idle_.wait_until(lock, std::min(deadline, Clock::now() + kPollInterval), [this] { return calls_ == 0; })) {
+      if (Clock::now() >= deadline) {
+        fail(op, c10::str("timed out: its timeout of ", timeout.count(), " ms is over; operations of this rank in flight: ", calls_));
+      }
+      lock.unlock();
+      engine.check_interrupt();
+      lock.lock();
+    }
+  }
+  if (staging_) {
+    staging_->drain(op, deadline);
+  }
+  leave();
+  auto& leaves = memory_->label().leaves;
+  while (true) {
+    const auto seen = leaves.load();
+    std::vector<int> missing;
+    for (const auto& neighbor : neighbors_) {
+      if (memory_->control(neighbor->control).used.load() != 0 && !neighbor->gone) {
+        missing.push_back(neighbor->rank);
+      }
+    }
+    if (missing.empty()) {
+      break;
+    }
+    const auto left = deadline - Clock::now();
+    if (left.count() <= 0) {
+      fail(
+          op,
+          c10::str(
+              "timed out: its timeout of ", timeout.count(), " ms is over; not there: ", list_ranks(missing),
+              " (windows have to be freed in the same order on all ranks)"));
+    }
+    engine.check_interrupt();
+    futex_wait(leaves, seen, std::min<std::chrono::nanoseconds>(kPollInterval, left));
+  }
+  release_memory();
+}
+
+// --- for the WindowService ---
+
+bool Window::is_neighbor(int rank) const {
+  return std::any_of(neighbors_.begin(), neighbors_.end(), [rank](const auto& neighbor) { return neighbor->rank == rank; });
+}
+
+void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) {
+  const char* name = name_of(op);
+  const Use use(*this, name, For::kNeighbor);
+  TORCH_CHECK_VALUE(bytes == values_.bytes, name, ": got ", bytes, " bytes; window '", name_, "' has ", values_.bytes);
+  auto& peer = neighbor(name, "source", source, true, false);
+  const std::lock_guard<std::mutex> writing(peer.writing);
+  values_.write(*memory_, peer.slot, op, weight, p, data);
+}
+
+void Window::receive(size_t offset, const void* data, size_t bytes) {
+  const Use use(*this, "put", For::kNeighbor);
+  TORCH_CHECK_VALUE(
+      offset <= values_.bytes && bytes <= values_.bytes - offset, "put: got ", bytes, " bytes from byte ", offset, " on; window '",
+      name_, "' has ", values_.bytes);
+  if (staging_) {
+    staging_->receive(offset, data, bytes);
   } else {
-    TORCH_CHECK_VALUE(
-        tensor.scalar_type() == dtype_ && tensor.numel() == numel_ && layout_of(tensor) == layout_, op, ": tensor: got ",
-        layout_of(tensor), "; allowed is ", layout_, " as window '", name_, "' has it");
-  }
-  check_self_weight(op, self_weight);
-  if (self_weight != 1) {
-    check_output(op, "tensor", tensor, storage_.device());
+    std::memcpy(memory_->tensor() + offset, data, bytes);
   }
 }
 
-void Window::check_written(const char* op, const at::Tensor& tensor, int64_t offset) const {
-  check_tensor(op, "tensor", tensor, storage_.device());
-  TORCH_CHECK_VALUE(
-      tensor.scalar_type() == dtype_ && offset >= 0 && tensor.numel() <= numel_ - offset, op, ": tensor: got ", layout_of(tensor),
-      " for element ", offset, "; window '", name_, "' is ", layout_);
+void Window::read(void* out) {
+  const Use use(*this, "win_get", For::kNeighbor);
+  const std::lock_guard<std::mutex> owner(owner_);
+  std::memcpy(out, memory_->tensor(), values_.bytes);
 }
 
-void Window::check_self_weight(const char* op, double self_weight) const {
-  TORCH_CHECK_VALUE(std::isfinite(self_weight), op, ": self_weight: got ", self_weight, "; allowed are finite numbers");
+PairMutex& Window::mutex(int source) {
+  return memory_->control(neighbor("win_mutex", "source", source, true, true).control).mutex;
 }
 
-void Window::check_tensor_in_place(const char* op) const {
-  TORCH_CHECK_VALUE(
-      is_tensor_in_place(), op, ": the tensor of window '", name_,
-      "' has other memory than when the window was made (was its .data assigned, or its dtype or size changed?)");
+void Window::on_signal(int source) {
+  memory_->control(neighbor("signal", "source", source, true, true).control).signal();
 }
 
-bool Window::is_tensor_in_place() const {
-  return tensor_.has_storage() && tensor_.scalar_type() == dtype_ && tensor_.nbytes() == bytes_ && tensor_.is_contiguous() &&
-      tensor_.const_data_ptr() == data_;
+void Window::on_left(int source) {
+  memory_->leave(neighbor("win_free", "source", source, true, true).control);
 }
 
-std::string Window::describe(const char* op) const {
-  return c10::str(op, " of window '", name_, "' of group '", group_->name, "' on rank ", group_->rank);
-}
-
-std::exception_ptr Window::failure(const char* op, const std::string& reason) const {
-  return backend_error("fog: " + describe(op) + ": " + reason);
-}
-
-void Window::fail(const char* op, const std::string& reason) const {
-  std::rethrow_exception(failure(op, reason));
-}
-
-void Window::count_change(const at::Tensor& tensor) {
-  if (!tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version(); // autograd has to know if it saved the tensor for a backward pass
+void Window::on_gone(int peer, const std::string& how) {
+  for (const auto& neighbor : neighbors_) {
+    if (neighbor->rank == peer) {
+      {
+        const std::lock_guard<std::mutex> lock(state_);
+        neighbor->how = how;
+      }
+      neighbor->ended = how == kLost || how == kEnded;
+      neighbor->gone = true;
+    }
   }
 }
 

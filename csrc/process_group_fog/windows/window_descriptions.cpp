@@ -1,6 +1,7 @@
 #include "windows/window_descriptions.hpp"
 
 #include <algorithm>
+#include <iomanip>
 #include <set>
 #include <sstream>
 
@@ -9,13 +10,6 @@
 #include "core/names.hpp"
 
 namespace fog {
-namespace {
-
-bool contains(const std::vector<int>& ranks, int rank) {
-  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-}
-
-} // namespace
 
 std::string layout_of(const at::Tensor& tensor) {
   return c10::str(dtype_name(tensor.scalar_type()), tensor.sizes());
@@ -23,56 +17,37 @@ std::string layout_of(const at::Tensor& tensor) {
 
 std::string encode(const WindowDescription& rank) {
   std::ostringstream text;
-  const auto put = [&text](const std::string& field) { text << field.size() << ' ' << field; };
-  const auto put_list = [&text](const std::vector<int>& list) {
-    text << list.size() << ' ';
-    for (const int entry : list) {
+  for (const auto* field : {&rank.name, &rank.layout, &rank.address, &rank.error}) {
+    text << std::quoted(*field) << ' ';
+  }
+  for (const auto* list : {&rank.in, &rank.out}) {
+    text << list->size() << ' ';
+    for (const int entry : *list) {
       text << entry << ' ';
     }
-  };
-  put(rank.name);
-  put(rank.layout);
-  put(rank.address);
-  put(rank.error);
-  put_list(rank.in);
-  put_list(rank.out);
+  }
   text << rank.number << ' ';
   return text.str();
 }
 
 std::vector<WindowDescription> decode_descriptions(const std::string& all, int size) {
   std::istringstream text(all);
-  const auto take = [&text] {
-    size_t length = 0;
-    text >> length;
-    text.get();
-    std::string field(length, '\0');
-    text.read(field.data(), static_cast<std::streamsize>(length));
-    return field;
-  };
-  const auto take_list = [&text] {
-    size_t length = 0;
-    text >> length;
-    std::vector<int> list(length);
-    for (int& entry : list) {
-      text >> entry;
+  std::vector<WindowDescription> descriptions(static_cast<size_t>(size));
+  for (auto& rank : descriptions) {
+    for (auto* field : {&rank.name, &rank.layout, &rank.address, &rank.error}) {
+      text >> std::quoted(*field);
     }
-    return list;
-  };
-  std::vector<WindowDescription> descriptions;
-  for (int rank = 0; rank < size; ++rank) {
-    WindowDescription next;
-    next.name = take();
-    next.layout = take();
-    next.address = take();
-    next.error = take();
-    next.in = take_list();
-    next.out = take_list();
-    text >> next.number;
-    text.get();
-    descriptions.push_back(std::move(next));
+    for (auto* list : {&rank.in, &rank.out}) {
+      size_t length = 0;
+      text >> length;
+      list->resize(text ? length : 0);
+      for (int& entry : *list) {
+        text >> entry;
+      }
+    }
+    text >> rank.number;
   }
-  TORCH_INTERNAL_ASSERT(text.good(), "fog: win_create: what the ranks say of the window cannot be read");
+  TORCH_INTERNAL_ASSERT(!text.fail(), "fog: win_create: what the ranks say of the window cannot be read");
   return descriptions;
 }
 
@@ -114,6 +89,10 @@ std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int
   std::set<int> all(in.begin(), in.end());
   all.insert(out.begin(), out.end());
   return {all.begin(), all.end()};
+}
+
+bool contains(const std::vector<int>& ranks, int rank) {
+  return index_of(ranks, rank) < ranks.size();
 }
 
 size_t index_of(const std::vector<int>& ranks, int rank) {

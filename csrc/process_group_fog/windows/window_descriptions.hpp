@@ -36,6 +36,7 @@ std::string list_ranks(const std::vector<int>& ranks);
 // In- and out-neighbors, ascending.
 std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out);
 
+bool contains(const std::vector<int>& ranks, int rank);
 // The place of a rank in a list; the list's length if it is not there.
 size_t index_of(const std::vector<int>& ranks, int rank);
 

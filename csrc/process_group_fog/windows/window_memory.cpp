@@ -15,8 +15,8 @@ namespace {
 
 constexpr size_t kLine = 64;
 
-size_t window_bytes(size_t slots, size_t doors) {
-  return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + doors * sizeof(Door);
+size_t window_bytes(size_t slots, size_t peers) {
+  return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + peers * sizeof(PeerControl);
 }
 
 } // namespace
@@ -32,7 +32,7 @@ char* WindowView::buffer(const SlotPlace& place, unsigned index) const {
 }
 
 void WindowView::leave(size_t index) const {
-  if (door(index).used.exchange(0) != 0) {
+  if (control(index).used.exchange(0) != 0) {
     label_->leaves.fetch_add(1);
     futex_wake(label_->leaves);
   }
@@ -49,9 +49,9 @@ void* WindowMemory::allocate(size_t bytes) {
   return address == 0 ? nullptr : reinterpret_cast<void*>((address + kLine - 1) / kLine * kLine);
 }
 
-std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, size_t slots, size_t doors) {
+std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, size_t slots, size_t peers) {
   auto memory = std::unique_ptr<WindowMemory>(new WindowMemory());
-  auto* place = memory->allocate(window_bytes(slots, doors));
+  auto* place = memory->allocate(window_bytes(slots, peers));
   if (place == nullptr) {
     return nullptr;
   }
@@ -60,7 +60,7 @@ std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, s
   auto* label = new (place) WindowLabel();
   label->magic = kMagic;
   label->slots = static_cast<uint32_t>(slots);
-  label->doors = static_cast<uint32_t>(doors);
+  label->peers = static_cast<uint32_t>(peers);
   label->bytes = bytes;
   label->stride = (bytes + alignment - 1) / alignment * alignment;
   label->tensor = reinterpret_cast<uintptr_t>(tensor);
@@ -74,8 +74,8 @@ std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, s
     }
     slot->writers.store(reinterpret_cast<uintptr_t>(buffers));
   }
-  for (size_t i = 0; i < doors; ++i) {
-    new (&memory->door(i)) Door();
+  for (size_t i = 0; i < peers; ++i) {
+    new (&memory->control(i)) PeerControl();
   }
   return memory;
 }
@@ -110,15 +110,15 @@ bool WindowMemory::provide_owners_buffers(SlotPlace& place) {
 }
 
 bool WindowMemory::unused() const {
-  for (size_t i = 0; i < label_->doors; ++i) {
-    if (door(i).used.load() != 0) {
+  for (size_t i = 0; i < label_->peers; ++i) {
+    if (control(i).used.load() != 0) {
       return false;
     }
   }
   return true;
 }
 
-std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address, size_t bytes, size_t slots, size_t doors) {
+std::unique_ptr<WindowView> WindowView::attach(const std::string& address, size_t bytes, size_t slots, size_t peers) {
   std::istringstream fields(address);
   int pid = 0;
   int fd = 0;
@@ -131,11 +131,11 @@ std::unique_ptr<ForeignWindow> ForeignWindow::attach(const std::string& address,
   if (!arena || !arena->make_writable()) {
     return nullptr;
   }
-  auto window = std::make_unique<ForeignWindow>();
+  auto window = std::make_unique<WindowView>();
   window->arena_ = std::move(arena);
   window->label_ = reinterpret_cast<WindowLabel*>(window->at(label, sizeof(WindowLabel)));
   const bool fits = window->label_ != nullptr && window->label_->magic == kMagic && window->label_->slots == slots &&
-      window->label_->doors == doors && window->label_->bytes == bytes && window->at(label, window_bytes(slots, doors)) != nullptr &&
+      window->label_->peers == peers && window->label_->bytes == bytes && window->at(label, window_bytes(slots, peers)) != nullptr &&
       window->tensor() != nullptr;
   return fits ? std::move(window) : nullptr;
 }

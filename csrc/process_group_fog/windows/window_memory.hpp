@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/futex.hpp"
 #include "transport/shared_memory/foreign_arena.hpp"
 #include "windows/pair_mutex.hpp"
 #include "windows/slot.hpp"
@@ -15,7 +16,7 @@
 namespace fog {
 
 // What an owner and one of its neighbors have to settle between them.
-struct alignas(64) Door {
+struct alignas(64) PeerControl {
   // Of the slot of this neighbor, for the users of both sides: the owner is the first side.
   PairMutex mutex;
   // Of the owner's tensor: held while the owner changes it, and by a neighbor that reads it and could not do so otherwise.
@@ -24,6 +25,11 @@ struct alignas(64) Door {
   std::atomic<uint32_t> signals;
   // From when this neighbor knows the owner's memory until it has ended its use of it.
   std::atomic<uint32_t> used;
+
+  void signal() {
+    signals.fetch_add(1, std::memory_order_release);
+    futex_wake(signals);
+  }
 };
 
 struct alignas(64) SlotPlace {
@@ -36,7 +42,7 @@ struct alignas(64) SlotPlace {
 struct alignas(64) WindowLabel {
   uint64_t magic;
   uint32_t slots;
-  uint32_t doors;
+  uint32_t peers;
   uint64_t bytes; // of the tensor
   uint64_t stride; // from one buffer to the next
   uintptr_t tensor;
@@ -48,6 +54,8 @@ struct alignas(64) WindowLabel {
 class WindowView {
  public:
   WindowView() = default;
+  // A neighbor's, at an address(); nullptr if it cannot be mapped for writing, or is not one of so many bytes, slots and peers.
+  static std::unique_ptr<WindowView> attach(const std::string& address, size_t bytes, size_t slots, size_t peers);
 
   WindowLabel& label() const {
     return *label_;
@@ -55,23 +63,22 @@ class WindowView {
   SlotPlace& slot(size_t index) const {
     return reinterpret_cast<SlotPlace*>(label_ + 1)[index];
   }
-  Door& door(size_t index) const {
-    return reinterpret_cast<Door*>(reinterpret_cast<SlotPlace*>(label_ + 1) + label_->slots)[index];
+  PeerControl& control(size_t index) const {
+    return reinterpret_cast<PeerControl*>(reinterpret_cast<SlotPlace*>(label_ + 1) + label_->slots)[index];
   }
   // Buffer `index`, as Slot numbers them, of a slot; not of one without value.
   char* buffer(const SlotPlace& place, unsigned index) const;
   char* tensor() const {
     return at(label_->tensor, label_->bytes);
   }
-  // Tells the owner that neighbor `door` has ended its use.
-  void leave(size_t door) const;
+  // Tells the owner that the neighbor of control `index` has ended its use.
+  void leave(size_t index) const;
 
  protected:
   static constexpr uint64_t kMagic = 0x666f672d77696e64; // "fog-wind"
   WindowLabel* label_ = nullptr;
 
  private:
-  friend class ForeignWindow;
   char* at(uintptr_t address, size_t bytes) const;
 
   std::shared_ptr<const shared_memory::ForeignArena> arena_; // null: this process's own memory
@@ -80,8 +87,8 @@ class WindowView {
 // This process's own. The memory is given back when this is destroyed.
 class WindowMemory : public WindowView {
  public:
-  // For a tensor of `bytes` at `tensor`, with so many slots and doors; nullptr if there is no memory.
-  static std::unique_ptr<WindowMemory> create(void* tensor, size_t bytes, size_t slots, size_t doors);
+  // For a tensor of `bytes` at `tensor`, with so many slots and peers; nullptr if there is no memory.
+  static std::unique_ptr<WindowMemory> create(void* tensor, size_t bytes, size_t slots, size_t peers);
   ~WindowMemory();
   WindowMemory(const WindowMemory&) = delete;
   WindowMemory& operator=(const WindowMemory&) = delete;
@@ -99,13 +106,6 @@ class WindowMemory : public WindowView {
 
   std::vector<void*> blocks_; // of the arena
   std::vector<std::unique_ptr<char[]>> private_blocks_; // where the system has none
-};
-
-// A neighbor's.
-class ForeignWindow : public WindowView {
- public:
-  // The window at an address(); nullptr if it cannot be mapped for writing, or is not one of so many bytes, slots and doors.
-  static std::unique_ptr<ForeignWindow> attach(const std::string& address, size_t bytes, size_t slots, size_t doors);
 };
 
 } // namespace fog

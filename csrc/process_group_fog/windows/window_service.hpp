@@ -17,6 +17,7 @@
 #include <string>
 #include <tuple>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -25,10 +26,10 @@
 #include "engine/engine.hpp"
 #include "engine/service.hpp"
 #include "transport/transport.hpp"
-#include "windows/window_endpoint.hpp"
 
 namespace fog {
 
+class Window;
 class WindowService;
 
 // What one rank asks of another. The first members are the caller's.
@@ -45,7 +46,7 @@ class WindowRequest final : public TransferOwner {
   bool mutex = false; // the target holds the pair's mutex meanwhile
   at::Tensor data; // to send, contiguous
   std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"
-  // Both are called without the engine's lock: the first with the data of a get, the second once, at the end.
+  // Both are called without the engine's lock, at the end: the first with the data of a get, the second in every case.
   std::function<void(const void* data)> take;
   std::function<void(std::exception_ptr error)> done;
 
@@ -62,8 +63,6 @@ class WindowRequest final : public TransferOwner {
   std::shared_ptr<Outgoing> outgoing_;
   std::shared_ptr<Incoming> incoming_;
   bool replied_ = false;
-  bool taking_ = false; // a thread is in take()
-  std::exception_ptr error_; // with which it ended meanwhile: done() follows once that thread has left
   c10::DataPtr received_; // a get's data
 };
 
@@ -79,10 +78,10 @@ class WindowService final : public Service {
   // The first number that no window of the group has had here. Throws DistBackendError if the group takes no more work.
   uint64_t next_window(const Group& group);
   // Makes a window known by a number that is the same on all ranks. Throws as next_window() does.
-  void open(const std::shared_ptr<Group>& group, uint64_t window, const std::shared_ptr<WindowEndpoint>& endpoint);
+  void open(const std::shared_ptr<Group>& group, uint64_t number, const std::shared_ptr<Window>& window);
   // Messages may come for it, from now on.
-  void listen(const Group& group, uint64_t window);
-  void close(const Group& group, uint64_t window);
+  void listen(const Group& group, uint64_t number);
+  void close(const Group& group, uint64_t number);
   // Asks another rank. Throws DistBackendError if it is gone; `request->done` will be called in every other case.
   void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
   // Nobody waits for it any more: `done` will not be called, if it was not.
@@ -100,8 +99,12 @@ class WindowService final : public Service {
   void advance() override;
   std::shared_ptr<Task> next_task() override;
   void finish(const std::shared_ptr<Task>& task) override;
-  std::vector<std::function<void()>> take_calls() override;
-  std::vector<std::shared_ptr<void>> take_released() override;
+  std::vector<std::function<void()>> take_calls() override {
+    return std::exchange(calls_, {});
+  }
+  std::vector<std::shared_ptr<void>> take_released() override {
+    return std::exchange(released_, {});
+  }
   bool busy() const override {
     return !requests_.empty() || !active_.empty() || !tasks_.empty() || running_ > 0;
   }
@@ -112,49 +115,62 @@ class WindowService final : public Service {
  private:
   friend class WindowRequest;
   class Serving;
-  class WindowTask;
+  class ServingTask;
   using Origin = std::tuple<uint64_t, uint64_t, int>; // group, window, source
   enum class Hold { kNone, kOperation, kUser };
-  struct Window {
-    std::weak_ptr<WindowEndpoint> endpoint;
+  struct Entry {
+    std::weak_ptr<Window> window;
     bool listens = false;
   };
   // What one rank asks of one of this rank's windows.
   struct Queue {
     std::shared_ptr<Group> group;
     int source = 0;
-    uint64_t window = 0;
-    std::weak_ptr<WindowEndpoint> endpoint;
+    std::weak_ptr<Window> window;
     std::deque<std::shared_ptr<Serving>> servings; // in order
     std::deque<Header> locks; // which need not wait for those
     Hold hold = Hold::kNone;
     bool queued = false; // for the mutex
   };
 
-  void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // Its data comes, or has come, or `error` says why not.
-  void post(const Queue& queue, const std::shared_ptr<Serving>& serving);
-  void on_reply(int source, const Header& header, const char* data);
+  // What the header's fields mean here: step: WindowOp; key: the window; transfer: the request; scale: the weight; address: p,
+  // or the offset; flags: these, or in a reply whether the data is the text of an error.
+  static constexpr uint32_t kHasP = 1;
+  static constexpr uint32_t kNeedsMutex = 2;
+  static Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request);
+
+  // --- as the origin ---
   void send_request(const std::shared_ptr<WindowRequest>& request);
   void tell_now(const Group& group, uint64_t window, int peer, WindowOp op);
-  std::vector<std::shared_ptr<WindowEndpoint>> endpoints(const Group& group);
-  std::shared_ptr<WindowEndpoint> lock(const std::weak_ptr<WindowEndpoint>& endpoint);
+  void on_reply(PeerId source, const Header& header, const char* data);
   void settle(const std::shared_ptr<WindowRequest>& request);
+  // The call that ends it holds it, so that its tensor is released without the lock.
   void end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error);
+  // With the error "fog: " + what it is + `reason`.
+  void fail(const std::shared_ptr<WindowRequest>& request, const std::string& reason);
+  // Those for which `concerned` says so.
+  void fail_those(const std::string& reason, const std::function<bool(const WindowRequest& request)>& concerned);
+
+  // --- as the target ---
+  void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  // Its data, which has come with the header or else comes from now on, unless its `error` says why not.
+  void take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data);
+  std::vector<std::shared_ptr<Window>> windows_of(const Group& group);
+  std::shared_ptr<Window> lock(const std::weak_ptr<Window>& window);
   // False once it has nothing to wait for but new messages.
   bool advance(const Origin& origin, Queue& queue);
   // True once the engine holds the pair's mutex for the source.
-  bool obtain(Queue& queue, WindowEndpoint& endpoint, Hold hold);
+  bool obtain(Queue& queue, Window& window, Hold hold);
   void release(Queue& queue);
   void reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data = nullptr);
 
   Engine& engine_;
-  std::map<std::pair<uint64_t, uint64_t>, Window> windows_; // by group and number
+  std::map<std::pair<uint64_t, uint64_t>, Entry> windows_; // by group and number
   std::unordered_map<uint64_t, std::shared_ptr<WindowRequest>> requests_; // by id
   uint64_t next_request_ = 1;
   std::map<Origin, Queue> queues_;
   std::set<Origin> active_; // whose queues have something to do
-  std::deque<std::shared_ptr<WindowTask>> tasks_;
+  std::deque<std::shared_ptr<ServingTask>> tasks_;
   size_t running_ = 0;
   size_t listening_ = 0;
   std::vector<std::function<void()>> calls_;

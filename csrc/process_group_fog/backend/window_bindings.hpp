@@ -1,0 +1,15 @@
+// Windows for Python.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend/process_group_fog.hpp"
+
+namespace fog {
+
+// The class of the group gets what makes windows.
+using GroupClass = pybind11::class_<ProcessGroupFog, c10d::Backend, c10::intrusive_ptr<ProcessGroupFog>>;
+void bind_windows(pybind11::module_& module, GroupClass& group);
+
+} // namespace fog

@@ -1,0 +1,242 @@
+#include "device/pinned_staging.hpp"
+
+#include <algorithm>
+#include <thread>
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/util/Exception.h>
+
+#include "engine/engine.hpp"
+
+namespace fog::device {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a thread sleeps between two looks at an event: at first, and at most.
+constexpr auto kShortest = std::chrono::microseconds(5);
+constexpr auto kLongest = std::chrono::microseconds(500);
+// Unused buffers that a window keeps: one to copy to while another one is sent.
+constexpr size_t kBuffers = 2;
+
+// Neither autograd nor the version counter sees it.
+void copy_values(const at::Tensor& to, const at::Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView no_grad;
+  to.copy_(from, true);
+}
+
+at::Tensor flat_values(const at::Tensor& tensor) {
+  const c10::InferenceMode normal(false);
+  return tensor.detach().view({-1});
+}
+
+// Events that had not happened when nobody waited any longer, and the memory that the device may still use before they do.
+void keep_until(const Event& event, std::vector<at::Tensor> tensors) {
+  struct Kept {
+    Event event;
+    std::vector<at::Tensor> tensors;
+  };
+  static auto* mutex = new std::mutex; // the process's end needs no order
+  static auto* all = new std::vector<Kept>;
+  const std::lock_guard<std::mutex> lock(*mutex);
+  all->erase(std::remove_if(all->begin(), all->end(), [](const Kept& kept) { return has_happened(kept.event); }), all->end());
+  all->push_back({event, std::move(tensors)});
+}
+
+} // namespace
+
+PinnedStaging::PinnedStaging(Window& window)
+    : window_(window),
+      device_(window.tensor().device()),
+      published_(window.host_tensor()),
+      flat_(flat_values(window.tensor())),
+      stream_(device_),
+      received_(device_),
+      pinned_(device_, published_.mutable_data_ptr(), window.bytes()) {}
+
+PinnedStaging::~PinnedStaging() {
+  if (read_ && !is_known_to_have_happened(read_)) { // the memory is to be unlocked
+    try {
+      await("win_free", read_, deadline_after(window_.timeout()));
+    } catch (const std::exception&) {
+    }
+  }
+}
+
+void PinnedStaging::check(const char* op) const {
+  TORCH_CHECK(!is_capturing(device_), "fog: ", window_.describe(op), " cannot be captured into a graph");
+}
+
+void PinnedStaging::submit(const char* op, const at::Tensor& tensor, Deadline deadline, Go go, Fail fail) {
+  Operation operation{op, deadline, tensor, {}, nullptr, std::move(go), std::move(fail)};
+  if (tensor.defined()) {
+    operation.staged = take_buffer(tensor.sizes());
+    const Stream::Guard guard(stream_);
+    copy_values(operation.staged, tensor);
+    operation.copied = stream_.record();
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (window_.holds_mutex()) { // which other threads would wait for
+    while (running_) { // until what was called before has been started
+      lock.unlock();
+      window_.engine().check_interrupt();
+      lock.lock();
+      idle_.wait_for(lock, kPollInterval, [this] { return !running_; });
+    }
+    lock.unlock();
+    run(std::move(operation));
+    return;
+  }
+  queue_.push_back(std::move(operation));
+  if (!running_) {
+    running_ = true;
+    lock.unlock();
+    window_.engine().run_callbacks([this, window = window_.shared_from_this()] { run_queue(); });
+  }
+}
+
+void PinnedStaging::run_queue() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!queue_.empty()) {
+    auto operation = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    run(std::move(operation));
+    lock.lock();
+  }
+  running_ = false;
+  idle_.notify_all();
+}
+
+void PinnedStaging::run(Operation operation) {
+  try {
+    if (operation.copied) {
+      await(operation.name, operation.copied, operation.deadline);
+    }
+  } catch (...) { // it may still come
+    keep_until(operation.copied, {operation.tensor, operation.staged});
+    operation.fail(std::current_exception());
+    return;
+  }
+  try {
+    operation.go(operation.staged);
+  } catch (...) {
+    operation.fail(std::current_exception());
+  }
+}
+
+void PinnedStaging::finish(const char* op, const at::Tensor& tensor, const at::Tensor& staged, bool changed, Deadline deadline) {
+  if (changed) {
+    Event copied;
+    {
+      const c10::OptionalStreamGuard guard(stream_.get());
+      copy_values(tensor, staged);
+      copied = stream_.record();
+    }
+    try {
+      await(op, copied, deadline);
+    } catch (...) {
+      keep_until(copied, {tensor, staged});
+      throw;
+    }
+    Window::count_change(tensor);
+    if (tensor.const_data_ptr() == flat_.const_data_ptr() && tensor.is_contiguous()) { // neighbors get it
+      const std::lock_guard<std::mutex> owner(owner_);
+      await(op, read_, deadline);
+      window_.publish([&] { published_.copy_(staged); });
+    }
+  }
+  give_buffer(staged);
+}
+
+void PinnedStaging::copy_to_published(const char* op, Deadline deadline) {
+  await(op, read_, deadline);
+  // The device may be busy with other things for long: nobody who gets the copy is to wait for these.
+  await(op, record_on(*current_stream(device_)), deadline);
+  window_.publish([&] {
+    const c10::OptionalStreamGuard guard(stream_.get());
+    copy_values(published_, window_.tensor());
+    read_ = stream_.record(); // and written: if this fails nobody changes the copy before
+    await(op, read_, deadline);
+  });
+}
+
+void PinnedStaging::publish(const char* op, Deadline deadline) {
+  const std::lock_guard<std::mutex> owner(owner_);
+  copy_to_published(op, deadline);
+}
+
+at::Tensor PinnedStaging::update(
+    const char* op, bool reads, bool clone, const std::function<at::Tensor()>& combine, Deadline deadline) {
+  const std::lock_guard<std::mutex> owner(owner_);
+  await(op, read_, deadline);
+  if (reads) {
+    copy_to_published(op, deadline);
+  }
+  const auto combined = combine();
+  const auto& tensor = window_.tensor();
+  if (clone) {
+    const c10::InferenceMode normal(false);
+    const auto result = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
+    result.copy_(combined); // from memory of this call's own: it waits
+    return result;
+  }
+  copy_values(tensor, combined);
+  Window::count_change(tensor);
+  read_ = record_on(*current_stream(device_));
+  return tensor;
+}
+
+// What c10d's put() sends goes to the device from the engine's thread: signals come after it.
+void PinnedStaging::receive(size_t offset, const void* data, size_t bytes) {
+  const auto size = static_cast<size_t>(flat_.element_size());
+  const auto from =
+      at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(bytes / size)}, at::TensorOptions().dtype(flat_.scalar_type()));
+  const c10::OptionalStreamGuard guard(received_.get());
+  copy_values(flat_.narrow(0, static_cast<int64_t>(offset / size), from.numel()), from);
+  if (const auto event = received_.record()) {
+    event->synchronize();
+  }
+}
+
+void PinnedStaging::drain(const char* op, Deadline deadline) {
+  const std::lock_guard<std::mutex> owner(owner_);
+  await(op, read_, deadline);
+}
+
+void PinnedStaging::await(const char* op, const Event& event, Deadline deadline) const {
+  std::chrono::nanoseconds pause = kShortest;
+  while (!has_happened(event)) {
+    if (Clock::now() >= deadline) {
+      window_.fail(op, c10::str("timed out waiting for ", device_, " to do what it was given before"));
+    }
+    window_.engine().check_interrupt();
+    std::this_thread::sleep_for(pause);
+    pause = std::min<std::chrono::nanoseconds>(2 * pause, kLongest);
+  }
+}
+
+at::Tensor PinnedStaging::take_buffer(at::IntArrayRef sizes) {
+  if (sizes == published_.sizes()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!buffers_.empty()) {
+      auto buffer = std::move(buffers_.back());
+      buffers_.pop_back();
+      return buffer;
+    }
+  }
+  const c10::InferenceMode normal(false);
+  return empty_pinned(sizes, published_.scalar_type());
+}
+
+void PinnedStaging::give_buffer(at::Tensor buffer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (buffers_.size() < kBuffers && buffer.sizes() == published_.sizes()) {
+    buffers_.push_back(std::move(buffer));
+  }
+}
+
+} // namespace fog::device

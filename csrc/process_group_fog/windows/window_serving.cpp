@@ -1,0 +1,344 @@
+// What others ask of this rank's windows.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <c10/util/StringUtil.h>
+
+#include "core/failure.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
+#include "windows/window.hpp"
+#include "windows/window_service.hpp"
+
+namespace fog {
+namespace {
+
+constexpr auto kHere = PairMutex::Side::kSecond; // for whom the engine stands
+constexpr const char* kNoWindow = "it has no such window any more";
+
+} // namespace
+
+// What another rank asks for.
+class WindowService::Serving final : public TransferOwner {
+ public:
+  Serving(WindowService& service, Origin its_origin, const Header& request)
+      : header(request), origin(std::move(its_origin)), service_(service) {}
+
+  void on_progress() override {
+    if (incoming && !incoming->error.empty()) {
+      error = incoming->error;
+    }
+    service_.active_.insert(origin);
+  }
+  bool has_come() const {
+    return !incoming || !incoming->error.empty() || incoming->available() == header.bytes;
+  }
+  WindowOp op() const {
+    return static_cast<WindowOp>(header.step);
+  }
+
+  const Header header;
+  const Origin origin;
+  c10::DataPtr data; // that came, or that is to be sent
+  size_t bytes = 0; // to be sent
+  bool posted = false; // its data was asked for
+  std::shared_ptr<Incoming> incoming; // on its way
+  bool running = false;
+  std::string error;
+
+ private:
+  WindowService& service_;
+};
+
+// Does it; holds the window until the engine goes on with the queue, as its last reference must not be dropped with the lock.
+class WindowService::ServingTask final : public Service::Task {
+ public:
+  ServingTask(WindowService& service, std::shared_ptr<Serving> serving, std::shared_ptr<Window> window)
+      : service_(service), serving_(std::move(serving)), window_(std::move(window)) {}
+
+  void run() noexcept override {
+    try {
+      apply();
+    } catch (const std::exception&) {
+      failure_ = std::current_exception();
+    }
+  }
+  void finish();
+
+ private:
+  void apply();
+
+  WindowService& service_;
+  const std::shared_ptr<Serving> serving_;
+  const std::shared_ptr<Window> window_;
+  std::exception_ptr failure_;
+};
+
+void WindowService::ServingTask::apply() {
+  const auto& header = serving_->header;
+  if (serving_->op() == WindowOp::kGet) {
+    serving_->bytes = window_->bytes();
+    serving_->data = shared_allocator().allocate(serving_->bytes);
+    window_->read(serving_->data.get());
+  } else if (serving_->op() == WindowOp::kWrite) {
+    window_->receive(header.address, serving_->data.get(), header.bytes);
+  } else {
+    std::optional<double> p;
+    if ((header.flags & kHasP) != 0) {
+      std::memcpy(&p.emplace(), &header.address, sizeof(double));
+    }
+    window_->apply(std::get<2>(serving_->origin), serving_->op(), header.scale, p, serving_->data.get(), header.bytes);
+  }
+}
+
+void WindowService::ServingTask::finish() {
+  const auto found = service_.queues_.find(serving_->origin);
+  if (found == service_.queues_.end()) {
+    return; // the source has gone
+  }
+  auto& queue = found->second;
+  auto& error = serving_->error;
+  if (failure_) {
+    try {
+      std::rethrow_exception(failure_);
+    } catch (const std::bad_alloc&) {
+      error = "no memory"; // short enough to need none
+    } catch (const std::exception& reason) {
+      error = message_of(reason);
+    }
+  }
+  queue.servings.pop_front(); // it has been done, whether the source hears of it or not
+  if (queue.hold == Hold::kOperation) {
+    service_.release(queue);
+  }
+  const bool get = serving_->op() == WindowOp::kGet;
+  service_.reply(queue, serving_->header, error, get && error.empty() ? serving_ : nullptr);
+  service_.active_.insert(serving_->origin);
+}
+
+std::shared_ptr<Service::Task> WindowService::next_task() {
+  if (tasks_.empty()) {
+    return nullptr;
+  }
+  auto task = tasks_.front();
+  released_.push_back(task); // so that finish() needs no memory for it
+  tasks_.pop_front();
+  ++running_;
+  return task;
+}
+
+void WindowService::finish(const std::shared_ptr<Task>& task) {
+  --running_;
+  static_cast<ServingTask&>(*task).finish();
+}
+
+void WindowService::on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  if (header.kind == MessageKind::kWindowReply) {
+    on_reply(group->members[source].peer_id, header, data);
+    return;
+  }
+  try {
+    on_request(group, source, header, data);
+  } catch (const std::exception& error) { // there is no memory for it
+    Queue queue;
+    queue.group = group;
+    queue.source = source;
+    reply(queue, header, message_of(error));
+  }
+}
+
+void WindowService::on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  const Origin origin{group->id, header.key, source};
+  auto& queue = queues_[origin];
+  if (!queue.group) {
+    queue.group = group;
+    queue.source = source;
+    const auto found = windows_.find({group->id, header.key});
+    if (found != windows_.end()) {
+      queue.window = found->second.window;
+    }
+  }
+  if (const auto window = lock(queue.window); window && !window->is_neighbor(source)) {
+    queue.window.reset(); // it has no window for that rank
+  }
+  if (static_cast<WindowOp>(header.step) == WindowOp::kLock) {
+    queue.locks.push_back(header);
+  } else {
+    auto serving = std::make_shared<Serving>(*this, origin, header);
+    if (header.bytes > 0 && data != nullptr) {
+      take_data(queue, serving, data);
+    }
+    queue.servings.push_back(std::move(serving));
+  }
+  active_.insert(origin);
+}
+
+void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data) {
+  const auto& header = serving->header;
+  serving->posted = true;
+  try {
+    serving->data = shared_allocator().allocate(header.bytes);
+    if (data != nullptr) {
+      std::memcpy(serving->data.get(), data, header.bytes);
+    } else {
+      const auto source = queue.group->members[queue.source].peer_id;
+      serving->incoming = engine_.transport().receive(source, header, serving->data.get(), serving);
+    }
+  } catch (const std::exception& error) { // of this request alone; nothing of it is applied
+    serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
+  }
+}
+
+bool WindowService::obtain(Queue& queue, Window& window, Hold hold) {
+  if (queue.hold != Hold::kNone) {
+    return false;
+  }
+  auto& mutex = window.mutex(queue.source);
+  if (!(queue.queued ? mutex.held_by(kHere) : mutex.lock_or_queue(kHere))) {
+    queue.queued = true;
+    return false;
+  }
+  queue.queued = false;
+  queue.hold = hold;
+  return true;
+}
+
+void WindowService::release(Queue& queue) {
+  if (const auto window = lock(queue.window)) {
+    auto& mutex = window->mutex(queue.source);
+    const bool handed = queue.queued && !mutex.give_up(kHere);
+    if (handed || queue.hold != Hold::kNone) {
+      mutex.unlock(kHere);
+    }
+  }
+  queue.queued = false;
+  queue.hold = Hold::kNone;
+}
+
+bool WindowService::advance(const Origin& origin, Queue& queue) {
+  const auto window = lock(queue.window);
+  while (!queue.locks.empty()) {
+    if (window && !obtain(queue, *window, Hold::kUser)) {
+      break;
+    }
+    reply(queue, queue.locks.front(), window ? "" : kNoWindow);
+    queue.locks.pop_front();
+  }
+  for (; !queue.servings.empty(); queue.servings.pop_front()) {
+    const auto serving = queue.servings.front();
+    const auto& header = serving->header;
+    if (serving->running) {
+      return false; // its task goes on
+    }
+    if (header.bytes > 0 && !serving->posted) {
+      take_data(queue, serving, nullptr);
+    }
+    if (!serving->has_come()) {
+      return false; // on_progress() goes on
+    }
+    switch (serving->op()) {
+      case WindowOp::kUnlock:
+        if (queue.hold == Hold::kUser) {
+          release(queue);
+        } else if (!queue.locks.empty()) { // the origin does not wait for it any longer
+          queue.locks.pop_front();
+          release(queue);
+        }
+        reply(queue, header, "");
+        continue;
+      case WindowOp::kLeave:
+        release(queue);
+        if (window) {
+          window->on_left(queue.source);
+        }
+        reply(queue, header, "");
+        continue;
+      default:
+        break;
+    }
+    if (!window || !serving->error.empty()) {
+      reply(queue, header, window ? serving->error : kNoWindow);
+      continue;
+    }
+    if (serving->op() == WindowOp::kSignal) {
+      window->on_signal(queue.source);
+      reply(queue, header, "");
+      continue;
+    }
+    if ((header.flags & kNeedsMutex) != 0 && queue.hold == Hold::kNone && !obtain(queue, *window, Hold::kOperation)) {
+      return true;
+    }
+    tasks_.push_back(std::make_shared<ServingTask>(*this, serving, window));
+    serving->running = true;
+    return false;
+  }
+  return !queue.locks.empty();
+}
+
+void WindowService::advance() {
+  const auto active = active_;
+  for (const auto& origin : active) {
+    const auto found = queues_.find(origin);
+    if (found == queues_.end()) {
+      active_.erase(origin);
+      continue;
+    }
+    auto& queue = found->second;
+    if (!advance(origin, queue)) {
+      active_.erase(origin);
+      if (queue.servings.empty() && queue.locks.empty() && queue.hold == Hold::kNone && !queue.queued) {
+        queues_.erase(found);
+      }
+    }
+  }
+}
+
+void WindowService::reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data) {
+  // Nobody expects it, or who does knows without it.
+  if (request.transfer == 0 || queue.group->closed || queue.group->gone.count(queue.source) > 0) {
+    return;
+  }
+  auto header =
+      header_for(MessageKind::kWindowReply, request.group, request.key, static_cast<WindowOp>(request.step), request.transfer);
+  const void* content = error.data();
+  if (data) {
+    content = data->data.get();
+    header.bytes = data->bytes;
+  } else if (!error.empty()) {
+    header.flags = 1;
+    header.bytes = std::min(error.size(), Transport::kInlineBytes);
+  }
+  try {
+    engine_.transport().send(
+        {{queue.group->members[queue.source].peer_id, header.scale}}, header, content, Transport::Memory::kMessages, data);
+  } catch (const std::exception&) { // it cannot be told; its own time-out will
+  }
+}
+
+void WindowService::close(const Group& group, uint64_t number) {
+  if (engine_.forked()) {
+    return;
+  }
+  engine_.with_lock([&] {
+    const auto found = windows_.find({group.id, number});
+    if (found != windows_.end()) {
+      listening_ -= found->second.listens ? 1 : 0;
+      windows_.erase(found);
+    }
+    const auto first = queues_.lower_bound({group.id, number, 0});
+    const auto last = queues_.lower_bound({group.id, number + 1, 0});
+    for (auto position = first; position != last; ++position) {
+      auto& queue = position->second;
+      release(queue);
+      for (const auto& header : queue.locks) {
+        reply(queue, header, kNoWindow);
+      }
+      for (const auto& serving : queue.servings) {
+        reply(queue, serving->header, kNoWindow);
+      }
+    }
+    queues_.erase(first, last);
+  });
+}
+
+} // namespace fog
