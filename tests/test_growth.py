@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,6 +222,40 @@ def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: st
         (completed, _), (early, _) = world.run(run_ahead, kind)
         assert completed < 0.75 * COUNT, f"{kind}: rank 0 has completed {completed}"
         assert early < LIMIT + ROOM, f"{kind}: rank 1 has {early} bytes of early messages"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def large_over_mpi(rounds: int) -> int:
+    """By how much memory grows while data comes in parts, as results and as what is reduced, and through windows."""
+    other = 1 - dist.get_rank()
+    x, y = torch.ones(1 << 18), torch.empty(1 << 18)
+    window = backend_of().create_window(torch.zeros(1 << 16), "growth", [other], [other])
+
+    def once() -> None:
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        receive = dist.irecv(y, other)
+        dist.send(x, other)
+        receive.wait()
+        window.put(window.tensor, [(other, 1.0)]).wait()
+        window.get([(other, 1.0)]).wait()
+
+    for _ in range(10):
+        once()
+    before = resident_bytes()
+    for _ in range(rounds):
+        once()
+    grown = resident_bytes() - before
+    window.free()
+    return grown
+
+
+def test_data_that_came_over_mpi_is_released(new_world: Callable[..., World]) -> None:
+    """Once whatever received it and the transfer kept each other."""
+    world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
+    assert max(world.run(large_over_mpi, 150)) < 30 << 20  # a MiB and more of each round was kept
 
 
 # Windows

@@ -288,7 +288,7 @@ class RingTo:
 
     def __init__(self, writer: int) -> None:
         page = mmap.PAGESIZE
-        self.slot = -(-(128 + 8 * 1024) // page) * page + writer * self.SLOT_BYTES
+        self.slot = -(-(128 + 8 * 8192) // page) * page + writer * self.SLOT_BYTES
         for number in os.listdir("/proc/self/fd"):
             name = f"/proc/self/fd/{number}"
             if os.path.lexists(name) and "fog_inbox" in os.readlink(name):

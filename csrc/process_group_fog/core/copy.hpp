@@ -1,6 +1,6 @@
 // Copies of large blocks, by vector stores that the caller chooses.
 //
-// memcpy would choose wrongly for a window that another core has read: each line that is stored the usual way must first
+// memcpy would choose wrongly for memory that another core has read: each line that is stored the usual way must first
 // be fetched back from that core's cache. Seen on a 2-core AMD Zen 4 machine: 3 GB/s, and 17 GB/s past the cache.
 #pragma once
 

@@ -279,7 +279,11 @@ void Engine::step_ready(Lock& lock) {
           }
           lock.lock();
           operation->computing = false;
-          operation->settle();
+          try {
+            operation->settle();
+          } catch (...) {
+            error = error ? error : std::current_exception();
+          }
           if (operation->ended()) { // it has failed meanwhile, and from now on its memory is left alone
             lock.unlock();
             operation->finish(std::exchange(operation->late_error, nullptr));

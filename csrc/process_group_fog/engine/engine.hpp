@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -126,8 +127,9 @@ class Engine final : public Driver, public MessageHandler {
     }
   }
 
-  // Says goodbye to all peers and waits for theirs, but not long; from then on nothing goes. Whether all was well. For interpreter exit.
-  bool shutdown();
+  // Says goodbye to all peers and waits for theirs, but not long; from then on nothing goes. Whether all was well; nothing if there was nobody
+  // to say it to, or it was said. For interpreter exit.
+  std::optional<bool> shutdown();
   // For what else is to hold when a call of MPI does not return.
   Watchdog& watchdog() {
     return watchdog_;

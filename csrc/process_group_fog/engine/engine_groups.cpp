@@ -84,6 +84,14 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       notify(group, MessageKind::kClosed, ""); // also to those that have closed it: they forget it now
     }
     group->closed = true;
+    for (const auto& message : group->unexpected) {
+      transport_->ignore(group->members[message.source].peer_id, message.header);
+    }
+    for (const auto& [key, messages] : group->early) {
+      for (const auto& message : messages) {
+        transport_->ignore(group->members[message.source].peer_id, message.header);
+      }
+    }
     group->unexpected.clear();
     group->early.clear();
     service_->fail_group(*group, "the group was destroyed");

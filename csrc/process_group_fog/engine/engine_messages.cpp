@@ -32,13 +32,17 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     if (closed_groups_.count(header.group) == 0) {
       early_[header.group].emplace_back(early_load_, source, source, header, data);
     } else if (header.kind == MessageKind::kClosed) {
+      transport_->forget(source, header.group);
       forget_closed(header.group, source);
+    } else {
+      transport_->ignore(source, header);
     }
     return;
   }
   const auto group = found->second; // a failure below may take it off the map
   const int peer = group->group_rank(source);
   if (peer < 0) {
+    transport_->ignore(source, header);
     return;
   }
   try {
@@ -76,6 +80,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     }
     case MessageKind::kData: {
       if (!group->failure.reason.empty()) {
+        transport_->ignore(group->members[source].peer_id, header);
         return;
       }
       const auto found = group->by_key.find(header.key);
@@ -113,6 +118,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
 
 void Engine::on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   if (!group->failure.reason.empty()) {
+    transport_->ignore(group->members[source].peer_id, header);
     return;
   }
   for (auto position = group->posted.begin(); position != group->posted.end(); ++position) {

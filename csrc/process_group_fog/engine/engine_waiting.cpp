@@ -212,14 +212,14 @@ void Engine::background() {
   }
 }
 
-bool Engine::shutdown() {
+std::optional<bool> Engine::shutdown() {
   if (forked_) {
-    return false;
+    return std::nullopt;
   }
   watchdog_.set_patience(kLeaveTimeout);
   Lock lock(mutex_);
   if (stopping_) {
-    return false;
+    return std::nullopt;
   }
   stopping_ = true;
   const auto groups = groups_;
@@ -243,7 +243,7 @@ bool Engine::shutdown() {
   }
   completions_.stop();
   if (!transport_) {
-    return true;
+    return std::nullopt;
   }
   lock.lock();
   Header goodbye;

@@ -1,4 +1,4 @@
-// A group of ranks as the MPI transport sees it: who they are, what is in flight, what has failed.
+// A group of ranks as the engine sees it: who they are, what is in flight, what has failed.
 #pragma once
 
 #include <chrono>

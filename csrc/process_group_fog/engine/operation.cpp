@@ -175,12 +175,15 @@ void Operation::on_confirm(int source) {
 }
 
 void Operation::on_progress() {
+  moved_ = true;
   make_ready(shared_from_this());
 }
 
 Operation::Action Operation::step() {
-  check_transfers();
-  for (size_t index = 0; index < receives_.size(); ++index) {
+  if (std::exchange(moved_, false)) {
+    check_transfers();
+  }
+  for (size_t index = 0; waiting_ > 0 && index < receives_.size(); ++index) {
     if (receives_[index].waits) {
       take(index, nullptr);
     }

@@ -272,6 +272,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::vector<Going> going_; // what peers, or the transport, still read
   std::vector<size_t> to_move_; // receives whose data is to be copied to its place
   std::vector<Move> moves_; // of run()
+  int waiting_ = 0; // receives that wait until what they go over has been sent
+  bool moved_ = false; // something has changed in a transfer
   Task task_ = Task::kNone;
   uint16_t input_step_ = 0;
   size_t used_ = 0;

@@ -1,6 +1,7 @@
 // How an operation's bytes go and come: what is sent, what is read where it lies, and what is copied to its place.
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -135,12 +136,18 @@ void Operation::take(size_t index, const char* data) {
     return;
   }
   // MPI must not be asked to write to what it still reads: on_progress() goes on.
-  receive.waits = header.delivery == Delivery::kPayload && receive.over_sent && is_sending(receive.peer, 0);
+  const bool waited =
+      std::exchange(receive.waits, header.delivery == Delivery::kPayload && receive.over_sent && is_sending(receive.peer, 0));
+  waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
   if (receive.waits) {
     return;
   }
-  receive.incoming = group_->transport->receive(
-      group_->members[receive.peer].peer_id, header, receive.in_place ? nullptr : receive.data, shared_from_this());
+  try {
+    receive.incoming = group_->transport->receive(
+        group_->members[receive.peer].peer_id, header, receive.in_place ? nullptr : receive.data, shared_from_this());
+  } catch (const Unreachable& error) {
+    C10_THROW_ERROR(DistBackendError, group_->describe_member(receive.peer) + ' ' + error.what());
+  }
   if (!receive.in_place) {
     to_move_.push_back(index);
   }

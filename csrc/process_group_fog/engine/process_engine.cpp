@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <random>
 #include <sstream>
 
@@ -56,7 +57,7 @@ void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& member
   const auto& runtime = Runtime::instance();
   std::vector<std::string> texts;
   try {
-    texts = rendezvous.allgather("lifeline", mine);
+    texts = rendezvous.allgather("monitor", mine);
   } catch (...) {
     engine.with_lock([&] { monitor.stop_listening(); });
     throw;
@@ -120,12 +121,16 @@ std::shared_ptr<Group> connect(
     std::ostringstream mine;
     mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host << '\n' << host_name() << '\n';
     engine.watchdog().check();
-    if (transport.load() == nullptr) {
-      auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog());
-      transport = made.get();
-      engine.use(std::move(made));
+    {
+      static std::mutex making; // two threads may make their first groups at once
+      const std::lock_guard<std::mutex> lock(making);
+      if (transport.load() == nullptr) {
+        auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog());
+        transport = made.get();
+        engine.use(std::move(made));
+      }
+      engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
     }
-    engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
     mine << transport.load()->address();
     std::vector<std::string> host_ids;
     int peer = 0;
@@ -161,9 +166,8 @@ void leave_job() {
   if (engine.forked()) {
     return;
   }
-  const bool healthy = engine.shutdown();
-  if (auto& runtime = Runtime::instance(); runtime.started()) {
-    runtime.finalize(healthy);
+  if (const auto healthy = engine.shutdown()) {
+    Runtime::instance().finalize(*healthy);
   }
 }
 

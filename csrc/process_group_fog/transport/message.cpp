@@ -59,7 +59,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case Delivery::kInline:
       return came != header.bytes ? "its data has another length" : nullptr;
     case Delivery::kPayload:
-      return came != 0 || header.payload_tag == 0 ? "its data cannot come so" : nullptr;
+      return came != 0 || header.payload_tag == 0 || header.bytes == 0 ? "its data cannot come so" : nullptr;
     case Delivery::kStream:
     case Delivery::kMapped:
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;

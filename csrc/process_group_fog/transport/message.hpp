@@ -15,7 +15,7 @@ enum class MessageKind : uint8_t {
   kConfirm, // the receiver of a kData message has accepted it
   kTaken, // the receiver has read the data that it found in the sender's arena
   kFilled, // the data of a stream from where the last chunk ended to `bytes` is in the chunk `chunk`
-  kEmptied, // a reader of a stream has taken `bytes` of its data
+  kEmptied, // a reader of a stream has taken `bytes` of its data; none yet, where that was asked for
   kError, // the sender's group failed; the data is the reason
   kClosed, // the sender has destroyed its group
   kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes

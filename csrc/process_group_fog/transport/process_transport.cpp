@@ -63,6 +63,9 @@ class ProcessTransport::Mapped final : public Incoming {
         header_(header),
         arena_(transport.links_.arena_of(source)),
         data_(arena_ ? arena_->at(header.address, header.bytes) : nullptr) {
+    if (!arena_) { // it was forgotten meanwhile
+      throw Unreachable(source);
+    }
     if (data_ == nullptr) {
       refuse_message(source, sizeof(header), "its data is not in its sender's arena");
     }
@@ -151,12 +154,31 @@ ProcessTransport::Way ProcessTransport::way_to(PeerId destination, const Header&
   return links_.attached_by(destination) ? Way::kStream : Way::kPayload;
 }
 
+void ProcessTransport::send_inline(PeerId peer, const Header& header, const void* data) {
+  if (links_.reaches(peer)) {
+    links_.send(peer, header, data, header.bytes);
+  } else {
+    messages_.send(peer, header, data, header.bytes);
+  }
+}
+
 Transport::Sent ProcessTransport::send(
     const std::vector<Destination>& destinations,
     const Header& message,
     const void* data,
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
+  if (destinations.size() == 1 && message.bytes <= kInlineBytes) { // most messages
+    const auto& [peer, scale, wants_confirm] = destinations[0];
+    if (way_to(peer, message, data, memory) == Way::kInline) {
+      auto header = message;
+      header.scale = scale;
+      header.wants_confirm = wants_confirm ? 1 : 0;
+      header.delivery = Delivery::kInline;
+      send_inline(peer, header, data);
+      return {};
+    }
+  }
   auto header = message;
   Sent sent;
   std::shared_ptr<ToSeveral> outgoing;
@@ -196,11 +218,7 @@ Transport::Sent ProcessTransport::send(
     const bool local = links_.reaches(peer);
     switch (ways[i]) {
       case Way::kInline:
-        if (local) {
-          links_.send(peer, header, data, header.bytes);
-        } else {
-          messages_.send(peer, header, data, header.bytes);
-        }
+        send_inline(peer, header, data);
         break;
       case Way::kStream:
         streams_.announce(*outgoing->stream, header);
@@ -268,8 +286,11 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
   const auto header = checked_header(source, record, length, true);
   switch (header.kind) {
     case MessageKind::kTaken:
-      if (auto found = mapped_.extract(header.transfer)) { // else it was withdrawn
-        end(std::move(found.mapped()));
+      if (const auto found = mapped_.find(header.transfer);
+          found != mapped_.end() && found->second.peer == source) { // else it was withdrawn
+        auto reading = std::move(found->second);
+        mapped_.erase(found);
+        end(std::move(reading));
       }
       return;
     case MessageKind::kFilled:
@@ -296,11 +317,13 @@ void ProcessTransport::end(Reading reading) {
 }
 
 template <typename Which>
-void ProcessTransport::drop_mapped(Which&& which) {
+void ProcessTransport::drop_mapped(bool withdraw, Which&& which) {
   for (auto position = mapped_.begin(); position != mapped_.end();) {
     if (which(position->second)) {
       released_.push_back(std::move(position->second.owner)); // first, as there may be no memory for it
-      links_.inbox().withdraw(position->first);
+      if (withdraw) {
+        links_.inbox().withdraw(position->first);
+      }
       position = mapped_.erase(position);
     } else {
       ++position;
@@ -309,10 +332,16 @@ void ProcessTransport::drop_mapped(Which&& which) {
 }
 
 void ProcessTransport::withdraw(const TransferOwner& owner) {
-  drop_mapped([&](const Reading& reading) { return reading.owner.get() == &owner; });
+  drop_mapped(true, [&](const Reading& reading) { return reading.owner.get() == &owner; });
   streams_.withdraw(owner);
   streams_.abandon(owner);
-  messages_.withdraw(owner);
+  messages_.abandon(owner);
+}
+
+void ProcessTransport::ignore(PeerId source, const Header& header) {
+  if (header.delivery == Delivery::kStream) {
+    streams_.ignore(source, header);
+  }
 }
 
 void ProcessTransport::withdraw_group(uint64_t group) {
@@ -325,7 +354,7 @@ void ProcessTransport::forget(PeerId peer, uint64_t group) {
 
 void ProcessTransport::forget(PeerId peer) {
   links_.forget(peer);
-  drop_mapped([&](const Reading& reading) { return reading.peer == peer; });
+  drop_mapped(false, [&](const Reading& reading) { return reading.peer == peer; }); // which reads nothing any more
   forget(peer, 0);
 }
 

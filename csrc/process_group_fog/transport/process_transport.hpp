@@ -1,7 +1,7 @@
 // Between the processes of a job: shared memory on one host, MPI between hosts.
 //
-// On one host data lies in the sender's arena and is read there, or streams through chunks; where the system allows neither it goes as
-// MPI's payload, behind a header that comes the usual way, so that the order of messages between two ranks stays.
+// On one host data lies in the sender's arena and is read there, or streams through chunks; where the system allows neither, and for
+// windows, it goes as MPI's payload, behind a header that comes the usual way, so that the order of messages between two ranks stays.
 #pragma once
 
 #include <memory>
@@ -50,6 +50,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void hold_back(PeerId peer, bool hold) override;
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
+  void ignore(PeerId source, const Header& header) override;
 
   bool poll() override;
   bool must_poll() override {
@@ -88,11 +89,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
 
   // Whether what is sent to `destination` is to stay here: it has asked for that, or too much waits for it as it is.
   bool holds_back(PeerId destination) const;
+  void send_inline(PeerId peer, const Header& header, const void* data);
   Way way_to(PeerId destination, const Header& header, const void* data, Memory memory) const;
   void on_local(PeerId source, const char* record, size_t length);
   void end(Reading reading);
   template <typename Which>
-  void drop_mapped(Which&& which);
+  void drop_mapped(bool withdraw, Which&& which);
 
   void on_message(PeerId source, const Header& header, const char* data) override {
     handler_.on_message(source, header, data);

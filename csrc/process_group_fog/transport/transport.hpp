@@ -41,7 +41,6 @@ class Outgoing {
     char* to = nullptr;
     const char* from = nullptr;
     size_t bytes = 0;
-    uint64_t token = 0; // the transport's
   };
 
   virtual ~Outgoing() = default;
@@ -168,6 +167,8 @@ class Transport {
   virtual void hold_back(PeerId peer, bool hold) = 0;
   // Withdraws what `owner` sends: from now on its memory may change.
   virtual void withdraw(const TransferOwner& owner) = 0;
+  // Nobody takes the data of this message, which has come.
+  virtual void ignore(PeerId source, const Header& header) = 0;
   // Withdraws all that is on its way of a group that has failed.
   virtual void withdraw_group(uint64_t group) = 0;
 

@@ -116,6 +116,9 @@ class InProcessNetwork::Endpoint final : public Transport {
   }
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
+  void ignore(PeerId source, const Header& header) override {
+    coming_.erase(header.transfer);
+  }
 
   bool poll() override;
   bool must_poll() override {
@@ -189,7 +192,7 @@ class InProcessNetwork::Endpoint::Going final : public Outgoing {
     }
     const size_t part = std::min(kChunkBytes, bytes - filled_);
     filling_ = std::make_shared<std::vector<char>>(part);
-    return Fill{filling_->data(), data + filled_, part, 0};
+    return Fill{filling_->data(), data + filled_, part};
   }
   void filled(const Fill& fill) override {
     const auto chunk = std::exchange(filling_, nullptr);
@@ -331,7 +334,6 @@ Transport::Sent InProcessNetwork::Endpoint::send(
       going->group = header.group;
       going->bytes = header.bytes;
       going->chunked = chunked;
-      going->owner = owner;
       if (header.bytes <= kInlineBytes) { // it may change as soon as this returns
         going->copy.assign(bytes, bytes + header.bytes);
       }
@@ -352,6 +354,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
     network_->put(self_, peer, std::move(parcel));
   }
   if (going && !going->taken_by_all()) {
+    going->owner = owner;
     going_.emplace(going->transfer, going);
   }
   return {going, {}};

@@ -49,8 +49,12 @@ class Messages::Data : public std::enable_shared_from_this<Data> {
   }
   virtual const char* call_name() const = 0;
   virtual int call(char* place, int count, int peer, int tag, MPI_Comm comm, MPI_Request* request) = 0;
-  // A part is complete; all of them are if `last`.
-  virtual void on_complete(size_t part, const std::string& error, bool last) = 0;
+  virtual void on_complete(size_t part, const std::string& error) = 0;
+  // MPI has no part of it any more, and gets none.
+  virtual void on_end() {}
+  bool is_complete() const {
+    return in_flight_ == 0 && started_ == parts();
+  }
 
   Messages& messages_;
   size_t started_ = 0; // parts
@@ -85,13 +89,26 @@ void Messages::Data::start() {
 
 void Messages::Data::on_part(size_t part, const std::string& error) {
   --in_flight_;
-  const bool last = in_flight_ == 0 && (started_ == parts() || stopped_ || !error.empty());
-  if (last) {
-    messages_.released_.push_back(owner_); // to be released without the lock
+  on_complete(part, error);
+  if (!error.empty()) {
+    stop();
   }
-  on_complete(part, error, last);
-  if (error.empty()) {
+  try {
     start();
+  } catch (const Unreachable&) { // whoever waits for it hears of the loss
+    stop();
+  } catch (const std::exception& failure) {
+    if (messages_.watchdog_.broken()) {
+      throw;
+    }
+    stop(); // it is this transfer's failure
+    on_complete(part, message_of(failure));
+  }
+  if (in_flight_ == 0 && (started_ == parts() || stopped_)) {
+    on_end();
+    if (owner_) {
+      messages_.released_.push_back(std::move(owner_)); // to be released without the lock
+    }
   }
 }
 
@@ -119,27 +136,47 @@ class Messages::OutgoingData final : public Data {
     // MPI may call what it has taken sent: if it is to be held back that has to wait for the receiver.
     return (held_ ? api().Issend : api().Isend)(place, count, MPI_BYTE, peer, tag, comm, request);
   }
-  void on_complete(size_t part, const std::string& error, bool last) override {
-    if (last || !error.empty()) {
-      sent_(error);
+  void on_complete(size_t part, const std::string& error) override {
+    if (error_.empty()) {
+      error_ = error;
+    }
+  }
+  void on_end() override {
+    if (is_complete() || !error_.empty()) { // else it was withdrawn, or its receiver is lost: it has not been sent
+      sent_(error_);
     }
   }
 
   const char* const data_;
   const bool held_;
   const Sent sent_;
+  std::string error_;
 };
 
 // To its place, or through a few parts' memory where it is to be read.
 class Messages::IncomingData final : public Data, public Incoming {
  public:
   IncomingData(Messages& messages, PeerId peer, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner)
-      : Data(messages, peer, header.payload_tag, header.bytes, owner, false),
+      : Data(messages, peer, header.payload_tag, header.bytes, place != nullptr ? owner : nullptr, false),
+        listener_(owner),
         place_(static_cast<char*>(place)),
         complete_(parts(), false),
         memory_parts_(place != nullptr ? parts() : std::min(parts(), kPartsAtOnce)) {
+    messages.coming_.insert(this);
     if (place == nullptr) {
       memory_ = shared_allocator().allocate(std::min(bytes, memory_parts_ * kPartBytes));
+    }
+  }
+
+  ~IncomingData() override {
+    messages_.coming_.erase(this);
+  }
+
+  // If it is for `owner`, who reads nothing any more: what has been sent has to come all the same, or MPI would hold it for ever.
+  void drain_for(const TransferOwner& owner) {
+    if (listener_.lock().get() == &owner && !draining_) {
+      draining_ = true;
+      start();
     }
   }
 
@@ -171,7 +208,7 @@ class Messages::IncomingData final : public Data, public Incoming {
     return memory_of(part);
   }
   bool may_start(size_t part) const override {
-    return Data::may_start(part) && (part < memory_parts_ || (part - memory_parts_ + 1) * kPartBytes <= taken_);
+    return Data::may_start(part) && (draining_ || part < memory_parts_ || (part - memory_parts_ + 1) * kPartBytes <= taken_);
   }
   const char* call_name() const override {
     return "MPI_Irecv";
@@ -179,23 +216,28 @@ class Messages::IncomingData final : public Data, public Incoming {
   int call(char* place, int count, int peer, int tag, MPI_Comm comm, MPI_Request* request) override {
     return api().Irecv(place, count, MPI_BYTE, peer, tag, comm, request);
   }
-  void on_complete(size_t part, const std::string& error_text, bool last) override {
+  void on_complete(size_t part, const std::string& error_text) override {
     if (!error_text.empty()) {
       error = error_text;
     }
-    complete_[part] = error.empty();
+    complete_[part] = error_text.empty();
     while (come_ < complete_.size() && complete_[come_]) { // what has come without a gap
       ++come_;
     }
-    owner()->on_progress();
+    if (const auto owner = listener_.lock()) {
+      owner->on_progress();
+    }
   }
 
+  // The owner keeps this, so this keeps the owner only while MPI is at its memory.
+  const std::weak_ptr<TransferOwner> listener_;
   char* const place_;
   std::vector<bool> complete_; // parts
   size_t come_ = 0;
   const size_t memory_parts_;
   c10::DataPtr memory_;
   size_t taken_ = 0;
+  bool draining_ = false;
 };
 
 Messages::Messages(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
@@ -287,11 +329,10 @@ std::shared_ptr<Incoming> Messages::receive(
   return data;
 }
 
-void Messages::withdraw(const TransferOwner& owner) {
-  for (const auto& transfer : transfers_) {
-    if (transfer.data && transfer.data->goes_out && transfer.data->owner().get() == &owner) {
-      transfer.data->stop();
-    }
+void Messages::abandon(const TransferOwner& owner) {
+  const auto all = coming_;
+  for (auto* data : all) {
+    data->drain_for(owner);
   }
 }
 

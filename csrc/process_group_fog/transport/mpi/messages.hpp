@@ -12,6 +12,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -45,8 +46,8 @@ class Messages {
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
-  // No further part of what `owner` sends goes to MPI.
-  void withdraw(const TransferOwner& owner);
+  // `owner` reads nothing any more.
+  void abandon(const TransferOwner& owner);
 
   bool poll();
   // Something has been sent to this host's ranks: MPI may call it sent and still hold it, so it is looked after a while longer.
@@ -96,7 +97,7 @@ class Messages {
     return polled_until_ != Clock::time_point() && Clock::now() < polled_until_;
   }
   int mpi_rank(PeerId peer) const {
-    return peer; // the job's processes have started as MPI's world
+    return peer; // all processes of the job have started as MPI's world; one that joins later cannot be reached by MPI
   }
   void check_reachable(PeerId destination) const;
   std::unique_ptr<Buffer> take_buffer();
@@ -127,6 +128,7 @@ class Messages {
   size_t sending_ = 0;
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
+  std::unordered_set<IncomingData*> coming_;
   std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
 };
 

@@ -99,12 +99,12 @@ bool Inbox::stands(uint64_t transfer, uint32_t before) const {
   std::atomic_thread_fence(std::memory_order_acquire); // what was read comes before
   const uint32_t count = shared_->withdrawals.load(std::memory_order_acquire);
   bool found = false;
-  for (uint32_t number = before; number != count && count - before <= kWithdrawn; ++number) {
+  for (uint32_t number = before; number != count && count - before < kWithdrawn; ++number) {
     found = found || shared_->withdrawn[number % kWithdrawn].load(std::memory_order_relaxed) == transfer;
   }
   std::atomic_thread_fence(std::memory_order_acquire);
   // Of those that are not remembered nobody can say.
-  return !found && shared_->withdrawals.load(std::memory_order_relaxed) - before <= kWithdrawn;
+  return !found && shared_->withdrawals.load(std::memory_order_relaxed) - before < kWithdrawn;
 }
 
 } // namespace fog::shared_memory

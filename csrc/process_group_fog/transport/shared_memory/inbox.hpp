@@ -23,7 +23,7 @@ class Inbox {
   static constexpr size_t kChunkBytes = size_t(256) << 10;
   static constexpr uint32_t kChunks = 1024;
   // How many withdrawn transfers are remembered.
-  static constexpr uint32_t kWithdrawn = 1024;
+  static constexpr uint32_t kWithdrawn = 8192;
 
   // What a peer has said about itself.
   enum Peer : uint32_t {

@@ -9,6 +9,7 @@ namespace {
 // Chunks that all readers share; the others are for those whose share is used up.
 constexpr uint32_t kShared = 128;
 constexpr size_t kLeastShare = 8;
+constexpr size_t kExtraKept = 64; // free extra chunks that keep their pages
 // How far a stream goes ahead of the fastest of its readers, and how far of the slowest before it leaves that one behind.
 constexpr size_t kAhead = size_t(1) << 20;
 constexpr size_t kLag = size_t(4) << 20;
@@ -19,6 +20,11 @@ size_t part_bytes(size_t bytes) {
 }
 
 } // namespace
+
+Streams::Streams(Links& links) : links_(links) {
+  free_.reserve(kShared); // giving chunks back must not fail
+  free_extra_.reserve(Inbox::kChunks - kShared);
+}
 
 bool OutgoingStream::sent_all() const {
   return std::all_of(readers_.begin(), readers_.end(), [this](const Reader& reader) { return reader.sent == bytes_; });
@@ -118,6 +124,7 @@ std::shared_ptr<OutgoingStream> Streams::open(
   stream->owner_ = owner;
   for (const PeerId peer : readers) {
     stream->readers_.push_back({peer});
+    held_.emplace(peer, 0);
   }
   outgoing_.emplace(stream->transfer_, stream);
   return stream;
@@ -152,7 +159,9 @@ void Streams::give_chunk(OutgoingStream& stream, const OutgoingStream::Chunk& ch
     --held_[stream.readers_[reader].peer];
   }
   if (chunk.extra) {
-    links_.inbox().drop(chunk.index);
+    if (free_extra_.size() >= kExtraKept) {
+      links_.inbox().drop(chunk.index);
+    }
     free_extra_.push_back(chunk.index);
   } else {
     free_.push_back(chunk.index);
@@ -198,13 +207,13 @@ std::optional<Outgoing::Fill> Streams::next_fill(OutgoingStream& stream) {
     const bool extra = !index;
     if (extra) { // for those that have nothing of this stream to go on with
       readers.clear();
-      bool idle = false;
+      std::vector<PeerId> idle;
       for (size_t i = 0; i < stream.readers_.size(); ++i) {
         auto& reader = stream.readers_[i];
         if (reader.sent != position || reader.taken != position) {
           continue;
         }
-        idle = true;
+        idle.push_back(reader.peer);
         if (reader.takes) {
           readers.push_back(i);
         } else if (!std::exchange(reader.asked, true)) {
@@ -213,8 +222,8 @@ std::optional<Outgoing::Fill> Streams::next_fill(OutgoingStream& stream) {
       }
       index = readers.empty() ? std::nullopt : take_chunk(true);
       if (!index) {
-        if (idle) {
-          starving_.insert(stream.transfer_);
+        for (const PeerId peer : idle) {
+          starving_.emplace(stream.transfer_, peer);
         }
         continue;
       }
@@ -223,7 +232,7 @@ std::optional<Outgoing::Fill> Streams::next_fill(OutgoingStream& stream) {
       ++held_[stream.readers_[reader].peer];
     }
     stream.filling_ = OutgoingStream::Chunk{*index, position + bytes, extra, std::move(readers)};
-    return Outgoing::Fill{links_.inbox().chunk(*index), stream.data_ + position, bytes, 0};
+    return Outgoing::Fill{links_.inbox().chunk(*index), stream.data_ + position, bytes};
   }
   return std::nullopt;
 }
@@ -236,10 +245,12 @@ void Streams::filled(OutgoingStream& stream, const Outgoing::Fill& fill) {
     return;
   }
   std::vector<size_t> readers;
+  bool gone = false;
   for (const size_t index : chunk.readers) {
     auto& reader = stream.readers_[index];
     if (reader.taken == stream.bytes_) { // it has gone meanwhile
       --held_[reader.peer];
+      gone = true;
       continue;
     }
     reader.sent = chunk.end;
@@ -249,9 +260,11 @@ void Streams::filled(OutgoingStream& stream, const Outgoing::Fill& fill) {
   chunk.readers = std::move(readers);
   if (chunk.readers.empty()) {
     give_chunk(stream, chunk);
-    wake_starving();
   } else {
     stream.chunks_.push_back(std::move(chunk));
+  }
+  if (gone) {
+    wake_starving();
   }
 }
 
@@ -286,11 +299,20 @@ void Streams::took(OutgoingStream& stream, size_t index, size_t taken) {
 }
 
 void Streams::wake_starving() {
-  for (const uint64_t transfer : std::exchange(starving_, {})) {
+  // The oldest of each peer: who gets a chunk, or does not, starves again and is the next one's turn later.
+  std::unordered_set<PeerId> woken;
+  for (auto position = starving_.begin(); position != starving_.end();) {
+    const auto [transfer, peer] = *position;
+    if (woken.count(peer) > 0) {
+      ++position;
+      continue;
+    }
     const auto found = outgoing_.find(transfer);
     if (const auto owner = found == outgoing_.end() ? nullptr : found->second->owner_.lock()) {
       owner->on_progress();
+      woken.insert(peer);
     }
+    position = starving_.erase(position);
   }
 }
 
@@ -413,6 +435,10 @@ void Streams::on_emptied(PeerId source, const Header& header) {
       return;
     }
   }
+}
+
+void Streams::ignore(PeerId source, const Header& header) {
+  reading_[source].erase(header.transfer);
 }
 
 void Streams::on_wanted(PeerId source, const Header& header) {

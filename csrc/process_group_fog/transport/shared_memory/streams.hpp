@@ -12,8 +12,10 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <set>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "transport/shared_memory/links.hpp"
@@ -66,7 +68,7 @@ class OutgoingStream {
 // All of a process. Every call needs the engine's lock.
 class Streams {
  public:
-  explicit Streams(Links& links) : links_(links) {}
+  explicit Streams(Links& links);
 
   // A number that no transfer of this process has had.
   uint64_t next_transfer() {
@@ -87,6 +89,8 @@ class Streams {
 
   // --- coming in ---
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner);
+  // Nobody takes the data of that announcement.
+  void ignore(PeerId source, const Header& header);
   // `owner` reads nothing any more.
   void abandon(const TransferOwner& owner);
 
@@ -124,7 +128,7 @@ class Streams {
   std::vector<uint32_t> free_extra_;
   uint32_t touched_ = 0; // chunks below have been used
   uint32_t touched_extra_ = 0;
-  std::unordered_set<uint64_t> starving_; // streams that lack a chunk
+  std::set<std::pair<uint64_t, PeerId>> starving_; // streams that lack a chunk for a peer, the oldest first
 };
 
 } // namespace fog::shared_memory
