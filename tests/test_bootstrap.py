@@ -467,7 +467,7 @@ def silences() -> list[float]:
 def listens(store_address: str) -> list[str]:
     """The port and the addresses that this rank tells others while it starts; the group deletes its keys afterwards."""
     store = dist.TCPStore(store_address, 29500, is_master=False, timeout=TIMEOUT)
-    return store.get(f"0//cpu//fog/1/lifeline/{my_rank()}").decode().split()
+    return store.get(f"0//cpu//fog/1/monitor/{my_rank()}").decode().split()
 
 
 def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
