@@ -50,10 +50,7 @@ void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& member
   auto& engine = process_engine();
   auto& monitor = transport.load()->monitor();
   const auto addresses = addresses_towards(rendezvous.store_host());
-  std::string mine;
-  {
-    mine = engine.with_lock([&] { return monitor.listen(addresses); });
-  }
+  const auto mine = engine.with_lock([&] { return monitor.listen(addresses); });
   const auto& runtime = Runtime::instance();
   std::vector<std::string> texts;
   try {
