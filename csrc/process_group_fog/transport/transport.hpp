@@ -18,12 +18,9 @@
 #include "transport/block.hpp"
 #include "transport/doorbell.hpp"
 #include "transport/message.hpp"
+#include "transport/one_sided.hpp"
 
 namespace fog {
-
-// A process of the job, the same number in all of them for as long as it lives. Those that started together have the numbers of their
-// ranks in the job; who joins later gets one that nobody has had.
-using PeerId = int;
 
 // Whose memory others read or write; kept until they are done with it.
 class TransferOwner {
@@ -171,6 +168,12 @@ class Transport {
   virtual void ignore(PeerId source, const Header& header) = 0;
   // Withdraws all that is on its way of a group that has failed.
   virtual void withdraw_group(uint64_t group) = 0;
+
+  // --- one-sided ---
+  // How this process reaches that peer's memory while it takes no part; null where it cannot.
+  virtual OneSided* one_sided(PeerId peer) {
+    return nullptr;
+  }
 
   // --- progress ---
   // Looks for news once; true if anything arrived or was completed.
