@@ -89,10 +89,14 @@ class ProcessGroupFog(Backend):
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
+            between_hosts: How data goes between hosts: "auto", "rma" or "messages"; "" (default) is what
+                FOG_BETWEEN_HOSTS says. The first group's choice holds for the process, and has to be that of
+                all ranks.
             group_name: How messages name the group.
         """
 
         confirm: bool
+        between_hosts: str
         group_name: str  # type: ignore[assignment]  # torch has a type of its own for it, which is one
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -101,7 +105,10 @@ class ProcessGroupFog(Backend):
         """Blocks until all ranks have come to `store`; the first group of a process starts MPI.
 
         Raises:
-            torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout.
+            ValueError: `options.between_hosts` or FOG_BETWEEN_HOSTS is none of the names, FOG_RMA_BYTES no such
+                number, or the first group has chosen another way between hosts.
+            torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout, or those
+                that want different ways between hosts; or RMA was asked for and cannot be done here.
         """
 
     def neighbor_allreduce(
@@ -290,6 +297,13 @@ class ProcessGroupFog(Backend):
     @property
     def hosts(self) -> list[int]:
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
+
+    def transport(self, rank: int) -> str:
+        """How large data goes to another rank: "shared memory", "rma" or "messages".
+
+        Raises:
+            ValueError: It is no other rank of the group.
+        """
 
 class Window:
     """A tensor of each rank, and beside it a slot for each of its in-neighbors; from `create_window`.

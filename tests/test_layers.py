@@ -35,6 +35,9 @@ MORE = {
     "engine/operation_transfers": {"transport/shared_memory"},
     # Whoever calls MPI holds the engine's lock; the parts that come lie in the arena.
     "transport/mpi/messages": {"transport/shared_memory"},
+    # The pool for RMA is a block of the arena, so that neighbors of the host can map it as well; copies lie there too.
+    "transport/mpi/remote_memory": {"transport/shared_memory"},
+    "transport/mpi/notified_puts": {"transport/shared_memory"},
     # Windows on one host are memory that neighbors map.
     "windows": {"transport/shared_memory"},
     # Tensors of lists, and results, are in the arena; tests make worlds of virtual ranks.

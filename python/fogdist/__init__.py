@@ -58,6 +58,7 @@ from fogdist.machines import (
     machine_size,
     out_neighbor_machine_ranks,
     set_machine_topology,
+    transport,
 )
 from fogdist.memory import empty, share_
 from fogdist.neighbor_collectives import (
@@ -229,6 +230,7 @@ __all__ = [
     "shutdown",
     "size",
     "synchronize",
+    "transport",
     "turn_off_win_ops_with_associated_p",
     "turn_on_win_ops_with_associated_p",
     "wait",

@@ -6,6 +6,7 @@ spread homogeneously: equally many on each machine, and those consecutive.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -27,6 +28,25 @@ def local_size(*, group: dist.ProcessGroup | None = None) -> int:
     """Returns the number of ranks on this machine; argument and errors as of `fogdist.rank`."""
     context = current(group)
     return context.machine_of.count(context.machine_of[context.rank])
+
+
+def transport(rank: int, *, group: dist.ProcessGroup | None = None) -> str:
+    """Returns how large data goes from this rank to another one.
+
+    Args:
+        rank: The other rank, of the group.
+        group: As of `fogdist.rank`.
+
+    Returns:
+        "shared memory" on one host; "rma" where it is put into the other rank's memory by MPI RMA, which takes a
+        fabric that moves data by itself; "messages" elsewhere. FOG_BETWEEN_HOSTS chooses between these two. Tensors
+        of devices go as their device's backend sends them.
+
+    Raises:
+        TypeError: `rank` is not an integer.
+        ValueError: It is no other rank of the group, or as of `fogdist.rank`.
+    """
+    return current(group).backend.transport(operator.index(rank))
 
 
 def is_homogeneous(*, group: dist.ProcessGroup | None = None) -> bool:

@@ -164,6 +164,7 @@ PYBIND11_MODULE(_C, module) {
   py::class_<ProcessGroupFog::Options, c10d::Backend::Options, c10::intrusive_ptr<ProcessGroupFog::Options>>(group, "Options")
       .def(py::init<>())
       .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
+      .def_readwrite("between_hosts", &ProcessGroupFog::Options::between_hosts)
       .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
       .def(
           "__deepcopy__",
@@ -302,7 +303,8 @@ PYBIND11_MODULE(_C, module) {
           })
       .def("delegate", &ProcessGroupFog::delegate, py::arg("device_type"))
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
-      .def_property_readonly("hosts", &ProcessGroupFog::hosts);
+      .def_property_readonly("hosts", &ProcessGroupFog::hosts)
+      .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>());
 
   fog::bind_windows(module, group);
 

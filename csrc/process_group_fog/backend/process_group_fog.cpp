@@ -12,6 +12,7 @@
 #include "device/pinned_staging.hpp"
 #include "windows/window.hpp"
 #include "engine/process_engine.hpp"
+#include "job/between_hosts.hpp"
 
 namespace fog {
 
@@ -53,6 +54,7 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
   c10d::Backend::setGroupUid(options_->group_name);
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
+  choose_between_hosts(options_->between_hosts);
   group_ = connect(store, rank, size, options_->timeout, name);
 }
 
@@ -295,6 +297,13 @@ std::vector<int> ProcessGroupFog::hosts() const {
     hosts.push_back(member.host);
   }
   return hosts;
+}
+
+std::string ProcessGroupFog::transport(int rank) const {
+  TORCH_CHECK_VALUE(
+      rank >= 0 && rank < getSize() && rank != getRank(), "transport: rank: got ", rank, "; allowed are ranks 0 to ", getSize() - 1,
+      " of this group except ", getRank(), ", which is this rank");
+  return group_->engine.way_to(group_, rank);
 }
 
 std::vector<int> ProcessGroupFog::local_ranks() const {

@@ -45,6 +45,8 @@ class ProcessGroupFog : public c10d::Backend {
     // Whether ranks that only send in an operation (the root of a broadcast, say) wait until the receivers have accepted
     // their messages. Without it they learn of a disagreement at their next operation only, and need not wait.
     bool confirm = false;
+    // How data goes between hosts: "auto", "rma" or "messages"; "" is what FOG_BETWEEN_HOSTS says. The first group's holds for the process.
+    std::string between_hosts;
   };
 
   // Blocks until all `size` ranks have come to `store`.
@@ -233,6 +235,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> local_ranks() const;
   // Host number of every rank, by first appearance.
   std::vector<int> hosts() const;
+  // How large data goes to that rank: "shared memory", "rma" or "messages". Throws ValueError if it is no other rank.
+  std::string transport(int rank) const;
 
  private:
   // What the Work says of an operation.

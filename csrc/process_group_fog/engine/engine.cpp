@@ -218,6 +218,7 @@ bool Engine::make_progress(Lock& lock) {
     check_peers(lock);
   }
   must_poll_ = transport_ && transport_->must_poll();
+  flowing_ = transport_ && transport_->flowing();
   service_busy_ = service_->busy();
   if (progressed) {
     last_news_ = now;
@@ -355,6 +356,11 @@ void Engine::wake_waiters() {
 bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
   const Lock lock(mutex_);
   return transport_ && transport_->shares_memory(group->members[peer].peer_id);
+}
+
+std::string Engine::way_to(const std::shared_ptr<Group>& group, int peer) {
+  const Lock lock(mutex_);
+  return transport_ ? transport_->way_to(group->members[peer].peer_id) : "";
 }
 
 void Engine::check_open(const Group& group) const {

@@ -108,6 +108,8 @@ class Engine final : public Driver, public MessageHandler {
   }
   // Whether the peer shares memory with this process.
   bool shares_memory(const std::shared_ptr<Group>& group, int peer);
+  // How large data goes to the peer, see Transport::way_to(); "" if there is nobody but this process.
+  std::string way_to(const std::shared_ptr<Group>& group, int peer);
   // Whether a process has ended, or said that it does.
   bool has_left(int peer_id);
   // Is called without the lock when that happens, in any thread.
@@ -241,6 +243,7 @@ class Engine final : public Driver, public MessageHandler {
   std::atomic<int> waiting_{0}; // threads in drive_until()
   std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to
   std::atomic<bool> must_poll_{false};
+  std::atomic<bool> flowing_{false};
   std::atomic<bool> service_busy_{false};
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;

@@ -92,6 +92,10 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       backoff.reset();
       continue;
     }
+    if (flowing_.load()) {
+      sched_yield();
+      continue;
+    }
     const bool bell_rings = !must_poll_.load();
     auto pause = backoff.pause(bell_rings);
     if (pause.count() == 0) {
@@ -202,6 +206,9 @@ void Engine::background() {
           pause = std::clamp<std::chrono::nanoseconds>(quiet / kListeningPart, kListeningShortest, kListeningLongest);
         }
         backoff.reset();
+      } else if (flowing_.load()) {
+        sched_yield(); // who computes beside it has the core while nothing moves
+        continue;
       } else if (poll) {
         pause = std::max<std::chrono::nanoseconds>(backoff.pause(false), kBackgroundInterval);
       }

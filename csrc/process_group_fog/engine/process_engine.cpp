@@ -122,7 +122,8 @@ std::shared_ptr<Group> connect(
       static std::mutex making; // two threads may make their first groups at once
       const std::lock_guard<std::mutex> lock(making);
       if (transport.load() == nullptr) {
-        auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog());
+        auto made = std::make_unique<ProcessTransport>(
+            runtime, engine, engine.watchdog(), mpi::RemoteMemory::open(runtime, rendezvous, engine.watchdog(), timeout));
         transport = made.get();
         engine.use(std::move(made));
       }

@@ -14,6 +14,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "job/between_hosts.hpp"
+
 namespace fog {
 namespace {
 
@@ -88,6 +90,8 @@ struct Introduction {
   std::string protocol;
   std::string host_id;
   std::string beacon;
+  std::string between_hosts; // the setting
+  std::string links; // "0" if it is without
 };
 
 Introduction read_introduction(const std::string& text) {
@@ -96,6 +100,8 @@ Introduction read_introduction(const std::string& text) {
   std::getline(lines, rank.protocol);
   std::getline(lines, rank.host_id);
   std::getline(lines, rank.beacon);
+  std::getline(lines, rank.between_hosts);
+  std::getline(lines, rank.links);
   if (rank.beacon.empty() && rank.host_id.empty()) { // builds that had no protocol gave the host only
     rank.protocol = "a fog from before there was a protocol number";
   }
@@ -112,11 +118,12 @@ void emulate_host(const std::string& host_id) {
   emulated_host_id = host_id;
 }
 
-std::vector<std::string> meet_on_hosts(Rendezvous& rendezvous) {
+HostsOfRanks meet_on_hosts(Rendezvous& rendezvous) {
   const Beacon beacon; // until all have looked for it
   const auto id = host_id();
   std::vector<Introduction> ranks;
-  const auto mine = own_protocol + '\n' + id + '\n' + beacon.name();
+  const auto mine =
+      own_protocol + '\n' + id + '\n' + beacon.name() + '\n' + name_of(between_hosts()) + '\n' + (has_local_links() ? "1" : "0");
   for (const auto& text : rendezvous.allgather("host", mine)) {
     ranks.push_back(read_introduction(text));
   }
@@ -125,6 +132,10 @@ std::vector<std::string> meet_on_hosts(Rendezvous& rendezvous) {
         DistBackendError, ranks[rank].protocol == ranks[0].protocol, "fog: two builds of fog in one job: rank 0 has ",
         ranks[0].protocol, ", rank ", rank, " has ", ranks[rank].protocol,
         ". Install the same fog, and the same torch, for all ranks.");
+    TORCH_CHECK_WITH(
+        DistBackendError, ranks[rank].between_hosts == ranks[0].between_hosts,
+        "fog: ranks disagree on FOG_BETWEEN_HOSTS (or the option between_hosts): rank 0 has '", ranks[0].between_hosts, "', rank ", rank,
+        " has '", ranks[rank].between_hosts, "'");
   }
   // Who is alone on its host, or whose system has no beacons, finds nobody but itself.
   std::string host = id + "#rank " + std::to_string(rendezvous.rank());
@@ -135,7 +146,14 @@ std::vector<std::string> meet_on_hosts(Rendezvous& rendezvous) {
       break;
     }
   }
-  return rendezvous.allgather("host-found", host);
+  HostsOfRanks found{rendezvous.allgather("host-found", host), {}};
+  found.nodes = found.hosts;
+  for (size_t rank = 0; rank < ranks.size() && between_hosts() == BetweenHosts::kRma; ++rank) {
+    if (ranks[rank].links == "0") {
+      found.nodes[rank] += "#alone " + std::to_string(rank);
+    }
+  }
+  return found;
 }
 
 std::string host_id() {

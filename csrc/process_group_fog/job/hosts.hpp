@@ -21,7 +21,13 @@ std::string host_name();
 //
 // That ranks with the same host_id() share a kernel has to be shown: each binds a Unix socket to a random name, which only its own kernel and
 // network namespace know, and finds the one of the lowest rank that it can reach.
-std::vector<std::string> meet_on_hosts(Rendezvous& rendezvous);
+//
+// It throws as well if ranks want different ways between hosts, see between_hosts().
+struct HostsOfRanks {
+  std::vector<std::string> hosts;
+  std::vector<std::string> nodes; // what MPI is to take for hosts
+};
+HostsOfRanks meet_on_hosts(Rendezvous& rendezvous);
 
 // What this build must have in common with those of all other ranks, see protocol(). Set once, before ranks meet.
 void set_protocol(const std::string& protocol);

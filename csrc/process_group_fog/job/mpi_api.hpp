@@ -34,7 +34,15 @@ namespace fog {
   X(Get_count)               \
   X(Test)                    \
   X(Testsome)                \
+  X(Iprobe)                  \
   X(Bcast)                   \
+  X(Win_create)              \
+  X(Win_set_errhandler)      \
+  X(Win_get_attr)            \
+  X(Win_lock_all)            \
+  X(Win_flush)               \
+  X(Put)                     \
+  X(Get)                     \
   X(Error_string)            \
   X(Get_library_version)
 

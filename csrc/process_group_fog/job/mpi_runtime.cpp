@@ -10,13 +10,13 @@
 #include <iomanip>
 #include <random>
 #include <sstream>
-#include <system_error>
-#include <thread>
 
 #include <c10/util/Exception.h>
 
 #include "core/failure.hpp"
+#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
+#include "job/timed_call.hpp"
 
 namespace fog {
 namespace {
@@ -91,48 +91,6 @@ const char* name_of_level(int level) {
       : level == MPI_THREAD_FUNNELED   ? "MPI_THREAD_FUNNELED"
       : level == MPI_THREAD_SERIALIZED ? "MPI_THREAD_SERIALIZED"
                                        : "MPI_THREAD_MULTIPLE";
-}
-
-// MPI's collective calls have no time-out. This one runs in a thread of its own, which is left behind if it does not return in
-// time, so that the caller can give up and say why. `trouble` may end the wait early with its text.
-void call_in_time(
-    const char* name,
-    Deadline deadline,
-    std::chrono::milliseconds timeout,
-    const std::function<std::string()>& trouble,
-    const std::function<std::string()>& excuse,
-    std::function<int()> call) {
-  struct Attempt {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
-    int code = 0;
-  };
-  auto attempt = std::make_shared<Attempt>();
-  try {
-    std::thread([attempt, call = std::move(call)] {
-      const int code = call();
-      std::lock_guard<std::mutex> lock(attempt->mutex);
-      attempt->done = true;
-      attempt->code = code;
-      attempt->changed.notify_all();
-    }).detach();
-  } catch (const std::system_error& error) {
-    C10_THROW_ERROR(DistBackendError, c10::str("fog: MPI did not start: the system refuses a thread for ", name, ": ", error.what()));
-  }
-  std::unique_lock<std::mutex> lock(attempt->mutex);
-  while (!attempt->changed.wait_for(lock, std::chrono::milliseconds(20), [&] { return attempt->done; })) {
-    const auto error = trouble ? trouble() : std::string();
-    if (!error.empty()) {
-      C10_THROW_ERROR(DistBackendError, c10::str("fog: MPI did not start: ", error));
-    }
-    if (Clock::now() > deadline) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("fog: MPI did not start within ", timeout.count(), " ms: ", name, " does not return", excuse ? excuse() : ""));
-    }
-  }
-  check(attempt->code, name);
 }
 
 } // namespace
@@ -217,14 +175,14 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
   }
   check_first_start();
   // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
-  const auto hosts = number_hosts(meet(rendezvous));
+  meet(rendezvous);
   job_ = rendezvous.from_rank_zero("job", random_name);
   try {
     const auto launcher = launcher_world();
     launched_ = launcher.size == size && launcher.rank == rank;
     ScopedEnvironment environment;
     if (!launched_) {
-      pmi_ = std::make_unique<PmiServer>(rendezvous.clone(), job_, process_mapping(hosts));
+      pmi_ = std::make_unique<PmiServer>(rendezvous.clone(), job_, process_mapping(nodes_));
       for (const char* inherited : {"PMI_PORT", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3"}) {
         environment.unset(inherited);
       }
@@ -259,19 +217,20 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
   unlink_shared_memory_names();
 }
 
-std::vector<std::string> Runtime::meet(Rendezvous& rendezvous) {
-  auto hosts = meet_on_hosts(rendezvous);
-  const auto& mine = hosts[static_cast<size_t>(rendezvous.rank())];
+std::string Runtime::meet(Rendezvous& rendezvous) {
+  const auto ranks = meet_on_hosts(rendezvous);
+  const auto& mine = ranks.hosts[static_cast<size_t>(rendezvous.rank())];
   if (!started_ || rendezvous.size() == size_) {
     host_ = mine;
-    local_ranks_ = static_cast<int>(std::count(hosts.begin(), hosts.end(), mine));
+    local_ranks_ = static_cast<int>(std::count(ranks.hosts.begin(), ranks.hosts.end(), mine));
+    nodes_ = number_hosts(ranks.nodes);
   }
-  return hosts;
+  return mine;
 }
 
 std::string Runtime::host(Rendezvous& rendezvous) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return host_.empty() ? meet(rendezvous)[static_cast<size_t>(rendezvous.rank())] : host_;
+  return host_.empty() ? meet(rendezvous) : host_;
 }
 
 void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "core/deadline.hpp"
 #include "job/mpi_api.hpp"
@@ -57,6 +58,11 @@ class Runtime {
   int local_ranks() const {
     return local_ranks_;
   }
+  // Of each rank of the world the node that MPI takes it for, numbered from 0 on by first appearance; empty until host() was called. With
+  // FOG_BETWEEN_HOSTS=rma a rank without local links is a node of its own; else hosts are nodes.
+  const std::vector<int>& nodes() const {
+    return nodes_;
+  }
   // fog's own communicator over all ranks of the world.
   MPI_Comm communicator() const {
     return communicator_;
@@ -83,7 +89,8 @@ class Runtime {
   void initialize(Deadline deadline, std::chrono::milliseconds timeout);
   void adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse);
   std::string broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout);
-  std::vector<std::string> meet(Rendezvous& rendezvous);
+  // The name of this process's host.
+  std::string meet(Rendezvous& rendezvous);
 
   std::mutex mutex_;
   bool started_ = false;
@@ -97,6 +104,7 @@ class Runtime {
   int size_ = 0;
   int max_tag_ = 0;
   std::atomic<int> local_ranks_{0};
+  std::vector<int> nodes_;
   MPI_Comm communicator_ = MPI_COMM_NULL;
   std::unique_ptr<PmiServer> pmi_;
 };

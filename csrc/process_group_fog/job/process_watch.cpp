@@ -1,5 +1,6 @@
 #include "job/process_watch.hpp"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -38,6 +39,12 @@ void ProcessWatch::watch(int peer, int pid) {
     return;
   }
   pidfds_.emplace(peer, fd);
+}
+
+bool ProcessWatch::has_ended(int peer) const {
+  const auto found = pidfds_.find(peer);
+  pollfd state = {found == pidfds_.end() ? -1 : found->second, POLLIN, 0};
+  return state.fd >= 0 && poll(&state, 1, 0) > 0;
 }
 
 std::vector<int> ProcessWatch::ended() {

@@ -17,6 +17,9 @@ class ProcessWatch {
   // Watches process `pid` under the number `peer`. Where the kernel has no pidfd, nothing is noticed and time-outs decide.
   void watch(int peer, int pid);
 
+  // Whether that process is watched and has ended, as far as can be known now: a system call.
+  bool has_ended(int peer) const;
+
   // Numbers of the watched processes that have ended since the last call.
   std::vector<int> ended();
 

@@ -28,6 +28,12 @@ const char* fault_of(const Header& header, size_t came, bool local) {
         return "its sender has no such chunk";
       }
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;
+    case MessageKind::kSlots:
+    case MessageKind::kPlaced:
+      if (local) {
+        return "only other hosts send this";
+      }
+      [[fallthrough]];
     case MessageKind::kConfirm:
     case MessageKind::kClosed:
     case MessageKind::kGoodbye:
@@ -60,6 +66,8 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       return came != header.bytes ? "its data has another length" : nullptr;
     case Delivery::kPayload:
       return came != 0 || header.payload_tag == 0 || header.bytes == 0 ? "its data cannot come so" : nullptr;
+    case Delivery::kRemote:
+      return local ? "only other hosts send this" : came != 0 || header.payload_tag == 0 || header.bytes == 0 ? "its data cannot come so" : nullptr;
     case Delivery::kStream:
     case Delivery::kMapped:
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;

@@ -24,6 +24,8 @@ enum class MessageKind : uint8_t {
   kWindowReply,
   kHold, // the receiver is to keep the data of its messages until it is asked for: too much of it waits here
   kRelease, // not any more
+  kSlots, // the receiver may put data into `chunk` slots at `address` of the sender's pool, see notified_puts; none if there is no room
+  kPlaced, // the data of a transfer is put into `flags` slots from `chunk` on; it goes as payload if these are none
   kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
 };
 
@@ -35,6 +37,7 @@ enum class Delivery : uint8_t {
   kInline, // behind the header
   kPayload, // in MPI messages with the tag `payload_tag`, straight into its place
   kStream, // in chunks of shared memory that the sender, which is on this host, fills as its readers empty them
+  kRemote, // in the receiver's memory, into whose slots the sender puts it
   kMapped, // in the arena of the sender, which is on this host and which the receiver has mapped: at the sender's `address`
 };
 
@@ -47,11 +50,11 @@ struct Header {
   uint16_t use = 0; // of an operation's name, by the sender's count
   uint32_t payload_tag = 0;
   uint32_t withdrawals = 0; // how many transfers the sender had withdrawn before this one began
-  uint32_t chunk = 0;
-  uint32_t flags = 0; // of messages of windows
+  uint32_t chunk = 0; // of shared memory; or the first slot
+  uint32_t flags = 0; // of messages of windows; or how many slots, none if that is still to be said
   uint32_t generation = 0; // of that count
-  uint64_t transfer = 0; // the sender's number for what is streamed, or read in its arena
-  uint64_t address = 0;
+  uint64_t transfer = 0; // the sender's number for what is streamed, put, or read in its arena
+  uint64_t address = 0; // in its arena; or where in its pool the receiver says what it has taken
   uint64_t group = 0;
   uint64_t key = 0; // of the operation within the group
   uint64_t bytes = 0; // of data

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "job/between_hosts.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
@@ -10,6 +11,9 @@ namespace {
 
 // What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
 constexpr auto kDrainTime = std::chrono::milliseconds(50);
+
+// Data between hosts is called flowing so long after it has moved: longer than a part of it takes on a slow link.
+constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
 bool is_in_order(const Header& header) {
   // News of failures and ends wait for nothing.
@@ -30,7 +34,11 @@ class ProcessTransport::ToSeveral final : public Outgoing {
     return std::find(readers_.begin(), readers_.end(), peer) == readers_.end() && (!stream || stream->sent_all(peer));
   }
   size_t sent() const override {
-    return stream ? stream->sent() : bytes_;
+    size_t sent = stream ? stream->sent() : bytes_;
+    for (const auto& put : puts) {
+      sent = std::min(sent, put->sent());
+    }
+    return sent;
   }
   std::optional<Fill> next_fill() override {
     return stream ? stream->next_fill() : std::nullopt;
@@ -47,7 +55,9 @@ class ProcessTransport::ToSeveral final : public Outgoing {
   }
 
   std::shared_ptr<shared_memory::OutgoingStream> stream;
+  std::vector<std::shared_ptr<mpi::OutgoingPut>> puts;
   c10::DataPtr copy; // of the data, where the owner's memory may change
+  c10::DataPtr payload_copy; // the same, where that turned out only when it was sent
 
  private:
   const size_t bytes_;
@@ -97,13 +107,24 @@ class ProcessTransport::Mapped final : public Incoming {
   const char* const data_;
 };
 
-ProcessTransport::ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog)
+ProcessTransport::ProcessTransport(
+    Runtime& runtime, MessageHandler& handler, Watchdog& watchdog, std::unique_ptr<mpi::RemoteMemory> remote_memory)
     : self_(runtime.rank()),
       size_(runtime.size()),
       handler_(handler),
-      links_(runtime.rank(), runtime.size()),
+      links_(runtime.rank(), runtime.size(), has_local_links()),
       streams_(links_),
-      messages_(runtime, *this, watchdog) {}
+      messages_(runtime, *this, watchdog),
+      remote_memory_(std::move(remote_memory)) {
+  if (remote_memory_) {
+    remote_memory_->ask([this](PeerId peer) { return has_ended(peer); });
+    puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, messages_);
+  }
+}
+
+const char* ProcessTransport::way_to(PeerId peer) const {
+  return links_.reaches(peer) ? "shared memory" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
+}
 
 std::vector<PeerId> ProcessTransport::peers() const {
   std::vector<PeerId> peers;
@@ -139,11 +160,14 @@ bool ProcessTransport::holds_back(PeerId destination) const {
   return held_.count(destination) > 0 || links_.unsent(destination) + messages_.unsent(destination) > kMostUnsent;
 }
 
-ProcessTransport::Way ProcessTransport::way_to(PeerId destination, const Header& header, const void* data, Memory memory) const {
+ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header& header, const void* data, Memory memory) const {
   const bool hold = is_in_order(header) && header.bytes > 0 && holds_back(destination);
   const bool local = links_.reaches(destination);
   if (header.bytes <= (local ? kLocalInlineBytes : kInlineBytes) && !hold) {
     return Way::kInline;
+  }
+  if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ && puts_->reaches(destination)) {
+    return Way::kRemote; // held back or not: what nobody takes stays in its slots
   }
   if (!local || memory == Memory::kMessages) {
     return Way::kPayload;
@@ -170,7 +194,7 @@ Transport::Sent ProcessTransport::send(
     const std::shared_ptr<TransferOwner>& owner) {
   if (destinations.size() == 1 && message.bytes <= kInlineBytes) { // most messages
     const auto& [peer, scale, wants_confirm] = destinations[0];
-    if (way_to(peer, message, data, memory) == Way::kInline) {
+    if (way_of(peer, message, data, memory) == Way::kInline) {
       auto header = message;
       header.scale = scale;
       header.wants_confirm = wants_confirm ? 1 : 0;
@@ -192,7 +216,7 @@ Transport::Sent ProcessTransport::send(
   std::vector<Way> ways;
   std::vector<PeerId> readers;
   for (const auto& destination : destinations) {
-    ways.push_back(way_to(destination.peer, header, data, memory));
+    ways.push_back(way_of(destination.peer, header, data, memory));
     if (ways.back() == Way::kStream) {
       readers.push_back(destination.peer);
     }
@@ -237,7 +261,31 @@ Transport::Sent ProcessTransport::send(
         mapped_.emplace(header.transfer, Reading{outgoing, owner, peer});
         links_.send(peer, header, nullptr, 0);
         break;
+      case Way::kRemote:
       case Way::kPayload: {
+        needed()->add(peer);
+        const auto ended = [outgoing, to = peer, owner = std::weak_ptr<TransferOwner>(owner)](const std::string& error) {
+          if (!error.empty()) {
+            outgoing->error = error;
+            outgoing->failed_peer = to;
+          }
+          outgoing->remove(to);
+          if (const auto alive = owner.lock()) {
+            alive->on_progress();
+          }
+        };
+        if (ways[i] == Way::kRemote) {
+          if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten && !outgoing->copy, owner, ended)) {
+            outgoing->puts.push_back(std::move(put));
+            break;
+          }
+        }
+        const void* payload = data;
+        if (memory == Memory::kOverwritten && !outgoing->copy) { // for a put that got no slots
+          outgoing->payload_copy = shared_allocator().allocate(header.bytes);
+          std::memcpy(outgoing->payload_copy.get(), data, header.bytes);
+          payload = outgoing->payload_copy.get();
+        }
         const bool hold = is_in_order(header) && holds_back(peer);
         header.delivery = Delivery::kPayload;
         header.payload_tag = messages_.next_tag(peer);
@@ -247,19 +295,7 @@ Transport::Sent ProcessTransport::send(
         } else {
           messages_.send(peer, header, nullptr, 0);
         }
-        needed()->add(peer);
-        messages_.send_data(
-            peer, header.payload_tag, data, header.bytes, hold, owner,
-            [outgoing, to = peer, owner = std::weak_ptr<TransferOwner>(owner)](const std::string& error) {
-              if (!error.empty()) {
-                outgoing->error = error;
-                outgoing->failed_peer = to;
-              }
-              outgoing->remove(to);
-              if (const auto alive = owner.lock()) {
-                alive->on_progress();
-              }
-            });
+        messages_.send_data(peer, header.payload_tag, payload, header.bytes, hold, owner, ended);
         break;
       }
     }
@@ -276,10 +312,30 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
       return std::make_shared<Mapped>(*this, source, header);
     case Delivery::kPayload:
       return messages_.receive(source, header, place, owner);
+    case Delivery::kRemote:
+      return puts_->receive(source, header, owner);
     case Delivery::kInline:
       break;
   }
   return nullptr; // it has come with its header
+}
+
+void ProcessTransport::on_message(PeerId source, const Header& header, const char* data) {
+  if (header.delivery == Delivery::kRemote || header.kind == MessageKind::kSlots || header.kind == MessageKind::kPlaced) {
+    if (!puts_) {
+      refuse_message(source, sizeof(header), "this process has no memory for RMA");
+    }
+    if (header.kind == MessageKind::kSlots) {
+      puts_->on_slots(source, header);
+      return;
+    }
+    if (header.kind == MessageKind::kPlaced) {
+      puts_->on_placed(source, header);
+      return;
+    }
+    puts_->on_announcement(source, header);
+  }
+  handler_.on_message(source, header, data);
 }
 
 void ProcessTransport::on_local(PeerId source, const char* record, size_t length) {
@@ -335,12 +391,18 @@ void ProcessTransport::withdraw(const TransferOwner& owner) {
   drop_mapped(true, [&](const Reading& reading) { return reading.owner.get() == &owner; });
   streams_.withdraw(owner);
   streams_.abandon(owner);
+  if (puts_) {
+    puts_->withdraw(owner);
+    puts_->abandon(owner);
+  }
   messages_.abandon(owner);
 }
 
 void ProcessTransport::ignore(PeerId source, const Header& header) {
   if (header.delivery == Delivery::kStream) {
     streams_.ignore(source, header);
+  } else if (header.delivery == Delivery::kRemote) {
+    puts_->ignore(source, header);
   }
 }
 
@@ -356,25 +418,49 @@ void ProcessTransport::forget(PeerId peer) {
   links_.forget(peer);
   drop_mapped(false, [&](const Reading& reading) { return reading.peer == peer; }); // which reads nothing any more
   forget(peer, 0);
+  if (puts_) {
+    puts_->forget(peer);
+  }
 }
 
 bool ProcessTransport::poll() {
   bool progressed = links_.flush();
   progressed =
       links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
-  return (must_poll() && messages_.poll()) || progressed;
+  if (must_poll()) {
+    const size_t parts = messages_.parts_moved();
+    progressed = messages_.poll() || progressed;
+    const bool put = puts_ && puts_->poll();
+    if (put || messages_.parts_moved() != parts) {
+      moved_ = std::chrono::steady_clock::now();
+    }
+    progressed = put || progressed;
+  }
+  return progressed;
+}
+
+bool ProcessTransport::flowing() const {
+  return !given_up_ && (messages_.moving() || (puts_ && puts_->must_poll())) && std::chrono::steady_clock::now() < moved_ + kFlowTime;
 }
 
 bool ProcessTransport::give_up() {
   given_up_ = true;
+  if (puts_) {
+    puts_->give_up();
+  }
   return messages_.give_up();
 }
 
 std::vector<std::shared_ptr<TransferOwner>> ProcessTransport::take_released() {
   auto released = std::exchange(released_, {});
-  auto& others = messages_.released();
-  std::move(others.begin(), others.end(), std::back_inserter(released));
-  others.clear();
+  const auto add = [&](std::vector<std::shared_ptr<TransferOwner>>& others) {
+    std::move(others.begin(), others.end(), std::back_inserter(released));
+    others.clear();
+  };
+  add(messages_.released());
+  if (puts_) {
+    add(puts_->released());
+  }
   return released;
 }
 

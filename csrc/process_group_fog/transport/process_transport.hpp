@@ -1,9 +1,10 @@
-// Between the processes of a job: shared memory on one host, MPI between hosts.
+// Between the processes of a job: shared memory on one host, MPI between hosts, by RMA where the fabric moves data by itself, else by messages.
 //
 // On one host data lies in the sender's arena and is read there, or streams through chunks; where the system allows neither, and for
 // windows, it goes as MPI's payload, behind a header that comes the usual way, so that the order of messages between two ranks stays.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -13,6 +14,8 @@
 #include "job/peer_monitor.hpp"
 #include "job/process_watch.hpp"
 #include "transport/mpi/messages.hpp"
+#include "transport/mpi/notified_puts.hpp"
+#include "transport/mpi/remote_memory.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/shared_memory/streams.hpp"
 #include "transport/transport.hpp"
@@ -21,7 +24,8 @@ namespace fog {
 
 class ProcessTransport final : public Transport, private MessageHandler {
  public:
-  ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
+  // `remote_memory` is null where nothing goes by RMA.
+  ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog, std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
   std::string address() const override {
     return links_.address();
@@ -35,6 +39,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
   }
+  const char* way_to(PeerId peer) const override;
   void forget(PeerId peer) override;
   void forget(PeerId peer, uint64_t group) override;
 
@@ -52,12 +57,17 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void withdraw_group(uint64_t group) override;
   void ignore(PeerId source, const Header& header) override;
 
+  OneSided* one_sided(PeerId peer) override {
+    return links_.reaches(peer) ? nullptr : remote_memory_.get();
+  }
+
   bool poll() override;
   bool must_poll() override {
-    return !given_up_ && (messages_.must_poll() || !links_.attached_by_all());
+    return !given_up_ && (messages_.must_poll() || (puts_ && puts_->must_poll()) || !links_.attached_by_all());
   }
+  bool flowing() const override;
   bool sending() const override {
-    return messages_.sending() || !mapped_.empty() || links_.waiting_for_space();
+    return messages_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || links_.waiting_for_space();
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
@@ -80,7 +90,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
  private:
   class ToSeveral;
   class Mapped;
-  enum class Way { kInline, kMapped, kStream, kPayload };
+  enum class Way { kInline, kMapped, kStream, kRemote, kPayload };
   struct Reading {
     std::shared_ptr<ToSeveral> outgoing;
     std::shared_ptr<TransferOwner> owner;
@@ -90,18 +100,16 @@ class ProcessTransport final : public Transport, private MessageHandler {
   // Whether what is sent to `destination` is to stay here: it has asked for that, or too much waits for it as it is.
   bool holds_back(PeerId destination) const;
   void send_inline(PeerId peer, const Header& header, const void* data);
-  Way way_to(PeerId destination, const Header& header, const void* data, Memory memory) const;
+  Way way_of(PeerId destination, const Header& header, const void* data, Memory memory) const;
   void on_local(PeerId source, const char* record, size_t length);
   void end(Reading reading);
   template <typename Which>
   void drop_mapped(bool withdraw, Which&& which);
 
-  void on_message(PeerId source, const Header& header, const char* data) override {
-    handler_.on_message(source, header, data);
-  }
+  void on_message(PeerId source, const Header& header, const char* data) override;
   // MPI must not be asked to send anything to a process that has ended, see PeerMonitor.
   bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || monitor_.has_ended(peer);
+    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_.has_ended(peer);
   }
 
   const PeerId self_;
@@ -112,10 +120,13 @@ class ProcessTransport final : public Transport, private MessageHandler {
   shared_memory::Links links_;
   shared_memory::Streams streams_;
   mpi::Messages messages_;
+  const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
+  std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unordered_map<uint64_t, Reading> mapped_; // by transfer: what peers read in this process's arena
   std::unordered_set<PeerId> held_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   bool given_up_ = false; // MPI
+  std::chrono::steady_clock::time_point moved_; // when data between hosts moved last
 };
 
 } // namespace fog

@@ -125,6 +125,10 @@ class Transport {
   virtual void attach(PeerId peer, int pid, const std::string& address) = 0;
   // Whether they do.
   virtual bool shares_memory(PeerId peer) const = 0;
+  // How large data goes there: "shared memory", "rma" or "messages".
+  virtual const char* way_to(PeerId peer) const {
+    return "messages";
+  }
   // A process that has ended takes nothing any more; one that has destroyed its group nothing of that.
   virtual void forget(PeerId peer) = 0;
   virtual void forget(PeerId peer, uint64_t group) = 0;
@@ -180,6 +184,10 @@ class Transport {
   virtual bool poll() = 0;
   // Whether something may come that rings no bell.
   virtual bool must_poll() = 0;
+  // Whether large data is on its way that rings no bell, and has moved just now: more of it will come sooner than any sleep ends.
+  virtual bool flowing() const {
+    return false;
+  }
   // Whether messages of this process may still be on their way out of it.
   virtual bool sending() const = 0;
   // Nothing can come or go between hosts any more. False if that was known.

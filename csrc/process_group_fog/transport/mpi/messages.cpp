@@ -468,6 +468,7 @@ bool Messages::poll_transfers() {
         unsent_[transfer.destination] -= transfer.buffer->size();
         give_buffer(std::move(transfer.buffer));
       } else {
+        ++parts_moved_;
         transfer.data->on_part(transfer.part, error == MPI_SUCCESS ? std::string() : error_text(error));
       }
     } catch (const std::exception&) {

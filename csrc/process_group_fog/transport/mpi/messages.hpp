@@ -65,6 +65,17 @@ class Messages {
     const auto found = unsent_.find(destination);
     return found == unsent_.end() ? 0 : found->second;
   }
+  // How many parts of data have gone or come; whether others are on their way.
+  size_t parts_moved() const {
+    return parts_moved_;
+  }
+  bool moving() const {
+    return !requests_.empty();
+  }
+  // Whether a call of MPI has not returned, so that no other can follow.
+  bool broken() const {
+    return watchdog_.broken();
+  }
   // MPI cannot be called any more. False if that was known.
   bool give_up();
   std::vector<std::shared_ptr<TransferOwner>>& released() {
@@ -126,6 +137,7 @@ class Messages {
   std::vector<std::pair<Transfer, int>> ended_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   size_t sending_ = 0;
+  size_t parts_moved_ = 0;
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
   std::unordered_set<IncomingData*> coming_;

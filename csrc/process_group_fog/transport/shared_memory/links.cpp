@@ -3,10 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <sstream>
-#include <string_view>
 
 namespace fog::shared_memory {
 namespace {
@@ -14,15 +12,9 @@ namespace {
 // Stands before the arena's part of an address.
 constexpr char kArenaMark = '/';
 
-// FOG_LOCAL_LINKS=0 leaves everything to MPI. Ranks need not agree: without an inbox this one attaches to nobody, and nobody to it.
-bool switched_off() {
-  const char* value = std::getenv("FOG_LOCAL_LINKS");
-  return value != nullptr && std::string_view(value) == "0";
-}
-
 } // namespace
 
-Links::Links(int rank, int size) : rank_(rank), inbox_(switched_off() ? nullptr : Inbox::create(size)), links_(size), sources_(size) {}
+Links::Links(int rank, int size, bool on) : rank_(rank), inbox_(on ? Inbox::create(size) : nullptr), links_(size), sources_(size) {}
 
 void Links::attach(int peer, const std::string& address) {
   if (!inbox_ || peer == rank_ || reaches(peer) || address.empty()) {

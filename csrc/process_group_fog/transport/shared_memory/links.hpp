@@ -17,7 +17,9 @@ namespace fog::shared_memory {
 // Peers are ranks of the world. Every call needs the engine's lock, except news(), waiting_for_space(), address() and doorbell().
 class Links {
  public:
-  Links(int rank, int size);
+  // FOG_LOCAL_LINKS=0 (not `on`) leaves everything to MPI. Ranks need not agree: without an inbox this one attaches to nobody, and nobody
+  // to it.
+  Links(int rank, int size, bool on);
 
   // What peers need to attach(); empty where the system cannot do it.
   std::string address() const;

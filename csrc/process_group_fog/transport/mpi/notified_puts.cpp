@@ -1,0 +1,537 @@
+#include "transport/mpi/notified_puts.hpp"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include "core/failure.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
+
+namespace fog::mpi {
+namespace {
+
+constexpr size_t kChunkBytes = OneSided::kMostBytes;
+// What a peer gets at most, and what part of the free pool.
+constexpr size_t kMostSlots = 32;
+constexpr size_t kPartOfPool = 4;
+// Transfers of this process whose receivers have not taken all.
+constexpr size_t kCredits = 1024;
+
+// The number of a transfer and how many chunks of it are meant, in a word.
+constexpr unsigned kCountBits = 20;
+constexpr uint64_t kAll = (uint64_t(1) << kCountBits) - 1; // those there are, or will ever be
+constexpr uint64_t word_of(uint64_t transfer, uint64_t chunks) {
+  return transfer << kCountBits | chunks;
+}
+
+size_t chunks_of(size_t bytes) {
+  return (bytes + kChunkBytes - 1) / kChunkBytes;
+}
+
+// Slots lie behind their versions, each of which has a cache line.
+constexpr size_t kVersionStride = 64;
+constexpr size_t versions_bytes(size_t slots) {
+  return (slots * kVersionStride + 4095) / 4096 * 4096;
+}
+constexpr size_t version_at(size_t slot) {
+  return slot * kVersionStride;
+}
+constexpr size_t slot_at(size_t slots, size_t slot) {
+  return versions_bytes(slots) + slot * kChunkBytes;
+}
+
+} // namespace
+
+size_t OutgoingPut::sent() const {
+  return copy_ || done_ ? bytes_ : std::min(bytes_, chunks_put_ * kChunkBytes);
+}
+
+// What comes from a peer, from its header on.
+class NotifiedPuts::Arrival final : public Incoming {
+ public:
+  Arrival(NotifiedPuts& puts, PeerId its_source, const Header& its_header) : source(its_source), header(its_header), puts_(puts) {}
+
+  size_t available() const override {
+    return payload ? payload->available() : std::min<size_t>(header.bytes, come_ * kChunkBytes);
+  }
+  void read(size_t from, size_t to, std::vector<Block>& blocks) const override {
+    if (payload) {
+      payload->read(from, to, blocks);
+      return;
+    }
+    while (from < to) {
+      const size_t chunk = from / kChunkBytes;
+      const size_t end = std::min(to, (chunk + 1) * kChunkBytes);
+      blocks.push_back({from, end, lent_.memory + slot_at(lent_.slots, slot_of(chunk)) + from % kChunkBytes});
+      from = end;
+    }
+  }
+  bool take(size_t bytes) override {
+    if (payload) {
+      const bool stands = payload->take(bytes);
+      if (bytes == header.bytes) {
+        puts_.close(*this);
+      }
+      return stands;
+    }
+    if (bytes == header.bytes) {
+      puts_.close(*this);
+    } else if (const size_t taken = bytes / kChunkBytes; taken > taken_) {
+      const bool sender_waits = taken_ + slots_ < chunks_of(header.bytes);
+      taken_ = taken;
+      if (sender_waits) {
+        puts_.say_taken(*this, taken);
+      }
+    }
+    return true; // slots that have not been taken are not filled again
+  }
+
+  // Its data is in those slots.
+  void place(const Lent& lent, size_t first, size_t slots) {
+    lent_ = lent;
+    first_ = first;
+    slots_ = slots;
+  }
+  // Looks for chunks that have come; true if there are any.
+  bool look() {
+    if (payload) {
+      error = payload->error;
+      return false;
+    }
+    const size_t before = come_;
+    const size_t chunks = slots_ > 0 ? chunks_of(header.bytes) : 0;
+    while (come_ < chunks && version_of(slot_of(come_)) == word_of(header.transfer, come_ + 1)) {
+      ++come_;
+    }
+    return come_ > before;
+  }
+
+  const PeerId source;
+  const Header header;
+  std::shared_ptr<Incoming> payload; // its data comes by messages after all
+  bool goes_by_message = false;
+  bool listens = false; // somebody takes it
+  std::weak_ptr<TransferOwner> listener;
+
+ private:
+  size_t slot_of(size_t chunk) const {
+    return first_ + chunk % slots_;
+  }
+  uint64_t version_of(size_t slot) const {
+    return reinterpret_cast<const std::atomic<uint64_t>*>(lent_.memory + version_at(slot))->load(std::memory_order_acquire);
+  }
+
+  NotifiedPuts& puts_;
+  Lent lent_;
+  size_t first_ = 0;
+  size_t slots_ = 0;
+  size_t come_ = 0; // chunks
+  size_t taken_ = 0;
+};
+
+NotifiedPuts::NotifiedPuts(RemoteMemory& memory, Messages& messages) : memory_(memory), messages_(messages) {
+  credits_ = static_cast<char*>(memory.allocate(kCredits * kLine));
+  for (size_t i = 0; credits_ != nullptr && i < kCredits; ++i) {
+    new (&credit(i)) std::atomic<uint64_t>(0);
+    free_credits_.push_back(i);
+  }
+}
+
+// --- going out ---
+
+bool NotifiedPuts::reaches(PeerId peer) const {
+  const auto found = granted_.find(peer);
+  return credits_ != nullptr && (found == granted_.end() || found->second.state != Granted::State::kRefused);
+}
+
+std::shared_ptr<OutgoingPut> NotifiedPuts::send(
+    PeerId peer, Header header, const void* data, bool may_be_overwritten, const std::shared_ptr<TransferOwner>& owner, Messages::Sent ended) {
+  auto& granted = granted_[peer];
+  if (free_credits_.empty() || chunks_of(header.bytes) >= kAll || granted.state == Granted::State::kRefused) {
+    return nullptr;
+  }
+  auto put = std::make_shared<OutgoingPut>();
+  put->peer_ = peer;
+  put->data_ = static_cast<const char*>(data);
+  put->bytes_ = header.bytes;
+  put->may_be_overwritten_ = may_be_overwritten;
+  if (granted.state == Granted::State::kHas && !place(*put, granted)) {
+    return nullptr;
+  }
+  put->transfer_ = next_transfer_++;
+  put->credit_ = free_credits_.back();
+  free_credits_.pop_back();
+  put->owner_ = owner;
+  put->ended_ = std::move(ended);
+  put->tag_ = messages_.next_tag(peer);
+  header.delivery = Delivery::kRemote;
+  header.transfer = put->transfer_;
+  header.address = *memory_.address_of(&credit(put->credit_), sizeof(uint64_t));
+  header.chunk = static_cast<uint32_t>(put->first_slot_);
+  header.flags = static_cast<uint32_t>(put->slots_);
+  header.payload_tag = put->tag_;
+  if (granted.state == Granted::State::kHas) {
+    going_.push_back(put);
+  } else {
+    granted.state = Granted::State::kAsked;
+    granted.waiting.push_back(put);
+  }
+  messages_.send(peer, header, nullptr, 0);
+  return put;
+}
+
+bool NotifiedPuts::place(OutgoingPut& put, Granted& granted) {
+  resting_.remove_if([this](const auto& resting) { return settle(*resting); });
+  const size_t slots = granted.taken.size();
+  const auto free = static_cast<size_t>(std::count(granted.taken.begin(), granted.taken.end(), false));
+  // Not all that is free: the next transfer may not wait for this one.
+  const size_t wanted = std::min(chunks_of(put.bytes_), std::max<size_t>(free / 2, 1));
+  for (size_t begin = 0; begin < slots;) {
+    size_t end = begin;
+    while (end < slots && !granted.taken[end] && end - begin < wanted) {
+      ++end;
+    }
+    if (end - begin > put.slots_) {
+      put.first_slot_ = begin;
+      put.slots_ = end - begin;
+    }
+    begin = std::max(end, begin + 1);
+  }
+  std::fill_n(granted.taken.begin() + static_cast<ptrdiff_t>(put.first_slot_), put.slots_, true);
+  return put.slots_ > 0;
+}
+
+void NotifiedPuts::say_placed(const OutgoingPut& put) {
+  Header header;
+  header.kind = MessageKind::kPlaced;
+  header.transfer = put.transfer_;
+  header.chunk = static_cast<uint32_t>(put.first_slot_);
+  header.flags = static_cast<uint32_t>(put.slots_);
+  messages_.send(put.peer_, header, nullptr, 0);
+}
+
+void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
+  say_placed(*put);
+  const void* data = put->data_;
+  if (put->may_be_overwritten_) {
+    put->copy_ = shared_allocator().allocate(put->bytes_);
+    std::memcpy(put->copy_.get(), data, put->bytes_);
+    data = put->copy_.get();
+  }
+  // The copy is kept by `put`, which the end keeps.
+  messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, put->owner_, [put](const std::string& error) {
+    put->done_ = true;
+    put->ended_(error);
+  });
+  if (const auto owner = std::exchange(put->owner_, nullptr)) {
+    owner->on_progress();
+  }
+  free_credits_.push_back(put->credit_);
+}
+
+void NotifiedPuts::on_slots(PeerId source, const Header& header) {
+  auto& granted = granted_[source];
+  if (granted.state != Granted::State::kAsked) {
+    refuse_message(source, sizeof(header), "nobody has asked for its slots");
+  }
+  granted.at = header.address;
+  granted.taken.assign(header.chunk, false);
+  granted.state = header.chunk > 0 ? Granted::State::kHas : Granted::State::kRefused;
+  for (const auto& put : std::exchange(granted.waiting, {})) {
+    if (put->done_) { // withdrawn: only its receiver's last word is missing
+      continue;
+    }
+    try {
+      if (granted.state == Granted::State::kHas && place(*put, granted)) {
+        say_placed(*put);
+        going_.push_back(put);
+      } else {
+        go_by_message(put);
+      }
+    } catch (const Unreachable&) { // whoever waits for it hears of the loss
+      end(*put, std::nullopt);
+    }
+  }
+}
+
+bool NotifiedPuts::step(OutgoingPut& put) {
+  const auto& granted = granted_[put.peer_];
+  const size_t chunks = chunks_of(put.bytes_);
+  const uint64_t word = credit(put.credit_).load(std::memory_order_acquire);
+  size_t taken = 0;
+  if (word >> kCountBits == put.transfer_) {
+    taken = word & kAll;
+    if (taken == kAll) { // its receiver does not want the rest
+      end(put, "");
+      return true;
+    }
+  }
+  const auto may_go = [&] { return put.chunks_put_ < chunks && put.chunks_put_ < taken + put.slots_; };
+  const auto slot_of = [&](size_t chunk) { return put.first_slot_ + chunk % put.slots_; };
+  const auto version_of = [&](size_t chunk) { return granted.at + version_at(slot_of(chunk)); };
+  if (!may_go()) {
+    return false;
+  }
+  // The version of the chunk before goes along with this one's data: one flush less.
+  const size_t chunk = put.chunks_put_;
+  const uint64_t before = word_of(put.transfer_, chunk);
+  if (put.chunks_published_ < chunk) {
+    memory_.put(put.peer_, version_of(chunk - 1), &before, sizeof(before));
+  }
+  const size_t begin = chunk * kChunkBytes;
+  memory_.put(
+      put.peer_, granted.at + slot_at(granted.taken.size(), slot_of(chunk)), put.data_ + begin, std::min(kChunkBytes, put.bytes_ - begin));
+  memory_.flush(put.peer_);
+  put.chunks_published_ = chunk;
+  ++put.chunks_put_;
+  if (!may_go()) {
+    memory_.notify(put.peer_, version_of(chunk), word_of(put.transfer_, chunk + 1));
+    put.chunks_published_ = chunk + 1;
+  }
+  if (put.chunks_published_ == chunks) {
+    end(put, "");
+  } else if (put.may_be_overwritten_) {
+    put.owner_->on_progress();
+  }
+  return true;
+}
+
+void NotifiedPuts::end(OutgoingPut& put, const std::optional<std::string>& error) {
+  put.done_ = true;
+  if (error) {
+    put.ended_(*error);
+  }
+  if (put.owner_) {
+    released_.push_back(std::move(put.owner_)); // to be released without the lock
+  }
+}
+
+bool NotifiedPuts::settle(const OutgoingPut& put) {
+  if (credit(put.credit_).load(std::memory_order_acquire) != word_of(put.transfer_, kAll)) {
+    return false;
+  }
+  if (const auto found = granted_.find(put.peer_); found != granted_.end() && put.slots_ > 0) {
+    std::fill_n(found->second.taken.begin() + static_cast<ptrdiff_t>(put.first_slot_), put.slots_, false);
+  }
+  free_credits_.push_back(put.credit_);
+  return true;
+}
+
+void NotifiedPuts::withdraw(const TransferOwner& owner) {
+  for (auto& [peer, granted] : granted_) {
+    for (auto position = granted.waiting.begin(); position != granted.waiting.end();) {
+      if ((*position)->owner_.get() == &owner) {
+        end(**position, std::nullopt);
+        resting_.push_back(std::move(*position));
+        position = granted.waiting.erase(position);
+      } else {
+        ++position;
+      }
+    }
+  }
+  for (auto position = going_.begin(); position != going_.end();) {
+    const auto next = std::next(position);
+    if ((*position)->owner_.get() == &owner) {
+      end(**position, std::nullopt);
+      resting_.splice(resting_.end(), going_, position);
+    }
+    position = next;
+  }
+}
+
+void NotifiedPuts::forget(PeerId peer) {
+  const auto drop = [this, peer](const std::shared_ptr<OutgoingPut>& put) {
+    if (put->peer_ != peer) {
+      return false;
+    }
+    if (!put->done_) {
+      end(*put, std::nullopt);
+    }
+    free_credits_.push_back(put->credit_);
+    return true;
+  };
+  going_.remove_if(drop);
+  resting_.remove_if(drop);
+  if (const auto found = granted_.find(peer); found != granted_.end()) {
+    for (const auto& put : found->second.waiting) {
+      drop(put);
+    }
+    granted_.erase(found);
+  }
+  // Its slots stay as they are: a host that is merely silent may still write there.
+  for (auto position = arrivals_.lower_bound({peer, 0}); position != arrivals_.end() && position->first.first == peer;) {
+    waiting_ -= position->second->listens ? 1 : 0;
+    position = arrivals_.erase(position);
+  }
+}
+
+// --- coming in ---
+
+void NotifiedPuts::grant(PeerId source) {
+  auto& lent = lent_[source];
+  size_t slots = kMostSlots;
+  const auto region_bytes = [](size_t count) { return slot_at(count, count); };
+  while (slots > 0 && region_bytes(slots) > memory_.free_bytes() / kPartOfPool) {
+    slots /= 2;
+  }
+  if (slots > 0) {
+    lent.memory = static_cast<char*>(memory_.allocate(region_bytes(slots)));
+    lent.slots = lent.memory != nullptr ? slots : 0;
+  }
+  Header header;
+  header.kind = MessageKind::kSlots;
+  header.chunk = static_cast<uint32_t>(lent.slots);
+  if (lent.slots > 0) {
+    std::memset(lent.memory, 0, versions_bytes(lent.slots));
+    header.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
+  } else if (!std::exchange(warned_, true)) {
+    TORCH_WARN(
+        "fog: the pool for RMA has no room for what world rank ", source, " sends, which goes by messages: ", memory_.free_bytes(),
+        " bytes are free. FOG_RMA_BYTES sets its size.");
+  }
+  try {
+    messages_.send(source, header, nullptr, 0);
+  } catch (const Unreachable&) { // it needs none
+  }
+}
+
+void NotifiedPuts::on_announcement(PeerId source, const Header& header) {
+  const auto [position, added] = arrivals_.emplace(std::make_pair(source, header.transfer), nullptr);
+  if (!added) {
+    refuse_message(source, sizeof(header), "its data has come already");
+  }
+  position->second = std::make_shared<Arrival>(*this, source, header);
+  if (header.flags > 0) {
+    on_placed(source, header);
+  } else if (lent_.count(source) == 0) {
+    grant(source);
+  }
+}
+
+void NotifiedPuts::on_placed(PeerId source, const Header& header) {
+  const auto found = arrivals_.find({source, header.transfer});
+  if (found == arrivals_.end()) { // nobody takes it
+    return;
+  }
+  auto& arrival = *found->second;
+  if (header.flags == 0) {
+    arrival.goes_by_message = true;
+    if (const auto listener = arrival.listener.lock()) {
+      take_by_message(arrival, listener);
+    }
+    return;
+  }
+  const auto lent = lent_.find(source);
+  if (lent == lent_.end() || header.flags > lent->second.slots || header.chunk > lent->second.slots - header.flags) {
+    refuse_message(source, sizeof(header), "it has no such slots");
+  }
+  arrival.place(lent->second, header.chunk, header.flags);
+}
+
+void NotifiedPuts::take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner) {
+  auto header = arrival.header;
+  header.delivery = Delivery::kPayload;
+  arrival.payload = messages_.receive(arrival.source, header, nullptr, owner);
+}
+
+std::shared_ptr<Incoming> NotifiedPuts::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
+  const auto found = arrivals_.find({source, header.transfer});
+  if (found == arrivals_.end()) { // it was forgotten meanwhile
+    throw Unreachable(source);
+  }
+  const auto arrival = found->second;
+  arrival->listener = owner;
+  arrival->listens = true;
+  ++waiting_;
+  if (arrival->goes_by_message) {
+    take_by_message(*arrival, owner);
+  }
+  arrival->look();
+  return arrival;
+}
+
+void NotifiedPuts::say_taken(Arrival& arrival, size_t taken) {
+  try {
+    memory_.notify(arrival.source, arrival.header.address, word_of(arrival.header.transfer, taken));
+  } catch (const std::exception&) { // the sender has ended; or MPI has failed, which everybody hears of
+  }
+}
+
+void NotifiedPuts::close(Arrival& arrival) {
+  const auto found = arrivals_.find({arrival.source, arrival.header.transfer});
+  if (found == arrivals_.end()) {
+    return;
+  }
+  const auto kept = found->second;
+  arrivals_.erase(found);
+  waiting_ -= arrival.listens ? 1 : 0;
+  if (!arrival.goes_by_message) { // else its sender knows
+    say_taken(arrival, kAll);
+  }
+}
+
+void NotifiedPuts::ignore(PeerId source, const Header& header) {
+  if (const auto found = arrivals_.find({source, header.transfer}); found != arrivals_.end()) {
+    close(*found->second);
+  }
+}
+
+void NotifiedPuts::abandon(const TransferOwner& owner) {
+  std::vector<std::shared_ptr<Arrival>> abandoned;
+  for (const auto& [key, arrival] : arrivals_) {
+    if (arrival->listener.lock().get() == &owner) {
+      abandoned.push_back(arrival);
+    }
+  }
+  for (const auto& arrival : abandoned) {
+    close(*arrival);
+  }
+}
+
+// --- progress ---
+
+bool NotifiedPuts::poll() {
+  bool progressed = false;
+  // One chunk a round, so that the engine's lock is free between two; whose turn it was is the last next time.
+  for (size_t left = going_.size(); left > 0 && !progressed; --left) {
+    const auto put = going_.front();
+    try {
+      progressed = step(*put);
+    } catch (const Unreachable&) { // whoever waits for it hears of the loss
+      end(*put, std::nullopt);
+    } catch (const std::exception& failure) {
+      if (messages_.broken()) {
+        throw;
+      }
+      end(*put, message_of(failure)); // it is this transfer's failure
+    }
+    auto& next = put->done_ ? resting_ : going_;
+    next.splice(next.end(), going_, going_.begin());
+  }
+  resting_.remove_if([this](const auto& put) { return settle(*put); });
+  for (const auto& [key, arrival] : arrivals_) {
+    if (arrival->listens && arrival->look()) {
+      progressed = true;
+      if (const auto owner = arrival->listener.lock()) {
+        owner->on_progress();
+      }
+    }
+  }
+  return progressed;
+}
+
+void NotifiedPuts::give_up() {
+  lost_.splice(lost_.end(), going_);
+  for (auto& [peer, granted] : granted_) {
+    lost_.insert(lost_.end(), granted.waiting.begin(), granted.waiting.end());
+    granted.waiting.clear();
+  }
+  waiting_ = 0;
+  arrivals_.clear();
+}
+
+} // namespace fog::mpi
