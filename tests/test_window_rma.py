@@ -27,6 +27,8 @@ from harness import ALL, BACKEND, World, WorldPool
 from test_window_backend import WAYS, backend, create, full, others, slot
 from torch import Tensor
 
+from fog_pg import _C
+
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -335,13 +337,6 @@ def logged(action: Callable[[], Any]) -> tuple[Any, str]:
 
 def larger_than_the_pool() -> None:
     rank = dist.get_rank()
-    window, log = logged(lambda: create(full(0, MIB), "large"))  # 8 MiB
-    assert window.transport == window.transport_to(1 - rank) == "messages"
-    lines = [line for line in log.splitlines() if "FOG_RMA_BYTES" in line]
-    assert len(lines) == 1 and "window 'large'" in lines[0] and f"rank {rank}" in lines[0], log
-    assert any(int(word) > 24 * MIB for word in lines[0].split() if word.isdigit()), lines
-    window.free()
-    windows.operations(MIB)
     # The tensor of one rank has room, the mailbox of the other one has not.
     neighbors: tuple[list[int], list[int]] = ([], [1]) if rank == 0 else ([0], [])
     window = backend().create_window(full(rank, 3 * MIB // 8), "one way", *neighbors, zero_init=True)
@@ -359,10 +354,17 @@ def larger_than_the_pool() -> None:
     window, log = logged(lambda: create(full(0), "small"))
     assert window.transport == "rma" and "FOG_RMA_BYTES" not in log
     window.free()
+    window, log = logged(lambda: create(full(0, MIB), "large"))  # 8 MiB
+    assert window.transport == window.transport_to(1 - rank) == "messages"
+    lines = [line for line in log.splitlines() if "FOG_RMA_BYTES" in line]
+    assert len(lines) == 1 and "window 'large'" in lines[0] and f"rank {rank}" in lines[0], log
+    assert any(int(word) > 24 * MIB for word in lines[0].split() if word.isdigit()), lines
+    window.free()
+    windows.operations(MIB)
 
 
 def many_windows(count: int) -> None:
-    """Of each of which the pool has room for one at a time, or two."""
+    """The pool has room for two at a time: of 1 MiB each, with 2 for the mailbox."""
     rank = dist.get_rank()
     for turn in range(count):
         window = create(full(turn, MIB // 8), f"window {turn}")
@@ -381,6 +383,37 @@ def many_windows(count: int) -> None:
 
 
 def test_what_the_pool_has_no_room_for(new_world):
-    world = new_world(2, environment=RMA | {"FOG_RMA_BYTES": str(5 * MIB)})
-    world.run(larger_than_the_pool)
-    world.run(many_windows, 20)
+    new_world(2, environment=RMA | {"FOG_RMA_BYTES": str(5 * MIB)}).run(larger_than_the_pool)
+
+
+def test_the_pool_gets_back_what_windows_had(new_world):
+    new_world(2, environment=RMA | {"FOG_RMA_BYTES": str(8 * MIB)}).run(many_windows, 20)
+
+
+def many_groups(count: int) -> None:
+    """Windows that end with their group, which one of the ranks destroys earlier."""
+    rank = dist.get_rank()
+    for turn in range(count):
+        group = dist.new_group([0, 1])
+        window = group._get_backend(torch.device("cpu")).create_window(
+            full(turn, MIB // 8), "w", [1 - rank], [1 - rank]
+        )
+        assert window.transport == "rma", turn
+        window.put(window.tensor, [(1 - rank, 1.0)]).wait()
+        if turn % 3 != 2 and rank == turn % 3:
+            time.sleep(0.02)
+        dist.destroy_process_group(group)
+        with pytest.raises(dist.DistBackendError, match="group that was destroyed"):
+            window.put(window.tensor, [(1 - rank, 1.0)])
+        del window
+        gc.collect()
+        dist.barrier()
+        end = time.monotonic() + LIMIT
+        while _C.bookkeeping()["deferred_windows"] > 0:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        dist.barrier()
+
+
+def test_the_pool_gets_back_what_groups_had(new_world):
+    new_world(2, environment=RMA | {"FOG_RMA_BYTES": str(8 * MIB)}).run(many_groups, 12)

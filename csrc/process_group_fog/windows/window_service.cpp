@@ -27,7 +27,11 @@ void WindowService::open(
     uint64_t number,
     const std::shared_ptr<Window>& window,
     std::shared_ptr<WindowMemory> memory,
-    std::vector<int> peers) {
+    const std::vector<int>& neighbors) {
+  std::vector<PeerId> peers;
+  for (const int rank : neighbors) {
+    peers.push_back(group->members[rank].peer_id);
+  }
   engine_.check_not_forked();
   engine_.with_lock([&] {
     engine_.check_open(*group);
@@ -281,6 +285,9 @@ void WindowService::on_gone(const Group& group, int peer, const std::string& how
 }
 
 void WindowService::on_closed_too(uint64_t group, PeerId peer) {
+  for (auto found = windows_.lower_bound({group, 0}); found != windows_.end() && found->first.first == group; ++found) {
+    found->second.leave(peer);
+  }
   calls_.emplace_back([this, group, peer] { DeferredFree::left(engine_, group, std::nullopt, peer); });
 }
 

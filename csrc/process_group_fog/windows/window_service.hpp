@@ -27,6 +27,7 @@
 #include "engine/engine.hpp"
 #include "engine/service.hpp"
 #include "transport/transport.hpp"
+#include "windows/window_descriptions.hpp"
 #include "windows/window_memory.hpp"
 
 namespace fog {
@@ -87,7 +88,7 @@ class WindowService final : public Service {
       uint64_t number,
       const std::shared_ptr<Window>& window,
       std::shared_ptr<WindowMemory> memory,
-      std::vector<int> peers);
+      const std::vector<int>& neighbors);
   // Messages may come for it, from now on.
   void listen(const Group& group, uint64_t number);
   void close(const Group& group, uint64_t number);
@@ -133,8 +134,14 @@ class WindowService final : public Service {
   struct Entry {
     std::weak_ptr<Window> window;
     std::shared_ptr<WindowMemory> memory; // for neighbors that leave it, also while the window is on its way out
-    std::vector<int> peers; // that it has places for
+    std::vector<PeerId> peers; // that it has places for
     bool listens = false;
+
+    void leave(PeerId peer) const {
+      if (const size_t place = index_of(peers, peer); place < peers.size()) {
+        memory->leave(place);
+      }
+    }
   };
   // What one rank asks of one of this rank's windows.
   struct Queue {

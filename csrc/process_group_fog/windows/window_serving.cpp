@@ -218,11 +218,11 @@ void WindowService::release(Queue& queue) {
 }
 
 void WindowService::on_left(const Queue& queue, uint64_t window) {
-  const auto found = windows_.find({queue.group->id, window});
-  if (found != windows_.end() && contains(found->second.peers, queue.source)) {
-    found->second.memory->leave(index_of(found->second.peers, queue.source));
-  }
   const auto peer = queue.group->members[queue.source].peer_id;
+  const auto found = windows_.find({queue.group->id, window});
+  if (found != windows_.end()) {
+    found->second.leave(peer);
+  }
   calls_.emplace_back([this, group = queue.group->id, window, peer] { DeferredFree::left(engine_, group, window, peer); });
 }
 
