@@ -462,11 +462,11 @@ class Window:
     def name(self) -> str: ...
     @property
     def transport(self) -> str:
-        """How this rank's operations reach its neighbors: "shared memory", "messages", "shared memory and messages" or
-        "staged"."""
+        """How this rank's operations reach its neighbors: those of "shared memory", "rma" and "messages" that there are, with
+        " and " between; or "staged"."""
 
     def transport_to(self, rank: int) -> str:
-        """How they reach this neighbor: one of these, or "staged, by messages"."""
+        """How they reach this neighbor: one of these, "staged, by rma" or "staged, by messages"."""
     @property
     def in_neighbors(self) -> list[int]: ...
     @property

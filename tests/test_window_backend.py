@@ -1,7 +1,7 @@
 """One-sided windows of the backend: what they hold, that nothing is torn or lost, and how they end.
 
-Each test of what they hold runs twice: straight in shared memory, as on one host, and by messages, as between
-hosts.
+Each test of what they hold runs straight in shared memory, as on one host, by messages, as between hosts, and in ``make test-all``
+by RMA as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog
 
 KIB, MIB = 1 << 10, 1 << 20
 # How ranks reach each other, by the environment that brings it about.
-WAYS = {"memory": {}, "messages": {"FOG_LOCAL_LINKS": "0"}}
+WAYS = {
+    "memory": {},
+    "messages": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"},
+    "rma": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"},
+}
 # How long writers and readers race.
 RACE_SECONDS = 0.5 if ALL else 0.1
 # Types in which a float16's or bfloat16's small multiple is exact, and rounded once.
@@ -49,7 +53,8 @@ def world_of() -> Iterator[Callable[[int, str], World]]:
         pool.close()
 
 
-@pytest.fixture(params=WAYS)
+# test_window_rma.py has a sample of what goes by RMA.
+@pytest.fixture(params=["memory", "messages", pytest.param("rma", marks=pytest.mark.long)])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -34,6 +34,7 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     } else if (header.kind == MessageKind::kClosed) {
       transport_->forget(source, header.group);
       forget_closed(header.group, source);
+      service_->on_closed_too(header.group, source);
     } else {
       transport_->ignore(source, header);
     }

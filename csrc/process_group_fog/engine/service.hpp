@@ -27,6 +27,8 @@ class Service {
   virtual void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) = 0;
   // `peer` takes no further part in the group.
   virtual void on_gone(const Group& group, int peer, const std::string& how) = 0;
+  // A group that is closed here is closed there as well: nothing of it comes from that process any more.
+  virtual void on_closed_too(uint64_t group, PeerId peer) = 0;
   // The group is about to be closed: what is to be called before, without the lock.
   virtual std::vector<std::function<void()>> on_closing(const Group& group) = 0;
   // Everything in flight fails: in all groups, or in one.

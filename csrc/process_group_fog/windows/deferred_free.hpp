@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,8 +19,16 @@ namespace fog {
 class DeferredFree {
  public:
   using Users = std::vector<std::pair<PeerId, size_t>>; // with their places in the memory
+  struct Name { // of a window
+    uint64_t group;
+    uint64_t number;
+  };
 
-  static void keep(Engine& engine, std::unique_ptr<WindowMemory> memory, const c10::Storage& storage, Users users);
+  // It is called before the engine forgets the window, so that no news of a neighbor's leave is missed. The window may have the memory as
+  // well, as long as it uses it itself.
+  static void keep(Engine& engine, Name name, std::shared_ptr<WindowMemory> memory, const c10::Storage& storage, Users users);
+  // That process says that it has left this window, or all of the group.
+  static void left(const Engine& engine, uint64_t group, std::optional<uint64_t> number, PeerId peer);
   // So many windows are kept.
   static size_t size();
 };

@@ -1,9 +1,7 @@
-#include <algorithm>
 #include <cstring>
 
 #include <c10/util/Exception.h>
 
-#include "transport/futex.hpp"
 #include "windows/window_legs.hpp"
 
 namespace fog {
@@ -39,113 +37,21 @@ void Window::MappedLeg::leave() {
   view_->leave(place_);
 }
 
-void Window::MappedLeg::start(Part part) {
-  auto& mutex = *neighbor_.mutex_there;
-  std::unique_lock<std::mutex> lock(queue_mutex_);
-  const bool first = !running_;
-  const bool locked = first && part.mutex && mutex.try_lock();
-  if (!first || (part.mutex && !locked)) {
-    const auto op = part.op;
-    queue_.push_back(std::move(part));
-    if (first) {
-      try {
-        window_.group_->engine.run_callbacks([this, window = window_.shared_from_this()] { run_queue(); }, Engine::Refused::kThrow);
-      } catch (const std::exception& refusal) {
-        queue_.pop_back(); // nobody else is at it
-        window_.refused(name_of(op), refusal);
-      }
-      running_ = true;
-    }
-    lock.unlock();
-    if (mutex.held_here()) { // then nobody else can get at what waits for it
-      while (run_first(true, nullptr, nullptr)) {
-      }
-    }
-    return;
-  }
-  lock.unlock();
-  std::exception_ptr error;
-  try {
-    execute(part);
-  } catch (...) {
-    error = std::current_exception();
-  }
-  if (locked) {
-    mutex.unlock();
-  }
-  part.call->finish(error);
-}
-
-void Window::MappedLeg::run_queue() {
-  while (true) {
-    std::unique_lock<std::mutex> lock(queue_mutex_);
-    if (queue_.empty()) {
-      running_ = false;
-      return;
-    }
-    const bool mutex = queue_.front().mutex;
-    const auto deadline = queue_.front().deadline;
-    const auto call = queue_.front().call;
-    lock.unlock();
-    std::exception_ptr error;
-    bool locked = false;
-    if (mutex) {
-      try {
-        window_.lock(*neighbor_.mutex_there, neighbor_.rank, window_.group_->rank, deadline);
-        locked = true;
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
-    run_first(locked, error ? call.get() : nullptr, error);
-    if (locked) {
-      neighbor_.mutex_there->unlock();
-    }
-  }
-}
-
-bool Window::MappedLeg::run_first(bool locked, const Call* failed, std::exception_ptr error) {
-  std::unique_lock<std::mutex> turn(turn_);
-  std::unique_lock<std::mutex> lock(queue_mutex_);
-  if (queue_.empty()) {
-    return false;
-  }
-  const auto& first = queue_.front();
-  if (error ? first.call.get() != failed : first.mutex && !locked) { // another thread has run the one that was there
-    return false;
-  }
-  const auto part = std::move(queue_.front());
-  queue_.pop_front();
-  lock.unlock();
-  if (!error) {
-    try {
-      execute(part);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  lock.lock();
-  const bool last = queue_.empty();
-  lock.unlock();
-  turn.unlock();
-  part.call->finish(error);
-  return !last;
-}
-
-void Window::MappedLeg::execute(const Part& part) {
+bool Window::MappedLeg::execute(Part& part) {
   switch (part.op) {
     case WindowOp::kGet:
       fetch(part.weight, part.deadline);
-      return;
+      return true;
     case WindowOp::kWrite:
       std::memcpy(view_->tensor() + part.offset, part.data.const_data_ptr(), part.data.nbytes());
-      return;
+      return true;
     case WindowOp::kSignal:
       control_.signal();
-      return;
+      return true;
     default:
       const std::lock_guard<std::mutex> writing(neighbor_.writing);
       window_.values_.write(*view_, slot_, part.op, part.weight, part.p, part.data.const_data_ptr());
+      return true;
   }
 }
 
@@ -170,6 +76,7 @@ void Window::MappedLeg::fetch(double weight, Deadline deadline) {
       whole = copy(neighbor_.ended);
       control_.tensor.unlock(PairMutex::Side::kSecond);
     }
+    return true;
   });
 }
 

@@ -24,21 +24,30 @@ void Window::MessageLeg::leave() {
   tell(WindowOp::kLeave);
 }
 
-void Window::MessageLeg::start(Part part) {
+void Window::MessageLeg::start(Part part, std::function<void()> ended) {
   const bool get = part.op == WindowOp::kGet;
   auto request = this->request(part.op, c10::str(window_.describe(name_of(part.op)), get ? " from" : " to", " rank ", neighbor_.rank));
   request->weight = part.weight;
   request->p = part.p;
   request->offset = part.offset;
   request->mutex = part.mutex;
+  request->puts = part.puts;
   request->data = part.data;
   if (get) {
     request->reply_bytes = window_.bytes();
     request->take = [this, window = window_.shared_from_this(), weight = part.weight](const void* data) {
-      window->replace_slot(neighbor_, [&](void* out) { window->values_.scale(out, data, weight); });
+      window->replace_slot(neighbor_, [&](void* out) {
+        window->values_.scale(out, data, weight);
+        return true;
+      });
     };
   }
-  request->done = [call = part.call](const std::exception_ptr& error) { Call::finish_from_engine(call, error); };
+  request->done = [call = part.call, ended = std::move(ended)](const std::exception_ptr& error) {
+    if (ended) {
+      ended();
+    }
+    Call::finish_from_engine(call, error);
+  };
   WindowService::of(*window_.group_).request(request, part.timeout);
 }
 
@@ -72,8 +81,10 @@ bool Window::MessageLeg::acquire(Deadline deadline) {
   };
   service.request(request, std::chrono::ceil<Milliseconds>(deadline - std::chrono::steady_clock::now()));
   try {
-    window_.group_->engine.drive_until(answer->done, Deadline::max());
-  } catch (...) { // interrupted: whether it has it by now or will have it, it gives it back
+    while (!window_.group_->engine.drive_until(answer->done, std::chrono::steady_clock::now() + kPollInterval)) {
+      window_.check_abandoned("win_mutex");
+    }
+  } catch (...) { // interrupted, or at the end: whether it has it by now or will have it, it gives it back
     service.forget(*request);
     tell(WindowOp::kUnlock);
     throw;

@@ -51,14 +51,14 @@ unsigned Slot::owners_buffer() const {
   return buffer;
 }
 
-void Slot::put(unsigned buffer, std::optional<double> p) {
+void Slot::put(unsigned buffer, std::optional<double> p, uint64_t versions) {
   auto seen = load();
   while (true) {
     // If the state is another one by now, this p is written once more.
     p_[buffer].store(p ? *p : p_[seen.latest].load(std::memory_order_relaxed), std::memory_order_relaxed);
     auto next = seen;
     next.latest = buffer;
-    next.version = std::min(seen.version + 1, kMostVersions);
+    next.version = static_cast<uint32_t>(std::min<uint64_t>(seen.version + versions, kMostVersions));
     if (change(seen, next)) {
       return;
     }

@@ -41,8 +41,8 @@ class Slot {
   bool may_have_been_read() const {
     return load().version < 2;
   }
-  // Replaces the value, and p unless there is none. Counts as a new version.
-  void put(unsigned buffer, std::optional<double> p);
+  // Replaces the value, and p unless there is none. Counts as a new version, or as several of which nobody has seen the others.
+  void put(unsigned buffer, std::optional<double> p, uint64_t versions = 1);
   // The value to add to.
   View base() const;
   // Publishes a sum on that base; false if the value is not that one any more: then the sum may be anything, and the base()

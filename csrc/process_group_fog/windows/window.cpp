@@ -13,7 +13,9 @@
 #include "transport/futex.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/deferred_free.hpp"
+#include "windows/remote_leg.hpp"
 #include "windows/window_legs.hpp"
+#include "windows/window_pool.hpp"
 
 namespace fog {
 namespace {
@@ -65,6 +67,9 @@ std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather
       mine.layout += " on " + c10::DeviceTypeName(window->device_.type(), true);
     }
     mine.address = window->memory_->address();
+    if (const auto* pool = window->memory_->pool()) {
+      mine.pool = pool->addresses(window->memory_->label());
+    }
   } catch (const std::exception& reason) { // the others, who wait for this rank, are to hear of it
     error = std::current_exception();
     mine.error = message_of(reason);
@@ -77,7 +82,7 @@ std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather
   for (const auto& rank : descriptions) { // one that could not make a window counts fewer of them
     window->number_ = std::max(window->number_, rank.number);
   }
-  service.open(group, window->number_, window);
+  service.open(group, window->number_, window, window->memory_, all_neighbors(mine.in, mine.out));
   window->registered_ = true;
   window->connect(descriptions, gather);
   return window;
@@ -86,13 +91,14 @@ std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather
 std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactory& make_staging) {
   check_config(config);
   auto host = on_host(config.tensor);
+  auto pool = WindowPool::create(config, host); // it may move it
   const bool zero_init = config.zero_init;
   auto window = std::shared_ptr<Window>(new Window(std::move(config), std::move(host)));
   auto* data = window->host_.mutable_data_ptr();
   const size_t bytes = window->bytes();
   const size_t slots = window->in_neighbors_.size();
   const auto all = all_neighbors(window->in_neighbors_, window->out_neighbors_);
-  auto memory = WindowMemory::create(data, bytes, slots, all.size());
+  auto memory = WindowMemory::create(data, bytes, slots, all.size(), std::move(pool));
   TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "win_create: no memory for ", slots, " slots of ", bytes, " bytes each");
   for (size_t i = 0; i < slots && !zero_init; ++i) {
     auto& place = memory->slot(i);
@@ -109,6 +115,10 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
     neighbor->slot = index_of(window->in_neighbors_, rank);
     auto& word = window->memory_->control(neighbor->control).mutex;
     neighbor->mutex_here = window->make_mutex(window->word_of(word, PairMutex::Side::kFirst, *neighbor));
+    const auto* pooled = neighbor->in ? window->memory_->pool() : nullptr;
+    if (auto* mailbox = pooled != nullptr ? pooled->mailbox(neighbor->slot) : nullptr) {
+      neighbor->mailbox = std::make_unique<MailboxReader>(*mailbox, *window->memory_, neighbor->slot, window->values_);
+    }
     window->neighbors_.push_back(std::move(neighbor));
   }
   if (make_staging) {
@@ -118,50 +128,56 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
 }
 
 void Window::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
-  // How this rank reaches whom: whether it maps his memory, sends messages, or both.
-  constexpr char kMaps = '0';
+  // How this rank reaches whom: whether it writes to his memory itself, sends messages, or both.
+  constexpr char kWrites = '0';
   constexpr char kSends = '1';
   constexpr char kDoesBoth = '2';
-  std::string ways(static_cast<size_t>(group_->size()), kMaps);
+  std::string ways(static_cast<size_t>(group_->size()), kWrites);
   for (const auto& neighbor : neighbors_) {
     memory_->control(neighbor->control).used.store(1); // from the next gather on
-    neighbor->leg = MappedLeg::create(*this, *neighbor, descriptions[neighbor->rank]);
-    if (!neighbor->leg) {
-      neighbor->leg = std::make_unique<MessageLeg>(*this, *neighbor);
-      ways[neighbor->rank] = kSends;
-    } else if (staging_) { // the target's engine copies to the device
+    const auto& there = descriptions[neighbor->rank];
+    neighbor->leg = MappedLeg::create(*this, *neighbor, there);
+    if (neighbor->leg && staging_) { // the target's engine copies to the device
       neighbor->raw_leg = std::make_unique<MessageLeg>(*this, *neighbor);
       ways[neighbor->rank] = kDoesBoth;
+    } else if (!neighbor->leg) {
+      neighbor->leg = RemoteLeg::create(*this, *neighbor, there);
+      ways[neighbor->rank] = neighbor->leg ? kDoesBoth : kSends;
+    }
+    if (!neighbor->leg) {
+      neighbor->leg = std::make_unique<MessageLeg>(*this, *neighbor);
     }
     neighbor->mutex_there = make_mutex(neighbor->leg->mutex());
   }
   const auto all = gather(ways); // and nobody uses a window before all have it
   const auto way_of = [&](int rank) { return all[static_cast<size_t>(rank * group_->size() + group_->rank)]; };
   for (const auto& neighbor : neighbors_) {
-    neighbor->maps = way_of(neighbor->rank) != kSends;
+    neighbor->writes = way_of(neighbor->rank) != kSends;
   }
   for (int rank = 0; rank < group_->size(); ++rank) {
-    if (way_of(rank) != kMaps) {
+    if (way_of(rank) != kWrites) {
       WindowService::of(*group_).listen(*group_, number_);
       break;
     }
   }
 }
 
-const char* Window::transport() const {
+std::string Window::transport() const {
   if (staging_) {
     return "staged";
   }
-  const auto mapped =
-      std::count_if(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) { return neighbor->leg->map() != nullptr; });
-  return mapped == static_cast<ptrdiff_t>(neighbors_.size()) ? "shared memory"
-      : mapped == 0                                          ? "messages"
-                                                             : "shared memory and messages";
+  std::string all;
+  for (const char* name : {MappedLeg::kName, RemoteLeg::kName, MessageLeg::kName}) {
+    if (std::any_of(neighbors_.begin(), neighbors_.end(), [&](const auto& neighbor) { return neighbor->leg->name() == name; })) {
+      all += (all.empty() ? "" : " and ") + std::string(name);
+    }
+  }
+  return all.empty() ? MappedLeg::kName : all;
 }
 
-const char* Window::transport_to(int rank) const {
+std::string Window::transport_to(int rank) const {
   const auto& leg = *neighbor("transport_to", "rank", rank, true, true).leg;
-  return !staging_ ? leg.name() : leg.map() != nullptr ? "staged" : "staged, by messages";
+  return !staging_ ? leg.name() : leg.map() != nullptr ? "staged" : std::string("staged, by ") + leg.name();
 }
 
 Window::~Window() {
@@ -173,26 +189,26 @@ Window::~Window() {
 
 void Window::release_memory() {
   if (group_->engine.forked()) { // all of it is the parent's
-    static_cast<void>(memory_.release());
+    static_cast<void>(new auto(std::move(memory_)));
     return;
+  }
+  if (memory_) {
+    DeferredFree::Users users;
+    for (const auto& neighbor : neighbors_) {
+      if (neighbor->ended || !neighbor->writes) {
+        memory_->leave(neighbor->control);
+      } else {
+        users.emplace_back(group_->members[neighbor->rank].peer_id, neighbor->control);
+      }
+    }
+    DeferredFree::keep(group_->engine, {group_->id, number_}, memory_, storage_, std::move(users));
   }
   if (std::exchange(registered_, false)) {
     WindowService::of(*group_).close(*group_, number_); // from now on the engine knows nothing of it
   }
   std::unique_lock<std::mutex> lock(state_);
   idle_.wait(lock, [this] { return calls_ == 0; }); // but for what it may be at
-  if (!memory_) {
-    return;
-  }
-  DeferredFree::Users users;
-  for (const auto& neighbor : neighbors_) {
-    if (neighbor->ended || !neighbor->maps) {
-      memory_->leave(neighbor->control);
-    } else {
-      users.emplace_back(group_->members[neighbor->rank].peer_id, neighbor->control);
-    }
-  }
-  DeferredFree::keep(group_->engine, std::move(memory_), storage_, std::move(users));
+  memory_.reset();
 }
 
 void Window::close(const std::string& reason) {
@@ -226,6 +242,12 @@ void Window::on_group_closed() {
   }
   if (idle) { // else whoever ends the last call does it
     leave();
+    return;
+  }
+  for (const auto& neighbor : neighbors_) {
+    if (neighbor->leg) {
+      neighbor->leg->on_closing();
+    }
   }
 }
 
@@ -307,11 +329,19 @@ bool Window::is_neighbor(int rank) const {
   return std::any_of(neighbors_.begin(), neighbors_.end(), [rank](const auto& neighbor) { return neighbor->rank == rank; });
 }
 
-void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes) {
+bool Window::is_in(const c10::Storage& storage) const {
+  return storage_.is_alias_of(storage);
+}
+
+void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, uint64_t puts, const void* data, size_t bytes) {
   const char* name = name_of(op);
   const Use use(*this, name, For::kNeighbor);
   TORCH_CHECK_VALUE(bytes == values_.bytes, name, ": got ", bytes, " bytes; window '", name_, "' has ", values_.bytes);
   auto& peer = neighbor(name, "source", source, true, false);
+  if (peer.mailbox) {
+    peer.mailbox->apply(op, weight, p, puts, data);
+    return;
+  }
   const std::lock_guard<std::mutex> writing(peer.writing);
   values_.write(*memory_, peer.slot, op, weight, p, data);
 }
@@ -340,10 +370,6 @@ PairMutex& Window::mutex(int source) {
 
 void Window::on_signal(int source) {
   memory_->control(neighbor("signal", "source", source, true, true).control).signal();
-}
-
-void Window::on_left(int source) {
-  memory_->leave(neighbor("win_free", "source", source, true, true).control);
 }
 
 void Window::on_gone(int peer, const std::string& how) {

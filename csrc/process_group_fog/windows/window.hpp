@@ -109,11 +109,11 @@ class Window final : public std::enable_shared_from_this<Window> {
   // Waits for what is in flight and for the neighbors to call it too; then nobody uses this rank's memory.
   void free(Milliseconds timeout);
 
-  // How this rank's operations reach its neighbors: "shared memory", "messages" or "shared memory and messages" of CPU tensors,
-  // "staged" of devices'.
-  const char* transport() const;
-  // How they reach this one: a single word of these, or "staged, by messages".
-  const char* transport_to(int neighbor) const;
+  // How this rank's operations reach its neighbors: of CPU tensors "shared memory", "rma" and "messages", those of them that there are, with
+  // " and " between; "staged" of devices'.
+  std::string transport() const;
+  // How they reach this one: a single word of these, or "staged", "staged, by rma" or "staged, by messages".
+  std::string transport_to(int neighbor) const;
 
   const at::Tensor& tensor() const {
     return tensor_;
@@ -154,25 +154,28 @@ class Window final : public std::enable_shared_from_this<Window> {
     return values_.bytes;
   }
   bool is_neighbor(int rank) const; // no other rank may ask for anything
-  // kPut or kAccumulate of weight * data, and of p if it comes along, in the slot of `source`.
-  void apply(int source, WindowOp op, double weight, std::optional<double> p, const void* data, size_t bytes);
+  bool is_in(const c10::Storage& storage) const; // its tensor, or its copy on the host
+  // kPut or kAccumulate of weight * data, and of p if it comes along, in the slot of `source`, which had made so many `puts` into its mailbox
+  // before.
+  void apply(int source, WindowOp op, double weight, std::optional<double> p, uint64_t puts, const void* data, size_t bytes);
   // kWrite: into the tensor, from byte `offset` on.
   void receive(size_t offset, const void* data, size_t bytes);
   // kGet: copies the tensor.
   void read(void* out);
   // The group is closed: no operation may begin.
   void on_group_closed();
-  // These are called with the engine's lock. The first is the mutex of this rank and `source`, for which the engine stands as the second
-  // side; the last two: `source` has ended its use of this window, or takes no further part.
+  // These are called with the engine's lock, the last by any thread. The first is the mutex of this rank and `source`, for which the engine
+  // stands as the second side; the last: `source` takes no further part.
   PairMutex& mutex(int source);
   void on_signal(int source);
-  void on_left(int source);
   void on_gone(int source, const std::string& how);
 
  private:
   class Call;
   class Leg;
+  class DirectLeg;
   class MappedLeg;
+  class RemoteLeg;
   class MessageLeg;
   class Use;
   struct Neighbor;
@@ -197,8 +200,9 @@ class Window final : public std::enable_shared_from_this<Window> {
   bool take_signal(const Neighbor& source, Deadline deadline);
   [[noreturn]] void refused(const char* op, const std::exception& refusal) const;
 
-  // These are the owner's part of the slots. `copy` writes the value that the slot is to have.
-  void replace_slot(const Neighbor& source, const std::function<void(void* out)>& copy);
+  // These are the owner's part of the slots. `copy` writes the value that the slot is to have, or returns false: then it stays, and so
+  // does the first.
+  bool replace_slot(const Neighbor& source, const std::function<bool(void* out)>& copy);
   at::Tensor combine(double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline);
   // It holds the mutexes that keep neighbors from reading the tensor while `change` changes it.
   void change_tensor(Deadline deadline, const std::function<void()>& change);
@@ -255,7 +259,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   const void* const data_;
   std::unique_ptr<WindowStaging> staging_; // null: the tensor is on the CPU
 
-  std::unique_ptr<WindowMemory> memory_;
+  std::shared_ptr<WindowMemory> memory_;
   uint64_t number_ = 0;
   std::vector<std::unique_ptr<Neighbor>> neighbors_; // in and out, by rank
 

@@ -26,7 +26,10 @@ std::string encode(const WindowDescription& rank) {
       text << entry << ' ';
     }
   }
-  text << rank.number << ' ';
+  text << rank.number << ' ' << rank.pool.changes << ' ' << rank.pool.tensor << ' ' << rank.pool.mailboxes.size() << ' ';
+  for (const auto address : rank.pool.mailboxes) {
+    text << address << ' ';
+  }
   return text.str();
 }
 
@@ -45,7 +48,12 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
         text >> entry;
       }
     }
-    text >> rank.number;
+    size_t mailboxes = 0;
+    text >> rank.number >> rank.pool.changes >> rank.pool.tensor >> mailboxes;
+    rank.pool.mailboxes.resize(text ? mailboxes : 0);
+    for (auto& address : rank.pool.mailboxes) {
+      text >> address;
+    }
   }
   TORCH_INTERNAL_ASSERT(!text.fail(), "fog: win_create: what the ranks say of the window cannot be read");
   return descriptions;

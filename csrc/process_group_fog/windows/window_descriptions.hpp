@@ -7,15 +7,27 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "transport/one_sided.hpp"
+
 namespace fog {
 
 // "float32[3, 4]"
 std::string layout_of(const at::Tensor& tensor);
 
+// Where neighbors that reach a rank's pool find what they need of its window there.
+struct PoolAddresses {
+  static constexpr OneSided::Address kNowhere = ~OneSided::Address(0);
+
+  OneSided::Address changes = kNowhere; // WindowLabel::changes
+  OneSided::Address tensor = kNowhere;
+  std::vector<OneSided::Address> mailboxes; // by in-neighbor; empty if there are none
+};
+
 struct WindowDescription {
   std::string name;
   std::string layout; // "float32[3, 4]"
   std::string address; // of its memory, for ranks of its host
+  PoolAddresses pool;
   std::vector<int> in;
   std::vector<int> out;
   uint64_t number = 0; // the first that no window of the group has had on this rank

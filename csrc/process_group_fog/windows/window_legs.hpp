@@ -11,6 +11,7 @@
 
 #include "engine/engine.hpp"
 #include "engine/work.hpp"
+#include "windows/mailbox.hpp"
 #include "windows/window.hpp"
 #include "windows/window_service.hpp"
 
@@ -67,10 +68,10 @@ struct Window::Part {
   Milliseconds timeout;
   Deadline deadline;
   std::shared_ptr<Call> call;
+  uint64_t puts = 0; // of an accumulate by message: that this rank has made to the neighbor's mailbox before
 };
 
-// A leg is the way to one neighbor. Its primitives are few, so that another way, over a network's own one-sided operations, say, is another class
-// beside these and nothing else. Writing into a slot and publishing what was written are one of them, as it depends on the way who does
+// A leg is the way to one neighbor. Its primitives are few, so that another way is another class beside these and nothing else. Writing into a slot and publishing what was written are one of them, as it depends on the way who does
 // the second. What is started is done in the order of the calls.
 class Window::Leg {
  public:
@@ -89,48 +90,72 @@ class Window::Leg {
   virtual RankMutex::Other mutex() = 0;
   // This rank has ended its use of the neighbor's window: what was started before has been done there.
   virtual void leave() = 0;
+  // The group is about to be closed, and nothing may be sent in it from then on: what has to be said comes now, whatever is in flight.
+  virtual void on_closing() {}
 
  protected:
   Window& window_;
   Neighbor& neighbor_;
 };
 
-// The neighbor's memory is mapped: operations are done in the caller's thread, but for those that wait for a mutex, and those behind them.
-class Window::MappedLeg final : public Leg {
+// This process does operations itself, in the caller's thread, so that they are complete on return; but for those that wait for a mutex, which
+// a thread of the completion pool does, and for those behind them.
+class Window::DirectLeg : public Leg {
  public:
-  // It returns null unless the neighbor's memory can be mapped.
-  static std::unique_ptr<Leg> create(Window& window, Neighbor& neighbor, const WindowDescription& there);
+  using Leg::Leg;
 
-  const char* name() const override {
-    return "shared memory";
+  void start(Part part) final;
+
+ protected:
+  // It does the part, or hands it to somebody who goes on with it and finishes it: then it returns false.
+  virtual bool execute(Part& part) = 0;
+  // This rank has to hold the pair's mutex while execute() does that.
+  virtual bool needs_mutex(const Part& part) const {
+    return part.mutex;
   }
-  char* map() const override {
-    return view_->tensor();
-  }
-  void start(Part part) override;
-  RankMutex::Other mutex() override;
-  void leave() override;
 
  private:
-  MappedLeg(Window& window, Neighbor& neighbor, std::unique_ptr<WindowView> view, size_t control, size_t slot)
-      : Leg(window, neighbor), view_(std::move(view)), control_(view_->control(control)), place_(control), slot_(slot) {}
-
-  void execute(const Part& part);
-  // It copies the neighbor's tensor into this rank's slot for it.
-  void fetch(double weight, Deadline deadline);
+  // It executes the part unless there is an `error` already, and finishes it after what has to come `between`.
+  void perform(Part& part, std::exception_ptr error, const std::function<void()>& between);
   void run_queue();
   // It runs the first of the queue, or ends it with `error` if it is one of the call that `failed`; `locked`: this thread has the
   // mutex. It returns false if there is nothing (else) to run.
   bool run_first(bool locked, const Call* failed, std::exception_ptr error);
 
-  const std::unique_ptr<WindowView> view_;
-  PeerControl& control_; // of this rank, there
-  const size_t place_;
-  const size_t slot_;
   std::mutex queue_mutex_;
   std::deque<Part> queue_;
   bool running_ = false; // a thread is at the queue
   std::mutex turn_; // held by the thread that runs the first of the queue, so that its order stays
+};
+
+// The neighbor's memory is mapped.
+class Window::MappedLeg final : public DirectLeg {
+ public:
+  // It returns null unless the neighbor's memory can be mapped.
+  static std::unique_ptr<Leg> create(Window& window, Neighbor& neighbor, const WindowDescription& there);
+
+  static constexpr const char* kName = "shared memory";
+  const char* name() const override {
+    return kName;
+  }
+  char* map() const override {
+    return view_->tensor();
+  }
+  RankMutex::Other mutex() override;
+  void leave() override;
+
+ private:
+  MappedLeg(Window& window, Neighbor& neighbor, std::unique_ptr<WindowView> view, size_t control, size_t slot)
+      : DirectLeg(window, neighbor), view_(std::move(view)), control_(view_->control(control)), place_(control), slot_(slot) {}
+
+  bool execute(Part& part) override;
+  // It copies the neighbor's tensor into this rank's slot for it.
+  void fetch(double weight, Deadline deadline);
+
+  const std::unique_ptr<WindowView> view_;
+  PeerControl& control_; // of this rank, there
+  const size_t place_;
+  const size_t slot_;
 };
 
 // Operations go as messages, which the neighbor's WindowService serves.
@@ -138,13 +163,18 @@ class Window::MessageLeg final : public Leg {
  public:
   using Leg::Leg;
 
+  static constexpr const char* kName = "messages";
   const char* name() const override {
-    return "messages";
+    return kName;
   }
   char* map() const override {
     return nullptr;
   }
-  void start(Part part) override;
+  void start(Part part) override {
+    start(std::move(part), nullptr);
+  }
+  // The same; it calls `ended`, if there is one, just before it finishes the part.
+  void start(Part part, std::function<void()> ended);
   RankMutex::Other mutex() override;
   void leave() override;
 
@@ -160,12 +190,14 @@ struct Window::Neighbor {
   bool out = false;
   size_t control = 0; // of it, in this rank's memory
   size_t slot = 0; // if it is an in-neighbor
-  bool maps = true; // it may map this rank's memory
+  bool writes = true; // it may write to this rank's memory itself
+  std::unique_ptr<MailboxReader> mailbox; // of what it puts in this rank's pool; null if it cannot
   std::unique_ptr<Leg> leg; // null before connect()
   std::unique_ptr<Leg> raw_leg; // for write() and signal(), if not the same
   std::unique_ptr<RankMutex> mutex_here; // [this rank][it]
   std::unique_ptr<RankMutex> mutex_there; // [it][this rank]
-  std::mutex writing; // held by the thread that acts as the writer of its slot there, or as its engine's in the one here
+  std::mutex
+      writing; // held by the thread that acts as the writer of its slot there, or, without a mailbox, as its engine's in the one here
   std::atomic<bool> gone{false};
   std::atomic<bool> ended{false}; // its process
   std::string how; // it went; guarded by state_

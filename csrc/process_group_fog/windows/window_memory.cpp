@@ -9,15 +9,12 @@
 #include "transport/shared_memory/arena.hpp"
 #include "transport/futex.hpp"
 #include "transport/shared_memory/machine.hpp"
+#include "windows/window_pool.hpp"
 
 namespace fog {
 namespace {
 
 constexpr size_t kLine = 64;
-
-size_t window_bytes(size_t slots, size_t peers) {
-  return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + peers * sizeof(PeerControl);
-}
 
 } // namespace
 
@@ -49,9 +46,12 @@ void* WindowMemory::allocate(size_t bytes) {
   return address == 0 ? nullptr : reinterpret_cast<void*>((address + kLine - 1) / kLine * kLine);
 }
 
-std::unique_ptr<WindowMemory> WindowMemory::create(void* tensor, size_t bytes, size_t slots, size_t peers) {
-  auto memory = std::unique_ptr<WindowMemory>(new WindowMemory());
-  auto* place = memory->allocate(window_bytes(slots, peers));
+WindowMemory::WindowMemory(std::unique_ptr<WindowPool> pool) : pool_(std::move(pool)) {}
+
+std::unique_ptr<WindowMemory> WindowMemory::create(
+    void* tensor, size_t bytes, size_t slots, size_t peers, std::unique_ptr<WindowPool> pool) {
+  auto memory = std::unique_ptr<WindowMemory>(new WindowMemory(std::move(pool)));
+  auto* place = memory->pool_ ? memory->pool_->label() : memory->allocate(bytes_of(slots, peers));
   if (place == nullptr) {
     return nullptr;
   }
@@ -135,8 +135,8 @@ std::unique_ptr<WindowView> WindowView::attach(const std::string& address, size_
   window->arena_ = std::move(arena);
   window->label_ = reinterpret_cast<WindowLabel*>(window->at(label, sizeof(WindowLabel)));
   const bool fits = window->label_ != nullptr && window->label_->magic == kMagic && window->label_->slots == slots &&
-      window->label_->peers == peers && window->label_->bytes == bytes && window->at(label, window_bytes(slots, peers)) != nullptr &&
-      window->tensor() != nullptr;
+      window->label_->peers == peers && window->label_->bytes == bytes &&
+      window->at(label, WindowMemory::bytes_of(slots, peers)) != nullptr && window->tensor() != nullptr;
   return fits ? std::move(window) : nullptr;
 }
 

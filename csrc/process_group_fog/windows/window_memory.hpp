@@ -15,6 +15,8 @@
 
 namespace fog {
 
+class WindowPool;
+
 // What an owner and one of its neighbors have to settle between them.
 struct alignas(64) PeerControl {
   // Of the slot of this neighbor, for the users of both sides: the owner is the first side.
@@ -87,8 +89,13 @@ class WindowView {
 // This process's own. The memory is given back when this is destroyed.
 class WindowMemory : public WindowView {
  public:
-  // For a tensor of `bytes` at `tensor`, with so many slots and peers; nullptr if there is no memory.
-  static std::unique_ptr<WindowMemory> create(void* tensor, size_t bytes, size_t slots, size_t peers);
+  // For a tensor of `bytes` at `tensor`, with so many slots and peers; nullptr if there is no memory. `pool` has the label if some peers reach
+  // this process's pool; else it is null.
+  static std::unique_ptr<WindowMemory> create(void* tensor, size_t bytes, size_t slots, size_t peers, std::unique_ptr<WindowPool> pool);
+  // So many bytes the label has, with what follows it.
+  static size_t bytes_of(size_t slots, size_t peers) {
+    return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + peers * sizeof(PeerControl);
+  }
   ~WindowMemory();
   WindowMemory(const WindowMemory&) = delete;
   WindowMemory& operator=(const WindowMemory&) = delete;
@@ -99,11 +106,16 @@ class WindowMemory : public WindowView {
   bool provide_owners_buffers(SlotPlace& place);
   // Whether no neighbor uses this memory any more.
   bool unused() const;
+  // Null if no peer reaches it.
+  const WindowPool* pool() const {
+    return pool_.get();
+  }
 
  private:
-  WindowMemory() = default;
+  explicit WindowMemory(std::unique_ptr<WindowPool> pool);
   void* allocate(size_t bytes);
 
+  const std::unique_ptr<WindowPool> pool_;
   std::vector<void*> blocks_; // of the arena
   std::vector<std::unique_ptr<char[]>> private_blocks_; // where the system has none
 };

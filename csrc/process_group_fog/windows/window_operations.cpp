@@ -210,15 +210,21 @@ void Window::keep(const Call& call, const at::Tensor& data, double p, const Opti
 
 // --- the owner ---
 
-void Window::replace_slot(const Neighbor& source, const std::function<void(void* out)>& copy) {
+bool Window::replace_slot(const Neighbor& source, const std::function<bool(void* out)>& copy) {
   const std::lock_guard<std::mutex> owner(owner_);
   auto& place = memory_->slot(source.slot);
   if (!memory_->provide_owners_buffers(place)) {
     fail("win_get", c10::str("no memory for buffers of ", values_.bytes, " bytes"));
   }
+  if (source.mailbox) {
+    source.mailbox->absorb(); // what was put before is replaced
+  }
   const unsigned buffer = place.slot.owners_buffer();
-  copy(memory_->buffer(place, buffer));
+  if (!copy(memory_->buffer(place, buffer))) {
+    return false;
+  }
   place.slot.replace(buffer);
+  return true;
 }
 
 void Window::publish(const std::function<void()>& change) {
@@ -288,6 +294,11 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
 
 at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline) {
   const std::lock_guard<std::mutex> owner(owner_);
+  for (const auto& neighbor : neighbors_) { // also those that are not summed: their versions count from now on
+    if (neighbor->mailbox) {
+      neighbor->mailbox->absorb();
+    }
+  }
   at::Tensor result = host_;
   if (clone) {
     const c10::InferenceMode normal(false);
@@ -341,7 +352,11 @@ at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool rese
 int64_t Window::version(int rank) {
   constexpr const char* op = "get_win_version";
   const Use use(*this, op, For::kThisRank);
-  return memory_->slot(neighbor(op, "rank", rank, true, false).slot).slot.version();
+  const auto& source = neighbor(op, "rank", rank, true, false);
+  if (source.mailbox) {
+    source.mailbox->absorb();
+  }
+  return memory_->slot(source.slot).slot.version();
 }
 
 double Window::p() {

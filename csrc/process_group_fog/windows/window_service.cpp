@@ -9,6 +9,7 @@
 
 #include "core/failure.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
+#include "windows/deferred_free.hpp"
 #include "windows/window.hpp"
 
 namespace fog {
@@ -21,12 +22,21 @@ uint64_t WindowService::next_window(const Group& group) {
   });
 }
 
-void WindowService::open(const std::shared_ptr<Group>& group, uint64_t number, const std::shared_ptr<Window>& window) {
+void WindowService::open(
+    const std::shared_ptr<Group>& group,
+    uint64_t number,
+    const std::shared_ptr<Window>& window,
+    std::shared_ptr<WindowMemory> memory,
+    const std::vector<int>& neighbors) {
+  std::vector<PeerId> peers;
+  for (const int rank : neighbors) {
+    peers.push_back(group->members[rank].peer_id);
+  }
   engine_.check_not_forked();
   engine_.with_lock([&] {
     engine_.check_open(*group);
     group->next_window = std::max(group->next_window, number + 1);
-    windows_[{group->id, number}].window = window;
+    windows_[{group->id, number}] = {window, std::move(memory), std::move(peers), false};
     for (const auto& [peer, how] : group->gone) {
       window->on_gone(peer, how);
     }
@@ -103,6 +113,7 @@ void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) 
     const double p = request->p.value_or(0.0);
     std::memcpy(&header.address, &p, sizeof(p));
   }
+  header.signature.numel = static_cast<int64_t>(request->puts);
   header.flags = (request->p ? kHasP : 0U) | (request->mutex ? kNeedsMutex : 0U);
   header.bytes = request->data.defined() ? request->data.nbytes() : 0;
   requests_.emplace(request->id_, request);
@@ -271,6 +282,24 @@ void WindowService::on_gone(const Group& group, int peer, const std::string& how
   for (const auto& window : windows_of(group)) { // whose owner may take mutexes away from now on
     window->on_gone(peer, how);
   }
+}
+
+void WindowService::on_closed_too(uint64_t group, PeerId peer) {
+  for (auto found = windows_.lower_bound({group, 0}); found != windows_.end() && found->first.first == group; ++found) {
+    found->second.leave(peer);
+  }
+  calls_.emplace_back([this, group, peer] { DeferredFree::left(engine_, group, std::nullopt, peer); });
+}
+
+bool WindowService::has_window_of(const c10::Storage& storage) {
+  engine_.check_not_forked();
+  std::vector<std::shared_ptr<Window>> windows; // released without the lock
+  engine_.with_lock([&] {
+    for (const auto& [key, entry] : windows_) {
+      windows.push_back(entry.window.lock());
+    }
+  });
+  return std::any_of(windows.begin(), windows.end(), [&](const auto& window) { return window && window->is_in(storage); });
 }
 
 } // namespace fog

@@ -21,11 +21,14 @@
 #include <vector>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
 
 #include "core/deadline.hpp"
 #include "engine/engine.hpp"
 #include "engine/service.hpp"
 #include "transport/transport.hpp"
+#include "windows/window_descriptions.hpp"
+#include "windows/window_memory.hpp"
 
 namespace fog {
 
@@ -44,6 +47,7 @@ class WindowRequest final : public TransferOwner {
   size_t offset = 0; // of kWrite
   size_t reply_bytes = 0; // that the target has to reply with
   bool mutex = false; // the target holds the pair's mutex meanwhile
+  uint64_t puts = 0; // of kAccumulate: see MailboxReader
   at::Tensor data; // to send, contiguous
   std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"
   // Both are called without the engine's lock, at the end: the first with the data of a get, the second in every case.
@@ -77,11 +81,19 @@ class WindowService final : public Service {
   // --- for windows, without the engine's lock ---
   // The first number that no window of the group has had here. Throws DistBackendError if the group takes no more work.
   uint64_t next_window(const Group& group);
-  // Makes a window known by a number that is the same on all ranks. Throws as next_window() does.
-  void open(const std::shared_ptr<Group>& group, uint64_t number, const std::shared_ptr<Window>& window);
+  // Makes a window known by a number that is the same on all ranks, with its memory, which has places for these neighbors. Throws as
+  // next_window() does.
+  void open(
+      const std::shared_ptr<Group>& group,
+      uint64_t number,
+      const std::shared_ptr<Window>& window,
+      std::shared_ptr<WindowMemory> memory,
+      const std::vector<int>& neighbors);
   // Messages may come for it, from now on.
   void listen(const Group& group, uint64_t number);
   void close(const Group& group, uint64_t number);
+  // Whether an open window's tensor is in that storage.
+  bool has_window_of(const c10::Storage& storage);
   // Asks another rank. Throws DistBackendError if it is gone; `request->done` will be called in every other case.
   void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
   // Nobody waits for it any more: `done` will not be called, if it was not.
@@ -92,6 +104,7 @@ class WindowService final : public Service {
   // --- for the engine ---
   void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) override;
   void on_gone(const Group& group, int peer, const std::string& how) override;
+  void on_closed_too(uint64_t group, PeerId peer) override;
   std::vector<std::function<void()>> on_closing(const Group& group) override;
   void fail_all(const std::string& reason) override;
   void fail_group(const Group& group, const std::string& reason) override;
@@ -120,7 +133,15 @@ class WindowService final : public Service {
   enum class Hold { kNone, kOperation, kUser };
   struct Entry {
     std::weak_ptr<Window> window;
+    std::shared_ptr<WindowMemory> memory; // for neighbors that leave it, also while the window is on its way out
+    std::vector<PeerId> peers; // that it has places for
     bool listens = false;
+
+    void leave(PeerId peer) const {
+      if (const size_t place = index_of(peers, peer); place < peers.size()) {
+        memory->leave(place);
+      }
+    }
   };
   // What one rank asks of one of this rank's windows.
   struct Queue {
@@ -134,7 +155,8 @@ class WindowService final : public Service {
   };
 
   // What the header's fields mean here: step: WindowOp; key: the window; transfer: the request; scale: the weight; address: p,
-  // or the offset; flags: these, or in a reply whether the data is the text of an error.
+  // or the offset; flags: these, or in a reply whether the data is the text of an error; the signature's numel: of an accumulate, how many
+  // puts its origin had made one-sidedly before it (the rest of the signature says nothing).
   static constexpr uint32_t kHasP = 1;
   static constexpr uint32_t kNeedsMutex = 2;
   static Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request);
@@ -162,6 +184,8 @@ class WindowService final : public Service {
   // True once the engine holds the pair's mutex for the source.
   bool obtain(Queue& queue, Window& window, Hold hold);
   void release(Queue& queue);
+  // The source has ended its use of the window, which may have been dropped here.
+  void on_left(const Queue& queue, uint64_t window);
   void reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data = nullptr);
 
   Engine& engine_;

@@ -7,6 +7,7 @@
 
 #include "core/failure.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
+#include "windows/deferred_free.hpp"
 #include "windows/window.hpp"
 #include "windows/window_service.hpp"
 
@@ -87,7 +88,8 @@ void WindowService::ServingTask::apply() {
     if ((header.flags & kHasP) != 0) {
       std::memcpy(&p.emplace(), &header.address, sizeof(double));
     }
-    window_->apply(std::get<2>(serving_->origin), serving_->op(), header.scale, p, serving_->data.get(), header.bytes);
+    const auto puts = static_cast<uint64_t>(header.signature.numel);
+    window_->apply(std::get<2>(serving_->origin), serving_->op(), header.scale, p, puts, serving_->data.get(), header.bytes);
   }
 }
 
@@ -215,6 +217,15 @@ void WindowService::release(Queue& queue) {
   queue.hold = Hold::kNone;
 }
 
+void WindowService::on_left(const Queue& queue, uint64_t window) {
+  const auto peer = queue.group->members[queue.source].peer_id;
+  const auto found = windows_.find({queue.group->id, window});
+  if (found != windows_.end()) {
+    found->second.leave(peer);
+  }
+  calls_.emplace_back([this, group = queue.group->id, window, peer] { DeferredFree::left(engine_, group, window, peer); });
+}
+
 bool WindowService::advance(const Origin& origin, Queue& queue) {
   const auto window = lock(queue.window);
   while (!queue.locks.empty()) {
@@ -248,9 +259,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
         continue;
       case WindowOp::kLeave:
         release(queue);
-        if (window) {
-          window->on_left(queue.source);
-        }
+        on_left(queue, header.key);
         reply(queue, header, "");
         continue;
       default:

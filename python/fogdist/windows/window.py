@@ -129,15 +129,15 @@ class Window:
     def transport(self) -> str:
         """How this rank's operations reach its neighbors; `transports` has it for each of them.
 
-        Of a tensor on the CPU: "shared memory" if this rank has mapped all neighbors' memory, "messages" if none's
-        (they are on other hosts, or the system refused), "shared memory and messages" if that of some. Of a device:
-        "staged", through host memory.
+        Of a tensor on the CPU: "shared memory" if this rank has mapped all neighbors' memory; for neighbors on other
+        hosts "rma" where the network writes and reads there by itself, else "messages", also where the system refused;
+        with " and " between where they differ. Of a device: "staged", through host memory.
         """
         return self._transport
 
     @property
     def transports(self) -> dict[int, str]:
-        """By neighbor: "shared memory", "messages", "staged" or "staged, by messages"."""
+        """By neighbor: "shared memory", "rma", "messages", "staged", "staged, by rma" or "staged, by messages"."""
         return dict(self._transports)
 
     @property

@@ -80,7 +80,12 @@ void share(const at::Tensor& tensor) {
   if (!in_arena(memory.get(), bytes)) {
     return; // this system has none to share: no use in moving
   }
-  std::memcpy(memory.get(), storage->data(), bytes);
+  move_storage(tensor, std::move(memory));
+}
+
+void move_storage(const at::Tensor& tensor, c10::DataPtr memory) {
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  std::memcpy(memory.get(), storage->data(), storage->nbytes());
   if (storage->resizable()) {
     storage->set_data_ptr_noswap(std::move(memory));
     return;

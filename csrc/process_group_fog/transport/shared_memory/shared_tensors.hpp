@@ -20,6 +20,9 @@ at::Tensor flatten(const std::vector<at::Tensor>& tensors);
 // Throws ValueError for another device, or without storage.
 void share(const at::Tensor& tensor);
 
+// The same to `memory`, which has room for it, whatever kind of memory that is.
+void move_storage(const at::Tensor& tensor, c10::DataPtr memory);
+
 // Whether all of a tensor's storage is in shared memory.
 bool is_shared(const at::Tensor& tensor);
 
