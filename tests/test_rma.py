@@ -205,7 +205,7 @@ def exchange_and_check(sizes: list[int]) -> None:
                     checks.close(f"{name} of {nbytes} bytes", operation(), expected)
 
 
-@pytest.mark.parametrize("pool", [256 * KIB, pytest.param(4 * MIB, marks=pytest.mark.long)])
+@pytest.mark.parametrize("pool", [MIB, pytest.param(4 * MIB, marks=pytest.mark.long)])
 def test_a_small_pool(new_world: Callable[..., World], pool: int) -> None:
     """What finds no room there goes by messages, or waits for its turn."""
     variables = {"FOG_BETWEEN_HOSTS": "rma", "FOG_RMA_BYTES": str(pool), VARIABLE: str(PER_MACHINE)}
