@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-training benchmark-cuda benchmark-overlap clean FORCE
+.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -46,6 +46,7 @@ help:
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
 	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
+	@echo "make benchmark-rma        the same of MPI RMA between hosts   (as root; ARGS=\"--fabrics shm --sizes 1M 16M\")"
 	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
@@ -125,6 +126,10 @@ benchmark-windows: build
 	@echo "== benchmark of one-sided windows"
 	@$(IN_VENV) python benchmarks/windows.py --json windows.json --plot windows.png $(ARGS)
 
+benchmark-rma: build
+	@echo "== benchmark of MPI RMA between hosts"
+	@$(IN_VENV) python benchmarks/rma.py --json rma.json --plot rma.png $(ARGS)
+
 benchmark-training: build
 	@echo "== benchmark of training"
 	@$(IN_VENV) python benchmarks/training.py --json training.json --plot training.png $(ARGS)
@@ -146,7 +151,7 @@ test-mpi: build
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png rma.json rma.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

@@ -47,7 +47,7 @@ class Goal:
         what = f"{titles[self.system]} / {titles[self.relative_to]}"
         where = f"{self.operation}, {self.ranks} ranks, {size_text(self.size)}"
         aim = f"at most {' or '.join(aims)}"
-        return f"{where:32}{what:20}{ratio:6.2f} ({median:.4f} ms)   {aim}: {'met' if met else 'missed'}"
+        return f"{where:40}{what:24}{ratio:6.2f} ({median:.4f} ms)   {aim}: {'met' if met else 'missed'}"
 
 
 def print_goals(goals: Sequence[Goal], rows: Sequence[Row], titles: Mapping[str, str]) -> None:

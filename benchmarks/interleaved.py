@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 WARM_UP = 3
 FEWEST_ITERATIONS = 7
 MOST_ITERATIONS = 301
-# Seconds between the looks of a rank that sleeps.
+# Seconds between the looks of a rank that sleeps; and of one that sleeps while others measure what takes less time.
 NAP = 2e-4
+LONG_NAP = 1e-3
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,18 @@ class Times:
     upper: float
 
 
+def sleep_until_all_come(mpi: MPI.Intracomm, nap: float) -> None:
+    """A barrier that leaves the cores to those who still work.
+
+    Args:
+        mpi: Whose ranks meet.
+        nap: Seconds between two looks.
+    """
+    request = mpi.Ibarrier()
+    while not request.Test():
+        time.sleep(nap)
+
+
 def take_turns(
     ways: Mapping[str, Callable[[], object]],
     mpi: MPI.Intracomm,
@@ -44,6 +57,7 @@ def take_turns(
     iterations: int | None = None,
     back_to_back: int = 1,
     are_long: bool = False,
+    apart: Mapping[str, MPI.Intracomm | None] | None = None,
 ) -> tuple[dict[str, Times], int]:
     """Times each way; all ranks call this together, with the same names.
 
@@ -57,6 +71,9 @@ def take_turns(
             each other. A turn then lasts from when the first rank begins until the last one ends, on one host: a
             rank that gets no core after the barrier begins late, and would seem fast by its own clock. And ranks
             sleep before the barrier, as those that poll would take the core from those that still work.
+        apart: For ways that only some ranks go: their communicator, None on the other ranks. Before each turn all ranks
+            sleep until everyone has come; then those whose turn it is meet at a barrier of their own, and the others
+            sleep until the next turn. These do not count. Give all ways or none.
 
     Returns:
         The times of one call of each way, on all ranks, and the number of iterations.
@@ -64,10 +81,14 @@ def take_turns(
     names = list(ways)
 
     def turn(name: str) -> tuple[float, float]:
-        if are_long:
-            request = mpi.Ibarrier()
-            while not request.Test():
-                time.sleep(NAP)
+        if apart:
+            sleep_until_all_come(mpi, LONG_NAP)
+            those = apart[name]
+            if those is None:
+                return 0.0, 0.0
+            those.Barrier()
+        elif are_long:
+            sleep_until_all_come(mpi, NAP)
         else:
             mpi.Barrier()
         way = ways[name]

@@ -125,15 +125,16 @@ class Systems:
         return self.mpi.size
 
 
-def join(master: str = "127.0.0.1") -> Systems:
+def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Systems:
     """Starts all systems in a process that `run_ranks` started.
 
     Args:
         master: Address of rank 0's host.
+        ranks: Raw MPI's communicator of the ranks that are to be one world of torch; by default all.
     """
     from mpi4py import MPI  # starts MPI
 
-    mpi = MPI.COMM_WORLD
+    mpi = MPI.COMM_WORLD if ranks is None else ranks
     for name in list(os.environ):
         if name.startswith(_LAUNCHER_PREFIXES):
             del os.environ[name]

@@ -112,6 +112,26 @@ def test_windows(tmp_path: Path, ranks: int) -> None:
         assert systems <= set(row["times"]) <= systems | {"memory C", "one_place C"}, row
 
 
+@pytest.mark.long
+def test_rma(tmp_path: Path) -> None:
+    rows, printed = run_benchmark("rma.py", tmp_path, "--sizes", "64K", "1M", "--iterations", "3")
+    systems = {
+        "put, stopped": {"rma", "raw"},
+        "put, computing": {"rma", "raw"},
+        "exchange": {"rma", "messages", "raw"},
+        "exchange, computing": {"rma", "messages", "raw", "compute"},
+        "exchange, tcp": {"messages", "raw"},
+    }
+    places = {(row["operation"], row["bytes"]): row for row in rows}
+    assert list(places) == [(name, size) for name in systems for size in (64 << 10, 1 << 20)], printed
+    for (name, size), row in places.items():
+        assert set(row["times"]) == systems[name], row
+        assert row["bytes_moved"] == (2 if name.startswith("put") else 6) * size, row
+    # Of 1 MiB: two beside raw MPI, one beside messages, one over TCP.
+    goals = printed[printed.index("Goals") :]
+    assert goals.count("at most") == 4, goals
+
+
 def test_training(tmp_path: Path) -> None:
     modes = ["none", "ddp gloo", "ddp", "awc", "awc one-peer", "ddp_async", "win_put one-peer", "diloco"]
     options = ["--ranks", *RANKS, "--models", "mlp", "--iterations", "1", "--back-to-back", "2"]

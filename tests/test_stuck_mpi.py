@@ -6,20 +6,17 @@ Ranks of one host talk over MPI here, and the library is a proxy of the real one
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import os
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import BACKEND, World, exception_of
+from wrapped_mpi import compile_wrapper
 
 pytestmark = [
     pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
@@ -35,20 +32,7 @@ SOON = 20.0
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of the library whose calls can be made to hang."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    files = importlib.metadata.files("mpich") or []
-    places = {file.name: Path(str(file.locate())).resolve() for file in files}
-    if compiler is None or "mpi_abi.h" not in places or "libmpi_abi.so.1" not in places:
-        pytest.skip("needs a C compiler and the package mpich")
-    header, real = places["mpi_abi.h"], places["libmpi_abi.so.1"]
-    library = tmp_path_factory.mktemp("proxy") / "libstuck_mpi.so"
-    source = Path(__file__).with_name("stuck_mpi.c")
-    linked = [str(real), f"-Wl,-rpath,{real.parent}"]
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", f"-I{header.parent}", str(source), "-o", str(library), *linked],
-        check=True,
-    )
-    return str(library)
+    return compile_wrapper("stuck_mpi.c", tmp_path_factory.mktemp("proxy"))
 
 
 def hang(call: str, sleeps: bool = False) -> None:

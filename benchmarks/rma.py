@@ -1,0 +1,590 @@
+"""Times fog's one-sided transfers between hosts (MPI RMA) beside raw MPI and fog's own messages, in one run.
+
+    python benchmarks/rma.py                                   # both fabrics, some five minutes
+    python benchmarks/rma.py --fabrics shm --operations exchange --sizes 1M 16M --plot rma.png
+
+Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). Hosts are emulated
+(network namespaces, see emulated_hosts.py) where it runs as root; else all ranks are on this host. MPI takes
+every rank for a node of its own in either case, which is checked, and reaches the others as its fabric says:
+
+    shm    UCX over shared memory. It moves data without the target, as RDMA does, so it stands for RDMA
+    tcp    UCX over TCP. Every transfer needs the target, so fog takes messages there
+
+The operations are of 2 ranks:
+
+    put, stopped          rank 0 puts into a window; rank 1 is stopped (SIGSTOP)
+    put, computing        the same; rank 1 multiplies matrices
+    exchange              neighbor_allreduce: both ranks send their tensor, and both get the mean
+    exchange, computing   both start it, multiply matrices for some ms (--compute-ms) in the main thread, then wait for
+                          it; columns are the time beyond that of the matrices alone
+    exchange, tcp         the exchange over TCP
+
+The first four are over shm. Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+
+    fog rma        fog with FOG_BETWEEN_HOSTS=rma
+    fog messages   fog with FOG_BETWEEN_HOSTS=messages; over TCP with auto, which has to choose messages
+    raw MPI        mpi4py on the same MPICH and the same fabric. put: MPI_Put and MPI_Win_flush. exchange: MPI_Put in
+                   pieces of 1 MiB, flush, an 8-byte version by MPI_Put, flush; the receiver looks at the version without
+                   sleep, then a sum of numpy; two buffers in turn. exchange over TCP: Irecv, Isend, Waitall, then the sum
+
+A process has one of fog's settings for all its life, so over shm there are two pairs of ranks, one with each setting. All ways
+of one row take turns (see interleaved.py), and a pair sleeps while the other one has its turn. Raw MPI lives in the processes
+of the first pair. A put is timed on rank 0, an exchange as the longer time of the two ranks. Every system's first
+results are checked.
+
+What the numbers do not show: a network card. What shm takes is what the CPU needs to copy, and both ranks share the
+machine's memory. Raw MPI has no headers, no checks that ranks agree, no time-outs and no loss of ranks, and its
+start copies all data before the matrices, while fog's thread works beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import program
+import side_by_side
+from emulated_hosts import INTERFACE, Unavailable, address, emulated_hosts
+from goals import Goal, print_goals
+from interleaved import LONG_NAP, Times, sleep_until_all_come, take_turns
+from numpy.typing import NDArray
+from report import Row, Table, read_rows, write_json
+
+if TYPE_CHECKING:
+    import fogdist
+    from mpi4py import MPI
+    from side_by_side import Systems
+
+    from fog_pg._C import ProcessGroupFog
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """How ranks of different nodes reach each other.
+
+    Attributes:
+        environment: What makes MPI use it.
+        settings: FOG_BETWEEN_HOSTS of each pair of ranks.
+        transports: How fog then has to reach the other rank, for each pair.
+        operations: What is measured over it.
+    """
+
+    environment: Mapping[str, str]
+    settings: Sequence[str]
+    transports: Sequence[str]
+    operations: Sequence[str]
+
+
+FABRICS = {
+    "shm": Fabric(
+        {"UCX_TLS": "shm,self"},
+        ["rma", "messages"],
+        ["rma", "messages"],
+        ["put, stopped", "put, computing", "exchange", "exchange, computing"],
+    ),
+    "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["messages"], ["exchange, tcp"]),
+}
+# Every rank is a node of its own, to MPI and to fog.
+APART = {"MPIR_CVAR_NOLOCAL": "1", "FOG_LOCAL_LINKS": "0"}
+OPERATIONS = [operation for fabric in FABRICS.values() for operation in fabric.operations]
+SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20]
+RANKS = 2
+SYSTEMS = {"rma": "fog rma", "messages": "fog messages", "raw": "raw MPI"}
+TABLE = Table(SYSTEMS, [("rma", "raw"), ("messages", "rma"), ("messages", "raw")])
+COMPUTE = "compute"
+# The pieces in which raw MPI puts.
+PIECE = 1 << 20
+# Sides of the matrices that are multiplied.
+MATRIX = 256
+# Milliseconds that are the least of what exchanges take beyond compute: the difference of two medians may be less than nothing.
+LEAST = 1e-3
+# Relative; the inputs are positive and their sums are rounded a few times in float32.
+TOLERANCE = 2e-6
+# Seconds within which a process stops.
+STOP_TIMEOUT = 10.0
+
+GOALS = [
+    Goal("put, stopped", RANKS, 16 << 20, "rma", "raw", 1.5),
+    *(
+        Goal(operation, RANKS, size, "rma", "raw", 1.2)
+        for operation in ("exchange", "exchange, computing")
+        for size in (1 << 20, 16 << 20)
+    ),
+    *(Goal("exchange, computing", RANKS, size, "rma", "messages", 1 / 1.5) for size in (1 << 20, 16 << 20)),
+    *(Goal("exchange, tcp", RANKS, size, "messages", "raw", 1.1) for size in (1 << 20, 16 << 20)),
+]
+
+Array = NDArray[np.float32]
+Way = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank has.
+
+    Attributes:
+        everyone: Raw MPI's communicator of all pairs.
+        number: Of this rank's pair; the first one's is 0.
+        systems: Of this pair.
+        fog: The backend.
+        pids: Process ids of the pair.
+        compute: Multiplies matrices for about as long as the program was told.
+        signals: How many times the other rank of the pair has told this one to go on.
+    """
+
+    everyone: MPI.Intracomm
+    number: int
+    systems: Systems
+    fog: ProcessGroupFog
+    pids: Sequence[int]
+    compute: Way
+    signals: list[int]
+
+    @property
+    def rank(self) -> int:
+        """This rank, in its pair."""
+        return self.systems.rank
+
+    @property
+    def other(self) -> int:
+        """The other one."""
+        return 1 - self.rank
+
+    def pair(self, number: int) -> MPI.Intracomm | None:
+        """Raw MPI's communicator of a pair, None if this rank is not in it."""
+        return self.systems.mpi if number == self.number else None
+
+
+def join(arguments: argparse.Namespace) -> World:
+    """Starts raw MPI and fog in this process, and makes sure that they use what is to be measured.
+
+    Raises:
+        RuntimeError: They do not.
+    """
+    from mpi4py import MPI  # starts MPI
+
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
+    everyone = MPI.COMM_WORLD
+    number = everyone.rank // RANKS
+    if (on_node := everyone.Split_type(MPI.COMM_TYPE_SHARED).size) != 1:
+        raise RuntimeError(
+            f"raw MPI takes {on_node} ranks for one node: its data would not go over the fabric"
+        )
+    fabric = FABRICS[arguments.fabric]
+    os.environ["FOG_BETWEEN_HOSTS"] = fabric.settings[number]
+    systems = side_by_side.join(arguments.master, everyone.Split(number))  # type: ignore[arg-type]
+
+    import fogdist
+    import torch
+    from fogdist import topology
+
+    fogdist.init()
+    fogdist.set_topology(topology.ExponentialTwoGraph(RANKS))
+    if (transport := fogdist.transport(1 - systems.rank)) != fabric.transports[number]:
+        raise RuntimeError(
+            f"over {arguments.fabric} fog reaches the other rank by {transport}, not by {fabric.transports[number]}"
+        )
+    fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
+    pids = systems.mpi.allgather(os.getpid())
+    return World(everyone, number, systems, fog, pids, matrices(everyone, arguments.compute_ms), signals)
+
+
+def matrices(everyone: MPI.Intracomm, milliseconds: float) -> Way:
+    """What multiplies matrices for about so long, as many on all ranks."""
+    import torch
+
+    a = torch.rand(MATRIX, MATRIX)
+    product = torch.empty_like(a)
+
+    def some(count: int) -> None:
+        for _ in range(count):
+            torch.mm(a, a, out=product)
+
+    some(10)
+    begin = time.perf_counter()
+    some(100)
+    one = 1e3 * (time.perf_counter() - begin) / 100
+    return partial(some, everyone.bcast(max(1, round(milliseconds / one))))
+
+
+class RawWindow:
+    """A window of raw MPI: two buffers of a tensor's size that are used in turn, and the number of the last exchange.
+
+    Args:
+        mpi: Of both ranks.
+        elements: Of a tensor.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm, elements: int) -> None:
+        from mpi4py import MPI
+
+        self._other = 1 - mpi.rank
+        self._bytes = elements * np.dtype(np.float32).itemsize
+        self._at_version = -(-2 * self._bytes // 64) * 64
+        self._window = MPI.Win.Allocate(self._at_version + 8, 1, comm=mpi)
+        memory = np.frombuffer(self._window.tomemory(), np.uint8)  # type: ignore[call-overload]  # a buffer it is
+        memory[:] = 0  # what has not been written has no memory of its own yet
+        self.buffers: list[Array] = list(memory[: 2 * self._bytes].view(np.float32).reshape(2, elements))
+        self._version = memory[self._at_version :].view(np.int64)
+        self._window.Lock_all(MPI.MODE_NOCHECK)
+        mpi.Barrier()
+
+    def put(self, tensor: Array) -> None:
+        """MPI_Put and MPI_Win_flush."""
+        self._window.Put(tensor, self._other, 0)
+        self._window.Flush(self._other)
+
+    def notified_put(self, tensor: Array, number: int) -> None:
+        """Puts a tensor in pieces, then its number."""
+        data, to = tensor.view(np.uint8), (number % 2) * self._bytes
+        for first in range(0, self._bytes, PIECE):
+            self._window.Put(data[first : first + PIECE], self._other, to + first)
+        self._window.Flush(self._other)
+        self._window.Put(np.array([number], np.int64), self._other, self._at_version)
+        self._window.Flush(self._other)
+
+    def wait_for(self, number: int) -> Array:
+        """The tensor with that number, once it is here."""
+        while self._version[0] < number:
+            self._window.Sync()
+        return self.buffers[number % 2]
+
+    def free(self) -> None:
+        """The end; collective."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A system's exchange.
+
+    Attributes:
+        pair: Whose it is.
+        start: Begins one; what it returns is for `finish`.
+        finish: Waits for it.
+        result: Where the mean is then.
+    """
+
+    pair: int
+    start: Callable[[], Any]
+    finish: Callable[[Any], object]
+    result: Array
+
+    def way(self, compute: Way | None = None) -> Way:
+        """What exchanges, and computes meanwhile."""
+
+        def go() -> None:
+            pending = self.start()
+            if compute is not None:
+                compute()
+            self.finish(pending)
+
+        return go
+
+
+def exchange_of_fog(world: World, pair: int, x: Array) -> Exchange:
+    """The backend's operation, with a plan that is there, into an output that is there."""
+    import torch
+
+    from fog_pg._C import NeighborPlan
+
+    plan = NeighborPlan(world.rank, RANKS, 1.0, [(world.other, 1.0)], [(world.other, 1.0)], mean=True)
+    tensor, output = torch.from_numpy(x), torch.full((x.size,), float("nan"))
+    return Exchange(
+        pair,
+        lambda: world.fog.neighbor_allreduce(tensor, plan, output=output),
+        lambda work: work.wait(),
+        output.numpy(),
+    )
+
+
+def mean_of(x: Array, received: Array, out: Array) -> None:
+    """What neighbor_allreduce of two ranks makes."""
+    np.add(x, received, out=out)
+    np.multiply(out, 0.5, out=out)
+
+
+def exchange_by_puts(window: RawWindow, x: Array) -> Exchange:
+    """Raw MPI over a window."""
+    out = np.full_like(x, np.nan)
+    numbers = itertools.count(1)
+
+    def start() -> int:
+        number = next(numbers)
+        window.notified_put(x, number)
+        return number
+
+    return Exchange(0, start, lambda number: mean_of(x, window.wait_for(number), out), out)
+
+
+def exchange_by_messages(mpi: MPI.Intracomm, x: Array) -> Exchange:
+    """Raw MPI with messages."""
+    from mpi4py import MPI
+
+    out, received, other = np.full_like(x, np.nan), np.full_like(x, np.nan), 1 - mpi.rank
+
+    def finish(requests: list[MPI.Request]) -> None:
+        MPI.Request.Waitall(requests)
+        mean_of(x, received, out)
+
+    return Exchange(0, lambda: [mpi.Irecv(received, other), mpi.Isend(x, other)], finish, out)
+
+
+def input_of(rank: int, elements: int) -> Array:
+    """Rank r's tensor is base + r, exactly: 10 random bits, the same on all ranks, and r."""
+    base = np.random.default_rng(elements).integers(0, 1 << 10, elements).astype(np.float32)
+    return np.asarray(base / (1 << 10) + 1 + rank, np.float32)
+
+
+def check(world: World, what: str, got: Array, expected: Array) -> None:
+    """Raises RuntimeError if a system's result is not what it should be."""
+    if not np.allclose(got, expected, rtol=TOLERANCE, atol=0):
+        raise RuntimeError(f"{what}: wrong result on rank {world.rank} of pair {world.number}")
+
+
+def measure_exchange(world: World, operation: str, elements: int, arguments: argparse.Namespace) -> Row:
+    """Checks and times an exchange at one size; all pairs call this together."""
+    x, mpi = input_of(world.rank, elements), world.systems.mpi
+    mean = np.empty_like(x)
+    mean_of(x, input_of(world.other, elements), mean)
+    is_rma = arguments.fabric == "shm"
+    computes = operation.endswith("computing")
+    exchanges: dict[str, Exchange] = {}
+    window = None
+    for pair, transport in enumerate(FABRICS[arguments.fabric].transports):
+        if pair == world.number:
+            exchanges[transport] = exchange_of_fog(world, pair, x)
+    if world.number == 0:
+        if is_rma:
+            window = RawWindow(mpi, elements)
+            exchanges["raw"] = exchange_by_puts(window, x)
+        else:
+            exchanges["raw"] = exchange_by_messages(mpi, x)
+    for name, exchange in exchanges.items():
+        for _ in range(3):  # each of the buffers once, and the first one again
+            exchange.result.fill(np.nan)
+            exchange.way()()
+            check(world, f"{operation} of {elements} elements, {SYSTEMS[name]}", exchange.result, mean)
+    pairs = {transport: pair for pair, transport in enumerate(FABRICS[arguments.fabric].transports)}
+    pairs["raw"] = 0
+    compute = world.compute if computes else None
+    ways = {name: exchanges[name].way(compute) if name in exchanges else _nothing for name in pairs}
+    if computes:
+        pairs[COMPUTE], ways[COMPUTE] = 0, world.compute
+    times, iterations = take_turns(
+        ways,
+        world.everyone,
+        seconds=arguments.seconds,
+        iterations=arguments.iterations,
+        back_to_back=arguments.back_to_back,
+        apart={name: world.pair(pair) for name, pair in pairs.items()},
+    )
+    if computes:
+        times = beyond_compute(times)
+    if window is not None:
+        window.free()
+    bytes_ = 4 * elements
+    return Row(operation, RANKS, "float32", elements, bytes_, 3 * RANKS * bytes_, iterations, times)
+
+
+def _nothing() -> None:
+    """What a rank does that has no part."""
+
+
+def beyond_compute(times: Mapping[str, Times]) -> dict[str, Times]:
+    """Takes the median of compute from all others."""
+    alone = times[COMPUTE].median
+    beyond = {
+        name: Times(*(max(time_ - alone, LEAST) for time_ in (of.median, of.lower, of.upper)))
+        for name, of in times.items()
+        if name != COMPUTE
+    }
+    return {**beyond, COMPUTE: times[COMPUTE]}
+
+
+def measure_put(world: World, operation: str, elements: int, arguments: argparse.Namespace) -> Row | None:
+    """Checks and times puts at one size on rank 0 of the first pair, while its rank 1 is busy otherwise.
+
+    All pairs call this together; the others sleep.
+
+    Returns:
+        The row; None on all ranks but rank 0.
+    """
+    row = None
+    if world.number == 0:
+        row = _measure_put_in_pair(world, operation, elements, arguments)
+    sleep_until_all_come(world.everyone, LONG_NAP)
+    return row
+
+
+def _measure_put_in_pair(
+    world: World, operation: str, elements: int, arguments: argparse.Namespace
+) -> Row | None:
+    import fogdist
+    import torch
+    from mpi4py import MPI
+
+    mpi, x = world.systems.mpi, input_of(0, elements)
+    tensor = torch.from_numpy(x)
+    fog: fogdist.Window = fogdist.Window(torch.zeros(elements))
+    raw = RawWindow(mpi, elements)
+    ways: dict[str, Way] = {"rma": lambda: fog.put(tensor), "raw": lambda: raw.put(x)}
+    if world.rank == 0:
+        for way in ways.values():
+            way()
+    mpi.Barrier()
+    what = f"put of {elements} elements"
+    if world.rank == 1:
+        slot = fog.update(self_weight=0.0, neighbor_weights={0: 1.0}, clone=True)
+        check(world, f"{what}, {SYSTEMS['rma']}", slot.numpy(), x)
+        check(world, f"{what}, {SYSTEMS['raw']}", raw.buffers[0], x)
+    row = None
+    until = len(world.signals) + 1
+    mpi.Barrier()
+    if world.rank == 0:
+        with stopped(world.pids[1]) if operation.endswith("stopped") else computing(world.pids[1]):
+            times, iterations = take_turns(
+                ways,
+                MPI.COMM_SELF,
+                seconds=arguments.seconds,
+                iterations=arguments.iterations,
+                back_to_back=arguments.back_to_back,
+            )
+        bytes_ = 4 * elements
+        row = Row(operation, RANKS, "float32", elements, bytes_, 2 * bytes_, iterations, times)
+    else:
+        while len(world.signals) < until:
+            if operation.endswith("computing"):
+                world.compute()
+            else:
+                time.sleep(LONG_NAP)
+    mpi.Barrier()
+    fog.free()
+    raw.free()
+    return row
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Stops a process and lets it go on at the end."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        end = time.monotonic() + STOP_TIMEOUT
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            if time.monotonic() > end:
+                raise RuntimeError(f"process {pid} did not stop")
+            time.sleep(LONG_NAP)
+        yield
+    finally:
+        os.kill(pid, signal.SIGUSR1)  # comes when it goes on
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def computing(pid: int) -> Iterator[None]:
+    """A process that multiplies matrices until it is told to go on."""
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGUSR1)
+
+
+def measure_all(arguments: argparse.Namespace) -> None:
+    """What a rank does."""
+    world = join(arguments)
+    first = world.everyone.rank == 0
+    rows: list[Row] = []
+    if first:
+        print(f"\n{arguments.fabric}: {RANKS} ranks, {os.cpu_count()} cores, milliseconds")
+        print(TABLE.heading(), flush=True)
+    for operation in FABRICS[arguments.fabric].operations:
+        if operation not in arguments.operations:
+            continue
+        for size in arguments.sizes:
+            measure = measure_put if operation.startswith("put") else measure_exchange
+            row = measure(world, operation, max(1, size // 4), arguments)
+            if first:
+                assert row is not None
+                rows.append(row)
+                print(TABLE.line(row), flush=True)
+    if first:
+        before = read_rows(arguments.rows) if arguments.rows.exists() else []
+        write_json(arguments.rows, program.facts(), before + rows)
+    import fogdist
+
+    fogdist.shutdown()
+    side_by_side.leave()
+
+
+def run_fabrics(arguments: argparse.Namespace, ranks: int, script: Path, words: Sequence[str]) -> None:
+    """Runs the ranks of each fabric, one after the other."""
+    for name in arguments.fabrics:
+        fabric = FABRICS[name]
+        if not set(fabric.operations) & set(arguments.operations):
+            continue
+        pairs = len(fabric.settings)
+        environment = {**APART, **fabric.environment}
+        with contextlib.ExitStack() as stack:
+            hosts, master = None, "127.0.0.1"
+            try:
+                hosts = stack.enter_context(emulated_hosts(ranks)) * pairs
+                master = address(0)
+                environment["GLOO_SOCKET_IFNAME"] = INTERFACE
+            except Unavailable as reason:
+                print(f"{name}: all ranks are on this host: {reason}")
+            more = ["--fabric", name, "--master", master]
+            side_by_side.run_ranks(ranks * pairs, script, [*words, *more], hosts, environment)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    program.add_options(parser, ranks=[RANKS], seconds=3.0)
+    add = parser.add_argument
+    add("--fabrics", nargs="+", choices=list(FABRICS), default=list(FABRICS), help=", ".join(FABRICS))
+    add(
+        "--operations",
+        nargs="+",
+        choices=OPERATIONS,
+        default=OPERATIONS,
+        metavar="NAME",
+        help=", ".join(OPERATIONS),
+    )
+    add("--compute-ms", type=float, default=5.0, metavar="MS", help="of the matrices, about")
+    # This process is a rank, with this fabric, and there is rank 0's host.
+    add("--fabric", help=argparse.SUPPRESS)
+    add("--master", help=argparse.SUPPRESS)
+    parser.set_defaults(sizes=SIZES)
+    arguments = program.parse_options(parser)
+    if arguments.ranks != [RANKS]:
+        parser.error(f"--ranks: {' '.join(map(str, arguments.ranks))}; this benchmark has {RANKS} ranks")
+    if not arguments.compute_ms > 0:
+        parser.error(f"--compute-ms: {arguments.compute_ms}; must be above 0")
+    return arguments
+
+
+def main() -> None:
+    """Starts the ranks of each fabric, then holds the results against the goals; in a rank, measures."""
+    arguments = parse_arguments()
+    rows = program.run(
+        Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=partial(run_fabrics, arguments)
+    )
+    print_goals(GOALS, rows, SYSTEMS)
+
+
+if __name__ == "__main__":
+    main()

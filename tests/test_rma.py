@@ -1,0 +1,274 @@
+"""Data between hosts by MPI RMA: which calls of MPI move it, and that results are right.
+
+All ranks are on this host and every one is a node of its own, to fog and to MPI. The library is a wrapper of the real one, which
+counts calls and bytes (mpi_counter.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology as topologies
+from harness import BACKEND, World, case
+from reference import Checks, make_input, mix, sum_in_rank_order
+from test_machines import VARIABLE, mean_matrix, mix_machines
+from torch import Tensor
+from wrapped_mpi import compile_wrapper
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
+]
+
+KIB, MIB = 1 << 10, 1 << 20
+RANKS, PER_MACHINE = 4, 2
+APART = {"FOG_LOCAL_LINKS": "0"}
+SIZES = [40_000, MIB, 5 * MIB]
+# By these data moves, and headers.
+ONE_SIDED, MESSAGES = ["MPI_Put", "MPI_Get"], ["MPI_Isend", "MPI_Issend"]
+FLUSH, RECEIVE = "MPI_Win_flush", "MPI_Irecv"
+# What MPI libraries have wrong, or make wait for the target.
+FORBIDDEN = [
+    "MPI_Rput",
+    "MPI_Rget",
+    "MPI_Raccumulate",
+    "MPI_Rget_accumulate",
+    "MPI_Accumulate",
+    "MPI_Get_accumulate",
+    "MPI_Fetch_and_op",
+    "MPI_Compare_and_swap",
+    "MPI_Win_create_dynamic",
+]
+COUNTED = [*ONE_SIDED, FLUSH, *MESSAGES, RECEIVE, *FORBIDDEN]
+# Bytes that a message without data may have, and all of them of all ranks in one operation.
+HEADER, HEADERS = 4 * KIB, 64 * KIB
+# Of the bytes that are put: versions, and what a slot's header has.
+OVERHEAD = 0.02
+
+# Of each function: calls, bytes, and bytes of the largest call.
+Counts = dict[str, tuple[int, int, int]]
+Operation = Callable[[], Tensor]
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Path of the library that counts."""
+    return compile_wrapper("mpi_counter.c", tmp_path_factory.mktemp("counter"))
+
+
+@pytest.fixture(scope="module")
+def world_of(counter: str) -> Iterator[Callable[[str], World]]:
+    """Worlds by FOG_BETWEEN_HOSTS, kept for the module."""
+    worlds: dict[str, World] = {}
+
+    def world(setting: str) -> World:
+        if setting not in worlds or worlds[setting].broken:
+            variables = {"FOG_MPI_LIBRARY": counter, "FOG_BETWEEN_HOSTS": setting, VARIABLE: str(PER_MACHINE)}
+            worlds[setting] = World(RANKS, environment=APART | variables, finalizing=1)
+        return worlds[setting]
+
+    yield world
+    for each in worlds.values():
+        each.close()
+
+
+def counts() -> Counts:
+    """What this rank has called since it began, or since `reset`."""
+    library = ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"])
+    found = {}
+    for name in COUNTED:
+        of_name = []
+        for function in (library.fog_test_calls, library.fog_test_bytes, library.fog_test_largest):
+            function.restype, function.argtypes = ctypes.c_longlong, [ctypes.c_char_p]
+            of_name.append(function(name.encode()))
+        assert min(of_name) >= 0, f"{name} is not counted"
+        found[name] = (of_name[0], of_name[1], of_name[2])
+    return found
+
+
+def counted(operation: Operation) -> tuple[Tensor, Counts]:
+    """The result of an operation that all ranks call together, and what this rank called for it."""
+    dist.barrier()
+    ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"]).fog_test_reset()
+    dist.barrier()  # nobody asks a rank for data that counts from before
+    result = operation()
+    dist.barrier()  # who has received all has it from ranks that have sent all
+    return result, counts()
+
+
+def total(of_ranks: list[Counts], names: list[str], what: int = 1) -> int:
+    """Sum over ranks and functions; of bytes, or 0: of calls."""
+    return sum(found[name][what] for found in of_ranks for name in names)
+
+
+# --- exchanges and collectives ------------------------------------------------------------------------------
+
+
+def exchanges(numel: int) -> Iterator[tuple[str, Operation, Tensor]]:
+    """Name, call, and what it has to return on this rank."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    graph = topologies.ExponentialTwoGraph(size)
+    fogdist.set_topology(graph)
+    machines = topologies.FullyConnectedGraph(size // PER_MACHINE)
+    fogdist.set_machine_topology(machines)
+    inputs = [make_input(r, torch.float32, numel) for r in range(size)]
+    x = inputs[rank]
+
+    mean = mix(inputs, mean_matrix(graph))[rank]
+    yield "neighbor_allreduce", lambda: fogdist.neighbor_allreduce(x), mean
+    gathered = torch.cat([inputs[r] for r in fogdist.in_neighbor_ranks()])
+    yield "neighbor_allgather", lambda: fogdist.neighbor_allgather(x), gathered
+    between = mix_machines(inputs, PER_MACHINE, mean_matrix(machines))[rank]
+    yield "hierarchical_neighbor_allreduce", lambda: fogdist.hierarchical_neighbor_allreduce(x), between
+    summed = sum_in_rank_order(inputs)
+    yield "allreduce", lambda: fogdist.allreduce(x, average=False), summed
+    yield "broadcast", lambda: fogdist.broadcast(x, root_rank=1), inputs[1]
+
+
+def run_exchanges(nbytes: int) -> tuple[Counts, dict[str, Counts]]:
+    """What was called before the first operation, and for each of them."""
+    before = counts()
+    fogdist.init()
+    found = {}
+    with Checks() as checks:
+        for name, operation, expected in exchanges(nbytes // 4):
+            for again in range(3):  # buffers alternate
+                result, found[name] = counted(operation)
+                checks.close(f"{name} of {nbytes} bytes, {again}", result, expected)
+    return before, found
+
+
+def least_tensors(name: str) -> int:
+    """How many tensors all ranks together have to move at least."""
+    degree = 2  # of the exponential-2 graph of 4 ranks
+    if name.startswith("neighbor"):
+        return RANKS * degree
+    return RANKS - 1 if name == "broadcast" else RANKS
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_exchanges_move_their_data_by_puts(world_of: Callable[[str], World], nbytes: int) -> None:
+    results = world_of("rma").run(run_exchanges, nbytes)
+    for name in results[0][1]:
+        of_ranks = [found[name] for _, found in results]
+        least = least_tensors(name) * nbytes
+        with case(operation=name, counts=of_ranks):
+            put = total(of_ranks, ONE_SIDED)
+            assert put >= least
+            if name.startswith("neighbor"):
+                assert put <= least * (1 + OVERHEAD) + HEADERS
+            for found in of_ranks:
+                assert found[FLUSH][0] > 0 or sum(found[way][0] for way in ONE_SIDED) == 0
+            assert total(of_ranks, MESSAGES) <= HEADERS
+            assert max(found[way][2] for found in of_ranks for way in MESSAGES) <= HEADER
+            assert total(of_ranks, FORBIDDEN, 0) == 0
+
+
+@pytest.mark.parametrize("nbytes", [SIZES[0], pytest.param(SIZES[-1], marks=pytest.mark.long)])
+def test_messages_put_nothing(world_of: Callable[[str], World], nbytes: int) -> None:
+    results = world_of("messages").run(run_exchanges, nbytes)
+    for name in ["before", *results[0][1]]:
+        of_ranks = [before if name == "before" else found[name] for before, found in results]
+        with case(operation=name, counts=of_ranks):
+            assert total(of_ranks, [*ONE_SIDED, FLUSH, *FORBIDDEN], 0) == 0
+            if name != "before":
+                assert total(of_ranks, MESSAGES) >= least_tensors(name) * nbytes
+
+
+def transports() -> list[str]:
+    fogdist.init()
+    return [fogdist.transport(peer) for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
+
+
+@pytest.mark.parametrize("setting", ["rma", "messages"])
+def test_transport(world_of: Callable[[str], World], setting: str) -> None:
+    assert world_of(setting).run(transports) == [[setting] * (RANKS - 1)] * RANKS
+
+
+# --- what does not fit into the pool ------------------------------------------------------------------------
+
+
+def exchange_and_check(sizes: list[int]) -> None:
+    fogdist.init()
+    with Checks() as checks:
+        for nbytes in sizes:
+            for name, operation, expected in exchanges(nbytes // 4):
+                for _ in range(2):
+                    checks.close(f"{name} of {nbytes} bytes", operation(), expected)
+
+
+@pytest.mark.parametrize("pool", [MIB, pytest.param(4 * MIB, marks=pytest.mark.long)])
+def test_a_small_pool(new_world: Callable[..., World], pool: int) -> None:
+    """What finds no room there goes by messages, or waits for its turn."""
+    variables = {"FOG_BETWEEN_HOSTS": "rma", "FOG_RMA_BYTES": str(pool), VARIABLE: str(PER_MACHINE)}
+    new_world(RANKS, environment=APART | variables).run(exchange_and_check, SIZES)
+
+
+# --- windows ------------------------------------------------------------------------------------------------
+
+
+def run_windows(nbytes: int) -> dict[str, Counts]:
+    """What is called for a put and for a get."""
+    fogdist.init()
+    rank, numel, found = dist.get_rank(), nbytes // 4, {}
+    fogdist.set_topology(topologies.ExponentialTwoGraph(dist.get_world_size()))
+    x = make_input(rank, torch.float32, numel)
+    own = x.clone()
+    window = fogdist.Window(own, zero_init=True)
+
+    def slots() -> Mapping[int, Tensor]:
+        return {
+            source: window.update(self_weight=0.0, neighbor_weights={source: 1.0}, clone=True)
+            for source in fogdist.in_neighbor_ranks()
+        }
+
+    def put(weight: float) -> Tensor:
+        window.put(x, dst_weights=dict.fromkeys(fogdist.out_neighbor_ranks(), weight))
+        return x
+
+    def get(weight: float) -> Tensor:
+        window.get(src_weights=dict.fromkeys(fogdist.in_neighbor_ranks(), weight))
+        return x
+
+    with Checks() as checks:
+        for name, operation in {"put": put, "get": get}.items():
+            for weight in (1.0, 0.5, 1.0):  # buffers alternate
+                _, found[name] = counted(partial(operation, weight))
+                for source, slot in slots().items():
+                    expected = weight * make_input(source, torch.float32, numel)
+                    checks.equal(f"{name} of {nbytes} bytes, slot of {source}", slot, expected)
+                dist.barrier()
+    assert set(window.transports.values()) == {os.environ["FOG_BETWEEN_HOSTS"]}, window.transports
+    window.free()
+    return found
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_windows_move_their_data_one_sidedly(world_of: Callable[[str], World], nbytes: int) -> None:
+    results = world_of("rma").run(run_windows, nbytes)
+    for name in results[0]:
+        of_ranks = [found[name] for found in results]
+        least = 2 * RANKS * nbytes
+        with case(operation=name, counts=of_ranks):
+            assert least <= total(of_ranks, [f"MPI_{name.capitalize()}"])
+            assert total(of_ranks, ONE_SIDED) <= least * (1 + OVERHEAD) + HEADERS
+            assert all(found[FLUSH][0] > 0 for found in of_ranks)
+            assert total(of_ranks, MESSAGES) <= HEADERS
+            assert total(of_ranks, FORBIDDEN, 0) == 0
+
+
+def test_windows_by_messages_put_nothing(world_of: Callable[[str], World]) -> None:
+    results: list[dict[str, Any]] = world_of("messages").run(run_windows, SIZES[0])
+    for name in results[0]:
+        of_ranks = [found[name] for found in results]
+        with case(operation=name, counts=of_ranks):
+            assert total(of_ranks, [*ONE_SIDED, FLUSH, *FORBIDDEN], 0) == 0
+            assert total(of_ranks, MESSAGES) >= 2 * RANKS * SIZES[0]
