@@ -223,10 +223,11 @@ void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
     data = put->copy_.get();
   }
   // The copy is kept by `put`, which the end keeps.
-  messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, put->owner_, [put](const std::string& error) {
+  const auto ended = [put, ended = std::move(put->ended_)](const std::string& error) {
     put->done_ = true;
-    put->ended_(error);
-  });
+    ended(error);
+  };
+  messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, put->owner_, ended);
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
   }
@@ -302,8 +303,8 @@ bool NotifiedPuts::step(OutgoingPut& put) {
 
 void NotifiedPuts::end(OutgoingPut& put, const std::optional<std::string>& error) {
   put.done_ = true;
-  if (error) {
-    put.ended_(*error);
+  if (const auto ended = std::exchange(put.ended_, nullptr); error) { // not kept: it keeps the sender, who keeps the put
+    ended(*error);
   }
   if (put.owner_) {
     released_.push_back(std::move(put.owner_)); // to be released without the lock
