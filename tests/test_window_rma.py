@@ -400,6 +400,7 @@ def many_groups(count: int) -> None:
         )
         assert window.transport == "rma", turn
         window.put(window.tensor, [(1 - rank, 1.0)]).wait()
+        dist.barrier()
         if turn % 3 != 2 and rank == turn % 3:
             time.sleep(0.02)
         dist.destroy_process_group(group)

@@ -20,14 +20,16 @@ struct Kept {
 auto& mutex = *new std::mutex;
 auto& kept = *new std::vector<Kept>;
 
-// It gives back what nobody uses once that process does not use those windows for which `concerns` says so.
-void release(PeerId peer, const std::function<bool(const Kept& window)>& concerns) {
+using User = DeferredFree::User;
+
+// It gives back what nobody uses once those users do not for whom `has_left` says so.
+void release(const std::function<bool(const Kept& window, const User& user)>& has_left) {
   std::vector<Kept> released; // after the lock
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& window : kept) {
-    for (const auto& [user, place] : window.users) {
-      if (user == peer && concerns(window)) {
-        window.memory->leave(place);
+    for (const auto& user : window.users) {
+      if (has_left(window, user)) {
+        window.memory->leave(user.place);
       }
     }
   }
@@ -36,8 +38,8 @@ void release(PeerId peer, const std::function<bool(const Kept& window)>& concern
   kept.erase(unused, kept.end());
 }
 
-void release(PeerId peer) {
-  release(peer, [](const Kept&) { return true; });
+void release(PeerId ended) {
+  release([ended](const Kept&, const User& user) { return user.peer == ended; });
 }
 
 } // namespace
@@ -49,17 +51,23 @@ void DeferredFree::keep(Engine& engine, Name name, std::shared_ptr<WindowMemory>
     kept.push_back({&engine, name, std::move(memory), storage, users});
   }
   // From now on this hears of those that end; some may have ended before.
-  for (const auto& [peer, place] : users) {
-    if (engine.has_left(peer)) {
-      release(peer);
+  for (const auto& user : users) {
+    if (engine.has_left(user.peer)) {
+      release(user.peer);
     }
   }
   release(-1);
 }
 
-void DeferredFree::left(const Engine& engine, uint64_t group, std::optional<uint64_t> number, PeerId peer) {
-  release(peer, [&](const Kept& window) {
-    return window.engine == &engine && window.name.group == group && (!number || window.name.number == *number);
+void DeferredFree::left(const Engine& engine, Name name, PeerId peer) {
+  release([&](const Kept& window, const User& user) {
+    return user.peer == peer && window.engine == &engine && window.name.group == name.group && window.name.number == name.number;
+  });
+}
+
+void DeferredFree::left(const Engine& engine, uint64_t group, PeerId peer) {
+  release([&](const Kept& window, const User& user) {
+    return user.peer == peer && user.tells && window.engine == &engine && window.name.group == group;
   });
 }
 

@@ -4,8 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include <c10/core/Storage.h>
@@ -18,7 +16,12 @@ namespace fog {
 // It keeps the memory until they have left it, or their processes have ended.
 class DeferredFree {
  public:
-  using Users = std::vector<std::pair<PeerId, size_t>>; // with their places in the memory
+  struct User {
+    PeerId peer;
+    size_t place; // in the memory
+    bool tells; // that it has left, before it closes its group
+  };
+  using Users = std::vector<User>;
   struct Name { // of a window
     uint64_t group;
     uint64_t number;
@@ -27,8 +30,10 @@ class DeferredFree {
   // It is called before the engine forgets the window, so that no news of a neighbor's leave is missed. The window may have the memory as
   // well, as long as it uses it itself.
   static void keep(Engine& engine, Name name, std::shared_ptr<WindowMemory> memory, const c10::Storage& storage, Users users);
-  // That process says that it has left this window, or all of the group.
-  static void left(const Engine& engine, uint64_t group, std::optional<uint64_t> number, PeerId peer);
+  // That process has told that it has left this window.
+  static void left(const Engine& engine, Name name, PeerId peer);
+  // It has closed the group.
+  static void left(const Engine& engine, uint64_t group, PeerId peer);
   // So many windows are kept.
   static size_t size();
 };

@@ -128,11 +128,12 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
 }
 
 void Window::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
-  // How this rank reaches whom: whether it writes to his memory itself, sends messages, or both.
-  constexpr char kWrites = '0';
+  // How this rank reaches whom: whether it maps his memory, sends messages, or both, or writes there by RMA and sends messages.
+  constexpr char kMaps = '0';
   constexpr char kSends = '1';
   constexpr char kDoesBoth = '2';
-  std::string ways(static_cast<size_t>(group_->size()), kWrites);
+  constexpr char kWrites = '3';
+  std::string ways(static_cast<size_t>(group_->size()), kMaps);
   for (const auto& neighbor : neighbors_) {
     memory_->control(neighbor->control).used.store(1); // from the next gather on
     const auto& there = descriptions[neighbor->rank];
@@ -142,7 +143,7 @@ void Window::connect(const std::vector<WindowDescription>& descriptions, const G
       ways[neighbor->rank] = kDoesBoth;
     } else if (!neighbor->leg) {
       neighbor->leg = RemoteLeg::create(*this, *neighbor, there);
-      ways[neighbor->rank] = neighbor->leg ? kDoesBoth : kSends;
+      ways[neighbor->rank] = neighbor->leg ? kWrites : kSends;
     }
     if (!neighbor->leg) {
       neighbor->leg = std::make_unique<MessageLeg>(*this, *neighbor);
@@ -151,12 +152,17 @@ void Window::connect(const std::vector<WindowDescription>& descriptions, const G
   }
   const auto all = gather(ways); // and nobody uses a window before all have it
   const auto way_of = [&](int rank) { return all[static_cast<size_t>(rank * group_->size() + group_->rank)]; };
+  std::vector<PeerId> tellers;
   for (const auto& neighbor : neighbors_) {
     neighbor->writes = way_of(neighbor->rank) != kSends;
+    neighbor->tells = way_of(neighbor->rank) == kWrites;
+    if (neighbor->tells) {
+      tellers.push_back(group_->members[neighbor->rank].peer_id);
+    }
   }
   for (int rank = 0; rank < group_->size(); ++rank) {
-    if (way_of(rank) != kWrites) {
-      WindowService::of(*group_).listen(*group_, number_);
+    if (way_of(rank) != kMaps) {
+      WindowService::of(*group_).listen(*group_, number_, std::move(tellers));
       break;
     }
   }
@@ -198,7 +204,7 @@ void Window::release_memory() {
       if (neighbor->ended || !neighbor->writes) {
         memory_->leave(neighbor->control);
       } else {
-        users.emplace_back(group_->members[neighbor->rank].peer_id, neighbor->control);
+        users.push_back({group_->members[neighbor->rank].peer_id, neighbor->control, neighbor->tells});
       }
     }
     DeferredFree::keep(group_->engine, {group_->id, number_}, memory_, storage_, std::move(users));

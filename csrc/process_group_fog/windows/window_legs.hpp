@@ -191,6 +191,7 @@ struct Window::Neighbor {
   size_t control = 0; // of it, in this rank's memory
   size_t slot = 0; // if it is an in-neighbor
   bool writes = true; // it may write to this rank's memory itself
+  bool tells = false; // it writes by RMA, and tells this rank when it does not any more
   std::unique_ptr<MailboxReader> mailbox; // of what it puts in this rank's pool; null if it cannot
   std::unique_ptr<Leg> leg; // null before connect()
   std::unique_ptr<Leg> raw_leg; // for write() and signal(), if not the same

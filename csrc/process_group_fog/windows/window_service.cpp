@@ -36,18 +36,19 @@ void WindowService::open(
   engine_.with_lock([&] {
     engine_.check_open(*group);
     group->next_window = std::max(group->next_window, number + 1);
-    windows_[{group->id, number}] = {window, std::move(memory), std::move(peers), false};
+    windows_[{group->id, number}] = {window, std::move(memory), std::move(peers), {}, false};
     for (const auto& [peer, how] : group->gone) {
       window->on_gone(peer, how);
     }
   });
 }
 
-void WindowService::listen(const Group& group, uint64_t number) {
+void WindowService::listen(const Group& group, uint64_t number, std::vector<PeerId> tellers) {
   engine_.with_lock([&] {
     const auto found = windows_.find({group.id, number});
     if (found != windows_.end() && !found->second.listens) {
       found->second.listens = true;
+      found->second.tellers = std::move(tellers);
       ++listening_;
     }
   });
@@ -279,16 +280,19 @@ void WindowService::on_gone(const Group& group, int peer, const std::string& how
       ++position;
     }
   }
+  on_left_group(group.id, group.members[peer].peer_id);
   for (const auto& window : windows_of(group)) { // whose owner may take mutexes away from now on
     window->on_gone(peer, how);
   }
 }
 
-void WindowService::on_closed_too(uint64_t group, PeerId peer) {
+void WindowService::on_left_group(uint64_t group, PeerId peer) {
   for (auto found = windows_.lower_bound({group, 0}); found != windows_.end() && found->first.first == group; ++found) {
-    found->second.leave(peer);
+    if (contains(found->second.tellers, peer)) {
+      found->second.leave(peer);
+    }
   }
-  calls_.emplace_back([this, group, peer] { DeferredFree::left(engine_, group, std::nullopt, peer); });
+  calls_.emplace_back([this, group, peer] { DeferredFree::left(engine_, group, peer); });
 }
 
 bool WindowService::has_window_of(const c10::Storage& storage) {

@@ -89,8 +89,9 @@ class WindowService final : public Service {
       const std::shared_ptr<Window>& window,
       std::shared_ptr<WindowMemory> memory,
       const std::vector<int>& neighbors);
-  // Messages may come for it, from now on.
-  void listen(const Group& group, uint64_t number);
+  // Messages may come for it, from now on. `tellers` write to its memory one-sidedly: they tell this rank when they have left it, before they
+  // close their group.
+  void listen(const Group& group, uint64_t number, std::vector<PeerId> tellers);
   void close(const Group& group, uint64_t number);
   // Whether an open window's tensor is in that storage.
   bool has_window_of(const c10::Storage& storage);
@@ -104,7 +105,9 @@ class WindowService final : public Service {
   // --- for the engine ---
   void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) override;
   void on_gone(const Group& group, int peer, const std::string& how) override;
-  void on_closed_too(uint64_t group, PeerId peer) override;
+  void on_closed_too(uint64_t group, PeerId peer) override {
+    on_left_group(group, peer);
+  }
   std::vector<std::function<void()>> on_closing(const Group& group) override;
   void fail_all(const std::string& reason) override;
   void fail_group(const Group& group, const std::string& reason) override;
@@ -135,6 +138,7 @@ class WindowService final : public Service {
     std::weak_ptr<Window> window;
     std::shared_ptr<WindowMemory> memory; // for neighbors that leave it, also while the window is on its way out
     std::vector<PeerId> peers; // that it has places for
+    std::vector<PeerId> tellers; // of them: who writes there and says so once it does not any more
     bool listens = false;
 
     void leave(PeerId peer) const {
@@ -184,8 +188,9 @@ class WindowService final : public Service {
   // True once the engine holds the pair's mutex for the source.
   bool obtain(Queue& queue, Window& window, Hold hold);
   void release(Queue& queue);
-  // The source has ended its use of the window, which may have been dropped here.
+  // The source has ended its use of the window, which may have been dropped here; or of all of the group.
   void on_left(const Queue& queue, uint64_t window);
+  void on_left_group(uint64_t group, PeerId peer);
   void reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data = nullptr);
 
   Engine& engine_;

@@ -223,7 +223,7 @@ void WindowService::on_left(const Queue& queue, uint64_t window) {
   if (found != windows_.end()) {
     found->second.leave(peer);
   }
-  calls_.emplace_back([this, group = queue.group->id, window, peer] { DeferredFree::left(engine_, group, window, peer); });
+  calls_.emplace_back([this, group = queue.group->id, window, peer] { DeferredFree::left(engine_, {group, window}, peer); });
 }
 
 bool WindowService::advance(const Origin& origin, Queue& queue) {
@@ -343,6 +343,9 @@ void WindowService::close(const Group& group, uint64_t number) {
         reply(queue, header, kNoWindow);
       }
       for (const auto& serving : queue.servings) {
+        if (serving->op() == WindowOp::kLeave) {
+          on_left(queue, number);
+        }
         reply(queue, serving->header, kNoWindow);
       }
     }
