@@ -134,8 +134,8 @@ HostsOfRanks meet_on_hosts(Rendezvous& rendezvous) {
         ". Install the same fog, and the same torch, for all ranks.");
     TORCH_CHECK_WITH(
         DistBackendError, ranks[rank].between_hosts == ranks[0].between_hosts,
-        "fog: ranks disagree on FOG_BETWEEN_HOSTS (or the option between_hosts): rank 0 has '", ranks[0].between_hosts, "', rank ", rank,
-        " has '", ranks[rank].between_hosts, "'");
+        "fog: ranks disagree on FOG_BETWEEN_HOSTS (or the option between_hosts): rank 0 has '", ranks[0].between_hosts, "', rank ",
+        rank, " has '", ranks[rank].between_hosts, "'");
   }
   // Who is alone on its host, or whose system has no beacons, finds nobody but itself.
   std::string host = id + "#rank " + std::to_string(rendezvous.rank());

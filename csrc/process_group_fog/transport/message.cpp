@@ -67,7 +67,9 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case Delivery::kPayload:
       return came != 0 || header.payload_tag == 0 || header.bytes == 0 ? "its data cannot come so" : nullptr;
     case Delivery::kRemote:
-      return local ? "only other hosts send this" : came != 0 || header.payload_tag == 0 || header.bytes == 0 ? "its data cannot come so" : nullptr;
+      return local                                                    ? "only other hosts send this"
+          : came != 0 || header.payload_tag == 0 || header.bytes == 0 ? "its data cannot come so"
+                                                                      : nullptr;
     case Delivery::kStream:
     case Delivery::kMapped:
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;

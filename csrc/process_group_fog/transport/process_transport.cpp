@@ -119,6 +119,7 @@ ProcessTransport::ProcessTransport(
   if (remote_memory_) {
     remote_memory_->ask([this](PeerId peer) { return has_ended(peer); });
     puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, messages_);
+    arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, messages_);
   }
 }
 
@@ -166,7 +167,8 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
   if (header.bytes <= (local ? kLocalInlineBytes : kInlineBytes) && !hold) {
     return Way::kInline;
   }
-  if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ && puts_->reaches(destination)) {
+  if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ &&
+      puts_->reaches(destination)) {
     return Way::kRemote; // held back or not: what nobody takes stays in its slots
   }
   if (!local || memory == Memory::kMessages) {
@@ -313,7 +315,7 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
     case Delivery::kPayload:
       return messages_.receive(source, header, place, owner);
     case Delivery::kRemote:
-      return puts_->receive(source, header, owner);
+      return arrivals_->receive(source, header, owner);
     case Delivery::kInline:
       break;
   }
@@ -330,10 +332,10 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
       return;
     }
     if (header.kind == MessageKind::kPlaced) {
-      puts_->on_placed(source, header);
+      arrivals_->on_placed(source, header);
       return;
     }
-    puts_->on_announcement(source, header);
+    arrivals_->on_announcement(source, header);
   }
   handler_.on_message(source, header, data);
 }
@@ -393,7 +395,7 @@ void ProcessTransport::withdraw(const TransferOwner& owner) {
   streams_.abandon(owner);
   if (puts_) {
     puts_->withdraw(owner);
-    puts_->abandon(owner);
+    arrivals_->abandon(owner);
   }
   messages_.abandon(owner);
 }
@@ -402,7 +404,7 @@ void ProcessTransport::ignore(PeerId source, const Header& header) {
   if (header.delivery == Delivery::kStream) {
     streams_.ignore(source, header);
   } else if (header.delivery == Delivery::kRemote) {
-    puts_->ignore(source, header);
+    arrivals_->ignore(source, header);
   }
 }
 
@@ -420,6 +422,7 @@ void ProcessTransport::forget(PeerId peer) {
   forget(peer, 0);
   if (puts_) {
     puts_->forget(peer);
+    arrivals_->forget(peer);
   }
 }
 
@@ -430,7 +433,8 @@ bool ProcessTransport::poll() {
   if (must_poll()) {
     const size_t parts = messages_.parts_moved();
     progressed = messages_.poll() || progressed;
-    const bool put = puts_ && puts_->poll();
+    const bool come = arrivals_ && arrivals_->poll();
+    const bool put = (puts_ && puts_->poll()) || come;
     if (put || messages_.parts_moved() != parts) {
       moved_ = std::chrono::steady_clock::now();
     }
@@ -440,13 +444,15 @@ bool ProcessTransport::poll() {
 }
 
 bool ProcessTransport::flowing() const {
-  return !given_up_ && (messages_.moving() || (puts_ && puts_->must_poll())) && std::chrono::steady_clock::now() < moved_ + kFlowTime;
+  return !given_up_ && (messages_.moving() || (puts_ && (puts_->sending() || arrivals_->must_poll()))) &&
+      std::chrono::steady_clock::now() < moved_ + kFlowTime;
 }
 
 bool ProcessTransport::give_up() {
   given_up_ = true;
   if (puts_) {
     puts_->give_up();
+    arrivals_->give_up();
   }
   return messages_.give_up();
 }

@@ -15,6 +15,7 @@
 #include "job/process_watch.hpp"
 #include "transport/mpi/messages.hpp"
 #include "transport/mpi/notified_puts.hpp"
+#include "transport/mpi/put_arrivals.hpp"
 #include "transport/mpi/remote_memory.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/shared_memory/streams.hpp"
@@ -63,7 +64,8 @@ class ProcessTransport final : public Transport, private MessageHandler {
 
   bool poll() override;
   bool must_poll() override {
-    return !given_up_ && (messages_.must_poll() || (puts_ && puts_->must_poll()) || !links_.attached_by_all());
+    return !given_up_ &&
+        (messages_.must_poll() || (arrivals_ && (arrivals_->must_poll() || puts_->sending())) || !links_.attached_by_all());
   }
   bool flowing() const override;
   bool sending() const override {
@@ -122,6 +124,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   mpi::Messages messages_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
+  std::unique_ptr<mpi::PutArrivals> arrivals_; // as well
   std::unordered_map<uint64_t, Reading> mapped_; // by transfer: what peers read in this process's arena
   std::unordered_set<PeerId> held_;
   std::vector<std::shared_ptr<TransferOwner>> released_;

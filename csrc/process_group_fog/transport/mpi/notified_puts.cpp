@@ -1,137 +1,26 @@
 #include "transport/mpi/notified_puts.hpp"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 
 #include "core/failure.hpp"
+#include "transport/mpi/put_slots.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog::mpi {
 namespace {
 
-constexpr size_t kChunkBytes = OneSided::kMostBytes;
-// What a peer gets at most, and what part of the free pool.
-constexpr size_t kMostSlots = 32;
-constexpr size_t kPartOfPool = 4;
 // Transfers of this process whose receivers have not taken all.
 constexpr size_t kCredits = 1024;
-
-// The number of a transfer and how many chunks of it are meant, in a word.
-constexpr unsigned kCountBits = 20;
-constexpr uint64_t kAll = (uint64_t(1) << kCountBits) - 1; // those there are, or will ever be
-constexpr uint64_t word_of(uint64_t transfer, uint64_t chunks) {
-  return transfer << kCountBits | chunks;
-}
-
-size_t chunks_of(size_t bytes) {
-  return (bytes + kChunkBytes - 1) / kChunkBytes;
-}
-
-// Slots lie behind their versions, each of which has a cache line.
-constexpr size_t kVersionStride = 64;
-constexpr size_t versions_bytes(size_t slots) {
-  return (slots * kVersionStride + 4095) / 4096 * 4096;
-}
-constexpr size_t version_at(size_t slot) {
-  return slot * kVersionStride;
-}
-constexpr size_t slot_at(size_t slots, size_t slot) {
-  return versions_bytes(slots) + slot * kChunkBytes;
-}
 
 } // namespace
 
 size_t OutgoingPut::sent() const {
   return copy_ || done_ ? bytes_ : std::min(bytes_, chunks_put_ * kChunkBytes);
 }
-
-// What comes from a peer, from its header on.
-class NotifiedPuts::Arrival final : public Incoming {
- public:
-  Arrival(NotifiedPuts& puts, PeerId its_source, const Header& its_header) : source(its_source), header(its_header), puts_(puts) {}
-
-  size_t available() const override {
-    return payload ? payload->available() : std::min<size_t>(header.bytes, come_ * kChunkBytes);
-  }
-  void read(size_t from, size_t to, std::vector<Block>& blocks) const override {
-    if (payload) {
-      payload->read(from, to, blocks);
-      return;
-    }
-    while (from < to) {
-      const size_t chunk = from / kChunkBytes;
-      const size_t end = std::min(to, (chunk + 1) * kChunkBytes);
-      blocks.push_back({from, end, lent_.memory + slot_at(lent_.slots, slot_of(chunk)) + from % kChunkBytes});
-      from = end;
-    }
-  }
-  bool take(size_t bytes) override {
-    if (payload) {
-      const bool stands = payload->take(bytes);
-      if (bytes == header.bytes) {
-        puts_.close(*this);
-      }
-      return stands;
-    }
-    if (bytes == header.bytes) {
-      puts_.close(*this);
-    } else if (const size_t taken = bytes / kChunkBytes; taken > taken_) {
-      const bool sender_waits = taken_ + slots_ < chunks_of(header.bytes);
-      taken_ = taken;
-      if (sender_waits) {
-        puts_.say_taken(*this, taken);
-      }
-    }
-    return true; // slots that have not been taken are not filled again
-  }
-
-  // Its data is in those slots.
-  void place(const Lent& lent, size_t first, size_t slots) {
-    lent_ = lent;
-    first_ = first;
-    slots_ = slots;
-  }
-  // Looks for chunks that have come; true if there are any.
-  bool look() {
-    if (payload) {
-      error = payload->error;
-      return false;
-    }
-    const size_t before = come_;
-    const size_t chunks = slots_ > 0 ? chunks_of(header.bytes) : 0;
-    while (come_ < chunks && version_of(slot_of(come_)) == word_of(header.transfer, come_ + 1)) {
-      ++come_;
-    }
-    return come_ > before;
-  }
-
-  const PeerId source;
-  const Header header;
-  std::shared_ptr<Incoming> payload; // its data comes by messages after all
-  bool goes_by_message = false;
-  bool listens = false; // somebody takes it
-  std::weak_ptr<TransferOwner> listener;
-
- private:
-  size_t slot_of(size_t chunk) const {
-    return first_ + chunk % slots_;
-  }
-  uint64_t version_of(size_t slot) const {
-    return reinterpret_cast<const std::atomic<uint64_t>*>(lent_.memory + version_at(slot))->load(std::memory_order_acquire);
-  }
-
-  NotifiedPuts& puts_;
-  Lent lent_;
-  size_t first_ = 0;
-  size_t slots_ = 0;
-  size_t come_ = 0; // chunks
-  size_t taken_ = 0;
-};
 
 NotifiedPuts::NotifiedPuts(RemoteMemory& memory, Messages& messages) : memory_(memory), messages_(messages) {
   credits_ = static_cast<char*>(memory.allocate(kCredits * kLine));
@@ -141,15 +30,18 @@ NotifiedPuts::NotifiedPuts(RemoteMemory& memory, Messages& messages) : memory_(m
   }
 }
 
-// --- going out ---
-
 bool NotifiedPuts::reaches(PeerId peer) const {
   const auto found = granted_.find(peer);
   return credits_ != nullptr && (found == granted_.end() || found->second.state != Granted::State::kRefused);
 }
 
 std::shared_ptr<OutgoingPut> NotifiedPuts::send(
-    PeerId peer, Header header, const void* data, bool may_be_overwritten, const std::shared_ptr<TransferOwner>& owner, Messages::Sent ended) {
+    PeerId peer,
+    Header header,
+    const void* data,
+    bool may_be_overwritten,
+    const std::shared_ptr<TransferOwner>& owner,
+    Messages::Sent ended) {
   auto& granted = granted_[peer];
   if (free_credits_.empty() || chunks_of(header.bytes) >= kAll || granted.state == Granted::State::kRefused) {
     return nullptr;
@@ -285,7 +177,8 @@ bool NotifiedPuts::step(OutgoingPut& put) {
   }
   const size_t begin = chunk * kChunkBytes;
   memory_.put(
-      put.peer_, granted.at + slot_at(granted.taken.size(), slot_of(chunk)), put.data_ + begin, std::min(kChunkBytes, put.bytes_ - begin));
+      put.peer_, granted.at + slot_at(granted.taken.size(), slot_of(chunk)), put.data_ + begin,
+      std::min(kChunkBytes, put.bytes_ - begin));
   memory_.flush(put.peer_);
   put.chunks_published_ = chunk;
   ++put.chunks_put_;
@@ -363,137 +256,7 @@ void NotifiedPuts::forget(PeerId peer) {
     }
     granted_.erase(found);
   }
-  // Its slots stay as they are: a host that is merely silent may still write there.
-  for (auto position = arrivals_.lower_bound({peer, 0}); position != arrivals_.end() && position->first.first == peer;) {
-    waiting_ -= position->second->listens ? 1 : 0;
-    position = arrivals_.erase(position);
-  }
 }
-
-// --- coming in ---
-
-void NotifiedPuts::grant(PeerId source) {
-  auto& lent = lent_[source];
-  size_t slots = kMostSlots;
-  const auto region_bytes = [](size_t count) { return slot_at(count, count); };
-  while (slots > 0 && region_bytes(slots) > memory_.free_bytes() / kPartOfPool) {
-    slots /= 2;
-  }
-  if (slots > 0) {
-    lent.memory = static_cast<char*>(memory_.allocate(region_bytes(slots)));
-    lent.slots = lent.memory != nullptr ? slots : 0;
-  }
-  Header header;
-  header.kind = MessageKind::kSlots;
-  header.chunk = static_cast<uint32_t>(lent.slots);
-  if (lent.slots > 0) {
-    std::memset(lent.memory, 0, versions_bytes(lent.slots));
-    header.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
-  } else if (!std::exchange(warned_, true)) {
-    TORCH_WARN(
-        "fog: the pool for RMA has no room for what world rank ", source, " sends, which goes by messages: ", memory_.free_bytes(),
-        " bytes are free. FOG_RMA_BYTES sets its size.");
-  }
-  try {
-    messages_.send(source, header, nullptr, 0);
-  } catch (const Unreachable&) { // it needs none
-  }
-}
-
-void NotifiedPuts::on_announcement(PeerId source, const Header& header) {
-  const auto [position, added] = arrivals_.emplace(std::make_pair(source, header.transfer), nullptr);
-  if (!added) {
-    refuse_message(source, sizeof(header), "its data has come already");
-  }
-  position->second = std::make_shared<Arrival>(*this, source, header);
-  if (header.flags > 0) {
-    on_placed(source, header);
-  } else if (lent_.count(source) == 0) {
-    grant(source);
-  }
-}
-
-void NotifiedPuts::on_placed(PeerId source, const Header& header) {
-  const auto found = arrivals_.find({source, header.transfer});
-  if (found == arrivals_.end()) { // nobody takes it
-    return;
-  }
-  auto& arrival = *found->second;
-  if (header.flags == 0) {
-    arrival.goes_by_message = true;
-    if (const auto listener = arrival.listener.lock()) {
-      take_by_message(arrival, listener);
-    }
-    return;
-  }
-  const auto lent = lent_.find(source);
-  if (lent == lent_.end() || header.flags > lent->second.slots || header.chunk > lent->second.slots - header.flags) {
-    refuse_message(source, sizeof(header), "it has no such slots");
-  }
-  arrival.place(lent->second, header.chunk, header.flags);
-}
-
-void NotifiedPuts::take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner) {
-  auto header = arrival.header;
-  header.delivery = Delivery::kPayload;
-  arrival.payload = messages_.receive(arrival.source, header, nullptr, owner);
-}
-
-std::shared_ptr<Incoming> NotifiedPuts::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
-  const auto found = arrivals_.find({source, header.transfer});
-  if (found == arrivals_.end()) { // it was forgotten meanwhile
-    throw Unreachable(source);
-  }
-  const auto arrival = found->second;
-  arrival->listener = owner;
-  arrival->listens = true;
-  ++waiting_;
-  if (arrival->goes_by_message) {
-    take_by_message(*arrival, owner);
-  }
-  arrival->look();
-  return arrival;
-}
-
-void NotifiedPuts::say_taken(Arrival& arrival, size_t taken) {
-  try {
-    memory_.notify(arrival.source, arrival.header.address, word_of(arrival.header.transfer, taken));
-  } catch (const std::exception&) { // the sender has ended; or MPI has failed, which everybody hears of
-  }
-}
-
-void NotifiedPuts::close(Arrival& arrival) {
-  const auto found = arrivals_.find({arrival.source, arrival.header.transfer});
-  if (found == arrivals_.end()) {
-    return;
-  }
-  const auto kept = found->second;
-  arrivals_.erase(found);
-  waiting_ -= arrival.listens ? 1 : 0;
-  if (!arrival.goes_by_message) { // else its sender knows
-    say_taken(arrival, kAll);
-  }
-}
-
-void NotifiedPuts::ignore(PeerId source, const Header& header) {
-  if (const auto found = arrivals_.find({source, header.transfer}); found != arrivals_.end()) {
-    close(*found->second);
-  }
-}
-
-void NotifiedPuts::abandon(const TransferOwner& owner) {
-  std::vector<std::shared_ptr<Arrival>> abandoned;
-  for (const auto& [key, arrival] : arrivals_) {
-    if (arrival->listener.lock().get() == &owner) {
-      abandoned.push_back(arrival);
-    }
-  }
-  for (const auto& arrival : abandoned) {
-    close(*arrival);
-  }
-}
-
-// --- progress ---
 
 bool NotifiedPuts::poll() {
   bool progressed = false;
@@ -514,14 +277,6 @@ bool NotifiedPuts::poll() {
     next.splice(next.end(), going_, going_.begin());
   }
   resting_.remove_if([this](const auto& put) { return settle(*put); });
-  for (const auto& [key, arrival] : arrivals_) {
-    if (arrival->listens && arrival->look()) {
-      progressed = true;
-      if (const auto owner = arrival->listener.lock()) {
-        owner->on_progress();
-      }
-    }
-  }
   return progressed;
 }
 
@@ -531,8 +286,6 @@ void NotifiedPuts::give_up() {
     lost_.insert(lost_.end(), granted.waiting.begin(), granted.waiting.end());
     granted.waiting.clear();
   }
-  waiting_ = 0;
-  arrivals_.clear();
 }
 
 } // namespace fog::mpi

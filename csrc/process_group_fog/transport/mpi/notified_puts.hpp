@@ -12,12 +12,10 @@
 #include <cstdint>
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "transport/mpi/messages.hpp"
@@ -54,42 +52,34 @@ class OutgoingPut {
   Messages::Sent ended_;
 };
 
-// All of a process. Every call needs the engine's lock.
+// All that goes out of a process. Every call needs the engine's lock.
 class NotifiedPuts {
  public:
   NotifiedPuts(RemoteMemory& memory, Messages& messages);
 
-  // --- going out ---
   // Whether data for that peer can go so: it has slots, or has not refused any so far.
   bool reaches(PeerId peer) const;
   // Sends `header` and the data. `ended` hears how it ends that the data is read, as that of Messages::send_data(). Null if there is nothing
   // left to keep track of it with: then it has to go by messages.
   std::shared_ptr<OutgoingPut> send(
-      PeerId peer, Header header, const void* data, bool may_be_overwritten, const std::shared_ptr<TransferOwner>& owner, Messages::Sent ended);
+      PeerId peer,
+      Header header,
+      const void* data,
+      bool may_be_overwritten,
+      const std::shared_ptr<TransferOwner>& owner,
+      Messages::Sent ended);
   // The memory of `owner` may change from now on.
   void withdraw(const TransferOwner& owner);
   // `peer` has ended.
   void forget(PeerId peer);
 
-  // --- coming in ---
-  std::shared_ptr<Incoming> receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner);
-  // Nobody takes that.
-  void ignore(PeerId source, const Header& header);
-  // `owner` reads nothing any more.
-  void abandon(const TransferOwner& owner);
-
-  // --- what peers say; DistBackendError where it cannot be ---
-  void on_announcement(PeerId source, const Header& header);
+  // What a peer says of slots it has asked for; DistBackendError where it cannot be.
   void on_slots(PeerId source, const Header& header);
-  void on_placed(PeerId source, const Header& header);
 
-  // Puts one chunk at most, and looks for what has come; true if anything moved.
+  // Puts one chunk at most; true if anything moved.
   bool poll();
   // MPI cannot be called any more.
   void give_up();
-  bool must_poll() const {
-    return !going_.empty() || waiting_ > 0;
-  }
   // What its receiver reads in its own memory needs nothing from here.
   bool sending() const {
     return !going_.empty();
@@ -99,7 +89,6 @@ class NotifiedPuts {
   }
 
  private:
-  class Arrival;
   // What this process has at a peer.
   struct Granted {
     enum class State { kNone, kAsked, kHas, kRefused } state = State::kNone;
@@ -107,12 +96,6 @@ class NotifiedPuts {
     std::vector<bool> taken; // by slot
     std::vector<std::shared_ptr<OutgoingPut>> waiting; // for slots to be granted
   };
-  // What a peer has here.
-  struct Lent {
-    char* memory = nullptr;
-    size_t slots = 0;
-  };
-
   std::atomic<uint64_t>& credit(size_t index) const {
     return *reinterpret_cast<std::atomic<uint64_t>*>(credits_ + index * kLine);
   }
@@ -126,12 +109,6 @@ class NotifiedPuts {
   void end(OutgoingPut& put, const std::optional<std::string>& error);
   // Gives its slots back if the receiver has taken all.
   bool settle(const OutgoingPut& put);
-  void grant(PeerId source);
-  void take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner);
-  // `taken` chunks of it, or all that there will be.
-  void say_taken(Arrival& arrival, size_t taken);
-  void close(Arrival& arrival);
-
   static constexpr size_t kLine = 64;
 
   RemoteMemory& memory_;
@@ -140,13 +117,9 @@ class NotifiedPuts {
   std::vector<size_t> free_credits_;
   uint64_t next_transfer_ = 1;
   std::unordered_map<PeerId, Granted> granted_;
-  std::unordered_map<PeerId, Lent> lent_;
   std::list<std::shared_ptr<OutgoingPut>> going_; // with data to put
   std::list<std::shared_ptr<OutgoingPut>> resting_; // whose slots are not free yet
-  std::map<std::pair<PeerId, uint64_t>, std::shared_ptr<Arrival>> arrivals_; // by source and its transfer
   std::list<std::shared_ptr<OutgoingPut>> lost_; // whose memory MPI may read for ever
-  size_t waiting_ = 0; // arrivals that somebody waits for
-  bool warned_ = false;
   std::vector<std::shared_ptr<TransferOwner>> released_;
 };
 

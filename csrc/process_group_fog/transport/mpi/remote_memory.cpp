@@ -63,8 +63,9 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
   made->create(timeout);
   const auto fault = made->probe(rendezvous, timeout);
   TORCH_CHECK_WITH(
-      DistBackendError, !fault || wanted != BetweenHosts::kRma, "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) cannot be done here: ",
-      *fault, ". With 'auto' or 'messages' data goes by messages.");
+      DistBackendError, !fault || wanted != BetweenHosts::kRma,
+      "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) cannot be done here: ", *fault,
+      ". With 'auto' or 'messages' data goes by messages.");
   if (runtime.rank() == 0) {
     LOG(INFO) << "fog: between hosts data goes by " << (fault ? "messages: " + *fault : std::string("RMA"));
   }
@@ -88,9 +89,8 @@ void RemoteMemory::create(std::chrono::milliseconds timeout) {
   });
   window_ = *window;
   check(api().Win_set_errhandler(window_, MPI_ERRORS_RETURN), "MPI_Win_set_errhandler");
-  call_in_time("MPI_Win_lock_all", deadline, timeout, nullptr, nullptr, [window] {
-    return api().Win_lock_all(MPI_MODE_NOCHECK, *window);
-  });
+  call_in_time(
+      "MPI_Win_lock_all", deadline, timeout, nullptr, nullptr, [window] { return api().Win_lock_all(MPI_MODE_NOCHECK, *window); });
 }
 
 std::optional<std::string> RemoteMemory::probe(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
@@ -148,8 +148,8 @@ std::optional<std::string> RemoteMemory::probe(Rendezvous& rendezvous, std::chro
     rendezvous.set(kPut, *code == MPI_SUCCESS ? kText : kText + error_text(*code));
   }
   TORCH_CHECK_WITH(
-      DistBackendError, await(kResult, deadline), "fog: MPI did not start within ", timeout.count(),
-      " ms: rank ", target, " has not said whether a put by MPI reaches it");
+      DistBackendError, await(kResult, deadline), "fog: MPI did not start within ", timeout.count(), " ms: rank ", target,
+      " has not said whether a put by MPI reaches it");
   auto fault = rendezvous.get(kResult).substr(kText.size());
   if (fault.empty()) {
     fault = rendezvous.get(kPut).substr(kText.size());

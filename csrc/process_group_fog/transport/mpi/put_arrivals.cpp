@@ -1,0 +1,251 @@
+#include "transport/mpi/put_arrivals.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+#include "transport/mpi/put_slots.hpp"
+
+namespace fog::mpi {
+namespace {
+
+// What a peer gets at most, and what part of the free pool.
+constexpr size_t kMostSlots = 32;
+constexpr size_t kPartOfPool = 4;
+
+} // namespace
+
+// What comes from a peer, from its header on.
+class PutArrivals::Arrival final : public Incoming {
+ public:
+  Arrival(PutArrivals& arrivals, PeerId its_source, const Header& its_header)
+      : source(its_source), header(its_header), all_(arrivals) {}
+
+  size_t available() const override {
+    return payload ? payload->available() : std::min<size_t>(header.bytes, come_ * kChunkBytes);
+  }
+  void read(size_t from, size_t to, std::vector<Block>& blocks) const override {
+    if (payload) {
+      payload->read(from, to, blocks);
+      return;
+    }
+    while (from < to) {
+      const size_t chunk = from / kChunkBytes;
+      const size_t end = std::min(to, (chunk + 1) * kChunkBytes);
+      blocks.push_back({from, end, lent_.memory + slot_at(lent_.slots, slot_of(chunk)) + from % kChunkBytes});
+      from = end;
+    }
+  }
+  bool take(size_t bytes) override {
+    if (payload) {
+      const bool stands = payload->take(bytes);
+      if (bytes == header.bytes) {
+        all_.close(*this);
+      }
+      return stands;
+    }
+    if (bytes == header.bytes) {
+      all_.close(*this);
+    } else if (const size_t taken = bytes / kChunkBytes; taken > taken_) {
+      const bool sender_waits = taken_ + slots_ < chunks_of(header.bytes);
+      taken_ = taken;
+      if (sender_waits) {
+        all_.say_taken(*this, taken);
+      }
+    }
+    return true; // slots that have not been taken are not filled again
+  }
+
+  // Its data is in those slots.
+  void place(const Lent& lent, size_t first, size_t slots) {
+    lent_ = lent;
+    first_ = first;
+    slots_ = slots;
+  }
+  // Looks for chunks that have come; true if there are any.
+  bool look() {
+    if (payload) {
+      error = payload->error;
+      return false;
+    }
+    const size_t before = come_;
+    const size_t chunks = slots_ > 0 ? chunks_of(header.bytes) : 0;
+    while (come_ < chunks && version_of(slot_of(come_)) == word_of(header.transfer, come_ + 1)) {
+      ++come_;
+    }
+    return come_ > before;
+  }
+
+  const PeerId source;
+  const Header header;
+  std::shared_ptr<Incoming> payload; // its data comes by messages after all
+  bool goes_by_message = false;
+  bool listens = false; // somebody takes it
+  std::weak_ptr<TransferOwner> listener;
+
+ private:
+  size_t slot_of(size_t chunk) const {
+    return first_ + chunk % slots_;
+  }
+  uint64_t version_of(size_t slot) const {
+    return reinterpret_cast<const std::atomic<uint64_t>*>(lent_.memory + version_at(slot))->load(std::memory_order_acquire);
+  }
+
+  PutArrivals& all_;
+  Lent lent_;
+  size_t first_ = 0;
+  size_t slots_ = 0;
+  size_t come_ = 0; // chunks
+  size_t taken_ = 0;
+};
+
+void PutArrivals::grant(PeerId source) {
+  auto& lent = lent_[source];
+  size_t slots = kMostSlots;
+  const auto region_bytes = [](size_t count) { return slot_at(count, count); };
+  while (slots > 0 && region_bytes(slots) > memory_.free_bytes() / kPartOfPool) {
+    slots /= 2;
+  }
+  if (slots > 0) {
+    lent.memory = static_cast<char*>(memory_.allocate(region_bytes(slots)));
+    lent.slots = lent.memory != nullptr ? slots : 0;
+  }
+  Header header;
+  header.kind = MessageKind::kSlots;
+  header.chunk = static_cast<uint32_t>(lent.slots);
+  if (lent.slots > 0) {
+    std::memset(lent.memory, 0, versions_bytes(lent.slots));
+    header.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
+  } else if (!std::exchange(warned_, true)) {
+    TORCH_WARN(
+        "fog: the pool for RMA has no room for what world rank ", source, " sends, which goes by messages: ", memory_.free_bytes(),
+        " bytes are free. FOG_RMA_BYTES sets its size.");
+  }
+  try {
+    messages_.send(source, header, nullptr, 0);
+  } catch (const Unreachable&) { // it needs none
+  }
+}
+
+void PutArrivals::on_announcement(PeerId source, const Header& header) {
+  const auto [position, added] = arrivals_.emplace(std::make_pair(source, header.transfer), nullptr);
+  if (!added) {
+    refuse_message(source, sizeof(header), "its data has come already");
+  }
+  position->second = std::make_shared<Arrival>(*this, source, header);
+  if (header.flags > 0) {
+    on_placed(source, header);
+  } else if (lent_.count(source) == 0) {
+    grant(source);
+  }
+}
+
+void PutArrivals::on_placed(PeerId source, const Header& header) {
+  const auto found = arrivals_.find({source, header.transfer});
+  if (found == arrivals_.end()) { // nobody takes it
+    return;
+  }
+  auto& arrival = *found->second;
+  if (header.flags == 0) {
+    arrival.goes_by_message = true;
+    if (const auto listener = arrival.listener.lock()) {
+      take_by_message(arrival, listener);
+    }
+    return;
+  }
+  const auto lent = lent_.find(source);
+  if (lent == lent_.end() || header.flags > lent->second.slots || header.chunk > lent->second.slots - header.flags) {
+    refuse_message(source, sizeof(header), "it has no such slots");
+  }
+  arrival.place(lent->second, header.chunk, header.flags);
+}
+
+void PutArrivals::take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner) {
+  auto header = arrival.header;
+  header.delivery = Delivery::kPayload;
+  arrival.payload = messages_.receive(arrival.source, header, nullptr, owner);
+}
+
+std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
+  const auto found = arrivals_.find({source, header.transfer});
+  if (found == arrivals_.end()) { // it was forgotten meanwhile
+    throw Unreachable(source);
+  }
+  const auto arrival = found->second;
+  arrival->listener = owner;
+  arrival->listens = true;
+  ++waiting_;
+  if (arrival->goes_by_message) {
+    take_by_message(*arrival, owner);
+  }
+  arrival->look();
+  return arrival;
+}
+
+void PutArrivals::say_taken(Arrival& arrival, size_t taken) {
+  try {
+    memory_.notify(arrival.source, arrival.header.address, word_of(arrival.header.transfer, taken));
+  } catch (const std::exception&) { // the sender has ended; or MPI has failed, which everybody hears of
+  }
+}
+
+void PutArrivals::close(Arrival& arrival) {
+  const auto found = arrivals_.find({arrival.source, arrival.header.transfer});
+  if (found == arrivals_.end()) {
+    return;
+  }
+  const auto kept = found->second;
+  arrivals_.erase(found);
+  waiting_ -= arrival.listens ? 1 : 0;
+  if (!arrival.goes_by_message) { // else its sender knows
+    say_taken(arrival, kAll);
+  }
+}
+
+void PutArrivals::ignore(PeerId source, const Header& header) {
+  if (const auto found = arrivals_.find({source, header.transfer}); found != arrivals_.end()) {
+    close(*found->second);
+  }
+}
+
+void PutArrivals::abandon(const TransferOwner& owner) {
+  std::vector<std::shared_ptr<Arrival>> abandoned;
+  for (const auto& [key, arrival] : arrivals_) {
+    if (arrival->listener.lock().get() == &owner) {
+      abandoned.push_back(arrival);
+    }
+  }
+  for (const auto& arrival : abandoned) {
+    close(*arrival);
+  }
+}
+
+void PutArrivals::forget(PeerId peer) {
+  // Its slots stay as they are: a host that is merely silent may still write there.
+  for (auto position = arrivals_.lower_bound({peer, 0}); position != arrivals_.end() && position->first.first == peer;) {
+    waiting_ -= position->second->listens ? 1 : 0;
+    position = arrivals_.erase(position);
+  }
+}
+
+bool PutArrivals::poll() {
+  bool progressed = false;
+  for (const auto& [key, arrival] : arrivals_) {
+    if (arrival->listens && arrival->look()) {
+      progressed = true;
+      if (const auto owner = arrival->listener.lock()) {
+        owner->on_progress();
+      }
+    }
+  }
+  return progressed;
+}
+
+void PutArrivals::give_up() {
+  waiting_ = 0;
+  arrivals_.clear();
+}
+
+} // namespace fog::mpi
