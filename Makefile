@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap clean FORCE
+.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -51,6 +51,7 @@ help:
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
+	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make build   make the environment and build the extension"
@@ -73,7 +74,14 @@ test-all: build build-tests
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
 	echo "== all tests"; \
 	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_FAULTS=all FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
-		python -m pytest tests --durations=15 $(ARGS) && exit $$installed
+		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && exit $$installed
+
+# Exchanges and collectives with ranks that are nodes of their own, between which data goes by MPI RMA. Windows are tested so by
+# tests/test_window_rma.py. Without the tests of killed ranks: UCX's shared memory ends a process whose peer vanishes.
+test-rma: build
+	@echo "== exchanges by MPI RMA"
+	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
+		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
 # The double of a device, which tests load; compiled anew only when its sources change.
 build-tests: build
