@@ -322,8 +322,13 @@ def test_mass_is_conserved(worlds, dtype, numel):
         assert min(passed, collected) > 1
 
 
-def test_between_hosts(tmp_path):
+@pytest.mark.parametrize("way", ["messages", pytest.param("rma", marks=pytest.mark.long)])
+def test_between_hosts(tmp_path, way):
     """Two ranks on one host and one on another."""
+    by_rma = {
+        "FOG_BETWEEN_HOSTS": "rma",
+        "UCX_TLS": "shm,self",
+    }  # which moves data itself, also between network namespaces
     calls = [
         ("same_as_on_the_cpu", ["bfloat16", 1003]),
         ("tokens", ["float32", 20_000, 2 * RACE_SECONDS]),
@@ -331,7 +336,9 @@ def test_between_hosts(tmp_path):
         ("race", ["get", True, RACE_SECONDS]),
         ("raw_writes", []),
     ]
-    results = run_on_hosts(tmp_path, [0, 0, 1], "test_device_windows", calls)
+    results = run_on_hosts(
+        tmp_path, [0, 0, 1], "test_device_windows", calls, environment=by_rma if way == "rma" else None
+    )
     for _, (least, most, p, passed, collected), *_ in results:
         assert (least, most, p) == (60, 60, 3)
         assert min(passed, collected) > 1

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import window_hosts
 from harness import ALL, BACKEND, World, WorldPool
+from hosts import run_on_hosts
 from test_window_backend import WAYS, backend, create, full, others, slot
 from torch import Tensor
 
@@ -52,6 +53,15 @@ def test_a_sample_of_everything(rma, tmp_path):
 @pytest.mark.long
 def test_everything_on_more_ranks(rma, tmp_path):
     rma(4).run(window_hosts.everything, str(tmp_path / "done"))
+
+
+@pytest.mark.usefixtures("no_shared_memory_left")
+@pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["1+1", "2+2"])
+@pytest.mark.long
+def test_between_hosts(tmp_path, placement):
+    """Some neighbors are on this host, and some on the other one; UCX's shared memory reaches both, and stands for RDMA."""
+    environment = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "FOG_CONFIRM": "1"}
+    run_on_hosts(tmp_path, placement, "window_hosts", [("everything", [])], environment=environment)
 
 
 # --- the target takes no part -------------------------------------------------------------------------------
