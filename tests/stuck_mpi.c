@@ -32,3 +32,13 @@ int MPI_Improbe(int peer, int tag, MPI_Comm comm, int* found, MPI_Message* messa
   hang("MPI_Improbe");
   return PMPI_Improbe(peer, tag, comm, found, message, status);
 }
+
+int MPI_Put(const void* data, int count, MPI_Datatype type, int peer, MPI_Aint to, int there, MPI_Datatype type_there, MPI_Win window) {
+  hang("MPI_Put");
+  return PMPI_Put(data, count, type, peer, to, there, type_there, window);
+}
+
+int MPI_Win_flush(int peer, MPI_Win window) {
+  hang("MPI_Win_flush");
+  return PMPI_Win_flush(peer, window);
+}

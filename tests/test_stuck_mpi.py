@@ -124,6 +124,46 @@ def test_a_call_that_does_not_return(new_world: Callable[..., World], proxy: str
         assert seconds < SOON, f"rank {rank}: {seconds} s"
 
 
+def get_stuck_by_rma(call: str, by_window: bool) -> tuple[str, float]:
+    """Rank 0's call of MPI does not return; both ranks know each other's slots by then."""
+    import fogdist
+
+    rank = dist.get_rank()
+    fogdist.init()
+    x = torch.ones(500_000)
+    for _ in range(2):
+        fogdist.neighbor_allreduce(x)
+    window = fogdist.Window(x, "w") if by_window else None
+    dist.barrier()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend.set_timeout(timedelta(seconds=TIMEOUT))
+    if rank == 0:
+        hang(call)
+    begin = time.monotonic()
+    if window is None:
+        message = error_of(lambda: fogdist.neighbor_allreduce(x))
+    else:
+        message = error_of(lambda: window.put(x, timeout=TIMEOUT)) if rank == 0 else ""
+    seconds = time.monotonic() - begin
+    hang("")
+    return message, seconds
+
+
+@pytest.mark.parametrize("by_window", [False, True])
+@pytest.mark.parametrize("call", ["MPI_Put", "MPI_Win_flush"])
+def test_a_call_of_rma_that_does_not_return(
+    new_world: Callable[..., World], proxy: str, call: str, by_window: bool
+) -> None:
+    """An error that names the call and the peer ends it."""
+    environment = {"FOG_MPI_LIBRARY": proxy, "FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
+    world = new_world(2, environment=environment, finalizing=None)
+    outcomes = world.run(get_stuck_by_rma, call, by_window)
+    message, seconds = outcomes[0]
+    assert re.search(rf"{'win_put' if by_window else 'neighbor_allreduce'}.*{call} with rank 1", message), message
+    assert seconds < SOON
+    world.close()
+
+
 def end_while_stuck() -> None:
     """The process exits with an operation in flight whose deadline is far."""
     global kept

@@ -394,7 +394,7 @@ void Engine::listen() {
 
 bool Engine::has_left(int peer_id) {
   const Lock lock(mutex_);
-  return lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
+  return (lost_.count(peer_id) > 0 && silent_.count(peer_id) == 0) || departed_.count(peer_id) > 0;
 }
 
 Engine::Bookkeeping Engine::bookkeeping() {

@@ -164,6 +164,9 @@ class Engine final : public Driver, public MessageHandler {
   bool has_ended(int peer) override {
     return lost_.count(peer) > 0;
   }
+  bool is_leaving(int peer) override {
+    return departed_.count(peer) > 0;
+  }
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // A disagreement fails the group.
   void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
@@ -237,6 +240,7 @@ class Engine final : public Driver, public MessageHandler {
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
   std::unordered_set<int> lost_; // world ranks that ended without
+  std::unordered_set<int> silent_; // those of them whose host merely does not answer: they may still write to this process's memory
   std::chrono::steady_clock::time_point last_news_; // of anything
   std::chrono::steady_clock::time_point next_check_;
   std::atomic<size_t> in_flight_{0};

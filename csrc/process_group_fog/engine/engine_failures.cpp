@@ -110,7 +110,9 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
   for (const auto& [id, ranks] : closed) {
     forget_closed(id, peer_id);
   }
-  outbox_.ended.push_back(peer_id);
+  if (silent_.count(peer_id) == 0) {
+    outbox_.ended.push_back(peer_id);
+  }
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     const int peer = group->group_rank(peer_id);
@@ -170,6 +172,9 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent) {
   }
   unhealthy_ = true;
   lost_.insert(peer);
+  if (silent) {
+    silent_.insert(peer);
+  }
   if (transport_) {
     transport_->forget(peer);
   }

@@ -13,6 +13,8 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
+#include "core/failure.hpp"
+#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
@@ -103,6 +105,7 @@ std::shared_ptr<Group> connect(
   engine.check_not_forked();
   PeerMonitor::host_timeout(); // these throw where the environment is wrong
   check_interface();
+  rma_bytes();
   auto& runtime = Runtime::instance();
   std::vector<Member> members;
   std::vector<std::string> inboxes; // by member
@@ -122,8 +125,14 @@ std::shared_ptr<Group> connect(
       static std::mutex making; // two threads may make their first groups at once
       const std::lock_guard<std::mutex> lock(making);
       if (transport.load() == nullptr) {
-        auto made = std::make_unique<ProcessTransport>(
-            runtime, engine, engine.watchdog(), mpi::RemoteMemory::open(runtime, rendezvous, engine.watchdog(), timeout));
+        std::unique_ptr<mpi::RemoteMemory> remote_memory;
+        try {
+          remote_memory = mpi::RemoteMemory::open(runtime, rendezvous, engine.watchdog(), timeout);
+        } catch (const std::exception& error) {
+          runtime.fail(message_of(error));
+          throw;
+        }
+        auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog(), std::move(remote_memory));
         transport = made.get();
         engine.use(std::move(made));
       }

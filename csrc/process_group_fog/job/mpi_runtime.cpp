@@ -288,6 +288,12 @@ std::string Runtime::broadcast_in_time(const std::string& text, Deadline deadlin
   return buffer->data();
 }
 
+void Runtime::fail(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  started_ = false;
+  failure_ = reason;
+}
+
 void Runtime::check_first_start() const {
   if (!failure_.empty()) {
     C10_THROW_ERROR(

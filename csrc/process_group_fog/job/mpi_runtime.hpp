@@ -75,6 +75,9 @@ class Runtime {
   // come within `timeout`; then MPI cannot be used any more.
   std::string broadcast(const std::string& text, std::chrono::milliseconds timeout);
 
+  // A call of MPI that all ranks make at their start has not returned, and still holds MPI: it is not started any more.
+  void fail(const std::string& reason);
+
   // Ends MPI where that is needed and safe: a launcher expects MPI_Finalize, and only a world in which nothing failed
   // comes back from it. Without a launcher nothing is left to end, since fog's own PMI server is in this process and the
   // names of shared segments are gone since start().

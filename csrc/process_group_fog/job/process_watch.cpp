@@ -28,6 +28,7 @@ void ProcessWatch::watch(int peer, int pid) {
   if (fd < 0) {
     if (errno == ESRCH) {
       ended_already_.push_back(peer);
+      known_.insert(peer);
     }
     return;
   }
@@ -42,6 +43,9 @@ void ProcessWatch::watch(int peer, int pid) {
 }
 
 bool ProcessWatch::has_ended(int peer) const {
+  if (known_.count(peer) > 0) {
+    return true;
+  }
   const auto found = pidfds_.find(peer);
   pollfd state = {found == pidfds_.end() ? -1 : found->second, POLLIN, 0};
   return state.fd >= 0 && poll(&state, 1, 0) > 0;
@@ -60,6 +64,7 @@ std::vector<int> ProcessWatch::ended() {
     epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, found->second, nullptr);
     close(found->second);
     pidfds_.erase(found);
+    known_.insert(peer);
     peers.push_back(peer);
   }
   return peers;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace fog {
@@ -27,6 +28,7 @@ class ProcessWatch {
   int epoll_fd_;
   std::unordered_map<int, int> pidfds_; // by peer
   std::vector<int> ended_already_;
+  std::unordered_set<int> known_; // to have ended
 };
 
 } // namespace fog

@@ -35,6 +35,11 @@ class Rendezvous {
   // This rank needs nothing of it any more. Once all have said so, what was exchanged is deleted, where the store can do that.
   void finish();
 
+  // What is at that key, which all ranks name here, is deleted as well.
+  void discard(const std::string& key) {
+    exchanged_.push_back(key);
+  }
+
   void set(const std::string& key, const std::string& value);
   bool has(const std::string& key);
   std::string get(const std::string& key);

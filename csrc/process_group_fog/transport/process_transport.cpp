@@ -117,7 +117,7 @@ ProcessTransport::ProcessTransport(
       messages_(runtime, *this, watchdog),
       remote_memory_(std::move(remote_memory)) {
   if (remote_memory_) {
-    remote_memory_->ask([this](PeerId peer) { return has_ended(peer); });
+    remote_memory_->ask([this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); });
     puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, messages_);
     arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, messages_);
   }
@@ -277,7 +277,7 @@ Transport::Sent ProcessTransport::send(
           }
         };
         if (ways[i] == Way::kRemote) {
-          if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten && !outgoing->copy, owner, ended)) {
+          if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten, owner, ended)) {
             outgoing->puts.push_back(std::move(put));
             break;
           }
@@ -326,6 +326,9 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
   if (header.delivery == Delivery::kRemote || header.kind == MessageKind::kSlots || header.kind == MessageKind::kPlaced) {
     if (!puts_) {
       refuse_message(source, sizeof(header), "this process has no memory for RMA");
+    }
+    if (handler_.has_ended(source)) { // what was lent or borrowed is forgotten
+      return;
     }
     if (header.kind == MessageKind::kSlots) {
       puts_->on_slots(source, header);
@@ -410,6 +413,9 @@ void ProcessTransport::ignore(PeerId source, const Header& header) {
 
 void ProcessTransport::withdraw_group(uint64_t group) {
   streams_.withdraw_group(group);
+  if (arrivals_) {
+    arrivals_->withdraw_group(group);
+  }
 }
 
 void ProcessTransport::forget(PeerId peer, uint64_t group) {

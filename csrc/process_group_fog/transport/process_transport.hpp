@@ -59,7 +59,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void ignore(PeerId source, const Header& header) override;
 
   OneSided* one_sided(PeerId peer) override {
-    return links_.reaches(peer) ? nullptr : remote_memory_.get();
+    return !links_.reaches(peer) && remote_memory_ && remote_memory_->reaches(peer) ? remote_memory_.get() : nullptr;
   }
 
   bool poll() override;

@@ -97,6 +97,10 @@ class MessageHandler {
   virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
   // Whether a process is known to have ended: nothing must be sent there.
   virtual bool has_ended(PeerId peer) = 0;
+  // Whether it has said goodbye: it reads what has come, and its memory may be gone at any time.
+  virtual bool is_leaving(PeerId peer) {
+    return false;
+  }
 };
 
 // Every call needs the engine's lock, but those that say otherwise.

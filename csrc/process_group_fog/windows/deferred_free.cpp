@@ -71,6 +71,11 @@ void DeferredFree::left(const Engine& engine, uint64_t group, PeerId peer) {
   });
 }
 
+bool DeferredFree::keeps(const c10::Storage& storage) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return std::any_of(kept.begin(), kept.end(), [&](const Kept& window) { return window.storage.is_alias_of(storage); });
+}
+
 size_t DeferredFree::size() {
   const std::lock_guard<std::mutex> lock(mutex);
   return kept.size();

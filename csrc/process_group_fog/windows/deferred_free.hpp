@@ -34,6 +34,8 @@ class DeferredFree {
   static void left(const Engine& engine, Name name, PeerId peer);
   // It has closed the group.
   static void left(const Engine& engine, uint64_t group, PeerId peer);
+  // Whether neighbors may still use a tensor in that storage.
+  static bool keeps(const c10::Storage& storage);
   // So many windows are kept.
   static size_t size();
 };

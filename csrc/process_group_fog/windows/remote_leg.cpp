@@ -23,6 +23,8 @@ constexpr size_t kMostUnflushed = 4 * OneSided::kMostBytes;
 constexpr int kTries = 3;
 // A reader gets so long for itself, and a nanosecond for each byte.
 constexpr auto kReaderPatience = std::chrono::milliseconds(100);
+// What was started is given so long to end when the part has failed.
+constexpr auto kLastFlush = std::chrono::seconds(1);
 constexpr auto kLookInterval = std::chrono::microseconds(20);
 
 } // namespace
@@ -36,7 +38,11 @@ class Window::RemoteLeg::Transfer {
   ~Transfer() {
     if (unflushed_ > 0) { // after an error
       try {
-        leg_.window_.group_->engine.with_lock([this] { leg_.memory_.flush(leg_.peer_); });
+        auto& engine = leg_.window_.group_->engine;
+        engine.with_lock([&] {
+          engine.watchdog().expect(std::max(part_.deadline, Clock::now() + kLastFlush));
+          leg_.memory_.flush(leg_.peer_);
+        });
       } catch (const std::exception&) { // nothing moves any more, then
       }
     }
@@ -100,11 +106,11 @@ class Window::RemoteLeg::Transfer {
     if (Clock::now() >= part_.deadline) {
       window.fail(op, c10::str("timed out: its timeout of ", part_.timeout.count(), " ms is over; rank ", rank, " was not done yet"));
     }
-    group.engine.watchdog().expect(part_.deadline);
     std::optional<std::string> how; // the neighbor has gone
     std::string what; // else that went wrong
     try {
       group.engine.with_lock([&] {
+        group.engine.watchdog().expect(part_.deadline); // with the lock, as others set it anew
         const auto gone = group.gone.find(rank);
         if (gone != group.gone.end()) {
           how = gone->second;
@@ -113,8 +119,7 @@ class Window::RemoteLeg::Transfer {
         }
       });
     } catch (const Unreachable& error) {
-      how = error.what();
-      window.on_gone(rank, *how); // the engine may notice later
+      how = error.what(); // the engine tells the window when it has noticed, and whether the process has ended
     } catch (const c10::DistBackendError& error) {
       what = message_of(error);
     }

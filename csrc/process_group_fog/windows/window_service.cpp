@@ -303,7 +303,8 @@ bool WindowService::has_window_of(const c10::Storage& storage) {
       windows.push_back(entry.window.lock());
     }
   });
-  return std::any_of(windows.begin(), windows.end(), [&](const auto& window) { return window && window->is_in(storage); });
+  return DeferredFree::keeps(storage) ||
+      std::any_of(windows.begin(), windows.end(), [&](const auto& window) { return window && window->is_in(storage); });
 }
 
 } // namespace fog

@@ -32,7 +32,7 @@ NotifiedPuts::NotifiedPuts(RemoteMemory& memory, Messages& messages) : memory_(m
 
 bool NotifiedPuts::reaches(PeerId peer) const {
   const auto found = granted_.find(peer);
-  return credits_ != nullptr && (found == granted_.end() || found->second.state != Granted::State::kRefused);
+  return credits_ != nullptr && memory_.reaches(peer) && (found == granted_.end() || found->second.state != Granted::State::kRefused);
 }
 
 std::shared_ptr<OutgoingPut> NotifiedPuts::send(
@@ -72,7 +72,21 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
     granted.state = Granted::State::kAsked;
     granted.waiting.push_back(put);
   }
-  messages_.send(peer, header, nullptr, 0);
+  try {
+    messages_.send(peer, header, nullptr, 0);
+  } catch (...) { // its receiver does not know of it
+    put->ended_ = nullptr;
+    put->owner_ = nullptr;
+    std::fill_n(granted.taken.begin() + static_cast<ptrdiff_t>(put->first_slot_), put->slots_, false);
+    free_credits_.push_back(put->credit_);
+    auto& waiting = granted.waiting;
+    going_.remove(put);
+    waiting.erase(std::remove(waiting.begin(), waiting.end(), put), waiting.end());
+    if (granted.state == Granted::State::kAsked && waiting.empty()) {
+      granted.state = Granted::State::kNone;
+    }
+    throw;
+  }
   return put;
 }
 
@@ -123,13 +137,16 @@ void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
   }
-  free_credits_.push_back(put->credit_);
+  resting_.push_back(put); // until its receiver has said its last word
 }
 
 void NotifiedPuts::on_slots(PeerId source, const Header& header) {
   auto& granted = granted_[source];
   if (granted.state != Granted::State::kAsked) {
     refuse_message(source, sizeof(header), "nobody has asked for its slots");
+  }
+  if (header.chunk > kMostSlots || header.address % kLine != 0) {
+    refuse_message(source, sizeof(header), "there are no such slots");
   }
   granted.at = header.address;
   granted.taken.assign(header.chunk, false);
@@ -147,6 +164,11 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
       }
     } catch (const Unreachable&) { // whoever waits for it hears of the loss
       end(*put, std::nullopt);
+    } catch (const std::exception& failure) {
+      if (messages_.broken()) {
+        throw;
+      }
+      end(*put, message_of(failure)); // it is this transfer's failure
     }
   }
 }
@@ -245,8 +267,7 @@ void NotifiedPuts::forget(PeerId peer) {
     if (!put->done_) {
       end(*put, std::nullopt);
     }
-    free_credits_.push_back(put->credit_);
-    return true;
+    return true; // and nobody gets its credit: a host that is merely silent may still write there
   };
   going_.remove_if(drop);
   resting_.remove_if(drop);

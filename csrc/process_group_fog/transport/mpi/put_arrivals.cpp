@@ -6,14 +6,16 @@
 
 #include <c10/util/Exception.h>
 
+#include "core/failure.hpp"
 #include "transport/mpi/put_slots.hpp"
 
 namespace fog::mpi {
 namespace {
 
 // What a peer gets at most, and what part of the free pool.
-constexpr size_t kMostSlots = 32;
 constexpr size_t kPartOfPool = 4;
+// All peers together get this part of the pool: the rest is for windows.
+constexpr size_t kPartForSlots = 2;
 
 } // namespace
 
@@ -105,12 +107,14 @@ void PutArrivals::grant(PeerId source) {
   auto& lent = lent_[source];
   size_t slots = kMostSlots;
   const auto region_bytes = [](size_t count) { return slot_at(count, count); };
-  while (slots > 0 && region_bytes(slots) > memory_.free_bytes() / kPartOfPool) {
+  const size_t left = memory_.bytes() / kPartForSlots - lent_bytes_;
+  while (slots > 0 && region_bytes(slots) > std::min(left, memory_.free_bytes() / kPartOfPool)) {
     slots /= 2;
   }
   if (slots > 0) {
     lent.memory = static_cast<char*>(memory_.allocate(region_bytes(slots)));
     lent.slots = lent.memory != nullptr ? slots : 0;
+    lent_bytes_ += lent.slots > 0 ? region_bytes(slots) : 0;
   }
   Header header;
   header.kind = MessageKind::kSlots;
@@ -187,7 +191,12 @@ std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& head
 void PutArrivals::say_taken(Arrival& arrival, size_t taken) {
   try {
     memory_.notify(arrival.source, arrival.header.address, word_of(arrival.header.transfer, taken));
-  } catch (const std::exception&) { // the sender has ended; or MPI has failed, which everybody hears of
+  } catch (const Unreachable&) { // it waits for nothing any more
+  } catch (const std::exception& failure) { // the sender will wait in vain, and so will who takes its data
+    arrival.error = message_of(failure);
+    if (const auto owner = arrival.listener.lock()) {
+      owner->on_progress();
+    }
   }
 }
 
@@ -199,9 +208,7 @@ void PutArrivals::close(Arrival& arrival) {
   const auto kept = found->second;
   arrivals_.erase(found);
   waiting_ -= arrival.listens ? 1 : 0;
-  if (!arrival.goes_by_message) { // else its sender knows
-    say_taken(arrival, kAll);
-  }
+  say_taken(arrival, kAll);
 }
 
 void PutArrivals::ignore(PeerId source, const Header& header) {
@@ -210,16 +217,25 @@ void PutArrivals::ignore(PeerId source, const Header& header) {
   }
 }
 
-void PutArrivals::abandon(const TransferOwner& owner) {
-  std::vector<std::shared_ptr<Arrival>> abandoned;
+template <typename Which>
+void PutArrivals::close_all(Which&& which) {
+  std::vector<std::shared_ptr<Arrival>> closed;
   for (const auto& [key, arrival] : arrivals_) {
-    if (arrival->listener.lock().get() == &owner) {
-      abandoned.push_back(arrival);
+    if (which(*arrival)) {
+      closed.push_back(arrival);
     }
   }
-  for (const auto& arrival : abandoned) {
+  for (const auto& arrival : closed) {
     close(*arrival);
   }
+}
+
+void PutArrivals::abandon(const TransferOwner& owner) {
+  close_all([&](const Arrival& arrival) { return arrival.listener.lock().get() == &owner; });
+}
+
+void PutArrivals::withdraw_group(uint64_t group) {
+  close_all([group](const Arrival& arrival) { return arrival.header.group == group; });
 }
 
 void PutArrivals::forget(PeerId peer) {

@@ -28,6 +28,8 @@ class PutArrivals {
   void ignore(PeerId source, const Header& header);
   // `owner` reads nothing any more.
   void abandon(const TransferOwner& owner);
+  // Nothing of that group is taken any more.
+  void withdraw_group(uint64_t group);
   // `source` has ended.
   void forget(PeerId source);
 
@@ -53,12 +55,15 @@ class PutArrivals {
   // `taken` chunks of it, or all that there will be.
   void say_taken(Arrival& arrival, size_t taken);
   void close(Arrival& arrival);
+  template <typename Which>
+  void close_all(Which&& which);
 
   RemoteMemory& memory_;
   Messages& messages_;
   std::unordered_map<PeerId, Lent> lent_;
   std::map<std::pair<PeerId, uint64_t>, std::shared_ptr<Arrival>> arrivals_; // by source and its transfer
   size_t waiting_ = 0; // arrivals that somebody waits for
+  size_t lent_bytes_ = 0;
   bool warned_ = false;
 };
 

@@ -11,6 +11,9 @@ namespace fog::mpi {
 // A slot holds a chunk.
 constexpr size_t kChunkBytes = OneSided::kMostBytes;
 
+// A peer lends so many at most.
+constexpr size_t kMostSlots = 32;
+
 // A version, and a credit, are the number of a transfer and how many of its chunks are meant, in a word.
 constexpr unsigned kCountBits = 20;
 constexpr uint64_t kAll = (uint64_t(1) << kCountBits) - 1; // those there are, or will ever be

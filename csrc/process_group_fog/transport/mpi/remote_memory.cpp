@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <set>
 #include <thread>
 
@@ -31,6 +32,24 @@ constexpr uint64_t kProbeWord = 0x666f672d70726f62; // "fog-prob"
 constexpr auto kProbeTime = std::chrono::milliseconds(200);
 constexpr auto kProbeTimeIfAsked = std::chrono::milliseconds(3000);
 
+// What the two say of it, at these keys.
+constexpr const char* kOutside = "rma-target-outside-mpi";
+constexpr const char* kPut = "rma-put-done";
+constexpr const char* kSeen = "rma-put-seen";
+// Stands before each text, as not every store takes an empty value.
+constexpr const char* kText = "=";
+
+// False at the limit.
+bool await(Rendezvous& rendezvous, const char* key, Deadline limit) {
+  while (!rendezvous.has(key)) {
+    if (Clock::now() >= limit) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
 // Memory that local peers can map as well, where the system has such.
 char* pool_of(size_t bytes) {
   if (auto* arena = shared_memory::Arena::instance()) {
@@ -54,9 +73,19 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
     Runtime& runtime, Rendezvous& rendezvous, Watchdog& watchdog, std::chrono::milliseconds timeout) {
   const auto wanted = between_hosts();
   const auto& nodes = runtime.nodes();
-  const size_t bytes = rma_bytes(); // throws where the environment is wrong
-  if (wanted == BetweenHosts::kMessages || rendezvous.size() != runtime.size() ||
-      first_elsewhere(nodes) == static_cast<int>(nodes.size())) {
+  const size_t bytes = rma_bytes();
+  if (wanted == BetweenHosts::kMessages) {
+    return nullptr;
+  }
+  if (rendezvous.size() != runtime.size() || rendezvous.rank() != runtime.rank()) {
+    TORCH_CHECK_WITH(
+        DistBackendError, wanted != BetweenHosts::kRma,
+        "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) needs a first group of all ranks of MPI's world, in their order: it has ",
+        rendezvous.size(), " of ", runtime.size(), " ranks, this process is rank ", rendezvous.rank(), " of the group and rank ",
+        runtime.rank(), " of the world");
+    return nullptr;
+  }
+  if (first_elsewhere(nodes) == static_cast<int>(nodes.size())) {
     return nullptr;
   }
   std::unique_ptr<RemoteMemory> made(new RemoteMemory(runtime, watchdog, pool_of(bytes), bytes));
@@ -95,66 +124,67 @@ void RemoteMemory::create(std::chrono::milliseconds timeout) {
 
 std::optional<std::string> RemoteMemory::probe(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
   const int target = first_elsewhere(runtime_.nodes());
-  constexpr const char* kOutside = "rma-target-outside-mpi";
-  constexpr const char* kPut = "rma-put-done";
-  constexpr const char* kResult = "rma-result";
-  const std::string kText = "="; // before each text, as not every store takes an empty value
-  const auto deadline = deadline_after(timeout);
-  const auto await = [&](const char* key, Deadline limit) {
-    while (!rendezvous.has(key)) {
-      if (Clock::now() >= limit) {
-        return false;
-      }
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return true;
-  };
   if (runtime_.rank() == target) {
-    std::string result;
-    int* model = nullptr;
-    int found = 0;
-    check(api().Win_get_attr(window_, MPI_WIN_MODEL, &model, &found), "MPI_Win_get_attr");
-    if (found == 0 || *model != MPI_WIN_UNIFIED) {
-      result = "this MPI keeps a copy of a window's memory (its model is not MPI_WIN_UNIFIED)";
-    }
-    auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(memory_);
-    word = 0;
-    rendezvous.set(kOutside, "1");
-    const auto time = between_hosts() == BetweenHosts::kRma ? kProbeTimeIfAsked : kProbeTime;
-    const bool done = await(kPut, std::min(deadline, Clock::now() + time));
-    if (result.empty() && !done) {
-      result = c10::str(
-          "a put by MPI (", library_path(), ") to rank ", target, " was not complete within ", time.count(),
-          " ms while that rank was outside of MPI, as over TCP");
-    } else if (result.empty() && word.load(std::memory_order_acquire) != kProbeWord) {
-      result = c10::str("MPI (", library_path(), ") called a put to rank ", target, " complete before it was there");
-    }
-    while (!done && !rendezvous.has(kPut) && Clock::now() < deadline) { // now it may
-      int waiting = 0;
-      check(api().Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, runtime_.communicator(), &waiting, MPI_STATUS_IGNORE), "MPI_Iprobe");
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    rendezvous.set(kResult, kText + result);
-  } else if (runtime_.rank() == 0) {
-    await(kOutside, deadline);
-    auto code = std::make_shared<int>(MPI_SUCCESS);
-    call_in_time("MPI_Win_flush", deadline, timeout, nullptr, nullptr, [window = window_, target, code] {
-      static const uint64_t word = kProbeWord;
-      *code = api().Put(&word, sizeof(word), MPI_BYTE, target, 0, sizeof(word), MPI_BYTE, window);
-      const int flushed = api().Win_flush(target, window);
-      *code = *code == MPI_SUCCESS ? flushed : *code;
-      return MPI_SUCCESS;
-    });
-    rendezvous.set(kPut, *code == MPI_SUCCESS ? kText : kText + error_text(*code));
+    probe_as_target(rendezvous, deadline_after(timeout));
   }
-  TORCH_CHECK_WITH(
-      DistBackendError, await(kResult, deadline), "fog: MPI did not start within ", timeout.count(), " ms: rank ", target,
-      " has not said whether a put by MPI reaches it");
-  auto fault = rendezvous.get(kResult).substr(kText.size());
-  if (fault.empty()) {
-    fault = rendezvous.get(kPut).substr(kText.size());
+  for (const char* key : {kOutside, kPut, kSeen}) {
+    rendezvous.discard(key);
   }
-  return fault.empty() ? std::nullopt : std::make_optional(fault);
+  const auto fault = rendezvous.from_rank_zero("rma", [&] { return kText + probe_as_origin(rendezvous, target, timeout); });
+  return fault == kText ? std::nullopt : std::make_optional(fault.substr(std::strlen(kText)));
+}
+
+std::string RemoteMemory::probe_as_origin(Rendezvous& rendezvous, int target, std::chrono::milliseconds timeout) {
+  const auto deadline = deadline_after(timeout);
+  const auto missing = [&] {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str("fog: MPI did not start within ", timeout.count(), " ms: rank ", target, " has not said whether a put by MPI reaches it"));
+  };
+  if (!await(rendezvous, kOutside, deadline)) {
+    missing();
+  }
+  auto code = std::make_shared<int>(MPI_SUCCESS);
+  call_in_time("MPI_Win_flush", deadline, timeout, nullptr, nullptr, [window = window_, target, code] {
+    static const uint64_t word = kProbeWord;
+    *code = api().Put(&word, sizeof(word), MPI_BYTE, target, 0, sizeof(word), MPI_BYTE, window);
+    const int flushed = api().Win_flush(target, window);
+    *code = *code == MPI_SUCCESS ? flushed : *code;
+    return MPI_SUCCESS;
+  });
+  rendezvous.set(kPut, "1");
+  if (!await(rendezvous, kSeen, deadline)) {
+    missing();
+  }
+  return *code == MPI_SUCCESS ? rendezvous.get(kSeen).substr(std::strlen(kText)) : error_text(*code);
+}
+
+void RemoteMemory::probe_as_target(Rendezvous& rendezvous, Deadline deadline) {
+  std::string fault;
+  int* model = nullptr;
+  int found = 0;
+  check(api().Win_get_attr(window_, MPI_WIN_MODEL, &model, &found), "MPI_Win_get_attr");
+  if (found == 0 || *model != MPI_WIN_UNIFIED) {
+    fault = "this MPI keeps a copy of a window's memory (its model is not MPI_WIN_UNIFIED)";
+  }
+  auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(memory_);
+  word = 0;
+  rendezvous.set(kOutside, "1");
+  const auto time = between_hosts() == BetweenHosts::kRma ? kProbeTimeIfAsked : kProbeTime;
+  const bool done = await(rendezvous, kPut, std::min(deadline, Clock::now() + time));
+  if (fault.empty() && !done) {
+    fault = c10::str(
+        "a put by MPI (", library_path(), ") to rank ", runtime_.rank(), " was not complete within ", time.count(),
+        " ms while that rank was outside of MPI, as over TCP");
+  } else if (fault.empty() && word.load(std::memory_order_acquire) != kProbeWord) {
+    fault = c10::str("MPI (", library_path(), ") called a put to rank ", runtime_.rank(), " complete before it was there");
+  }
+  while (!done && !rendezvous.has(kPut) && Clock::now() < deadline) { // now it may
+    int waiting = 0;
+    check(api().Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, runtime_.communicator(), &waiting, MPI_STATUS_IGNORE), "MPI_Iprobe");
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  rendezvous.set(kSeen, kText + fault);
 }
 
 // --- the pool ---

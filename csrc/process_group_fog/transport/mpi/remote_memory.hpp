@@ -14,6 +14,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "core/deadline.hpp"
 #include "job/between_hosts.hpp"
 #include "job/mpi_api.hpp"
 #include "job/mpi_runtime.hpp"
@@ -47,6 +48,14 @@ class RemoteMemory final : public OneSided {
   void get(PeerId peer, Address from, void* data, size_t bytes) override;
   void flush(PeerId peer) override;
 
+  // Whether that peer is on another node. Between ranks of one node MPI has other ways, which the probe has not tried.
+  bool reaches(PeerId peer) const {
+    const auto& nodes = runtime_.nodes();
+    return nodes[static_cast<size_t>(peer)] != nodes[static_cast<size_t>(runtime_.rank())];
+  }
+  size_t bytes() const {
+    return bytes_;
+  }
   // How much of the pool is free; for any thread.
   size_t free_bytes() const;
 
@@ -54,8 +63,11 @@ class RemoteMemory final : public OneSided {
   RemoteMemory(Runtime& runtime, Watchdog& watchdog, char* memory, size_t bytes);
 
   void create(std::chrono::milliseconds timeout);
-  // Whether a put is there before its target calls MPI again; else why not.
+  // Whether a put is there before its target calls MPI again; else why not. All ranks call it.
   std::optional<std::string> probe(Rendezvous& rendezvous, std::chrono::milliseconds timeout);
+  // Rank 0's part of it, which has the result, and that of the target.
+  std::string probe_as_origin(Rendezvous& rendezvous, int target, std::chrono::milliseconds timeout);
+  void probe_as_target(Rendezvous& rendezvous, Deadline deadline);
   void check_reachable(PeerId peer) const;
   int mpi_rank(PeerId peer) const {
     return peer; // as in Messages

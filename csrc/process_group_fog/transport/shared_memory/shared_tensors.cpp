@@ -86,11 +86,12 @@ void share(const at::Tensor& tensor) {
 void move_storage(const at::Tensor& tensor, c10::DataPtr memory) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   std::memcpy(memory.get(), storage->data(), storage->nbytes());
-  if (storage->resizable()) {
+  if (storage->resizable() && !in_arena(storage->data(), storage->nbytes())) {
     storage->set_data_ptr_noswap(std::move(memory));
     return;
   }
-  // Somebody else may hold the old address, and torch has marked the storage for it: tensor.numpy() does.
+  // Somebody else may hold the old address: torch has marked the storage for it, as tensor.numpy() does; or an operation that is not
+  // complete has what was shared already.
   void* data = memory.get();
   auto* moved = new Moved{std::move(memory), {}};
   moved->old =
