@@ -17,9 +17,10 @@ The operations are of 2 ranks:
     exchange              neighbor_allreduce: both ranks send their tensor, and both get the mean
     exchange, computing   both start it, multiply matrices for some ms (--compute-ms) in the main thread, then wait for
                           it; columns are the time beyond that of the matrices alone
+    one-way, computing    the same of an exchange in which rank 0 only sends and waits, and rank 1 receives and computes
     exchange, tcp         the exchange over TCP
 
-The first four are over shm. Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+All but the last are over shm. Columns, in milliseconds; a size is that of a rank's tensor, of float32:
 
     fog rma        fog with FOG_BETWEEN_HOSTS=rma
     fog messages   fog with FOG_BETWEEN_HOSTS=messages; over TCP with auto, which has to choose messages
@@ -90,7 +91,7 @@ FABRICS = {
         {"UCX_TLS": "shm,self"},
         ["rma", "messages"],
         ["rma", "messages"],
-        ["put, stopped", "put, computing", "exchange", "exchange, computing"],
+        ["put, stopped", "put, computing", "exchange", "exchange, computing", "one-way, computing"],
     ),
     "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["messages"], ["exchange, tcp"]),
 }
@@ -120,7 +121,11 @@ GOALS = [
         for operation in ("exchange", "exchange, computing")
         for size in (1 << 20, 16 << 20)
     ),
-    *(Goal("exchange, computing", RANKS, size, "rma", "messages", 1 / 1.5) for size in (1 << 20, 16 << 20)),
+    *(
+        Goal(operation, RANKS, size, "rma", "messages", 1 / 1.5)
+        for operation in ("exchange, computing", "one-way, computing")
+        for size in (1 << 20, 16 << 20)
+    ),
     *(Goal("exchange, tcp", RANKS, size, "messages", "raw", 1.1) for size in (1 << 20, 16 << 20)),
 ]
 
@@ -267,6 +272,14 @@ class RawWindow:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """Whether this rank receives in an exchange, and whether it sends."""
+
+    receives: bool
+    sends: bool
+
+
+@dataclass(frozen=True)
 class Exchange:
     """A system's exchange.
 
@@ -294,13 +307,16 @@ class Exchange:
         return go
 
 
-def exchange_of_fog(world: World, pair: int, x: Array) -> Exchange:
+def exchange_of_fog(world: World, pair: int, x: Array, peers: Peers) -> Exchange:
     """The backend's operation, with a plan that is there, into an output that is there."""
     import torch
 
     from fog_pg._C import NeighborPlan
 
-    plan = NeighborPlan(world.rank, RANKS, 1.0, [(world.other, 1.0)], [(world.other, 1.0)], mean=True)
+    there = [(world.other, 1.0)]
+    plan = NeighborPlan(
+        world.rank, RANKS, 1.0, there if peers.receives else [], there if peers.sends else [], mean=True
+    )
     tensor, output = torch.from_numpy(x), torch.full((x.size,), float("nan"))
     return Exchange(
         pair,
@@ -316,17 +332,24 @@ def mean_of(x: Array, received: Array, out: Array) -> None:
     np.multiply(out, 0.5, out=out)
 
 
-def exchange_by_puts(window: RawWindow, x: Array) -> Exchange:
+def exchange_by_puts(window: RawWindow, x: Array, peers: Peers) -> Exchange:
     """Raw MPI over a window."""
     out = np.full_like(x, np.nan)
     numbers = itertools.count(1)
 
     def start() -> int:
         number = next(numbers)
-        window.notified_put(x, number)
+        if peers.sends:
+            window.notified_put(x, number)
         return number
 
-    return Exchange(0, start, lambda number: mean_of(x, window.wait_for(number), out), out)
+    def finish(number: int) -> None:
+        if peers.receives:
+            mean_of(x, window.wait_for(number), out)
+        else:
+            np.copyto(out, x)
+
+    return Exchange(0, start, finish, out)
 
 
 def exchange_by_messages(mpi: MPI.Intracomm, x: Array) -> Exchange:
@@ -357,32 +380,36 @@ def check(world: World, what: str, got: Array, expected: Array) -> None:
 def measure_exchange(world: World, operation: str, elements: int, arguments: argparse.Namespace) -> Row:
     """Checks and times an exchange at one size; all pairs call this together."""
     x, mpi = input_of(world.rank, elements), world.systems.mpi
-    mean = np.empty_like(x)
-    mean_of(x, input_of(world.other, elements), mean)
     is_rma = arguments.fabric == "shm"
     computes = operation.endswith("computing")
+    one_way = operation.startswith("one-way")
+    peers = Peers(receives=not one_way or world.rank == 1, sends=not one_way or world.rank == 0)
+    mean = x.copy()
+    if peers.receives:
+        mean_of(x, input_of(world.other, elements), mean)
     exchanges: dict[str, Exchange] = {}
     window = None
     for pair, transport in enumerate(FABRICS[arguments.fabric].transports):
         if pair == world.number:
-            exchanges[transport] = exchange_of_fog(world, pair, x)
+            exchanges[transport] = exchange_of_fog(world, pair, x, peers)
     if world.number == 0:
         if is_rma:
             window = RawWindow(mpi, elements)
-            exchanges["raw"] = exchange_by_puts(window, x)
+            exchanges["raw"] = exchange_by_puts(window, x, peers)
         else:
             exchanges["raw"] = exchange_by_messages(mpi, x)
     for name, exchange in exchanges.items():
         for _ in range(3):  # each of the buffers once, and the first one again
             exchange.result.fill(np.nan)
+            mpi.Barrier()
             exchange.way()()
             check(world, f"{operation} of {elements} elements, {SYSTEMS[name]}", exchange.result, mean)
     pairs = {transport: pair for pair, transport in enumerate(FABRICS[arguments.fabric].transports)}
     pairs["raw"] = 0
-    compute = world.compute if computes else None
+    compute = world.compute if computes and peers.receives else None
     ways = {name: exchanges[name].way(compute) if name in exchanges else _nothing for name in pairs}
     if computes:
-        pairs[COMPUTE], ways[COMPUTE] = 0, world.compute
+        pairs[COMPUTE], ways[COMPUTE] = 0, compute or _nothing
     times, iterations = take_turns(
         ways,
         world.everyone,
@@ -396,7 +423,8 @@ def measure_exchange(world: World, operation: str, elements: int, arguments: arg
     if window is not None:
         window.free()
     bytes_ = 4 * elements
-    return Row(operation, RANKS, "float32", elements, bytes_, 3 * RANKS * bytes_, iterations, times)
+    moved = (3 if one_way else 3 * RANKS) * bytes_
+    return Row(operation, RANKS, "float32", elements, bytes_, moved, iterations, times)
 
 
 def _nothing() -> None:

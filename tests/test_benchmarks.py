@@ -120,16 +120,18 @@ def test_rma(tmp_path: Path) -> None:
         "put, computing": {"rma", "raw"},
         "exchange": {"rma", "messages", "raw"},
         "exchange, computing": {"rma", "messages", "raw", "compute"},
+        "one-way, computing": {"rma", "messages", "raw", "compute"},
         "exchange, tcp": {"messages", "raw"},
     }
     places = {(row["operation"], row["bytes"]): row for row in rows}
     assert list(places) == [(name, size) for name in systems for size in (64 << 10, 1 << 20)], printed
     for (name, size), row in places.items():
         assert set(row["times"]) == systems[name], row
-        assert row["bytes_moved"] == (2 if name.startswith("put") else 6) * size, row
-    # Of 1 MiB: two beside raw MPI, one beside messages, one over TCP.
+        tensors = 2 if name.startswith("put") else 3 if name.startswith("one-way") else 6
+        assert row["bytes_moved"] == tensors * size, row
+    # Of 1 MiB: two beside raw MPI, two beside messages, one over TCP.
     goals = printed[printed.index("Goals") :]
-    assert goals.count("at most") == 4, goals
+    assert goals.count("at most") == 5, goals
 
 
 def test_training(tmp_path: Path) -> None:

@@ -182,25 +182,15 @@ def test_a_stopped_target(new_world: Callable[..., World], kind: str) -> None:
 # --- a rank that is killed ----------------------------------------------------------------------------------
 
 
-def stream(kind: str) -> None:
-    """Operations of a kind, one after the other, until an error ends them."""
-    peer = 1 - dist.get_rank()
+def operation(kind: str) -> Callable[[], object]:
+    """What does one of a kind, from both ranks to each other; all ranks call this together."""
     fogdist.init(fogdist.FullyConnectedGraph)
     x = values(dist.get_rank())
-    if kind == "exchange":
-        for _ in range(ENDLESS):
-            fogdist.neighbor_allreduce(x)
-    elif kind == "allreduce":
-        for _ in range(ENDLESS):
-            fogdist.allreduce(x)
-    else:
-        window = fogdist.Window(x)
-        dist.barrier()
-        for _ in range(ENDLESS):
-            if kind == "put":
-                window.put(x)
-            else:
-                window.get(src_weights=[peer])
+    if kind in ("exchange", "allreduce"):
+        return lambda: (fogdist.neighbor_allreduce if kind == "exchange" else fogdist.allreduce)(x)
+    window = fogdist.Window(x)
+    dist.barrier()
+    return (lambda: window.put(x)) if kind == "put" else window.get
 
 
 def until_killed(kind: str, after: float) -> tuple[str, float, str]:
@@ -209,17 +199,36 @@ def until_killed(kind: str, after: float) -> tuple[str, float, str]:
     Returns:
         The survivor's error, the seconds from the kill until it came, and how it had reached the peer.
     """
-    fogdist.init(fogdist.FullyConnectedGraph)
+    once = operation(kind)
     transport = fogdist.transport(1 - dist.get_rank())
     dist.barrier()
     begin = time.monotonic()
     if dist.get_rank() == 1:
         threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:
-        stream(kind)
+        for _ in range(ENDLESS):
+            once()
     except dist.DistBackendError as error:
         return str(error), time.monotonic() - begin - after, transport
     return "", time.monotonic() - begin - after, transport
+
+
+def after_a_death(kind: str) -> tuple[str, float, str]:
+    """Rank 1 is killed between two operations, and rank 0 calls the next one later; returns what `until_killed` does."""
+    once = operation(kind)
+    transport = fogdist.transport(1 - dist.get_rank())
+    for _ in range(3):
+        once()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    try:
+        once()
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - begin, transport
+    return "", time.monotonic() - begin, transport
 
 
 # What streams, and for how long until the kill.
@@ -251,6 +260,17 @@ def test_a_killed_rank_over_tcp(tmp_path: Path, kind: str, after: float) -> None
         environment={"FOG_BETWEEN_HOSTS": "auto"},
     )
     check_survivor(Outcome(0, "returned", found[0]), "messages", may_die=False)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[2:])]
+)
+def test_a_rank_killed_before_the_operation(new_world: Callable[..., World], kind: str) -> None:
+    """Nothing is put or flushed towards it, so the survivor raises, and lives."""
+    world = new_world(2, timeout=LONG_TIMEOUT, environment=RMA, finalizing=None)
+    survivor, victim = world.run_raw(after_a_death, kind, timeout=2 * SOON)
+    assert victim.state == "died" and "SIGKILL" in victim.details, str(victim)
+    check_survivor(survivor, "rma", may_die=False)
 
 
 def check_survivor(survivor: Outcome, transport: str, *, may_die: bool) -> None:
