@@ -133,7 +133,7 @@ def get_stuck_by_rma(call: str, by_window: bool) -> tuple[str, float]:
     x = torch.ones(500_000)
     for _ in range(2):
         fogdist.neighbor_allreduce(x)
-    window = fogdist.Window(x, "w") if by_window else None
+    window = fogdist.Window(x, name="w") if by_window else None
     dist.barrier()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     backend.set_timeout(timedelta(seconds=TIMEOUT))
@@ -143,7 +143,7 @@ def get_stuck_by_rma(call: str, by_window: bool) -> tuple[str, float]:
     if window is None:
         message = error_of(lambda: fogdist.neighbor_allreduce(x))
     else:
-        message = error_of(lambda: window.put(x, timeout=TIMEOUT)) if rank == 0 else ""
+        message = error_of(lambda: window.put(x, timeout=timedelta(seconds=TIMEOUT))) if rank == 0 else ""
     seconds = time.monotonic() - begin
     hang("")
     return message, seconds
@@ -159,7 +159,9 @@ def test_a_call_of_rma_that_does_not_return(
     world = new_world(2, environment=environment, finalizing=None)
     outcomes = world.run(get_stuck_by_rma, call, by_window)
     message, seconds = outcomes[0]
-    assert re.search(rf"{'win_put' if by_window else 'neighbor_allreduce'}.*{call} with rank 1", message), message
+    assert re.search(rf"{'win_put' if by_window else 'neighbor_allreduce'}.*{call} with rank 1", message), (
+        message
+    )
     assert seconds < SOON
     world.close()
 

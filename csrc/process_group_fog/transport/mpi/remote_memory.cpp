@@ -139,7 +139,8 @@ std::string RemoteMemory::probe_as_origin(Rendezvous& rendezvous, int target, st
   const auto missing = [&] {
     C10_THROW_ERROR(
         DistBackendError,
-        c10::str("fog: MPI did not start within ", timeout.count(), " ms: rank ", target, " has not said whether a put by MPI reaches it"));
+        c10::str(
+            "fog: MPI did not start within ", timeout.count(), " ms: rank ", target, " has not said whether a put by MPI reaches it"));
   };
   if (!await(rendezvous, kOutside, deadline)) {
     missing();
