@@ -89,8 +89,8 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
     return nullptr;
   }
   std::unique_ptr<RemoteMemory> made(new RemoteMemory(runtime, watchdog, pool_of(bytes), bytes));
-  made->create(timeout);
-  const auto fault = made->probe(rendezvous, timeout);
+  const auto no_window = made->create(timeout);
+  const auto fault = made->probe(rendezvous, no_window, timeout);
   TORCH_CHECK_WITH(
       DistBackendError, !fault || wanted != BetweenHosts::kRma,
       "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) cannot be done here: ", *fault,
@@ -110,27 +110,38 @@ RemoteMemory::RemoteMemory(Runtime& runtime, Watchdog& watchdog, char* memory, s
   free_.emplace(kProbeBytes, free_bytes_);
 }
 
-void RemoteMemory::create(std::chrono::milliseconds timeout) {
+std::optional<std::string> RemoteMemory::create(std::chrono::milliseconds timeout) {
   const auto deadline = deadline_after(timeout);
   auto window = std::make_shared<MPI_Win>(MPI_WIN_NULL);
-  call_in_time("MPI_Win_create", deadline, timeout, nullptr, nullptr, [this, window] {
-    return api().Win_create(memory_, static_cast<MPI_Aint>(bytes_), 1, MPI_INFO_NULL, runtime_.communicator(), window.get());
+  auto code = std::make_shared<int>(MPI_SUCCESS);
+  call_in_time("MPI_Win_create", deadline, timeout, nullptr, nullptr, [this, window, code] {
+    *code = api().Win_create(memory_, static_cast<MPI_Aint>(bytes_), 1, MPI_INFO_NULL, runtime_.communicator(), window.get());
+    return MPI_SUCCESS;
   });
+  if (*code != MPI_SUCCESS) {
+    return c10::str("MPI_Win_create of ", library_path(), " failed on rank ", runtime_.rank(), ": ", error_text(*code));
+  }
   window_ = *window;
   check(api().Win_set_errhandler(window_, MPI_ERRORS_RETURN), "MPI_Win_set_errhandler");
   call_in_time(
       "MPI_Win_lock_all", deadline, timeout, nullptr, nullptr, [window] { return api().Win_lock_all(MPI_MODE_NOCHECK, *window); });
+  return std::nullopt;
 }
 
-std::optional<std::string> RemoteMemory::probe(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
+std::optional<std::string> RemoteMemory::probe(
+    Rendezvous& rendezvous, const std::optional<std::string>& no_window, std::chrono::milliseconds timeout) {
   const int target = first_elsewhere(runtime_.nodes());
-  if (runtime_.rank() == target) {
+  if (no_window) { // the two that try it say so; MPI should not refuse another rank what these have got
+    TORCH_CHECK_WITH(DistBackendError, runtime_.rank() == 0 || runtime_.rank() == target, "fog: ", *no_window);
+    rendezvous.set(runtime_.rank() == 0 ? kPut : kOutside, kText + *no_window);
+  } else if (runtime_.rank() == target) {
     probe_as_target(rendezvous, deadline_after(timeout));
   }
   for (const char* key : {kOutside, kPut, kSeen}) {
     rendezvous.discard(key);
   }
-  const auto fault = rendezvous.from_rank_zero("rma", [&] { return kText + probe_as_origin(rendezvous, target, timeout); });
+  const auto fault =
+      rendezvous.from_rank_zero("rma", [&] { return kText + (no_window ? *no_window : probe_as_origin(rendezvous, target, timeout)); });
   return fault == kText ? std::nullopt : std::make_optional(fault.substr(std::strlen(kText)));
 }
 
@@ -145,6 +156,9 @@ std::string RemoteMemory::probe_as_origin(Rendezvous& rendezvous, int target, st
   if (!await(rendezvous, kOutside, deadline)) {
     missing();
   }
+  if (const auto no_window = rendezvous.get(kOutside); no_window != kText) {
+    return no_window.substr(std::strlen(kText));
+  }
   auto code = std::make_shared<int>(MPI_SUCCESS);
   call_in_time("MPI_Win_flush", deadline, timeout, nullptr, nullptr, [window = window_, target, code] {
     static const uint64_t word = kProbeWord;
@@ -153,7 +167,7 @@ std::string RemoteMemory::probe_as_origin(Rendezvous& rendezvous, int target, st
     *code = *code == MPI_SUCCESS ? flushed : *code;
     return MPI_SUCCESS;
   });
-  rendezvous.set(kPut, "1");
+  rendezvous.set(kPut, kText);
   if (!await(rendezvous, kSeen, deadline)) {
     missing();
   }
@@ -170,7 +184,7 @@ void RemoteMemory::probe_as_target(Rendezvous& rendezvous, Deadline deadline) {
   }
   auto& word = *reinterpret_cast<std::atomic<uint64_t>*>(memory_);
   word = 0;
-  rendezvous.set(kOutside, "1");
+  rendezvous.set(kOutside, kText);
   const auto time = between_hosts() == BetweenHosts::kRma ? kProbeTimeIfAsked : kProbeTime;
   const bool done = await(rendezvous, kPut, std::min(deadline, Clock::now() + time));
   if (fault.empty() && !done) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <unordered_map>
 
 #include "core/deadline.hpp"
@@ -62,9 +63,11 @@ class RemoteMemory final : public OneSided {
  private:
   RemoteMemory(Runtime& runtime, Watchdog& watchdog, char* memory, size_t bytes);
 
-  void create(std::chrono::milliseconds timeout);
-  // Whether a put is there before its target calls MPI again; else why not. All ranks call it.
-  std::optional<std::string> probe(Rendezvous& rendezvous, std::chrono::milliseconds timeout);
+  // Why MPI makes no window, if that is so.
+  std::optional<std::string> create(std::chrono::milliseconds timeout);
+  // Whether there are windows, and a put is there before its target calls MPI again; else why not. All ranks call it.
+  std::optional<std::string> probe(
+      Rendezvous& rendezvous, const std::optional<std::string>& no_window, std::chrono::milliseconds timeout);
   // Rank 0's part of it, which has the result, and that of the target.
   std::string probe_as_origin(Rendezvous& rendezvous, int target, std::chrono::milliseconds timeout);
   void probe_as_target(Rendezvous& rendezvous, Deadline deadline);
