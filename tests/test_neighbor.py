@@ -933,8 +933,8 @@ def exchanges_in_parts() -> None:
     )
     with Checks() as checks:
         for dtype, numel in [
-            (torch.float32, 1_000_003),
-            (torch.bfloat16, 524_288),
+            (torch.float32, 2_500_003),
+            (torch.bfloat16, 2_097_152),
             (torch.float64, 9_000_001 if ALL else 1_500_001),
         ]:
             inputs = [make_input(r, dtype, (numel,)) for r in range(size)]
