@@ -129,15 +129,30 @@ void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
     data = put->copy_.get();
   }
   // The copy is kept by `put`, which the end keeps.
-  const auto ended = [put, ended = std::move(put->ended_)](const std::string& error) {
+  const auto ended = [put, ended = put->ended_](const std::string& error) {
     put->done_ = true;
     ended(error);
   };
   messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, put->owner_, ended);
+  put->ended_ = nullptr; // it keeps the sender, who keeps the put
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
   }
   resting_.push_back(put); // until its receiver has said its last word
+}
+
+template <typename Act>
+void NotifiedPuts::attempt(OutgoingPut& put, Act&& act) {
+  try {
+    act();
+  } catch (const Unreachable&) { // whoever waits for it hears of the loss
+    end(put, std::nullopt);
+  } catch (const std::exception& failure) {
+    if (messages_.broken()) {
+      throw;
+    }
+    end(put, message_of(failure));
+  }
 }
 
 void NotifiedPuts::on_slots(PeerId source, const Header& header) {
@@ -155,21 +170,14 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
     if (put->done_) { // withdrawn: only its receiver's last word is missing
       continue;
     }
-    try {
+    attempt(*put, [&] {
       if (granted.state == Granted::State::kHas && place(*put, granted)) {
         say_placed(*put);
         going_.push_back(put);
       } else {
         go_by_message(put);
       }
-    } catch (const Unreachable&) { // whoever waits for it hears of the loss
-      end(*put, std::nullopt);
-    } catch (const std::exception& failure) {
-      if (messages_.broken()) {
-        throw;
-      }
-      end(*put, message_of(failure)); // it is this transfer's failure
-    }
+    });
   }
 }
 
@@ -218,7 +226,7 @@ bool NotifiedPuts::step(OutgoingPut& put) {
 
 void NotifiedPuts::end(OutgoingPut& put, const std::optional<std::string>& error) {
   put.done_ = true;
-  if (const auto ended = std::exchange(put.ended_, nullptr); error) { // not kept: it keeps the sender, who keeps the put
+  if (const auto ended = std::exchange(put.ended_, nullptr); ended && error) { // not kept, as it keeps the sender
     ended(*error);
   }
   if (put.owner_) {
@@ -284,16 +292,7 @@ bool NotifiedPuts::poll() {
   // One chunk a round, so that the engine's lock is free between two; whose turn it was is the last next time.
   for (size_t left = going_.size(); left > 0 && !progressed; --left) {
     const auto put = going_.front();
-    try {
-      progressed = step(*put);
-    } catch (const Unreachable&) { // whoever waits for it hears of the loss
-      end(*put, std::nullopt);
-    } catch (const std::exception& failure) {
-      if (messages_.broken()) {
-        throw;
-      }
-      end(*put, message_of(failure)); // it is this transfer's failure
-    }
+    attempt(*put, [&] { progressed = step(*put); });
     auto& next = put->done_ ? resting_ : going_;
     next.splice(next.end(), going_, going_.begin());
   }

@@ -103,6 +103,9 @@ class NotifiedPuts {
   bool place(OutgoingPut& put, Granted& granted);
   void say_placed(const OutgoingPut& put);
   void go_by_message(const std::shared_ptr<OutgoingPut>& put);
+  // What goes wrong in act() is the failure of this transfer.
+  template <typename Act>
+  void attempt(OutgoingPut& put, Act&& act);
   // Puts the next chunk, if it may; true if anything moved.
   bool step(OutgoingPut& put);
   // The data is read no more; without a text it was withdrawn, or its receiver is lost, and nobody hears of it.
