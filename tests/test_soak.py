@@ -79,8 +79,7 @@ class Report:
 def resident_bytes() -> int:
     """What this process has in memory once the test and the allocator have given back what nobody uses.
 
-    Pages of other ranks' arenas count there, not in each rank that has read in them. Inboxes do not count: a chunk of one is resident from
-    its first use on, which may come late, and their size bounds them.
+    Pages of other ranks' arenas count there, not in each rank that has read in them.
     """
     forget_inputs()
     gc.collect()
@@ -91,10 +90,7 @@ def resident_bytes() -> int:
             if words[0] == "Rss:":
                 resident += int(words[1]) * 1024 if counts else 0
             elif not words[0].endswith(":"):  # the head of a mapping: addresses, permissions, ..., name
-                name = words[-2]
-                counts = not (
-                    name.endswith("fog_inbox") or (words[1] == "r--s" and name.endswith("fog_arena"))
-                )
+                counts = not (words[1] == "r--s" and words[-2].endswith("fog_arena"))
     return resident
 
 
@@ -346,19 +342,20 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 
 def use_all_shared_memory() -> None:
-    """Let every window between any two ranks be used once: their pages count as resident only from then on.
+    """Let every chunk that ranks share be used once: their pages count as resident only from then on.
 
-    There are fewer windows than messages here, and each message fills one.
+    More is sent to all ranks at once than there are chunks, before anybody receives.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(1 << 18)
-    for distance in range(1, size):
-        sends = [dist.isend(message, (rank + distance) % size) for _ in range(40)]
-        dist.barrier()
-        for _ in sends:
-            dist.recv(torch.empty_like(message), (rank - distance) % size)
-        for send in sends:
-            send.wait()
+    others = [(rank + distance) % size for distance in range(1, size)]
+    sends = [dist.isend(message, other) for _ in range(40) for other in others]
+    dist.barrier()
+    for other in others:
+        for _ in range(40):
+            dist.recv(torch.empty_like(message), other)
+    for send in sends:
+        send.wait()
 
 
 def soak(seed: int, operations: int) -> Report:

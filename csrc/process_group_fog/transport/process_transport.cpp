@@ -57,7 +57,6 @@ class ProcessTransport::ToSeveral final : public Outgoing {
   std::shared_ptr<shared_memory::OutgoingStream> stream;
   std::vector<std::shared_ptr<mpi::OutgoingPut>> puts;
   c10::DataPtr copy; // of the data, where the owner's memory may change
-  c10::DataPtr payload_copy; // the same, where that turned out only when it was sent
 
  private:
   const size_t bytes_;
@@ -282,12 +281,11 @@ Transport::Sent ProcessTransport::send(
             break;
           }
         }
-        const void* payload = data;
-        if (memory == Memory::kOverwritten && !outgoing->copy) { // for a put that got no slots
-          outgoing->payload_copy = shared_allocator().allocate(header.bytes);
-          std::memcpy(outgoing->payload_copy.get(), data, header.bytes);
-          payload = outgoing->payload_copy.get();
+        if (memory == Memory::kOverwritten && !outgoing->copy) { // for puts that got no slots; the others read where they do
+          outgoing->copy = shared_allocator().allocate(header.bytes);
+          std::memcpy(outgoing->copy.get(), data, header.bytes);
         }
+        const void* payload = outgoing->copy ? outgoing->copy.get() : data;
         const bool hold = is_in_order(header) && holds_back(peer);
         header.delivery = Delivery::kPayload;
         header.payload_tag = messages_.next_tag(peer);
