@@ -172,8 +172,8 @@ def ways_of(
 def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callable[[], None]:
     """Returns what exchanges as many bytes as a model has, in buckets as the optimizers have them."""
     import fogdist
-    from fogdist.buckets import BUCKET_BYTES, cap_bytes
-    from fogdist.flat_buckets import FlatBuckets
+    from fogdist.packing import BUCKET_BYTES, cap_bytes
+    from fogdist.training.buckets import FlatBuckets
 
     most = BUCKET_BYTES if bucket_cap_mb is None else cap_bytes(bucket_cap_mb)
     flats = FlatBuckets(list(model.parameters()), most).flats

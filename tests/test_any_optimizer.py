@@ -559,7 +559,7 @@ def compiled(wraps: str) -> None:
                 optimizer.zero_grad()
                 loss = loss_of(called, rank, step)
                 if kind == "awc":
-                    checks.true(f"{wraps} {step} overlaps", optimizer._fog_averages[0].is_started)
+                    checks.true(f"{wraps} {step} overlaps", optimizer.is_in_round)
                 loss.backward()
                 optimizer.step()
                 for r, each in enumerate(models):

@@ -8,8 +8,8 @@ import io
 import fogdist
 import pytest
 import torch
-from fogdist.buckets import make_buckets
-from fogdist.flat_buckets import ALIGNMENT, FlatBuckets
+from fogdist.packing import make_buckets
+from fogdist.training.buckets import ALIGNMENT, FlatBuckets
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
@@ -115,7 +115,7 @@ def test_training_is_the_same(kind: str) -> None:
             model(batch(number)).square().mean().backward()
             optimizer.step()
     check_views(flats)
-    assert not flats.rehome()
+    assert not flats.reattach()
     for ours, plain in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, plain)
 
@@ -177,11 +177,11 @@ def test_state_dicts() -> None:
     state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     model.load_state_dict(state)
     check_views(flats)
-    assert not flats.rehome()
+    assert not flats.reattach()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     # torch replaces the parameters themselves here: what was distributed is no longer the model's.
     model.load_state_dict(state, assign=True)
-    assert not flats.rehome() and flats.tensors[0] is not model.conv.weight
+    assert not flats.reattach() and flats.tensors[0] is not model.conv.weight
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -210,11 +210,11 @@ def test_replaced_data_comes_back() -> None:
     pointers = [flat.data_ptr() for flat in flats.flats]
 
     model.scale.data = torch.tensor(9.0)
-    assert flats.rehome() and not flats.rehome()
+    assert flats.reattach() and not flats.reattach()
     assert model.scale.item() == 9.0
 
     nn.utils.vector_to_parameters(torch.arange(9.0), model.unused.parameters())
-    assert flats.rehome()
+    assert flats.reattach()
     check_views(flats)
     assert torch.equal(model.unused.weight.flatten(), torch.arange(6.0))
     assert model.unused.bias.tolist() == [6.0, 7.0, 8.0]
@@ -226,7 +226,7 @@ def test_replaced_data_in_other_layouts() -> None:
     flats = FlatBuckets(list(model.parameters()))
     value = model.conv.weight.detach().clone()
     model.to(memory_format=torch.contiguous_format)
-    assert flats.rehome()
+    assert flats.reattach()
     assert torch.equal(model.conv.weight, value)
     check_views(flats)
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
@@ -235,7 +235,7 @@ def test_replaced_data_in_other_layouts() -> None:
     expected = model.first.weight.detach().clone()
     biases = model.first.bias.detach().clone(), model.second.bias.detach().clone()
     model.first.bias.data, model.second.bias.data = model.second.bias.data, model.first.bias.data
-    assert flats.rehome()
+    assert flats.reattach()
     assert torch.equal(model.first.weight, expected)
     assert torch.equal(model.second.bias, biases[0]) and torch.equal(model.first.bias, biases[1])
     check_views(flats)
@@ -247,12 +247,12 @@ def test_converted_tensors_are_refused_by_name() -> None:
     flats = FlatBuckets(parameters, names=names)
     model.unused.double()
     with pytest.raises(ValueError, match=r"'unused.weight' must stay torch.float32 .* got torch.float64"):
-        flats.rehome()
+        flats.reattach()
     model.unused.float()
-    assert flats.rehome()
+    assert flats.reattach()
     model.scale.data = torch.zeros(2)
     with pytest.raises(ValueError, match=r"'scale' must stay .*shape \(\)"):
-        flats.rehome()
+        flats.reattach()
 
 
 # --- what is refused ----------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_swap_gives_tensors_another_memory() -> None:
         assert flats.swap(0, buffer), step
         assert flats.flats[0] is buffer
         check_views(flats)
-        assert not flats.rehome()  # they are where they belong
+        assert not flats.reattach()  # they are where they belong
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.add_(0.5)

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from fogdist.buckets import cap_bytes, flatten, make_buckets, unflatten
+from fogdist.packing import cap_bytes, flatten, make_buckets, unflatten
 from fogdist.context import PreconditionError
 from harness import init_process_group, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce

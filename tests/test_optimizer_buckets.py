@@ -11,6 +11,7 @@ import fogdist
 import pytest
 import torch
 from fogdist import topology as topologies
+from fogdist.context import handles
 from harness import BACKEND
 from reference import Checks, mix
 from test_optimizers import FACTORIES, batch, loss_of, make_net, snapshot
@@ -231,7 +232,7 @@ def second_owner(kind: str) -> None:
         if other == "win_put":
             second.unregister_window()
         del second
-    assert kept is None or not kept._fog_is_begun(0)
+    assert kept is None or not kept.is_in_round
     # A copy of the model is another one.
     first = make_owner(kind, model)
     second = make_owner("atc", copy.deepcopy(model))
@@ -381,9 +382,9 @@ def average_with_forward() -> None:
         fogdist.barrier()
         before = snapshot(model)
         if rank == 0:
-            (average,) = optimizer._fog_averages
-            ((_, _, handle),) = average._in_flight
-            while not fogdist.poll(handle):
+            assert optimizer.is_in_round
+            (operation,) = handles()._in_flight.values()
+            while not operation.work.is_completed():
                 pass
             seen.append(True)
         fogdist.barrier()
@@ -470,7 +471,7 @@ def steps_in_backward() -> None:
     seen: list[int] = []
 
     def watch(_: Tensor) -> None:
-        for _, _, handle in optimizer._fog_average._in_flight:
+        for handle in list(handles()._in_flight):
             while not fogdist.poll(handle):
                 pass
             seen.append(handle)

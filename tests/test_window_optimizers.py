@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from fogdist.optim.bucket_windows import BucketWindows
 from harness import sizes
 from reference import Checks
 from test_optimizers import OPTIMIZERS, Run, loss_of, make_net, matrices, simulate, snapshot
@@ -510,8 +509,8 @@ def is_the_users_optimizer(kind: str) -> None:
         twin = copy.deepcopy(model)
         optimizer.step(closure)
         checks.equal("a copy is independent", snapshot(twin), snapshot(plain))
-        with pytest.raises(AttributeError, match="send_neighbors.*'dst_weights' now"):
-            optimizer.send_neighbors = []
+        with pytest.raises(TypeError, match="must not both be given"):
+            FACTORIES[kind](base, model, 2, num_steps_per_communication=2)
         optimizer.unregister_window()
         checks.equal("no windows", fogdist.get_current_created_window_names(), [])
         optimizer.unregister_window()
@@ -709,8 +708,9 @@ def test_before_init(kind):
 
 def other_devices() -> None:
     start()
-    with pytest.raises(ValueError, match="'w' must have memory, got one on the device meta"):
-        BucketWindows([torch.empty(2, device="meta")], ["w"], "w", 0, zero_init=True, bucket_bytes=8)
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="'weight' must have memory, got one on the device meta"):
+        fogdist.DistributedWinPutOptimizer(OPTIMIZERS["sgd"](model.parameters()), model)
 
 
 def test_other_devices(worlds):

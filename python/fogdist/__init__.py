@@ -39,13 +39,20 @@ from fogdist.context import (
     shutdown,
     size,
 )
-from fogdist.ddp import DecentralizedDataParallel, Gossip, GossipState, gossip_hook
+from fogdist.ddp import DecentralizedDataParallel
+from fogdist.deprecated_optimizers import (
+    DistributedAllreduceOptimizer,
+    DistributedBluefogOptimizer,
+    DistributedHierarchicalNeighborAllreduceOptimizer,
+    DistributedNeighborAllreduceOptimizer,
+)
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
     hierarchical_neighbor_allreduce_nonblocking,
     hierarchical_neighbor_allreduce_nonblocking_,
 )
+from fogdist.hook import Gossip, GossipState, gossip_hook
 from fogdist.inference import InferDestinationFromSourceRanks, InferSourceFromDestinationRanks
 from fogdist.machines import (
     in_neighbor_machine_ranks,
@@ -71,15 +78,11 @@ from fogdist.neighbor_collectives import (
     pair_gossip,
     pair_gossip_nonblocking,
 )
-from fogdist.optim import (
+from fogdist.optimizers import (
     CommunicationType,
     DistributedAdaptThenCombineOptimizer,
     DistributedAdaptWithCombineOptimizer,
-    DistributedAllreduceOptimizer,
-    DistributedBluefogOptimizer,
     DistributedGradientAllreduceOptimizer,
-    DistributedHierarchicalNeighborAllreduceOptimizer,
-    DistributedNeighborAllreduceOptimizer,
     DistributedPullGetOptimizer,
     DistributedPushSumOptimizer,
     DistributedWinPutOptimizer,

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import flatten, make_buckets
 from fogdist.collectives import allreduce_
 from fogdist.context import PreconditionError, current
+from fogdist.packing import flatten, make_buckets
 
 
 def consensus_distance(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import flatten, make_buckets, on_device, unflatten
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import PreconditionError, current
+from fogdist.packing import flatten, make_buckets, on_device, unflatten
 from fogdist.topology.validation import check_rank
 
 Parameters = Mapping[str, Tensor] | list[Tensor] | list[tuple[str, Tensor]]

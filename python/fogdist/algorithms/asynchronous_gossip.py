@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.algorithms.frame import Algorithm
 from fogdist.collectives import barrier
-from fogdist.context import current
+from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.memory import empty_flat
-from fogdist.optim.wrapper import Models
+from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.view import Models
 from fogdist.windows import Window
 
 
@@ -50,18 +52,32 @@ class AsynchronousGossip(Algorithm):
         model: As in `Algorithm`; the trained parameters must stay the same ones.
         seed: Of the choice of neighbors; ranks may choose by different ones.
         local_steps: As in `Algorithm`: steps without gossip, in which the inbox is taken all the same.
+        group: As in `Algorithm`.
+        bucket_cap_mb: As in `Algorithm`.
 
     Raises:
         ValueError: The edges of the topology that go both ways do not connect all ranks (the default
             topology's do not: set a ring, or `fogdist.SymmetricExponentialGraph`); and as `Algorithm`.
     """
 
-    _public: ClassVar[frozenset[str]] = frozenset()
+    _seed: int
+    _rank: int
+    _shares: dict[int, float]
+    _windows: _Windows | None
 
-    def __init__(self, optimizer: Optimizer, model: Models, *, seed: int = 0, local_steps: int = 1) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        *,
+        seed: int = 0,
+        local_steps: int = 1,
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+    ) -> None:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed must be an int, got {type(seed).__name__}")
-        context = current()
+        context = current(group)
         mutual = context.topology.graph.to_undirected(reciprocal=True)
         mutual.remove_edges_from(list(nx.selfloop_edges(mutual)))
         if context.size > 1 and not nx.is_connected(mutual):
@@ -69,21 +85,19 @@ class AsynchronousGossip(Algorithm):
                 "the topology must connect all ranks by edges that go both ways, as RingGraph and "
                 "SymmetricExponentialGraph do; got one whose such edges do not"
             )
-        self._fog_seed = seed
-        self._fog_rank, self._fog_size = context.rank, context.size
+        self._seed = seed
+        self._rank = context.rank
         arrivals = {i: sum(1 / mutual.degree(j) for j in mutual[i]) for i in mutual}
-        self._fog_shares = {
+        self._shares = {
             peer: 1 / (2 + max(arrivals[context.rank], arrivals[peer]))
             for peer in sorted(mutual[context.rank])
         }
-        self._fog_windows: _Windows | None = None
-        self._fog_begin(optimizer, None, local_steps)
+        self._windows = None
+        super().__init__(optimizer, model, local_steps=local_steps, group=group, bucket_cap_mb=bucket_cap_mb)
         with torch.no_grad():
-            self._fog_refresh()
-            if not self._fog_is_alone:
-                self._fog_windows = _Windows(
-                    self._fog_name, context.rank, context.size, list(self._fog_shares), self._fog_flats.values
-                )
+            self.refresh()
+            if not self.is_alone:
+                self._windows = _Windows(context, self.name, list(self._shares), self.values)
 
     def finish(self) -> None:
         """Takes the last moves of all neighbors into the parameters and frees the windows. Collective.
@@ -93,13 +107,13 @@ class AsynchronousGossip(Algorithm):
         Raises:
             torch.distributed.DistBackendError: A rank does not come.
         """
-        if self._fog_windows is None:
+        if self._windows is None:
             return
-        self._fog_windows.tell()
-        barrier()
+        self._windows.tell()
+        barrier(group=self._group)
         with torch.no_grad():
-            self._fog_windows.collect(self._fog_flats.values)
-        windows, self._fog_windows = self._fog_windows, None
+            self._windows.collect(self.values)
+        windows, self._windows = self._windows, None
         windows.free()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -109,65 +123,70 @@ class AsynchronousGossip(Algorithm):
             RuntimeError: The algorithm has not been finished since it was made, and there are other ranks:
                 load the state into the plain optimizer, and the model's, before you make the algorithm.
         """
-        if self._fog_windows is not None:
+        if self._windows is not None:
             raise RuntimeError(
                 "a state dict must be loaded before the algorithm is made, into its optimizer and model, or "
                 "after finish()"
             )
         super().load_state_dict(state_dict)
 
-    def _fog_advance(self) -> Any:
-        result = self._fog_adapt()
-        is_due = self._fog_count()
-        windows = self._fog_windows
+    def advance(self) -> Any:
+        """See the class."""
+        result = self.adapt()
+        is_due = self.count_step()
+        windows = self._windows
         if windows is None:
             return result
-        values = self._fog_flats.values
+        values = self.values
         windows.tell()
         windows.collect(values)
         # By the number of steps, and not by how many draws there were: those depend on the others' speed.
         ready = windows.ready() if is_due else []
         if ready:
-            peer = random.Random(f"{self._fog_seed} {self._fog_rank} {self._fog_step_count}").choice(ready)
-            windows.move(values, peer, self._fog_shares[peer])
-            self._fog_rounds += 1
+            peer = random.Random(f"{self._seed} {self._rank} {self.steps}").choice(ready)
+            windows.move(values, peer, self._shares[peer])
+            self.rounds += 1
         windows.publish(values)
         return result
 
-    def _fog_refresh(self) -> None:
-        if self._fog_windows is not None and not self._fog_flats.hold(self._fog_trained()):
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`."""
+        if self._windows is not None and not self._holds(*self._trained()):
             raise RuntimeError("parameters must not be added, frozen or unfrozen before finish()")
-        super()._fog_refresh()
+        super().refresh()
 
 
 class _Windows:
     """What neighbors see of a rank, and where they leave what is for it.
 
     Args:
+        context: The group.
         name: What all ranks call it.
-        rank: This rank.
-        size: Number of ranks.
         peers: Ranks to gossip with.
         values: The first values, one tensor for each flat vector.
     """
 
-    def __init__(self, name: str, rank: int, size: int, peers: list[int], values: list[Tensor]) -> None:
-        self._rank = rank
+    def __init__(self, context: Context, name: str, peers: list[int], values: list[Tensor]) -> None:
+        self._rank = context.rank
         # Moves that were sent to each peer, and moves that were taken of each rank.
         self._sent = dict.fromkeys(peers, 0)
-        self._taken = torch.zeros(size, dtype=torch.float64, device="cpu")
-        self._one = torch.zeros(size, dtype=torch.float64, device="cpu")
-        self._one[rank] = 1.0
+        self._taken = torch.zeros(context.size, dtype=torch.float64, device="cpu")
+        self._one = torch.zeros(context.size, dtype=torch.float64, device="cpu")
+        self._one[context.rank] = 1.0
         self._values: list[Window] = []
         self._inboxes: list[Window] = []
         for place, x in enumerate(values):
             shown = empty_flat(x.numel(), x.dtype, x.device).copy_(x)
-            self._values.append(Window(shown, name=f"{name}.values.{place}"))
+            self._values.append(Window(shown, context.group, name=f"{name}.values.{place}"))
             inbox = empty_flat(x.numel(), x.dtype, x.device).zero_()
-            self._inboxes.append(Window(inbox, name=f"{name}.inbox.{place}", zero_init=True))
+            self._inboxes.append(Window(inbox, context.group, name=f"{name}.inbox.{place}", zero_init=True))
         # Which moves are in the inboxes, and, told to the others, which of theirs have been taken and shown.
-        self._arrivals = Window(torch.zeros_like(self._one), name=f"{name}.arrivals", zero_init=True)
-        self._receipts = Window(torch.zeros_like(self._one), name=f"{name}.receipts", zero_init=True)
+        self._arrivals = Window(
+            torch.zeros_like(self._one), context.group, name=f"{name}.arrivals", zero_init=True
+        )
+        self._receipts = Window(
+            torch.zeros_like(self._one), context.group, name=f"{name}.receipts", zero_init=True
+        )
         # What peers have not been told yet: to whom this rank has moved, and whose moves it shows by now. These are
         # numbers on the CPU, which must not overtake what a device has yet to do.
         self._devices = {x.device for x in values if x.device.type != "cpu"}

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import torch
-from torch.nn import Module
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fogdist.algorithms.flats import Flats
-from fogdist.algorithms.frame import Algorithm
-from fogdist.algorithms.mixing import AllRanks, Finish, MixingLike
-from fogdist.optim.wrapper import Models
+from fogdist.packing import BUCKET_CAP_MB
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.mixer import Mixer
+from fogdist.training.mixing import GlobalAverage, MixingLike
+from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
 
 Order = Literal["atc", "awc", "cta"]
 
 
-class DecentralizedSGD(Algorithm):
+class DecentralizedSGD(OverlappingAlgorithm):
     """Decentralized SGD (D-PSGD, diffusion) around any optimizer; d(x) is the optimizer's step at x.
 
     - "atc", adapt then combine: ``x+ = W (x + d(x))``.
@@ -33,19 +38,27 @@ class DecentralizedSGD(Algorithm):
     names of BlueFog.
 
     Only forward passes in training mode with gradients enabled count, and the model must be called as a
-    function; in a step without any, the exchange is done in `step`. If W is not doubly stochastic, ranks
-    agree on a weighted mean: `PushSumSGD` corrects that.
+    function; in a step without any, the exchange is done in `step`. With "awc" parameters must not be changed between
+    forward pass and step, which warns: neighbors read them where they are. (Where a forward pass itself changes them,
+    by an embedding's `max_norm`, the exchange starts at its end.) If W is not doubly stochastic, ranks agree on a
+    weighted mean: `PushSumSGD` corrects that.
 
     Args:
-        optimizer: As in `Algorithm`.
+        optimizer: As in `Algorithm`; with "atc" LBFGS serves too.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
-        mixing: As in `Algorithm`.
-        local_steps: As in `Algorithm`: without averages, the three orders are one.
+        **options: `mixing`, `local_steps`, `group` and `bucket_cap_mb` of `Algorithm`. Without averages, in local
+            steps, the three orders are one.
 
     Raises:
         ValueError: `order` is none of the three; and as `Algorithm`.
     """
+
+    runs_alone: ClassVar[bool] = False
+
+    order: Order
+    takes_lbfgs: bool  # type: ignore[misc]  # of its order
+    _mixer: Mixer
 
     def __init__(
         self,
@@ -53,72 +66,35 @@ class DecentralizedSGD(Algorithm):
         model: Models,
         *,
         order: Order = "atc",
-        mixing: MixingLike = None,
-        local_steps: int = 1,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         if order not in get_args(Order):
             raise ValueError(f"order must be one of {', '.join(map(repr, get_args(Order)))}, got {order!r}")
-        self._fog_order = order
-        # Of the step that comes next: its exchange in flight (awc), and whether it has been begun (cta).
-        self._fog_in_flight: tuple[Flats, Finish] | None = None
-        self._fog_has_begun = False
-        self._fog_begin(optimizer, mixing, local_steps, order=order)
+        self.order = order
+        self.takes_lbfgs = order == "atc"
+        self._mixer = Mixer()
+        super().__init__(optimizer, model, compare={"order": order}, **options)
         if order != "atc":
-            from fogdist.optim.forward_hook import ForwardHook, register_before_forward
+            self.hook_forward("with forward" if order == "awc" else "before forward")
 
-            for each in self._fog_models:
-                hook = ForwardHook(self._fog_before_step)
-                register = register_before_forward if order == "awc" else Module.register_forward_pre_hook
-                handle = register(each, hook)
-                weakref.finalize(self, handle.remove).atexit = False
+    def advance(self) -> Any:
+        """See `Algorithm.advance`."""
+        return Algorithm.advance(self) if self.order == "atc" else super().advance()
 
-    def _fog_advance(self) -> Any:
-        if self._fog_order == "atc":
-            return super()._fog_advance()
-        self._fog_before_step()
-        self._fog_arrive()
-        self._fog_has_begun = False
-        result = self._fog_adapt()
-        self._fog_rounds += self._fog_count()
-        return result
+    def combine(self) -> None:
+        """What follows the local steps of "atc"."""
+        self._mixer.begin(self.buckets, self.mixing, self.this_round())
+        self._mixer.finish()
 
-    def _fog_before_step(self) -> None:
-        """Begins what precedes the next step, once: by the model's forward pass, or else by the step."""
-        if self._fog_has_begun:
-            return
-        self._fog_begin_step()
-        self._fog_has_begun = True  # not before: weights that were refused may be mended
+    def begin(self) -> None:
+        """Begins the exchange ("awc"), or makes it ("cta")."""
+        self._mixer.begin(self.buckets, self.mixing, self.this_round())
+        if self.order == "cta":
+            self._mixer.finish()
 
-    def _fog_begin_step(self) -> None:
-        """Begins the exchange that is due with the next step, or makes it (cta)."""
-        # In the step that completes a round, as with atc.
-        if (self._fog_step_count + 1) % self._fog_local_steps != 0 or self._fog_is_alone:
-            return
-        with torch.no_grad():
-            self._fog_refresh()
-            if self._fog_order == "cta":
-                self._fog_average(self._fog_flats.values, in_place=True)
-                return
-            # Not in place: the model computes with these values meanwhile.
-            finish = self._fog_mixing.start(
-                self._fog_flats.values, self._fog_rounds, self._fog_weights(), self._fog_name
-            )
-            self._fog_in_flight = (self._fog_flats, finish)
-            self._fog_flats.watch()
-
-    def _fog_arrive(self) -> None:
-        if self._fog_in_flight is not None:
-            # Of the parameters that it began with, whatever was frozen or added since.
-            (flats, finish), self._fog_in_flight = self._fog_in_flight, None
-            average = finish()
-            flats.end_watch()
-            flats.write(average)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`; an exchange in flight is waited for first."""
-        self._fog_arrive()
-        self._fog_has_begun = False
-        super().load_state_dict(state_dict)
+    def finish(self) -> None:
+        """Ends the exchange of the parameters that it began with, whatever was frozen or added since."""
+        self._mixer.finish()
 
 
 class LocalSGD(Algorithm):
@@ -131,8 +107,10 @@ class LocalSGD(Algorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        mixing: As in `Algorithm`; by default `AllRanks()`.
+        mixing: As in `Algorithm`; by default `GlobalAverage()`.
         local_steps: J.
+        group: As in `Algorithm`.
+        bucket_cap_mb: As in `Algorithm`.
 
     Raises:
         ValueError: As `Algorithm`.
@@ -145,5 +123,10 @@ class LocalSGD(Algorithm):
         *,
         mixing: MixingLike = None,
         local_steps: int = 8,
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
     ) -> None:
-        self._fog_begin(optimizer, AllRanks() if mixing is None else mixing, local_steps)
+        chosen = GlobalAverage() if mixing is None else mixing
+        super().__init__(
+            optimizer, model, mixing=chosen, local_steps=local_steps, group=group, bucket_cap_mb=bucket_cap_mb
+        )

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.algorithms.frame import Algorithm, check_factor
-from fogdist.algorithms.mixing import AllRanks, MixingLike
 from fogdist.context import current
-from fogdist.optim.wrapper import Models
 from fogdist.topology import random_matching
+from fogdist.training.algorithm import Algorithm, check_factor
+from fogdist.training.mixing import GlobalAverage, MixingLike
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class DiLoCo(Algorithm):
@@ -35,70 +42,67 @@ class DiLoCo(Algorithm):
     Args:
         optimizer: The inner optimizer, as in `Algorithm`.
         model: As in `Algorithm`.
-        local_steps: H; 500 in the paper.
         outer_lr: More than 0.
         outer_momentum: Below 1.
-        mixing: As in `Algorithm`; by default `AllRanks()`.
+        **options: As in `Algorithm`. `local_steps` is H, 100 by default; 500 in the paper. `mixing` is
+            `GlobalAverage()` by default.
 
     Raises:
         ValueError: As `Algorithm`.
     """
 
-    _fog_buffers: ClassVar[tuple[str, ...]] = ("anchor", "previous")
+    state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "previous")
+
+    outer_lr: float
+    outer_momentum: float
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: Models,
         *,
-        local_steps: int = 100,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        mixing: MixingLike = None,
+        compare: Mapping[str, object] | None = None,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
-        self._fog_begin_outer(optimizer, mixing, local_steps, outer_lr, outer_momentum)
+        self.outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
+        self.outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
+        compare = {**(compare or {}), "outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+        if options.get("mixing") is None:
+            options["mixing"] = self.default_mixing(options.get("group"))
+        options.setdefault("local_steps", 100)
+        super().__init__(optimizer, model, compare=compare, **options)
 
-    def _fog_begin_outer(
-        self,
-        optimizer: Optimizer,
-        mixing: MixingLike,
-        local_steps: int,
-        outer_lr: float,
-        outer_momentum: float,
-        **options: float,
-    ) -> None:
-        self._fog_outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
-        self._fog_outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
-        options |= {"outer_lr": self._fog_outer_lr, "outer_momentum": self._fog_outer_momentum}
-        chosen = self._fog_default_mixing() if mixing is None else mixing
-        self._fog_begin(optimizer, chosen, local_steps, **options)
+    def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
+        """The mixing where none is given."""
+        return GlobalAverage()
 
-    def _fog_default_mixing(self) -> MixingLike:
-        return AllRanks()
+    def initial(self, name: str) -> list[Tensor]:
+        """See the class."""
+        return self.buckets.copies()
 
-    def _fog_initial(self, name: str) -> list[Tensor]:
-        return self._fog_flats.copies()
-
-    def _fog_targets(self) -> list[Tensor]:
+    def _targets(self) -> list[Tensor]:
         """Where outer_lr of the way that the local steps went leads: a + outer_lr D."""
         return [
-            anchor.lerp(x, self._fog_outer_lr)
-            for anchor, x in zip(self._fog_state["anchor"], self._fog_flats.values, strict=True)
+            anchor.lerp(x, self.outer_lr)
+            for anchor, x in zip(self.vectors["anchor"], self.values, strict=True)
         ]
 
-    def _fog_combine(self) -> None:
-        mixed = self._fog_average(self._fog_targets(), in_place=True)
-        self._fog_accelerate(mixed, mixed)
+    def combine(self) -> None:
+        """See the class."""
+        mixed = self.average(self._targets(), in_place=True)
+        self._accelerate(mixed, mixed)
 
-    def _fog_accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
+    def _accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
         """Goes to `mixed` and on along what `targets` have changed since the last round."""
-        anchors = self._fog_state[
+        anchors = self.vectors[
             "previous"
         ]  # their memory is free after this: new memory costs more than the sums
-        for x, v, target, before in zip(self._fog_flats.values, mixed, targets, anchors, strict=True):
-            torch.sub(v, before.sub_(target), alpha=self._fog_outer_momentum, out=x)
+        for x, v, target, before in zip(self.values, mixed, targets, anchors, strict=True):
+            torch.sub(v, before.sub_(target), alpha=self.outer_momentum, out=x)
             before.copy_(x)
-        self._fog_state = {"anchor": anchors, "previous": targets}
+        self.vectors = {"anchor": anchors, "previous": targets}
 
 
 class GASLoC(DiLoCo):
@@ -118,21 +122,22 @@ class GASLoC(DiLoCo):
     Args:
         optimizer: As in `DiLoCo`.
         model: As in `DiLoCo`.
-        local_steps: As in `DiLoCo`.
         outer_lr: As in `DiLoCo`.
         outer_momentum: As in `DiLoCo`.
-        mixing: As in `Algorithm`; by default `random_matching` of all ranks.
+        **options: As in `DiLoCo`; `mixing` is `random_matching` of all ranks by default.
 
     Raises:
         ValueError: As `Algorithm`.
     """
 
-    def _fog_default_mixing(self) -> MixingLike:
-        return random_matching(current().size)
+    def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
+        """See `DiLoCo.default_mixing`."""
+        return random_matching(current(group).size)
 
-    def _fog_combine(self) -> None:
-        targets = self._fog_targets()
-        self._fog_accelerate(self._fog_average(targets), targets)
+    def combine(self) -> None:
+        """See the class."""
+        targets = self._targets()
+        self._accelerate(self.average(targets), targets)
 
 
 class NoLoCo(DiLoCo):
@@ -150,48 +155,49 @@ class NoLoCo(DiLoCo):
     Args:
         optimizer: As in `DiLoCo`.
         model: As in `DiLoCo`.
-        local_steps: As in `DiLoCo`.
         outer_lr: More than 0.
         outer_momentum: Below 1.
         consensus: How fast partners come together, more than 0; for pairs, between `outer_momentum` and
             ``sqrt(2 + outer_momentum ** 2)``.
-        mixing: As in `Algorithm`; by default `random_matching` of all ranks.
+        **options: As in `DiLoCo`; `mixing` is `random_matching` of all ranks by default.
 
     Raises:
         ValueError: As `Algorithm`.
     """
 
-    _fog_buffers: ClassVar[tuple[str, ...]] = ("anchor", "outer_momentum")
+    state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "outer_momentum")
+
+    consensus: float
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: Models,
         *,
-        local_steps: int = 100,
-        outer_lr: float = 0.7,
         outer_momentum: float = 0.5,
         consensus: float = 0.7,
-        mixing: MixingLike = None,
+        **options: Any,
     ) -> None:
-        self._fog_consensus = check_factor(consensus, "consensus", positive=True)
-        self._fog_begin_outer(
-            optimizer, mixing, local_steps, outer_lr, outer_momentum, consensus=self._fog_consensus
-        )
+        self.consensus = check_factor(consensus, "consensus", positive=True)
+        compare = {"consensus": self.consensus}
+        super().__init__(optimizer, model, outer_momentum=outer_momentum, compare=compare, **options)
 
-    def _fog_default_mixing(self) -> MixingLike:
-        return random_matching(current().size)
+    def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
+        """See `DiLoCo.default_mixing`."""
+        return random_matching(current(group).size)
 
-    def _fog_initial(self, name: str) -> list[Tensor]:
-        return self._fog_flats.copies() if name == "anchor" else self._fog_flats.zeros()
+    def initial(self, name: str) -> list[Tensor]:
+        """See the class."""
+        return self.buckets.copies() if name == "anchor" else self.buckets.zeros()
 
-    def _fog_combine(self) -> None:
-        anchors, momenta = self._fog_state["anchor"], self._fog_state["outer_momentum"]
-        changes = [x.sub(anchor) for x, anchor in zip(self._fog_flats.values, anchors, strict=True)]
-        mixed = self._fog_average([*changes, *anchors])
+    def combine(self) -> None:
+        """See the class."""
+        anchors, momenta = self.vectors["anchor"], self.vectors["outer_momentum"]
+        changes = [x.sub(anchor) for x, anchor in zip(self.values, anchors, strict=True)]
+        mixed = self.average([*changes, *anchors])
         mean_changes, mean_anchors = mixed[: len(changes)], mixed[len(changes) :]
         for anchor, momentum, change, mean in zip(anchors, momenta, mean_changes, mean_anchors, strict=True):
-            momentum.mul_(self._fog_outer_momentum).add_(change, alpha=self._fog_outer_lr)
-            momentum.add_(mean.sub_(anchor), alpha=self._fog_consensus)
+            momentum.mul_(self.outer_momentum).add_(change, alpha=self.outer_lr)
+            momentum.add_(mean.sub_(anchor), alpha=self.consensus)
             anchor.add_(momentum)
-        self._fog_flats.write(anchors)
+        self.write(anchors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fogdist.algorithms.frame import Algorithm
+from fogdist.training.algorithm import Algorithm
 
 
 class ExactDiffusion(Algorithm):
@@ -28,26 +28,28 @@ class ExactDiffusion(Algorithm):
     W should be symmetric and doubly stochastic. The arguments are those of `Algorithm`.
     """
 
-    _fog_buffers: ClassVar[tuple[str, ...]] = ("correction",)
-    _fog_needs_rates: ClassVar[bool] = True
-    _fog_is_lazy: ClassVar[bool] = True
+    state_vectors: ClassVar[tuple[str, ...]] = ("correction",)
+    needs_rates: ClassVar[bool] = True
+    is_lazy: ClassVar[bool] = True
+    """Whether V is (I + W) / 2, or else W."""
 
-    def _fog_combine(self) -> None:
-        adapted = self._fog_flats.values
-        corrections = self._fog_state["correction"]
-        rates = self._fog_rates()
+    def combine(self) -> None:
+        """See the class."""
+        adapted = self.values
+        corrections = self.vectors["correction"]
+        rates = self.rates()
         corrected = [
             psi.add(correction, alpha=rate)
             for psi, correction, rate in zip(adapted, corrections, rates, strict=True)
         ]
-        combined = self._fog_average(corrected)
-        if self._fog_is_lazy:
+        combined = self.average(corrected)
+        if self.is_lazy:
             combined = [x.add_(phi).mul_(0.5) for x, phi in zip(combined, corrected, strict=True)]
-        self._fog_state["correction"] = [
+        self.vectors["correction"] = [
             x.sub(psi).div_(rate) if rate != 0.0 else correction
             for x, psi, correction, rate in zip(combined, adapted, corrections, rates, strict=True)
         ]
-        self._fog_flats.write(combined)
+        self.write(combined)
 
 
 class D2(ExactDiffusion):
@@ -60,4 +62,4 @@ class D2(ExactDiffusion):
     more easily. All else is as in `ExactDiffusion`.
     """
 
-    _fog_is_lazy: ClassVar[bool] = False
+    is_lazy: ClassVar[bool] = False

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch.optim import Optimizer
 
-from fogdist.algorithms.frame import Algorithm, check_count
-from fogdist.algorithms.mixing import AllRanks, MixingLike
-from fogdist.optim.wrapper import Models
+from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.mixing import GlobalAverage
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class GossipPGA(Algorithm):
@@ -14,18 +21,19 @@ class GossipPGA(Algorithm):
 
     ``x+ = W (x + d(x))``, and in rounds H, 2 H, ...  ``x+ = mean(x + d(x))``.
     (Chen, Yuan, Zhang, Pan, Xu and Yin, "Accelerating Gossip SGD with Periodic Global Averaging", ICML 2021,
-    arXiv 2105.09080.) W = I (`Nobody()`) is local SGD, W = 1/n (`AllRanks()`) is parallel SGD.
+    arXiv 2105.09080.) W = I (`NoMixing()`) is local SGD, W = 1/n (`GlobalAverage()`) is parallel SGD.
 
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
         period: H, counted in rounds of communication.
-        mixing: W, as in `Algorithm`.
-        local_steps: As in `Algorithm`.
+        **options: As in `Algorithm`; W is `mixing`.
 
     Raises:
         ValueError: As `Algorithm`.
     """
+
+    period: int
 
     def __init__(
         self,
@@ -33,13 +41,13 @@ class GossipPGA(Algorithm):
         model: Models,
         *,
         period: int = 16,
-        mixing: MixingLike = None,
-        local_steps: int = 1,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         check_count(period, "period")
-        self._fog_period = period
-        self._fog_begin(optimizer, mixing, local_steps, period=period)
+        self.period = period
+        super().__init__(optimizer, model, compare={"period": period}, **options)
 
-    def _fog_combine(self) -> None:
-        is_global = (self._fog_rounds + 1) % self._fog_period == 0
-        self._fog_average(self._fog_flats.values, AllRanks() if is_global else None, in_place=True)
+    def combine(self) -> None:
+        """See the class."""
+        is_global = (self.rounds + 1) % self.period == 0
+        self.average(self.values, GlobalAverage() if is_global else None, in_place=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.algorithms.frame import Algorithm
-from fogdist.algorithms.mixing import MixingLike
-from fogdist.optim.wrapper import Models
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
 
 TrackingOrder: TypeAlias = Literal["atc", "awc", "aug-dgm"]
 
@@ -42,15 +46,16 @@ class GradientTracking(Algorithm):
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
         order: "atc", "awc" or "aug-dgm".
-        mixing: As in `Algorithm`.
-        local_steps: As in `Algorithm`.
+        **options: As in `Algorithm`.
 
     Raises:
         ValueError: `order` is none of them; and as `Algorithm`. In `step`: a gradient is sparse.
     """
 
     # `tracker` is W y after a round, and y after a local step; with "aug-dgm" y.
-    _fog_buffers: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
+    state_vectors: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
+
+    order: TrackingOrder
 
     def __init__(
         self,
@@ -58,39 +63,39 @@ class GradientTracking(Algorithm):
         model: Models,
         *,
         order: TrackingOrder = "atc",
-        mixing: MixingLike = None,
-        local_steps: int = 1,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         if order not in get_args(TrackingOrder):
             allowed = ", ".join(map(repr, get_args(TrackingOrder)))
             raise ValueError(f"order must be one of {allowed}, got {order!r}")
-        self._fog_order = order
-        self._fog_begin(optimizer, mixing, local_steps, order=order)
+        self.order = order
+        super().__init__(optimizer, model, compare={"order": order}, **options)
 
-    def _fog_advance(self) -> Any:
+    def advance(self) -> Any:
+        """See the class."""
         # Of an overflow the last gradient stands in for this one.
-        gradients = self._fog_state["gradient"] if self._fog_overflowed else self._fog_flats.gradients()
+        gradients = self.vectors["gradient"] if self.overflowed else self.gradients()
         tracked = [
             tracker.add(gradient).sub_(before)
             for tracker, gradient, before in zip(
-                self._fog_state["tracker"], gradients, self._fog_state["gradient"], strict=True
+                self.vectors["tracker"], gradients, self.vectors["gradient"], strict=True
             )
         ]
-        self._fog_state = {"tracker": tracked, "gradient": gradients}
-        is_due = self._fog_count()
-        if is_due and self._fog_order == "aug-dgm":
-            self._fog_average(tracked, in_place=True)
+        self.vectors = {"tracker": tracked, "gradient": gradients}
+        is_due = self.count_step()
+        if is_due and self.order == "aug-dgm":
+            self.average(tracked, in_place=True)
         directions = [y.clone() for y in tracked]
-        if is_due and self._fog_order == "awc":
-            self._fog_exchange(tracked)
-        result = self._fog_step_along(directions)
-        if is_due and self._fog_order == "atc":
-            self._fog_exchange(tracked)
-        elif is_due and self._fog_order == "aug-dgm":
-            self._fog_average(self._fog_flats.values, in_place=True)
-        self._fog_rounds += is_due
+        if is_due and self.order == "awc":
+            self._exchange(tracked)
+        result = self.step_along(directions)
+        if is_due and self.order == "atc":
+            self._exchange(tracked)
+        elif is_due and self.order == "aug-dgm":
+            self.average(self.values, in_place=True)
+        self.rounds += is_due
         return result
 
-    def _fog_exchange(self, tracked: list[Tensor]) -> None:
+    def _exchange(self, tracked: list[Tensor]) -> None:
         """Averages the parameters and the trackers in place, in one exchange."""
-        self._fog_average([*self._fog_flats.values, *tracked], in_place=True)
+        self.average([*self.values, *tracked], in_place=True)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fogdist.algorithms.frame import Algorithm
+from fogdist.training.algorithm import Algorithm
 
 
 class PushSumSGD(Algorithm):
@@ -31,38 +31,33 @@ class PushSumSGD(Algorithm):
         p: This rank's weight.
     """
 
-    _public: ClassVar[frozenset[str]] = Algorithm._public | {"p"}
-    _fog_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
+    state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
 
     @property
     def p(self) -> float:
         """This rank's weight: 1 at first, and always where graphs are regular."""
-        return self._fog_numbers_now["p"]
+        return self.numbers["p"]
 
-    def _fog_adapt(self) -> Any:
+    def adapt(self) -> Any:
+        """See the class."""
         p = self.p
         if p != 1.0:
-            self._fog_scale(p)
-        result = super()._fog_adapt()
-        if p != 1.0 and (self._fog_step_count + 1) % self._fog_local_steps != 0:
-            self._fog_scale(1 / p)
+            self._scale(p)
+        result = super().adapt()
+        if p != 1.0 and (self.steps + 1) % self.local_steps != 0:
+            self._scale(1 / p)
         return result
 
-    def _fog_scale(self, factor: float) -> None:
-        for x in self._fog_flats.values:
+    def _scale(self, factor: float) -> None:
+        for x in self.values:
             x.mul_(factor)
 
-    def _fog_combine(self) -> None:
-        if self._fog_is_alone:
+    def combine(self) -> None:
+        """See the class."""
+        if self.is_alone:
             return
         # In double, whatever the parameters are: p is a product of all rounds.
         weight = torch.tensor([self.p], dtype=torch.float64, device="cpu")
-        self._fog_mixing.start_push(
-            [*self._fog_flats.values, weight],
-            self._fog_rounds,
-            self._fog_weights(),
-            self._fog_name,
-            in_place=True,
-        )()
-        self._fog_numbers_now["p"] = float(weight)
-        self._fog_scale(1 / float(weight))
+        self.mixing.begin_push([*self.values, weight], self.this_round(), in_place=True)()
+        self.numbers["p"] = float(weight)
+        self._scale(1 / float(weight))

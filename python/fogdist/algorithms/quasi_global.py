@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
 
-from fogdist.algorithms.frame import Algorithm, check_factor
-from fogdist.algorithms.mixing import MixingLike
-from fogdist.optim.wrapper import Models
+from fogdist.training.algorithm import Algorithm, check_factor
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class QuasiGlobalMomentum(Algorithm):
@@ -29,15 +33,17 @@ class QuasiGlobalMomentum(Algorithm):
         model: As in `Algorithm`.
         momentum: Below 1.
         smoothing: Below 1; by default as `momentum`.
-        mixing: As in `Algorithm`.
-        local_steps: As in `Algorithm`.
+        **options: As in `Algorithm`.
 
     Raises:
         ValueError: `optimizer` has momentum or betas; and as `Algorithm`.
     """
 
-    _fog_buffers: ClassVar[tuple[str, ...]] = ("momentum",)
-    _fog_needs_rates: ClassVar[bool] = True
+    state_vectors: ClassVar[tuple[str, ...]] = ("momentum",)
+    needs_rates: ClassVar[bool] = True
+
+    momentum: float
+    smoothing: float
 
     def __init__(
         self,
@@ -46,8 +52,7 @@ class QuasiGlobalMomentum(Algorithm):
         *,
         momentum: float = 0.9,
         smoothing: float | None = None,
-        mixing: MixingLike = None,
-        local_steps: int = 1,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         for group in optimizer.param_groups:
             if group.get("momentum") or "betas" in group:
@@ -55,30 +60,28 @@ class QuasiGlobalMomentum(Algorithm):
                 raise ValueError(
                     f"optimizer must have no momentum of its own, got one with {own}={group[own]}"
                 )
-        self._fog_momentum = check_factor(momentum, "momentum", below=1.0)
-        self._fog_smoothing = (
-            self._fog_momentum if smoothing is None else check_factor(smoothing, "smoothing", below=1.0)
+        self.momentum = check_factor(momentum, "momentum", below=1.0)
+        self.smoothing = (
+            self.momentum if smoothing is None else check_factor(smoothing, "smoothing", below=1.0)
         )
-        self._fog_begin(
-            optimizer, mixing, local_steps, momentum=self._fog_momentum, smoothing=self._fog_smoothing
-        )
+        compare = {"momentum": self.momentum, "smoothing": self.smoothing}
+        super().__init__(optimizer, model, compare=compare, **options)
 
-    def _fog_advance(self) -> Any:
-        momenta, rates = self._fog_state["momentum"], self._fog_rates()
-        before = self._fog_flats.copies()
+    def advance(self) -> Any:
+        """See the class."""
+        momenta, rates = self.vectors["momentum"], self.rates()
+        before = self.buckets.copies()
         result = None
-        if not self._fog_overflowed:
+        if not self.overflowed:
             directions = [
-                gradient.add_(momentum, alpha=self._fog_momentum)
-                for gradient, momentum in zip(self._fog_flats.gradients(), momenta, strict=True)
+                gradient.add_(momentum, alpha=self.momentum)
+                for gradient, momentum in zip(self.gradients(), momenta, strict=True)
             ]
-            result = self._fog_step_along(directions)
-        if self._fog_count():
-            self._fog_combine()
-            self._fog_rounds += 1
-        for momentum, start, end, rate in zip(momenta, before, self._fog_flats.values, rates, strict=True):
+            result = self.step_along(directions)
+        if self.count_step():
+            self.combine()
+            self.rounds += 1
+        for momentum, start, end, rate in zip(momenta, before, self.values, rates, strict=True):
             if rate != 0.0:
-                momentum.mul_(self._fog_smoothing).add_(
-                    start.sub_(end), alpha=(1 - self._fog_smoothing) / rate
-                )
+                momentum.mul_(self.smoothing).add_(start.sub_(end), alpha=(1 - self.smoothing) / rate)
         return result

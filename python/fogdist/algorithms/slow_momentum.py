@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.algorithms.frame import Algorithm, check_count, check_factor
-from fogdist.algorithms.mixing import AllRanks, MixingLike, Nobody
-from fogdist.optim.wrapper import Models
+from fogdist.training.algorithm import Algorithm, check_count, check_factor
+from fogdist.training.mixing import GlobalAverage, NoMixing
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class SlowMo(Algorithm):
@@ -33,15 +38,18 @@ class SlowMo(Algorithm):
         period: T, in steps.
         slow_momentum: Below 1.
         slow_lr: More than 0.
-        mixing: As in `Algorithm`, for the steps between; by default `Nobody()`.
-        local_steps: As in `Algorithm`, for the steps between.
+        **options: As in `Algorithm`, for the steps between; `mixing` is `NoMixing()` by default.
 
     Raises:
         ValueError: As `Algorithm`.
     """
 
-    _fog_buffers: ClassVar[tuple[str, ...]] = ("anchor", "slow_momentum")
-    _fog_needs_rates: ClassVar[bool] = True
+    state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "slow_momentum")
+    needs_rates: ClassVar[bool] = True
+
+    period: int
+    slow_momentum: float
+    slow_lr: float
 
     def __init__(
         self,
@@ -51,38 +59,35 @@ class SlowMo(Algorithm):
         period: int = 12,
         slow_momentum: float = 0.7,
         slow_lr: float = 1.0,
-        mixing: MixingLike = None,
-        local_steps: int = 1,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
         check_count(period, "period")
-        self._fog_period = period
-        self._fog_slow_momentum = check_factor(slow_momentum, "slow_momentum", below=1.0)
-        self._fog_slow_lr = check_factor(slow_lr, "slow_lr", positive=True)
-        self._fog_begin(
-            optimizer,
-            Nobody() if mixing is None else mixing,
-            local_steps,
-            period=period,
-            slow_momentum=self._fog_slow_momentum,
-            slow_lr=self._fog_slow_lr,
-        )
+        self.period = period
+        self.slow_momentum = check_factor(slow_momentum, "slow_momentum", below=1.0)
+        self.slow_lr = check_factor(slow_lr, "slow_lr", positive=True)
+        compare = {"period": period, "slow_momentum": self.slow_momentum, "slow_lr": self.slow_lr}
+        if options.get("mixing") is None:
+            options["mixing"] = NoMixing()
+        super().__init__(optimizer, model, compare=compare, **options)
 
-    def _fog_initial(self, name: str) -> list[Tensor]:
-        return self._fog_flats.copies() if name == "anchor" else super()._fog_initial(name)
+    def initial(self, name: str) -> list[Tensor]:
+        """See the class."""
+        return self.buckets.copies() if name == "anchor" else super().initial(name)
 
-    def _fog_advance(self) -> Any:
-        result = super()._fog_advance()
-        if self._fog_step_count % self._fog_period == 0:
-            self._fog_slow_step()
+    def advance(self) -> Any:
+        """See the class."""
+        result = super().advance()
+        if self.steps % self.period == 0:
+            self._slow_step()
         return result
 
-    def _fog_slow_step(self) -> None:
-        means = self._fog_average(self._fog_flats.values, AllRanks())
-        anchors, momenta = self._fog_state["anchor"], self._fog_state["slow_momentum"]
-        for anchor, mean, momentum, rate in zip(anchors, means, momenta, self._fog_rates(), strict=True):
+    def _slow_step(self) -> None:
+        means = self.average(self.values, GlobalAverage())
+        anchors, momenta = self.vectors["anchor"], self.vectors["slow_momentum"]
+        for anchor, mean, momentum, rate in zip(anchors, means, momenta, self.rates(), strict=True):
             if rate == 0.0:
                 anchor.copy_(mean)
             else:
-                momentum.mul_(self._fog_slow_momentum).add_(anchor - mean, alpha=1 / rate)
-                anchor.sub_(momentum, alpha=self._fog_slow_lr * rate)
-        self._fog_flats.write(anchors)
+                momentum.mul_(self.slow_momentum).add_(anchor - mean, alpha=1 / rate)
+                anchor.sub_(momentum, alpha=self.slow_lr * rate)
+        self.write(anchors)

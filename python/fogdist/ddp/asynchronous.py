@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
-from fogdist.rounds import Rounds
 from fogdist.topology import Topology
+from fogdist.training.plans import Plans
 
 if TYPE_CHECKING:
     from fog_pg._C import Window
@@ -83,7 +83,7 @@ class AsynchronousMixing:
         self,
         context: Context,
         flats: list[Tensor],
-        rounds: Rounds,
+        rounds: Plans,
         name: str,
         *,
         max_staleness: int | None,
@@ -128,8 +128,8 @@ class AsynchronousMixing:
         """Tells neighbors on other hosts as soon as may be what has arrived there."""
         self._sign_if_put()
 
-    def arrive(self) -> None:
-        """Nothing: there is no exchange that the next step has to wait for."""
+    def accept_changes(self) -> None:
+        """Nothing: parameters may change at any time."""
 
     @torch.no_grad()
     def mix(self) -> None:
@@ -190,7 +190,7 @@ class AsynchronousMixing:
         self._sign_if_put()
         return {rank: self._staleness(rank) for rank in self._in}
 
-    def follow(self, rounds: Rounds) -> None:
+    def follow(self, rounds: Plans) -> None:
         """Mixes along another topology from now on; collective."""
         self.close()
         self._open(rounds)
@@ -216,7 +216,7 @@ class AsynchronousMixing:
 
     # --- inside ---
 
-    def _open(self, rounds: Rounds) -> None:
+    def _open(self, rounds: Plans) -> None:
         topology = rounds.topology
         if topology is None or topology.period is None:
             raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")

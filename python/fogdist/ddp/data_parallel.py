@@ -17,26 +17,27 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, on_device, unflatten
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
-from fogdist.ddp.scaled_steps import ScaledSteps
-from fogdist.ddp.step_hooks import hook_steps
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
-from fogdist.flat_buckets import FlatBuckets
-from fogdist.optim.training_pass import is_training_pass
-from fogdist.optim.wrapper import (
+from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, on_device, unflatten
+from fogdist.topology.validation import check_int
+from fogdist.training.buckets import FlatBuckets
+from fogdist.training.change_watch import forward_changes_parameters
+from fogdist.training.mixing import Neighbors
+from fogdist.training.passes import is_training_pass
+from fogdist.training.plans import Plans, TopologyLike, topology_of
+from fogdist.training.scaler import ScaledSteps
+from fogdist.training.step_hooks import hook_steps
+from fogdist.training.view import (
     DistributedOptimizer,
     check_ownership,
+    names,
     only_makes_state,
-    owners,
     reject_lbfgs,
 )
-from fogdist.parameter_changes import ChangeWatch, forward_changes_parameters
-from fogdist.rounds import Rounds, TopologyLike, topology_of
-from fogdist.topology.validation import check_int
 
 Mode: TypeAlias = Literal["sync", "async"]
 
@@ -68,10 +69,9 @@ class DecentralizedDataParallel(nn.Module):
     exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the
     last part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler
     would skip on some rank holds nobody up: the scaler is made to call it, and that rank's parameters become
-    ``Mix(x)``. A step that the training loop leaves out is noticed at the next forward pass if gradients were
-    reset meanwhile (``zero_grad``), and then the rank mixes as well; if they were not, that pass counts as
-    one more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a step
-    that is skipped is no iteration.
+    ``Mix(x)``. Where the training loop itself leaves out a step after a forward pass, it calls `synchronize`
+    in its place; if not, the next forward pass counts as one more part of the same step, and the neighbors wait,
+    until the group's timeout. In mode "async" a step that is skipped is no iteration.
 
     Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
     and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
@@ -157,7 +157,7 @@ class DecentralizedDataParallel(nn.Module):
         self._context = current(group)
         self._mode = mode
         self.module = module
-        self._rounds = self._rounds_of(topology)
+        self._plans = self._plans_of(topology)
         named = dict(module.named_parameters())
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         if not trained:
@@ -174,8 +174,6 @@ class DecentralizedDataParallel(nn.Module):
         self._has_mixed = False  # since the step in progress began
         self._only_makes_state = False  # the step in progress is a checkpoint's
         self._is_iteration = False  # the step in progress exchanges
-        self._saw_gradient = False  # since the exchange in flight began
-        self._saw_nonzero: bool | Tensor = False  # on a device it stays there until somebody asks
         self._release: Callable[[], None] | None = None
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
@@ -194,14 +192,13 @@ class DecentralizedDataParallel(nn.Module):
             list(buffers.values()), bucket_bytes, names=list(buffers), owner=self
         )
         mixed = {*trained.values(), *buffers.values()}
-        self._changes = ChangeWatch()
         self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)
         self._slots = _slots_of(module, mixed)
         self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
         others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
         items = [
             f"mode: {mode}",
-            *self._rounds.items(),
+            *self._plans.items(),
             *self._flat_parameters.layout(),
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
             *(
@@ -218,20 +215,20 @@ class DecentralizedDataParallel(nn.Module):
         name = f"fogdist.DecentralizedDataParallel {next(_numbers)}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
-                self._context, self._flat_parameters, self._flat_buffers.flats, self._rounds, name
+                self._context, self._flat_parameters, self._flat_buffers, self._neighbors(), name
             )
         else:
             self._mixing = AsynchronousMixing(
                 self._context,
                 [*self._flat_parameters.flats, *self._flat_buffers.flats],
-                self._rounds,
+                self._plans,
                 name,
                 max_staleness=max_staleness,
                 damping=staleness_damping,
                 skip_lost=skip_lost,
                 timeout=timeout,
             )
-        handles: list[_Removable] = [*_hook_up(self, self.optimizer, trained.values())]
+        handles: list[_Removable] = [*_hook_up(self, self.optimizer)]
         self._scaled_steps: ScaledSteps | None = None
         if mode == "sync":
             self._scaled_steps = ScaledSteps(self.optimizer)
@@ -287,13 +284,16 @@ class DecentralizedDataParallel(nn.Module):
             ValueError: As the constructor; ranks were given different ones (on all ranks alike).
             RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
         """
-        rounds = self._rounds_of(topology)
+        plans = self._plans_of(topology)
         if self._is_alone:
             return
         self._check_open("set_topology")
-        check_same_everywhere(self._context.backend, "topology", rounds.items())
-        self._rounds = rounds
-        self._mixing.follow(rounds)
+        check_same_everywhere(self._context.backend, "topology", plans.items())
+        self._plans = plans
+        if isinstance(self._mixing, SynchronousMixing):
+            self._mixing.follow(self._neighbors())
+        else:
+            self._mixing.follow(plans)
 
     @torch.no_grad()
     def global_average(self, buffers: bool | None = None) -> None:
@@ -313,10 +313,10 @@ class DecentralizedDataParallel(nn.Module):
         if self._is_alone:
             return
         self._check_open("global_average")
-        self._changes.end(self._flat_parameters, stacklevel=3)  # through no_grad's function
         self._check_places()
         self._mixing.finish()
         self._mixing.pause()
+        self._reattach()
         rest: list[Tensor] = []
         if self._averages_buffers if buffers is None else buffers:
             own = {*self._flat_buffers.tensors}
@@ -332,6 +332,15 @@ class DecentralizedDataParallel(nn.Module):
         for bucket, flat in packed:
             unflatten(bucket, flat, rest)
         self._mixing.after_global_average()
+
+    def synchronize(self) -> None:
+        """Mixes without a step: for a loop that leaves out `step` after a training forward pass.
+
+        Nothing is done in mode "async", nor without such a pass since the last step.
+        """
+        if self._release is not None and self._mixing.has_begun:
+            self._check_places()
+            self._mixing.mix()
 
     def pause(self) -> None:
         """Tells the neighbors to go on without this rank until its next step; for mode "async".
@@ -385,7 +394,6 @@ class DecentralizedDataParallel(nn.Module):
             raise ValueError("assign must be False: parameters have to stay in the memory that is exchanged")
         if self._release is not None:
             self._mixing.discard()
-            self._changes.forget()
         return self.module.load_state_dict(state_dict, strict)
 
     def named_parameters(
@@ -422,10 +430,10 @@ class DecentralizedDataParallel(nn.Module):
 
     # --- inside ---
 
-    def _rounds_of(self, topology: TopologyLike) -> Rounds:
+    def _plans_of(self, topology: TopologyLike) -> Plans:
         if topology is None and self._mode == "async":
             topology = topology_of(self._context)
-        rounds = Rounds(topology, self._context)
+        rounds = Plans(topology, self._context)
         if self._mode == "async" and (rounds.topology is None or rounds.topology.period is None):
             raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
         return rounds
@@ -445,22 +453,14 @@ class DecentralizedDataParallel(nn.Module):
                 unflatten(bucket, flat, tensors)
 
     def _before_forward(self) -> None:
-        if self._has_mixed:  # a closure that the optimizer evaluates once more in its step
-            return
-        if self._mixing.has_begun and self._gradients_were_reset():
-            self._mixing.arrive()
-            self._changes.end(self._flat_parameters, stacklevel=4)
-            self._mixing.mix()
         if not self._begins_after_forward:
             self._begin_if_due()
 
     def _begin_if_due(self) -> None:
+        # Not for a closure that the optimizer evaluates once more in its step.
         if self._is_exchanging and not self._has_mixed and not self._mixing.has_begun:
             self._check_places()
-            self._saw_gradient = self._saw_nonzero = False
             self._mixing.begin()
-            if self._mixing.has_begun:
-                self._changes.begin(self._flat_parameters)
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
@@ -487,9 +487,9 @@ class DecentralizedDataParallel(nn.Module):
         self._has_mixed = True
         self._is_iteration = self._is_exchanging or self._mixing.has_begun
         if self._is_iteration:
-            self._mixing.arrive()  # neighbors read the values that were sent until then
-            self._changes.end(self._flat_parameters, stacklevel=6)  # of the user's call of step()
             self._check_places()
+            if self._mode == "async":
+                self._reattach()
             self._mixing.mix()
         else:
             self._mixing.discard()
@@ -498,8 +498,7 @@ class DecentralizedDataParallel(nn.Module):
         if self._scaled_steps is not None:
             self._scaled_steps.end()
         if self._only_makes_state:
-            if self._mixing.has_begun:
-                self._changes.begin(self._flat_parameters)
+            self._mixing.accept_changes()
             return
         if not self._has_mixed:  # the closure was not evaluated
             self._mix()
@@ -507,29 +506,8 @@ class DecentralizedDataParallel(nn.Module):
         if self._is_iteration:
             self._mixing.after_step()
 
-    def _after_gradient(self, gradient: Tensor | None) -> None:
-        self._saw_gradient = True
-        if self._saw_nonzero is False and gradient is not None and self._mixing.has_begun:
-            # Of the first one, mostly, and of no more; on devices of the first one alone, and the host does not wait.
-            nonzero = _any_nonzero(gradient)
-            self._saw_nonzero = bool(nonzero) if gradient.device.type == "cpu" else nonzero
-
-    def _gradients_were_reset(self) -> bool:
-        """Whether an iteration with an exchange in flight is over without a step.
-
-        Otherwise a forward pass meets such an exchange where a gradient is accumulated without `no_sync`, and
-        where the module is called several times before a step. Values of gradients do not tell, which may be
-        zero, or not finite, on one rank only; but that they are gone does.
-        """
-        if not self._saw_gradient:
-            return False
-        gradients = [p.grad for p in self._flat_parameters.tensors if p.grad is not None]
-        return not gradients or (
-            bool(self._saw_nonzero) and not any(bool(_any_nonzero(g)) for g in gradients)
-        )
-
     def _check_places(self) -> None:
-        """Takes replaced memory back; raises RuntimeError for replaced parameters, which mixing misses."""
+        """Raises RuntimeError for replaced parameters, which mixing misses."""
         for members, key, tensor, name in self._slots:
             if members.get(key) is not tensor:
                 raise RuntimeError(
@@ -542,8 +520,13 @@ class DecentralizedDataParallel(nn.Module):
                     f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
                     "Wrap the module anew"
                 )
-        self._flat_parameters.rehome()
-        self._flat_buffers.rehome()
+
+    def _reattach(self) -> None:
+        self._flat_parameters.reattach()
+        self._flat_buffers.reattach()
+
+    def _neighbors(self) -> Neighbors:
+        return Neighbors(self._plans.topology)
 
 
 def _check_asynchronous_options(
@@ -583,13 +566,8 @@ def _optimizer_of(
     if isinstance(optimizer, DistributedOptimizer):
         raise ValueError("optimizer must not be distributed already: its step would mix twice")
     reject_lbfgs(optimizer)
-    check_ownership(optimizer, owners([module]))
+    check_ownership(optimizer, names([module]))
     return optimizer
-
-
-def _any_nonzero(gradient: Tensor) -> Tensor:
-    values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-    return values.any()
 
 
 def _has_average(tensor: Tensor) -> bool:
@@ -607,10 +585,8 @@ def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[tuple[dict[str, A
     ]
 
 
-def _hook_up(
-    wrapper: DecentralizedDataParallel, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
-) -> list[RemovableHandle]:
-    # Optimizer and parameters may outlive the wrapper: their hooks must not keep it alive.
+def _hook_up(wrapper: DecentralizedDataParallel, optimizer: Optimizer) -> list[RemovableHandle]:
+    # The optimizer may outlive the wrapper: its hooks must not keep that alive.
     reference = weakref.ref(wrapper)
 
     def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -622,15 +598,7 @@ def _hook_up(
         if alive is not None:
             alive._after_step()
 
-    def after_gradient(parameter: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive._after_gradient(parameter.grad)
-
-    return [
-        *hook_steps(optimizer, before_step, after_step),
-        *(p.register_post_accumulate_grad_hook(after_gradient) for p in parameters),  # type: ignore[no-untyped-call]
-    ]
+    return hook_steps(optimizer, before_step, after_step)
 
 
 class _Removable(Protocol):

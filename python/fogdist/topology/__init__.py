@@ -45,7 +45,6 @@ from fogdist.topology.neighbor_lists import (
     transpose_neighbor_ranks,
 )
 from fogdist.topology.registry import TOPOLOGY_NAMES, by_name
-from fogdist.topology.rounds import Peers, Topology
 from fogdist.topology.sequences import (
     inner_outer_exponential,
     inner_outer_ring,
@@ -54,6 +53,7 @@ from fogdist.topology.sequences import (
     one_peer_hypercube,
     random_matching,
 )
+from fogdist.topology.topology import Peers, Topology
 from fogdist.topology.validation import check_neighbor_ranks, check_topology
 from fogdist.topology.weights import (
     GetRecvWeights,

@@ -17,7 +17,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from fogdist.topology.errors import TopologyError
-from fogdist.topology.rounds import Matrix, Topology
+from fogdist.topology.topology import Matrix, Topology
 from fogdist.topology.validation import check_int
 
 # The weights of a round's undirected edges, by their ends.

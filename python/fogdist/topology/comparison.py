@@ -10,7 +10,6 @@ from fogdist.topology.base_graph import base_graph
 from fogdist.topology.equitopo import equi_dynamic
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.registry import by_name
-from fogdist.topology.rounds import Topology
 from fogdist.topology.sequences import (
     inner_outer_exponential,
     inner_outer_ring,
@@ -18,6 +17,7 @@ from fogdist.topology.sequences import (
     one_peer_hypercube,
     random_matching,
 )
+from fogdist.topology.topology import Topology
 from fogdist.topology.validation import check_int
 
 _STATIC = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 
 import numpy as np
 
-from fogdist.topology.rounds import Topology
+from fogdist.topology.topology import Topology
 from fogdist.topology.validation import check_int
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from fogdist.lazy import nx
 from fogdist.topology.draws import choice, permutation
 from fogdist.topology.errors import TopologyError
-from fogdist.topology.rounds import Matrix, Topology
+from fogdist.topology.topology import Matrix, Topology
 from fogdist.topology.validation import check_int
 from fogdist.topology.weights import build_topology
 

@@ -22,7 +22,7 @@ from fogdist.topology.dynamic import (
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import ExponentialTwoGraph
 from fogdist.topology.neighbor_lists import matrix_from_destinations, out_neighbors
-from fogdist.topology.rounds import Matrix, Topology
+from fogdist.topology.topology import Matrix, Topology
 from fogdist.topology.validation import check_int, check_topology
 
 

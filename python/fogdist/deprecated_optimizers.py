@@ -10,10 +10,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fogdist.optim.adapt_with_combine import AdaptWithCombineOptimizer, DistributedAdaptWithCombineOptimizer
-from fogdist.optim.parameter_average import CommunicationType
-from fogdist.optim.win_put import DistributedWinPutOptimizer, WinPutOptimizer
-from fogdist.optim.wrapper import Models
+from fogdist.algorithms.asynchronous_diffusion import WinPut
+from fogdist.optimizers import (
+    AdaptWithCombineOptimizer,
+    CommunicationType,
+    DistributedAdaptWithCombineOptimizer,
+    DistributedWinPutOptimizer,
+)
+from fogdist.training.view import Models
 
 
 def DistributedAllreduceOptimizer(
@@ -54,7 +58,7 @@ def DistributedBluefogOptimizer(
     *,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     **options: Any,
-) -> WinPutOptimizer:
+) -> WinPut:
     """As `DistributedWinPutOptimizer`, with the arguments of BlueFog 0.1 and 0.2. Deprecated.
 
     Args:

@@ -1,18 +1,35 @@
-"""What makes a gradient scaler step an optimizer whether gradients overflowed or not."""
+"""Steps of a gradient scaler: each is made, whether gradients overflowed or not, as neighbors wait for its exchange."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
-
-from fogdist.optim.wrapper import unscale
 
 # Whether a scaler leaves scale and overflow to the optimizer, and where it puts them then.
 _SUPPORT = "_step_supports_amp_scaling"
 _MARKS = ("grad_scale", "found_inf")
+
+
+@torch.no_grad()
+def unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divides an optimizer's gradients by a gradient scaler's scale, which stays on its device."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scale.device.type == "cpu":
+        for gradient in gradients:
+            gradient.mul_(1.0 / float(scale))
+        return
+    # As torch's scaler does. The host waits for nothing.
+    inverse = scale.double().reciprocal().float()
+    of_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        of_device.setdefault(gradient.device, []).append(values)
+    for device, values in of_device.items():
+        torch._foreach_mul_(values, inverse.to(device, non_blocking=device.type != "cpu"))
 
 
 class ScaledSteps:

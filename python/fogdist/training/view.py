@@ -8,9 +8,11 @@ wraps.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -19,11 +21,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fogdist.buckets import BUCKET_CAP_MB, cap_bytes
-from fogdist.optim.pass_marks import PassMarks
+from fogdist.training.pass_marks import PassMarks
+from fogdist.training.scaler import unscale
 
 Models = Module | Sequence[Module]
 
+# Attributes of older scripts.
 _RENAMED = {
     "neighbor_weights": "src_weights",
     "send_neighbors": "dst_weights",
@@ -38,7 +41,7 @@ _Value = TypeVar("_Value")
 
 
 class _Setting:
-    """An attribute of a view that users set; on what wraps the view they set the same one."""
+    """An attribute of a view that users set: on what wraps the view, they set the same one."""
 
     def __init__(self, default: object) -> None:
         self._default = default
@@ -56,7 +59,7 @@ class _Setting:
 
 
 def setting(default: _Value) -> _Value:
-    """Returns what makes an attribute of a view one that users set; it must be in the view's `_public`.
+    """Returns what makes an attribute of a view one that users set, whatever has wrapped the view.
 
     Args:
         default: Its value as long as nobody sets it.
@@ -67,14 +70,15 @@ def setting(default: _Value) -> _Value:
 class DistributedOptimizer(Optimizer):
     """Base of the distributed optimizers; made by `wrap` only.
 
-    Attributes that a subclass lists in `_public`, and names that begin with ``_fog``, live in the view. All
+    Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All
     others are read from, written to and deleted in the wrapped optimizer.
 
     Frameworks wrap a view in turn, in an object of a class that they derive from the view's (Lightning does), so
     the methods here run on it too. What it writes is its own, but for what lives in the view.
     """
 
-    _public: ClassVar[frozenset[str]] = frozenset()
+    # What subclasses declare, with or without a value.
+    _fog_declared: ClassVar[frozenset[str]] = frozenset()
     # Written by learning-rate schedulers, which put a counter around `step` of the optimizer they are given.
     _scheduler_marks: ClassVar[frozenset[str]] = frozenset({"step", "_opt_called"})
     # Written by gradient scalers; an optimizer that does not know them must not see them.
@@ -83,12 +87,15 @@ class DistributedOptimizer(Optimizer):
     _fog_view: ClassVar[weakref.ref[DistributedOptimizer]]  # of its class, so that of wrappers' classes too
     _fog_wrapped: Optimizer
     _fog_models: tuple[Module, ...]
-    _fog_owner: dict[Tensor, int]
     _fog_names: dict[Tensor, str]
-    _fog_bucket_bytes: int
     _fog_number: int
-    _fog_steps: int
     _fog_marks: PassMarks | None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        values = {name for name, value in vars(cls).items() if not inspect.isfunction(value)}
+        own = values | inspect.get_annotations(cls).keys()
+        cls._fog_declared |= {name for name in own if not name.startswith("__")}
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is found neither in the view nor in its classes.
@@ -101,7 +108,12 @@ class DistributedOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RENAMED:
-            raise AttributeError(f"the attribute {name!r} of older scripts is called {_RENAMED[name]!r} now")
+            warnings.warn(
+                f"the attribute {name!r} of older scripts is called {_RENAMED[name]!r} now",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            name = _RENAMED[name]
         holder = self._fog_holder(name)
         if holder is self:
             object.__setattr__(self, name, value)
@@ -130,9 +142,8 @@ class DistributedOptimizer(Optimizer):
         """
         self._fog_wrapped.add_param_group(param_group)
         try:
-            self._fog_owner.update(owners(self._fog_models))
             self._fog_names.update(names(self._fog_models))
-            check_ownership(self._fog_wrapped, self._fog_owner)
+            check_ownership(self._fog_wrapped, self._fog_names)
         except ValueError:
             self._fog_wrapped.param_groups.pop()
             raise
@@ -160,15 +171,17 @@ class DistributedOptimizer(Optimizer):
         assert view is not None  # whatever wraps it holds it
         if view is self:
             return self if self._is_own(name) else self._fog_wrapped
-        for copied in [each for each in vars(self) if each.startswith("_fog")]:
+        for copied in [each for each in vars(self) if self._fog_is_declared(each)]:
             del vars(self)[copied]  # a wrapper that takes over attributes would see this one as it was then
-        is_views = name.startswith("_fog") or name in self._public or name in self._scaler_marks
-        return view if is_views else self
+        return view if self._fog_is_declared(name) or name in self._scaler_marks else self
 
     def _is_own(self, name: str) -> bool:
         if name in self._scaler_marks:
             return not getattr(self._fog_wrapped, "_step_supports_amp_scaling", False)
-        return name.startswith("_fog") or name in self._public or name in self._scheduler_marks
+        return self._fog_is_declared(name) or name in self._scheduler_marks
+
+    def _fog_is_declared(self, name: str) -> bool:
+        return name.startswith("_fog") or name in self._fog_declared
 
     def _fog_local_step(self, *arguments: Any, **options: Any) -> Any:
         """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
@@ -205,36 +218,28 @@ class DistributedOptimizer(Optimizer):
             if hasattr(self, mark):
                 delattr(self, mark)
 
-    def _fog_parameters(self, model: int | None = None) -> list[Tensor]:
-        """The optimizer's parameters that are not frozen now, of all models or of one of them."""
+    def _fog_parameters(self) -> list[Tensor]:
+        """The optimizer's parameters that are not frozen now."""
         return [
             parameter
             for group in self._fog_wrapped.param_groups
             for parameter in group["params"]
-            if parameter.requires_grad and (model is None or self._fog_owner[parameter] == model)
+            if parameter.requires_grad
         ]
 
 
-def wrap(
-    view: type[_View],
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
-) -> _View:
+def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     """Returns a distributed optimizer of class `view` around `optimizer`.
 
     Args:
         view: A subclass of DistributedOptimizer.
         optimizer: The user's optimizer.
         model: The model, or models, that hold its parameters.
-        num_steps_per_communication: At least 1.
-        bucket_cap_mb: Above 0, in MiB.
 
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
-            parameters have the same name; `num_steps_per_communication` is below 1, `bucket_cap_mb` not above 0.
+            parameters have the same name.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -245,47 +250,20 @@ def wrap(
     models = (model,) if isinstance(model, Module) else model
     if not isinstance(models, (list, tuple)) or not all(isinstance(each, Module) for each in models):
         raise TypeError(f"model must be a torch.nn.Module or a list of them, got {type(model).__name__}")
-    steps = num_steps_per_communication
-    if not isinstance(steps, int) or isinstance(steps, bool):
-        raise TypeError(f"num_steps_per_communication must be an int, got {type(steps).__name__}")
-    if steps < 1:
-        raise ValueError(f"num_steps_per_communication must be at least 1, got {steps}")
-    bucket_bytes = cap_bytes(bucket_cap_mb)
-    owner = owners(models)
-    check_ownership(optimizer, owner)
+    held = names(models)
+    check_ownership(optimizer, held)
     kind = type(optimizer)
     # Named as the user's class, which is what its repr and logs should say.
     body = {"__module__": view.__module__, "__doc__": view.__doc__}
     made: type[_View] = type(kind.__name__, (view, kind), body)
     distributed = object.__new__(made)  # without the __init__ of the user's class
     made._fog_view = weakref.ref(distributed)
-    distributed._fog_marks = None
     distributed._fog_wrapped = optimizer
     distributed._fog_models = tuple(models)
-    distributed._fog_owner = owner
-    distributed._fog_names = names(models)
-    distributed._fog_bucket_bytes = bucket_bytes
+    distributed._fog_names = held
     distributed._fog_number = next(_numbers)
-    distributed._fog_steps = steps
+    distributed._fog_marks = None
     return distributed
-
-
-@torch.no_grad()
-def unscale(optimizer: Optimizer, scale: Tensor) -> None:
-    """Divides an optimizer's gradients by a gradient scaler's scale, which stays on its device."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if scale.device.type == "cpu":
-        for gradient in gradients:
-            gradient.mul_(1.0 / float(scale))
-        return
-    # As torch's scaler does. The host waits for nothing.
-    inverse = scale.double().reciprocal().float()
-    of_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
-        of_device.setdefault(gradient.device, []).append(values)
-    for device, values in of_device.items():
-        torch._foreach_mul_(values, inverse.to(device, non_blocking=device.type != "cpu"))
 
 
 def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
@@ -339,38 +317,29 @@ def reject_lbfgs(optimizer: Optimizer) -> None:
         )
 
 
-def owners(models: Iterable[Module]) -> dict[Tensor, int]:
-    """Returns the model, by its place, that each parameter belongs to; the first one for shared parameters.
+def names(models: Iterable[Module]) -> dict[Tensor, str]:
+    """Returns the name of each parameter of models; the first one for shared parameters.
 
     Raises:
         ValueError: Two different parameters have the same name.
     """
-    owner: dict[Tensor, int] = {}
+    name_of: dict[Tensor, str] = {}
     parameter_of: dict[str, Tensor] = {}
-    for place, model in enumerate(models):
+    for model in models:
         for name, parameter in model.named_parameters():
             if parameter_of.setdefault(name, parameter) is not parameter:
                 raise ValueError(
                     f"model must have one name for each parameter, got {name!r} in several models"
                 )
-            owner.setdefault(parameter, place)
-    return owner
-
-
-def names(models: Iterable[Module]) -> dict[Tensor, str]:
-    """Returns the name of each parameter; the first one for shared parameters."""
-    name_of: dict[Tensor, str] = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
             name_of.setdefault(parameter, name)
     return name_of
 
 
-def check_ownership(optimizer: Optimizer, owner: dict[Tensor, int]) -> None:
+def check_ownership(optimizer: Optimizer, held: Collection[Tensor]) -> None:
     """Raises ValueError for a parameter of the optimizer that no model has."""
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if parameter not in owner:
+            if parameter not in held:
                 raise ValueError(
                     f"optimizer must hold parameters of the model only, got parameter {place} of group "
                     f"{number}, of shape {tuple(parameter.shape)}, which model.named_parameters() lacks"

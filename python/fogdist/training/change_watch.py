@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
+from torch import Tensor, nn
 
-from torch import nn
-
-from fogdist.flat_buckets import FlatBuckets
+from fogdist.training.buckets import FlatBuckets, local_of
+from fogdist.warn import warn_user
 
 
 class ChangeWatch:
@@ -18,38 +17,40 @@ class ChangeWatch:
 
     def begin(self, buckets: FlatBuckets) -> None:
         """Call it when the values of the buckets' tensors are sent."""
-        self._versions = [tensor._version for tensor in buckets.tensors]
+        self._versions = [_version(tensor) for tensor in buckets.tensors]
 
-    def end(self, buckets: FlatBuckets, stacklevel: int = 1) -> None:
-        """Call it before an average replaces them; takes replaced memory back (`FlatBuckets.rehome`).
+    def end(self, buckets: FlatBuckets) -> None:
+        """Call it before an average replaces them; takes replaced memory back (`FlatBuckets.reattach`).
 
         Without `begin` before it, it does nothing.
 
         Args:
             buckets: As in `begin`.
-            stacklevel: Of the caller's line that the warning is to show, 1 for that which calls this.
         """
         versions, self._versions = self._versions, None
         if versions is None:
             return
-        was_replaced = buckets.rehome()
+        was_replaced = buckets.reattach()
         changed = [
             tensor
             for tensor, version in zip(buckets.tensors, versions, strict=True)
-            if tensor._version != version
+            if _version(tensor) != version
         ]
         if (changed or was_replaced) and not self._has_warned:
             self._has_warned = True
             which = buckets.label_of(changed[0]) if changed else "a parameter"
-            warnings.warn(
+            warn_user(
                 f"{which} was changed between the forward pass and step(); the average of the values that it "
-                "had before replaces them. Change parameters after step().",
-                stacklevel=stacklevel + 1,
+                "had before replaces them. Change parameters after step()."
             )
 
     def forget(self) -> None:
         """Changes since `begin` were right."""
         self._versions = None
+
+
+def _version(tensor: Tensor) -> int:
+    return local_of(tensor)._version
 
 
 def forward_changes_parameters(model: nn.Module) -> bool:

@@ -1,31 +1,41 @@
-"""How many backward passes there were since the last communication.
+"""Training passes: what a forward pass of one is, and how many backward passes there were.
 
-One communication every J passes covers accumulation (J backward passes, then one step) and local steps (J
-times a backward pass and a step) alike.
+One exchange every J passes covers accumulation (J backward passes, then one step) and local steps (J times a
+backward pass and a step) alike.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
+
+from fogdist.warn import warn_user
+
+
+def is_training_pass(module: Module) -> bool:
+    """Whether a forward pass of a module now is one that a step of its optimizer follows.
+
+    It is in training mode with gradients enabled, outside of transforms of ``torch.func``.
+    """
+    return module.training and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
 
 def warn_too_many_passes(kind: str, allowed: int) -> None:
     """Warns that `step` was not called when it should have been."""
-    warnings.warn(
-        f"Unexpected behavior: more than num_steps_per_communication={allowed} {kind} passes without a "
-        "step() that communicates. Call step() in time, or raise num_steps_per_communication.",
-        stacklevel=3,
+    warn_user(
+        f"Unexpected behavior: more than local_steps={allowed} {kind} passes without a step() that communicates. "
+        "Call step() in time, or raise local_steps (num_steps_per_communication)."
     )
 
 
-class PassCounter:
+class BackwardPasses:
     """Counts backward passes by the parameters' gradients.
 
     A pass is counted once however many parameters it reaches. A step() counts as a pass even if no gradient
@@ -90,7 +100,7 @@ class PassCounter:
             on_gradient(parameter)
 
 
-def _hook(parameter: Tensor, counter: PassCounter) -> RemovableHandle:
+def _hook(parameter: Tensor, counter: BackwardPasses) -> RemovableHandle:
     # The parameter outlives its optimizer: its hook must not keep the optimizer alive.
     reference = weakref.ref(counter)
 

@@ -30,7 +30,10 @@ class Bucket:
 
 
 def make_buckets(
-    tensors: Sequence[Tensor], max_bytes: int = BUCKET_BYTES, alignment: int = 1
+    tensors: Sequence[Tensor],
+    max_bytes: int = BUCKET_BYTES,
+    alignment: int = 1,
+    groups: Sequence[int] | None = None,
 ) -> list[Bucket]:
     """Returns the buckets of `tensors`: each tensor in exactly one, those of a bucket in the order given.
 
@@ -40,18 +43,19 @@ def make_buckets(
         tensors: Any tensors.
         max_bytes: A bucket takes no further tensor that would make it larger.
         alignment: Bytes of which each tensor takes a multiple.
+        groups: A number for each tensor; a bucket has tensors of one number only. By default all are of one.
     """
     buckets: list[Bucket] = []
-    open_places: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_places: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
+    open_bytes: dict[tuple[torch.dtype, torch.device, int], int] = {}
     for place, tensor in enumerate(tensors):
-        kind = (tensor.dtype, tensor.device)
+        kind = (tensor.dtype, tensor.device, 0 if groups is None else groups[place])
         count = -(-tensor.numel() * tensor.element_size() // alignment) * alignment
         if open_places.get(kind) and open_bytes[kind] + count > max_bytes:
-            buckets.append(Bucket(tuple(open_places.pop(kind)), *kind))
+            buckets.append(Bucket(tuple(open_places.pop(kind)), *kind[:2]))
         open_places.setdefault(kind, []).append(place)
         open_bytes[kind] = count + (open_bytes[kind] if len(open_places[kind]) > 1 else 0)
-    buckets += [Bucket(tuple(places), *kind) for kind, places in open_places.items()]
+    buckets += [Bucket(tuple(places), *kind[:2]) for kind, places in open_places.items()]
     return buckets
 
 

@@ -1,16 +1,18 @@
 """Tensors that live side by side in flat buffers: an exchange of a buffer copies nothing in or out of it.
 
-`fogdist.buckets` packs tensors for one message and unpacks them again; here they stay packed.
+`fogdist.packing` packs tensors for one message and unpacks them again; here they stay packed.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fogdist.buckets import BUCKET_BYTES, make_buckets, on_device
 from fogdist.memory import empty_flat, is_shared
+from fogdist.packing import BUCKET_BYTES, make_buckets, on_device
 
 # A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
 ALIGNMENT = 64
@@ -27,6 +29,38 @@ ALIGNMENT = 64
 _WORTH_SWAPPING = 128 << 10
 # Of each tensor with an owner: the buckets that it is in, and the owner. It counts while both are alive.
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which this rank has a shard."""
+    # To import the module takes a second, and who has not imported it has no DTensor.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor, in its own memory, and other tensors as they are."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # or else to_local() is differentiated, and returns a view
+        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return local
+
+
+def sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
+    """Returns a DTensor with the shard `local`, placed as `tensor` is if that is one, else `local` itself."""
+    if not is_sharded(tensor):
+        return local
+    like: Any = tensor
+    result: Tensor = type(like.detach()).from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return result
 
 
 @dataclass(frozen=True)
@@ -46,6 +80,9 @@ class FlatBuckets:
     (`fogdist.empty`), so exchanges of them copy nothing. Autograd does not see what is written to a buffer: do
     that between backward and the next forward pass.
 
+    Of a DTensor, such as a parameter of FSDP2, the buckets hold this rank's shard. Its memory is that of whoever
+    shards it, so it stays there: values are copied in (`reattach`) and out (`write_back`).
+
     A tensor's memory may become another one (`swap`), but not while anything else that torch knows of is in it:
     another view, an entry of a state dict, a NumPy array. Only bare addresses, such as that of ``data_ptr()``, and
     processes forked earlier keep the old one.
@@ -55,16 +92,16 @@ class FlatBuckets:
     that.
 
     Args:
-        tensors: Dense tensors of any dtypes and devices. One that is given several times counts once. Strides
-            are kept where they are dense (channels_last, transposed); others become contiguous ones.
+        tensors: Dense tensors of any dtypes and devices, or DTensors of such. One that is given several times counts
+            once. Strides are kept where they are dense (channels_last, transposed); others become contiguous ones.
         max_bytes: A bucket takes no further tensor that would make it larger.
         names: Of the tensors, for messages; by default their places in the list.
+        groups: A number for each tensor; a bucket has tensors of one number only. By default all are of one.
         owner: Who exchanges the buffers. While it lives, and these buckets do, no other owner gets the tensors, as two
             would each mix them; it may put them into other buckets itself. None for nobody.
 
     Raises:
-        TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, such as DTensor, or
-            no tensor.
+        TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, or no tensor.
         ValueError: It is on the device meta or without a shape yet, is expanded, or overlaps in memory with
             another one; it has another owner; `max_bytes` is below 1; as many names as tensors are needed.
     """
@@ -75,34 +112,58 @@ class FlatBuckets:
         max_bytes: int = BUCKET_BYTES,
         *,
         names: Sequence[str] | None = None,
+        groups: Sequence[int] | None = None,
         owner: object | None = None,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-        if names is not None and len(names) != len(tensors):
-            raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
-        labels = [f"tensors[{i}]" if names is None else repr(names[i]) for i in range(len(tensors))]
+        self._max_bytes = max_bytes
+        self._owner = None if owner is None else weakref.ref(owner)
         self._labels: dict[Tensor, str] = {}
-        for tensor, label in zip(tensors, labels, strict=True):
-            _check(tensor, label)
-            self._labels.setdefault(tensor, label)
-        _check_apart(self._labels)
-        if owner is not None:
-            _check_free(self._labels, owner)
+        self._sharded: set[Tensor] = set()
         self._flats: list[Tensor] = []
+        self._groups: list[int] = []
         self._tensors: list[list[Tensor]] = []
         self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
-        distinct = list(self._labels)
-        for bucket in make_buckets(distinct, max_bytes, ALIGNMENT):
+        self._bucket_of: dict[Tensor, int] = {}
+        self.extend(tensors, names=names, groups=groups)
+
+    def extend(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        names: Sequence[str] | None = None,
+        groups: Sequence[int] | None = None,
+    ) -> None:
+        """Moves more tensors into buckets of their own, after those that there are; arguments and errors of the class."""
+        if names is not None and len(names) != len(tensors):
+            raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
+        known = len(self._labels)
+        labels = dict(self._labels)
+        group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
+        for place, tensor in enumerate(tensors):
+            label = f"tensors[{place + known}]" if names is None else repr(names[place])
+            _check(tensor, label)
+            labels.setdefault(tensor, label)
+        _check_apart(labels)
+        distinct = list(labels)[known:]
+        owner = None if self._owner is None else self._owner()
+        if owner is not None:
+            _check_free({tensor: labels[tensor] for tensor in distinct}, owner)
+        self._labels = labels
+        self._sharded.update(tensor for tensor in distinct if is_sharded(tensor))
+        numbers = [group_of.get(tensor, 0) for tensor in distinct]
+        for bucket in make_buckets([local_of(t) for t in distinct], self._max_bytes, ALIGNMENT, numbers):
             members = [distinct[place] for place in bucket.places]
-            self._places.append(_places(members))
+            self._groups.append(numbers[bucket.places[0]])
+            self._places.append(_places([local_of(member) for member in members]))
             self._tensors.append(members)
             last = self._places[-1][-1]
             length = _aligned(last.offset + last.shape.numel(), bucket.dtype)
             self._flats.append(empty_flat(length, bucket.dtype, bucket.device).zero_())
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
-        self._bucket_of = {tensor: i for i, members in enumerate(self._tensors) for tensor in members}
+            self._bucket_of.update(dict.fromkeys(members, len(self._flats) - 1))
         self._move(distinct)
         if owner is not None:
             for tensor in distinct:
@@ -142,6 +203,15 @@ class FlatBuckets:
     def is_ordered(self) -> bool:
         """Whether all ranks must send in `sending_order`: not if all buffers are on the CPU."""
         return any(flat.device.type != "cpu" for flat in self._flats)
+
+    @property
+    def group_of(self) -> list[int]:
+        """The group of each buffer's tensors, by its place in `flats`."""
+        return list(self._groups)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in one of the buckets."""
+        return tensor in self._bucket_of
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -190,17 +260,52 @@ class FlatBuckets:
             for place in self._places[bucket]
         ]
 
+    def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each tensor with its elements in vectors that are like `flats`, in its shape and strides."""
+        for number, flat in enumerate(flats):
+            yield from zip(self._tensors[number], self.views(flat, number), strict=True)
+
+    def copies(self) -> list[Tensor]:
+        """Returns the values of the buffers in memory of the caller's own."""
+        return [flat.clone() for flat in self._flats]
+
+    def zeros(self) -> list[Tensor]:
+        """Returns zeros for all elements of the buffers."""
+        return [torch.zeros_like(flat) for flat in self._flats]
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the tensors' gradients in vectors like `flats`; zeros for tensors without one.
+
+        Raises:
+            ValueError: A gradient is not dense.
+        """
+        flats = self.zeros()
+        gradients, places = [], []
+        for tensor, piece in self.pieces(flats):
+            gradient = tensor.grad
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise ValueError(f"gradients must be dense for this algorithm, got layout {gradient.layout}")
+            gradients.append(local_of(gradient.detach()))
+            places.append(piece)
+        if gradients:
+            torch._foreach_copy_(places, gradients)
+        return flats
+
     def layout(self) -> list[str]:
         """Returns a line for each tensor; where these are the same on two ranks, so is what buffers mean."""
         return [
             f"{self._labels[tensor]}: bucket {i} at {place.offset}, {tensor.dtype} of shape "
-            f"{tuple(place.shape)} and strides {place.stride}{on_device(tensor)}"
+            f"{tuple(place.shape)} and strides {place.stride}{on_device(local_of(tensor))}"
             for i, members in enumerate(self._tensors)
             for tensor, place in zip(members, self._places[i], strict=True)
         ]
 
-    def rehome(self) -> bool:
+    def reattach(self) -> bool:
         """Takes tensors back whose `data` was replaced, with their new values; they get their strides again.
+
+        The values of shards, which are not in the buckets' memory, are copied in.
 
         Loading a state dict does not need it, as that copies in place; ``tensor.data = ...`` does, and what is
         made of it: ``vector_to_parameters``, ``module.to(memory_format=...)``. It costs a microsecond or so a tensor
@@ -215,23 +320,27 @@ class FlatBuckets:
         astray = []
         for members, views in zip(self._tensors, self._views, strict=True):
             for tensor, view in zip(members, views, strict=True):
-                if (
+                if tensor in self._sharded:
+                    view.copy_(local_of(tensor))
+                elif (
                     tensor.data_ptr() == view.data_ptr()
                     and tensor.dtype == view.dtype
                     and tensor.shape == view.shape
                     and tensor.stride() == view.stride()
                 ):
                     continue
-                now, was = (_kind(tensor), _kind(view))
-                if now != was:
-                    raise ValueError(
-                        f"{self._labels[tensor]} must stay {was}, as when it was put into its bucket; got {now}. "
-                        "Convert a model before it is distributed"
-                    )
-                _check(tensor, self._labels[tensor])
-                astray.append(tensor)
+                else:
+                    self._check_kind(tensor, view)
+                    astray.append(tensor)
         self._move(astray)
         return bool(astray)
+
+    def write_back(self) -> None:
+        """Copies values into the shards that are not in the buckets' memory; does nothing for other tensors."""
+        if self._sharded:
+            for tensor, view in self.pieces(self._flats):
+                if tensor in self._sharded:
+                    local_of(tensor).copy_(view)
 
     def swap(self, bucket: int, flat_like: Tensor) -> bool:
         """Makes another buffer that of a bucket, and its values the tensors', if that is safe and pays.
@@ -257,6 +366,7 @@ class FlatBuckets:
             or flat_like.dtype != flat.dtype
             or flat_like.storage_offset() != 0
             or not is_shared(flat_like)
+            or not self._sharded.isdisjoint(members)
             or any(t.data_ptr() != v.data_ptr() for t, v in zip(members, self._views[bucket], strict=True))
             or _tensors_in(flat) != ours
         ):
@@ -266,6 +376,15 @@ class FlatBuckets:
             tensor.data = view
         return True
 
+    def _check_kind(self, tensor: Tensor, view: Tensor) -> None:
+        now, was = (_kind(tensor), _kind(view))
+        if now != was:
+            raise ValueError(
+                f"{self._labels[tensor]} must stay {was}, as when it was put into its bucket; got {now}. "
+                "Convert a model before it is distributed"
+            )
+        _check(tensor, self._labels[tensor])
+
     def _move(self, tensors: Sequence[Tensor]) -> None:
         """Copies tensors to their places and makes them views of these."""
         moved = set(tensors)
@@ -273,11 +392,14 @@ class FlatBuckets:
             for members, views in zip(self._tensors, self._views, strict=True):
                 pairs = [(t, v) for t, v in zip(members, views, strict=True) if t in moved]
                 # All values before any tensor: some may be views of each other's places.
-                values = [t.detach().clone() if _is_within(t, views) else t.detach() for t, _ in pairs]
+                values = [
+                    t.detach().clone() if _is_within(t, views) else local_of(t.detach()) for t, _ in pairs
+                ]
                 for (_, view), value in zip(pairs, values, strict=True):
                     view.copy_(value)
                 for tensor, view in pairs:
-                    tensor.data = view
+                    if tensor not in self._sharded:
+                        tensor.data = view
 
 
 def _check(tensor: Tensor, label: str) -> None:
@@ -287,6 +409,7 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must have a shape, got a {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{label} must be dense (layout torch.strided), got layout {tensor.layout}")
+    tensor = local_of(tensor)
     if is_traceable_wrapper_subclass(tensor) or tensor.is_quantized:
         raise TypeError(f"{label} must be an ordinary tensor, got {type(tensor).__name__} of {tensor.dtype}")
     if tensor.device.type == "meta":
@@ -321,9 +444,9 @@ def _check_apart(labels: dict[Tensor, str]) -> None:
     """Raises ValueError if two tensors have memory in common: apart they would no longer change together."""
     spans = sorted(
         (
-            (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent(tensor), label)
-            for tensor, label in labels.items()
-            if tensor.numel() > 0
+            (str(part.device), part.data_ptr(), part.data_ptr() + _extent(part), label)
+            for part, label in [(local_of(tensor), label) for tensor, label in labels.items()]
+            if part.numel() > 0
         ),
         key=lambda span: span[:3],
     )
@@ -357,7 +480,7 @@ def _aligned(elements: int, dtype: torch.dtype) -> int:
 
 
 def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:
-    return tensor.untyped_storage().data_ptr() == views[0].untyped_storage().data_ptr()
+    return local_of(tensor).untyped_storage().data_ptr() == views[0].untyped_storage().data_ptr()
 
 
 def _tensors_in(flat: Tensor) -> int | None:

@@ -13,8 +13,8 @@ from torch.autograd.graph import increment_version
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
-from fogdist.flat_buckets import ALIGNMENT, FlatBuckets
-from fogdist.rounds import Rounds, TopologyLike
+from fogdist.training.buckets import ALIGNMENT, FlatBuckets
+from fogdist.training.plans import Plans, TopologyLike
 
 # States are made in the same order on all ranks, so their numbers tell their messages apart.
 _numbers = itertools.count()
@@ -54,7 +54,7 @@ class GossipState:
         if what not in [value for kind in Gossip for value in (kind, kind.value)]:
             raise ValueError(f"what must be 'parameters' or 'gradients', got {what!r}")
         self._context = current(group)
-        self._rounds = Rounds(topology, self._context)
+        self._plans = Plans(topology, self._context)
         self._what = Gossip(what)
         self._name = f"fogdist.gossip_hook {next(_numbers)}"
         self.round = 0
@@ -63,7 +63,7 @@ class GossipState:
         # The parameters of the one DDP that it serves, all of them after a whole backward pass.
         self._parameters: set[Tensor] = set()
         self._has_all = False
-        items = [f"what: {self._what.value}", *self._rounds.items()]
+        items = [f"what: {self._what.value}", *self._plans.items()]
         check_same_everywhere(self._context.backend, "state", items)
 
     def _check_model(self, bucket: dist.GradBucket) -> None:
@@ -81,7 +81,7 @@ class GossipState:
 
     def _average(self, tensor: Tensor, bucket: int) -> dist.Work:
         """Starts to overwrite a tensor with its average."""
-        plan, name = self._rounds.plan(self.round), f"{self._name}.{bucket}"
+        plan, name = self._plans.plan(self.round), f"{self._name}.{bucket}"
         return self._context.backend.neighbor_allreduce(tensor, plan, output=tensor, name=name)
 
     def _flat(self, bucket: dist.GradBucket) -> Tensor:
@@ -91,7 +91,7 @@ class GossipState:
         if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
             whole = sum(-(-p.numel() * p.element_size() // ALIGNMENT) * ALIGNMENT for p in parameters)
             flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
-        flats.rehome()
+        flats.reattach()
         return flats.flats[0]
 
 

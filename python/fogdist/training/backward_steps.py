@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.flat_buckets import FlatBuckets
 from fogdist.streams import StreamJoin
+from fogdist.training.buckets import FlatBuckets
 
 
 def step_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> Any:

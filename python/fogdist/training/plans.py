@@ -1,4 +1,4 @@
-"""Whom a rank exchanges with in each round: a topology, seen from one rank."""
+"""What a rank exchanges in each round of a topology: `Plans`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPARED_ROUNDS = 64
 _KEPT_PLANS = 1024
 
 
-class Rounds:
+class Plans:
     """The exchanges of one rank: round t is `plan(t)`.
 
     Args:

@@ -14,8 +14,8 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from fogdist.optim.training_pass import is_training_pass
-from fogdist.parameter_changes import forward_changes_parameters
+from fogdist.training.change_watch import forward_changes_parameters
+from fogdist.training.passes import is_training_pass
 
 
 class ForwardHook:

@@ -24,7 +24,7 @@ class PassMarks:
     GRADIENT = "fogdist.gradient"
 
     def __init__(self, models: Sequence[Module], optimizer: Optimizer) -> None:
-        from fogdist.optim.forward_hook import ForwardHook
+        from fogdist.training.forward_hook import ForwardHook
 
         self._open: torch.profiler.record_function | None = None
         self._hooks = [optimizer.register_step_pre_hook(self._before_step)]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.buckets import BUCKET_CAP_MB
 from fogdist.context import current
-from fogdist.optim.gradient_average import GradientAverage
-from fogdist.optim.pass_counter import PassCounter, warn_too_many_passes
-from fogdist.optim.wrapper import (
+from fogdist.packing import BUCKET_CAP_MB, cap_bytes
+from fogdist.training.algorithm import check_count
+from fogdist.training.gradient_exchange import GradientExchange
+from fogdist.training.passes import BackwardPasses, warn_too_many_passes
+from fogdist.training.view import (
     DistributedOptimizer,
     Models,
     closure_of,
@@ -23,15 +24,14 @@ from fogdist.optim.wrapper import (
     reject_lbfgs,
     wrap,
 )
+from fogdist.warn import warn_user
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-def DistributedGradientAllreduceOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
-) -> GradientAllreduceOptimizer:
-    """Returns an optimizer that makes its step with the gradients averaged over all ranks.
+class GradientAllreduce(DistributedOptimizer):
+    """Parallel SGD: ``x+ = x + d(x)`` with the mean of all ranks' gradients. Collective to make.
 
     A bucket of gradients is averaged as soon as the J-th backward pass completes it, while the pass goes on;
     `step` averages what is missing, and waits. A parameter without a gradient on some rank counts as zero
@@ -44,53 +44,64 @@ def DistributedGradientAllreduceOptimizer(
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters.
-        num_steps_per_communication: J: the number of backward passes that accumulate gradients before a step;
+        local_steps: J: the number of backward passes that accumulate gradients before a step;
             their sum is averaged. A step after fewer passes is local: it takes this rank's own gradients,
             after which the ranks' parameters differ. More passes than J, on any rank, are averaged too, but
             once more and in `step`, where nothing hides it. Each is warned about once.
         bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
-
-    Returns:
-        An instance of the optimizer's class with `step` as above, `synchronize` and `skip_synchronize`.
+        group: The group of ranks; by default that of `init`.
 
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name; `num_steps_per_communication` is below 1, or
+            model; two parameters have the same name; `local_steps` is below 1, or
             `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """
-    context = current()
-    distributed = wrap(
-        GradientAllreduceOptimizer, optimizer, model, num_steps_per_communication, bucket_cap_mb
-    )
-    reject_lbfgs(optimizer)
-    distributed._fog_start(is_alone=context.is_alone)
-    return distributed
 
+    local_steps: int
+    _average: GradientExchange
+    _counter: BackwardPasses
+    _is_synchronized: bool
+    _scaler_synchronized: bool
+    _has_warned_passes: bool
+    _has_warned_local: bool
+    _is_alone: bool
 
-class GradientAllreduceOptimizer(DistributedOptimizer):
-    """See `DistributedGradientAllreduceOptimizer`, which makes it."""
+    def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
+        return wrap(cls, optimizer, model)
 
-    _fog_average: GradientAverage
-    _fog_counter: PassCounter
-    _fog_is_synchronized: bool
-    _fog_scaler_synchronized: bool
-    _fog_has_warned_passes: bool
-    _fog_has_warned_local: bool
-    _fog_is_alone: bool
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        *,
+        local_steps: int = 1,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        context = current(group)
+        reject_lbfgs(optimizer)
+        check_count(local_steps, "local_steps")
+        self.local_steps = local_steps
+        self._is_alone = context.is_alone
+        self._is_synchronized = self._scaler_synchronized = False
+        self._has_warned_passes = self._has_warned_local = False
+        name = f"fogdist.GradientAllreduce {self._fog_number}"
+        self._average = GradientExchange(name, self._fog_names, cap_bytes(bucket_cap_mb), group)
+        self._counter = BackwardPasses(self._after_gradient)
+        if not self._is_alone:
+            self._average.hold(self._fog_parameters())
+            self._counter.watch(self._fog_parameters())
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # What a gradient scaler's step() asks for before it looks for overflows in the gradients, and the only
         # moment between these and the backward pass. It has to find the average there, as it keeps what it found for
         # the next scale, which must stay the same on all ranks.
-        if (
-            not (self._fog_is_alone or self._fog_is_synchronized)
-            and self._fog_counter.passes_of_step >= self._fog_steps
-        ):
+        if not (self._is_alone or self._is_synchronized) and self._counter.passes_of_step >= self.local_steps:
             self.synchronize()
-            self._fog_scaler_synchronized = True
+            self._scaler_synchronized = True
         return True
 
     def step(self, *arguments: Any, **options: Any) -> Any:
@@ -108,23 +119,23 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         """
         closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
-        self._fog_check_scaler()
-        if not (self._fog_is_alone or only_makes_state(self._fog_wrapped, arguments, options)):
-            self._fog_average_if_due()
+        self._check_scaler()
+        if not (self._is_alone or only_makes_state(self._fog_wrapped, arguments, options)):
+            self._average_if_due()
         result = self._fog_local_step(**others)
         return result if closure is None else loss
 
     def synchronize(self) -> None:
         """Averages the gradients now; the next `step` uses them as they are then. Collective."""
-        if self._fog_is_alone:
+        if self._is_alone:
             return
         parameters = self._fog_parameters()
-        if not self._fog_average.has_begun:
-            self._fog_average.begin(parameters)
-        self._fog_average.finish()
-        self._fog_counter.reset()
-        self._fog_counter.watch(parameters)
-        self._fog_is_synchronized = True
+        if not self._average.has_begun:
+            self._average.begin(parameters)
+        self._average.finish()
+        self._counter.reset()
+        self._counter.watch(parameters)
+        self._is_synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -135,7 +146,7 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
         Raises:
             RuntimeError: `synchronize` was not called after the last backward pass.
         """
-        if not self._fog_is_synchronized and not self._fog_is_alone:
+        if not self._is_synchronized and not self._is_alone:
             raise RuntimeError(
                 "skip_synchronize() needs a call of synchronize() after the last backward pass"
             )
@@ -143,66 +154,51 @@ class GradientAllreduceOptimizer(DistributedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients; an average of them in flight is discarded, which all ranks must do alike."""
-        if self._fog_average.has_begun:
-            self._fog_average.discard()
-            self._fog_counter.reset()
+        if self._average.has_begun:
+            self._average.discard()
+            self._counter.reset()
         self._fog_wrapped.zero_grad(set_to_none=set_to_none)
 
-    def _fog_start(self, is_alone: bool) -> None:
-        self._fog_is_alone = is_alone
-        self._fog_is_synchronized = False
-        self._fog_scaler_synchronized = False
-        self._fog_has_warned_passes = False
-        self._fog_has_warned_local = False
-        self._fog_average = GradientAverage(
-            f"fogdist.gradient.{self._fog_number}", self._fog_names, self._fog_bucket_bytes
-        )
-        self._fog_counter = PassCounter(self._fog_after_gradient)
-        if not is_alone:
-            self._fog_average.hold(self._fog_parameters())
-            self._fog_counter.watch(self._fog_parameters())
-
-    def _fog_check_scaler(self) -> None:
-        came_late, self._fog_scaler_synchronized = self._fog_scaler_synchronized, False
+    def _check_scaler(self) -> None:
+        came_late, self._scaler_synchronized = self._scaler_synchronized, False
         # A scaler that has unscaled gradients already leaves no scale.
         was_unscaled = (
             getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         )
         if came_late and was_unscaled:
-            self._fog_is_synchronized = False
+            self._is_synchronized = False
             self._fog_forget_scaler()
             raise RuntimeError(
                 "a gradient scaler's unscale_() needs a call of synchronize() before it: it has unscaled this rank's "
                 "own gradients, and what all ranks average is still scaled"
             )
 
-    def _fog_average_if_due(self) -> None:
-        if not self._fog_is_synchronized:
-            passes = self._fog_counter.count_step()
-            if passes >= self._fog_steps:
+    def _average_if_due(self) -> None:
+        if not self._is_synchronized:
+            passes = self._counter.count_step()
+            if passes >= self.local_steps:
                 self.synchronize()
-            elif not self._fog_has_warned_local:
-                self._fog_has_warned_local = True
-                warnings.warn(
-                    f"step() after {passes} of num_steps_per_communication={self._fog_steps} backward passes "
-                    "takes this rank's own gradients; the parameters of the ranks differ from now on",
-                    stacklevel=3,
+            elif not self._has_warned_local:
+                self._has_warned_local = True
+                warn_user(
+                    f"step() after {passes} of local_steps={self.local_steps} backward passes takes this rank's own "
+                    "gradients; the parameters of the ranks differ from now on"
                 )
-        if self._fog_is_synchronized:
-            self._fog_average.end_step()
-        self._fog_is_synchronized = False
+        if self._is_synchronized:
+            self._average.end_step()
+        self._is_synchronized = False
 
-    def _fog_after_gradient(self, parameter: Tensor) -> None:
-        self._fog_is_synchronized = False
-        passes = self._fog_counter.passes_of(parameter)
-        if passes < self._fog_steps:
+    def _after_gradient(self, parameter: Tensor) -> None:
+        self._is_synchronized = False
+        passes = self._counter.passes_of(parameter)
+        if passes < self.local_steps:
             return
-        if not self._fog_average.has_begun:
-            self._fog_average.begin(self._fog_parameters())
-        if passes == self._fog_steps:
-            self._fog_average.add(parameter)
+        if not self._average.has_begun:
+            self._average.begin(self._fog_parameters())
+        if passes == self.local_steps:
+            self._average.add(parameter)
             return
-        self._fog_average.outdate(parameter)
-        if not self._fog_has_warned_passes:
-            self._fog_has_warned_passes = True
-            warn_too_many_passes("backward", self._fog_steps)
+        self._average.outdate(parameter)
+        if not self._has_warned_passes:
+            self._has_warned_passes = True
+            warn_too_many_passes("backward", self.local_steps)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.buckets import Bucket, are_same, make_buckets, on_device
 from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.memory import empty_flat
+from fogdist.packing import Bucket, are_same, make_buckets, on_device
 from fogdist.streams import StreamJoin
+from fogdist.warn import warn_user
 
 # The backend remembers each name that it has seen: numbers in names come again after so many.
 _NUMBERS = 64
@@ -33,7 +34,7 @@ class _InFlight:
     sent: list[tuple[Tensor, int] | None]
 
 
-class GradientAverage:
+class GradientExchange:
     """One average of the gradients of a list of parameters after the other.
 
     All ranks average the same buckets, whichever parameters have a gradient there; a missing gradient counts
@@ -46,13 +47,21 @@ class GradientAverage:
         name: What all ranks call it.
         names: Of the parameters, for messages.
         bucket_bytes: A bucket takes no further gradient that would make it larger.
+        group: The group of ranks; by default that of `init`.
 
     Attributes:
         has_begun: Whether `begin` was called without `finish` or `discard`.
     """
 
-    def __init__(self, name: str, names: Mapping[Tensor, str], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        names: Mapping[Tensor, str],
+        bucket_bytes: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._name = name
+        self._group = group
         self._names = names
         self._bucket_bytes = bucket_bytes
         self._parameters: list[Tensor] | None = None
@@ -91,7 +100,7 @@ class GradientAverage:
         if self._parameters is not None and are_same(self._parameters, last_first) and kinds == self._kinds:
             return self._parameters
         check_same_everywhere(
-            current().backend,
+            current(self._group).backend,
             "model",
             [
                 f"{place}: {self._names[parameter]!r}, {parameter.dtype} of shape {tuple(parameter.shape)}"
@@ -178,7 +187,7 @@ class GradientAverage:
         flags[sorted(self._outdated)] = 1
         if self._is_ordered:
             flags = torch.cat([flags, torch.tensor(self._presence(), dtype=flags.dtype, device="cpu")])
-        wait(allreduce_nonblocking_(flags, average=True, name=f"{self._label}.outdated"))
+        wait(allreduce_nonblocking_(flags, average=True, name=f"{self._label}.outdated", group=self._group))
         anywhere = [flag > 0 for flag in flags.tolist()]
         self._is_anywhere = anywhere[count:]
         return [number for number, flag in enumerate(anywhere[:count]) if flag]
@@ -223,7 +232,9 @@ class GradientAverage:
         if presence.numel() > 0:
             arrived = [each is not None for each in sent]
             presence.copy_(torch.tensor(arrived, dtype=presence.dtype, device=presence.device))
-        handle = allreduce_nonblocking_(self._flats[number], average=True, name=f"{self._label}.{number}")
+        handle = allreduce_nonblocking_(
+            self._flats[number], average=True, name=f"{self._label}.{number}", group=self._group
+        )
         self._in_flight[number] = _InFlight(handle, sent)
 
     def _write(self, number: int, average: _InFlight) -> None:
@@ -267,10 +278,9 @@ class GradientAverage:
     def _warn_changed(self) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 "gradients were changed between backward() and step(), as by gradient clipping; their "
-                "average replaces them. Call synchronize() before you change them.",
-                stacklevel=5,
+                "average replaces them. Call synchronize() before you change them."
             )
 
 

@@ -1,19 +1,15 @@
-"""Stochastic gradient push: gradient steps on push-sum, for directed graphs and uneven speeds."""
+"""Push-sum over windows: stochastic gradient push for directed graphs and uneven speeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
-from torch.optim import Optimizer
-
-from fogdist.buckets import BUCKET_CAP_MB
-from fogdist.context import current
 from fogdist.exchange import check_weight
-from fogdist.optim.window_optimizer import WindowOptimizer, make
-from fogdist.optim.wrapper import Models, setting
+from fogdist.training.view import setting
+from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
 
 # What a rank keeps of p at least when ranks are not in step, as a part of its mean over about the last _MEMORY
@@ -25,14 +21,8 @@ _MEMORY = 100
 _TOLERANCE = 1e-6
 
 
-def DistributedPushSumOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
-) -> PushSumOptimizer:
-    """Returns an optimizer that averages by push-sum, which is exact on directed graphs.
+class WindowPushSum(WindowAlgorithm):
+    """Stochastic gradient push over windows: averages that are exact on directed graphs, at uneven speeds too.
 
     Each rank has biased parameters x and a weight p, of each bucket, at first 1. The model's parameters are
     z = x / p. At the end of a forward pass a rank gives shares of x and p to its out-neighbors, which
@@ -49,56 +39,37 @@ def DistributedPushSumOptimizer(
     If a neighbor is lost, what was on its way there is lost, of x and p alike, and `step` raises; set the weights
     so that nothing goes there any more.
 
-    The other arguments, errors and all else are as of `DistributedWinPutOptimizer`. Between steps the windows hold
-    z, and their own p is 1; see `push_sum_weights`.
-
-    Returns:
-        An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`,
-        `unregister_window`, `push_sum_weights` and the attributes `self_weight`, `dst_weights`, `force_barrier`.
-    """
-    made = make(PushSumOptimizer, optimizer, model, num_steps_per_communication, window_prefix, bucket_cap_mb)
-    return cast("PushSumOptimizer", made)
-
-
-class PushSumOptimizer(WindowOptimizer):
-    """See `DistributedPushSumOptimizer`, which makes it.
+    The arguments are those of `WindowAlgorithm`. Between steps the windows hold z, and their own p is 1; see
+    `push_sum_weights`.
 
     Attributes:
         self_weight: The share that this rank keeps; by default 1 / (number of out-neighbors + 1).
         dst_weights: {out-neighbor: share}, by default the same for each. Set both before an iteration for a
             dynamic topology; they add up to 1.
-        force_barrier: As in `WindowOptimizer`, but True by default.
+        force_barrier: As in `WindowAlgorithm`, but True by default.
     """
 
-    _public: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights", "force_barrier"})
-    _kind: ClassVar[str] = "push_sum"
-    _zero_init: ClassVar[bool] = True
+    own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights"})
+    zero_init: ClassVar[bool] = True
 
     force_barrier: bool = setting(True)
-    self_weight: float
-    dst_weights: Mapping[int, float]
-    _fog_p: dict[Window, float]
-    _fog_mean_p: dict[Window, float]
-    _fog_biased: set[Window]
+    _p: dict[Window, float]
+    _mean_p: dict[Window, float]
+    _biased: set[Window]
 
-    def push_sum_weights(self) -> list[float]:
-        """Returns p of each bucket. Over all ranks, and what is on its way, they add up to the number of ranks."""
-        return list(self._fog_p.values())
-
-    def _fog_start(self, is_alone: bool) -> None:
-        neighbors = current().topology.out_neighbors
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._p, self._mean_p, self._biased = {}, {}, set()
+        super().__init__(*arguments, **options)
+        neighbors = self.context.topology.out_neighbors
         share = 1.0 / (len(neighbors) + 1)
         self.self_weight = share
         self.dst_weights = dict.fromkeys(neighbors, share)
-        self._fog_p = {}
-        self._fog_mean_p = {}
-        self._fog_biased = set()
-        super()._fog_start(is_alone)
 
-    def _fog_adopt(self, window: Window) -> None:
-        self._fog_p[window] = self._fog_mean_p[window] = 1.0
+    def push_sum_weights(self) -> list[float]:
+        """Returns p of each bucket. Over all ranks, and what is on its way, they add up to the number of ranks."""
+        return list(self._p.values())
 
-    def _fog_shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
+    def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
         """What is kept and what is given away of a bucket with weight `p`, as fractions of it.
 
         Args:
@@ -109,7 +80,7 @@ class PushSumOptimizer(WindowOptimizer):
             TypeError: `dst_weights` is no dict, or a weight not a real number.
             ValueError: A weight is negative or not finite, nothing is kept, or they do not add up to 1.
         """
-        kept = check_weight(self.self_weight, "self_weight")
+        kept = check_weight(cast("float", self.self_weight), "self_weight")
         if not isinstance(self.dst_weights, Mapping):
             raise TypeError(
                 f"dst_weights must be a dict of ranks to shares, got {type(self.dst_weights).__name__}"
@@ -129,50 +100,56 @@ class PushSumOptimizer(WindowOptimizer):
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
         return kept, {rank: weight for rank, weight in given.items() if weight > 0.0}
 
-    def _fog_send(self, window: Window) -> int:
+    def send(self, window: Window) -> int:
+        """See the class."""
         # The window holds z with a p of 1, so x = p z is sent by weights of p times the shares. What autograd
         # saved for the backward pass, the parameters among it, stays as it is.
-        p = self._fog_p[window]
-        kept, given = self._fog_shares(p, self._fog_mean_p[window])
+        p = self._p[window]
+        kept, given = self._shares(p, self._mean_p[window])
         handle = window.accumulate_nonblocking(
             window.tensor,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
         )
-        self._fog_p[window] = kept * p
+        self._p[window] = kept * p
         return handle
 
-    def _fog_combine(self, window: Window) -> None:
+    def take(self, window: Window) -> None:
+        """See the class."""
         window.update(
-            self_weight=self._fog_p[window],
+            self_weight=self._p[window],
             neighbor_weights=dict.fromkeys(window.in_neighbors, 1.0),
             reset=True,
             with_p=True,
         )
-        self._fog_p[window], window.p = window.p, 1.0
-        self._fog_mean_p[window] += (self._fog_p[window] - self._fog_mean_p[window]) / _MEMORY
-        self._fog_biased.add(window)
+        self._p[window], window.p = window.p, 1.0
+        self._mean_p[window] += (self._p[window] - self._mean_p[window]) / _MEMORY
+        self._biased.add(window)
 
-    def _fog_stepping(self) -> AbstractContextManager[None]:
-        return self._fog_on_biased()
+    def stepping(self) -> AbstractContextManager[None]:
+        """Parameters are x inside, and z afterwards."""
+        return self._on_biased()
+
+    def _open(self) -> None:
+        super()._open()
+        for window in self.windows:
+            self._p.setdefault(window, 1.0)
+            self._mean_p.setdefault(window, 1.0)
 
     @contextmanager
-    def _fog_on_biased(self) -> Iterator[None]:
-        """Inside, parameters are x; afterwards they are z."""
-        for buckets in self._fog_each():
-            buckets.flats.rehome()
-            for window in buckets.windows:
-                if window not in self._fog_biased:
-                    self._fog_biased.add(window)
-                    _scale(window, self._fog_p[window])
+    def _on_biased(self) -> Iterator[None]:
+        self.buckets.reattach()
+        for window in self.windows:
+            if window not in self._biased:
+                self._biased.add(window)
+                _scale(window, self._p[window])
         try:
             yield
         finally:
-            for buckets in self._fog_each():
-                buckets.flats.rehome()  # an optimizer may have replaced data, too
-                for window in buckets.windows:
-                    self._fog_biased.discard(window)
-                    _scale(window, 1.0 / self._fog_p[window])
+            self.buckets.reattach()  # an optimizer may have replaced data, too
+            for window in self.windows:
+                self._biased.discard(window)
+                _scale(window, 1.0 / self._p[window])
 
 
 def _scale(window: Window, factor: float) -> None:

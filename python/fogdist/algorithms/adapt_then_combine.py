@@ -1,0 +1,158 @@
+"""Adapt then combine as gradients become ready: rounds counted in backward passes, and steps that are made within them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
+from fogdist.training.backward_steps import BackwardSteps, step_of
+from fogdist.training.passes import BackwardPasses, warn_too_many_passes
+from fogdist.training.view import Models, reject_lbfgs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
+
+
+class AdaptThenCombine(DecentralizedSGD):
+    """Adapt then combine, ``x+ = W (x + d(x))``, in the step that completes J backward passes since the last average.
+
+    With J = 3 both three passes and one step, and three passes with a step after each, make one average. A step counts
+    as one pass at least, and so does a closure, however often it is evaluated. More than J passes warn.
+
+    Args:
+        optimizer: As in `DecentralizedSGD`.
+        model: As in `Algorithm`.
+        step_in_backward: Whether a bucket's step is made, and its average started, as soon as the J-th
+            backward pass has given all its parameters their gradients, so that the rest of the pass hides
+            it. `step` does what is left, and waits. It gives the same values, for an optimizer that treats each
+            parameter by itself, if nothing changes gradients after that pass: no clipping, no gradient
+            scaler, both of which raise. Hooks of the optimizer's step are called for each bucket.
+        **options: As in `Algorithm`; `local_steps` is J.
+
+    Raises:
+        TypeError: As `Algorithm`.
+        ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS.
+    """
+
+    counts_passes: ClassVar[bool] = True
+    saves_state: ClassVar[bool] = False
+
+    _in_backward: bool
+    _counter: BackwardPasses
+    _backward: BackwardSteps | None
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        *,
+        step_in_backward: bool = False,
+        **options: Unpack[AlgorithmOptions],
+    ) -> None:
+        if not isinstance(step_in_backward, bool):
+            raise TypeError(f"step_in_backward must be a bool, got {type(step_in_backward).__name__}")
+        if step_in_backward:
+            reject_lbfgs(optimizer)
+        super().__init__(optimizer, model, order="atc", **options)
+        self._in_backward = step_in_backward
+        self._has_warned = False
+        self._backward = None
+        self._counter = BackwardPasses(self._after_gradient)
+        if self.is_running:
+            self._counter.watch(self.buckets.tensors)
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Makes the optimizer's step and then the average, if one is due.
+
+        Args:
+            *arguments: A closure, or nothing. LBFGS evaluates it as often as it likes, all else evaluates it once,
+                before the rest.
+            **options: The closure as `closure`, and what else the optimizer's own step takes; with
+                `step_in_backward`, which makes steps before they are known, nothing else.
+
+        Returns:
+            What the closure returned, else what the optimizer's own step returns.
+
+        Raises:
+            TypeError: With `step_in_backward`, there are other options than the closure.
+            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass. Where the step
+                was not made in that pass it is left out, but parameters are averaged; training may go on.
+        """
+        others = sorted(set(options) - {"closure"})
+        if self._in_backward and others:
+            raise TypeError(
+                f"step() takes a closure only with step_in_backward=True, got {', '.join(others)}"
+            )
+        return super().step(*arguments, **options)
+
+    def adapt(self) -> Any:
+        """The step of all parameters whose step the backward pass has not made."""
+        if self._backward is None:
+            if not isinstance(self._fog_wrapped, LBFGS):
+                return super().adapt()
+            with self._counter.paused():
+                return super().adapt()
+        try:
+            if getattr(self, "found_inf", None) is not None:
+                raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
+            self._backward.check()
+        except RuntimeError:
+            # The next iteration begins anew, and no rank waits for the rest of the average.
+            self.count_step()
+            self._counter.reset()
+            self.combine()
+            self.rounds += 1
+            raise
+        applied = self._backward.applied
+        groups = self._fog_wrapped.param_groups
+        return step_of(
+            self._fog_wrapped, {p for group in groups for p in group["params"] if p not in applied}
+        )
+
+    def count_step(self) -> bool:
+        """Counts a step's passes and returns whether ranks are to communicate in it."""
+        self.steps += 1
+        is_due = self._counter.count_step() >= self.local_steps
+        if is_due:
+            self._counter.reset()
+        return is_due
+
+    def combine(self) -> None:
+        """Averages all buckets, or those that are not on their way."""
+        backward, self._backward = self._backward, None
+        if backward is None:
+            super().combine()
+            return
+        for number in backward.left:
+            self._mixer.add(self.buckets, number, self.mixing, self.this_round())
+        self._mixer.finish()
+
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`."""
+        super().refresh()
+        self._counter.watch(self.buckets.tensors)
+
+    def _after_gradient(self, parameter: Tensor) -> None:
+        passes = self._counter.passes_of(parameter)
+        # The check of a dynamic topology waits for all ranks, which may complete their buckets in any order.
+        if self._in_backward and passes >= self.local_steps and not self.enable_topo_check:
+            with torch.no_grad():
+                self._complete(parameter)
+        elif passes > self.local_steps and not self._has_warned:
+            self._has_warned = True
+            warn_too_many_passes("backward", self.local_steps)
+
+    def _complete(self, parameter: Tensor) -> None:
+        """Makes the step of a bucket whose last gradient is that of `parameter`, and starts its average."""
+        if self._backward is None:
+            self.refresh()
+            self._backward = BackwardSteps(self.buckets)
+        for number in self._backward.complete(parameter):
+            self._backward.step(self._fog_wrapped, number)
+            self._mixer.add(self.buckets, number, self.mixing, self.this_round())

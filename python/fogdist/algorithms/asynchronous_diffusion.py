@@ -1,0 +1,148 @@
+"""Asynchronous diffusion: averages with what neighbors have put, or with what is got from them, at each rank's pace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ClassVar
+
+from fogdist.training.view import setting
+from fogdist.training.window_algorithm import WindowAlgorithm
+from fogdist.windows import Window
+
+
+class AsynchronousDiffusion(WindowAlgorithm):
+    """Base of both: ``x+ = w_ii x + sum_j w_ji slot_j + d(x)``, with what is in the slots, whenever that came.
+
+    A slot that nothing has been written to stands for this rank's own x. (Zhao and Sayed, "Asynchronous adaptation and
+    learning over networks", IEEE Transactions on Signal Processing 63, 2015.)
+
+    Attributes:
+        skip_lost: True to leave out neighbors that are known to be lost, whose last parameters still count unless
+            the weights of the average say otherwise. By default they make `step` raise.
+    """
+
+    skip_lost: bool = setting(False)
+    _mean: tuple[float, dict[int, float]]
+    _heard: dict[Window, set[int]]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._heard = {}
+        super().__init__(*arguments, **options)
+        self._mean = self.context.topology.mean_weights  # windows keep the topology as it is
+
+    def take(self, window: Window) -> None:
+        """See the class."""
+        own, others = self._shift(window, *(self._given_weights() or self._mean))
+        window.update(self_weight=own, neighbor_weights=others)
+
+    def _given_weights(self) -> tuple[float, dict[int, float]] | None:
+        """The weights that the user has set for the average, if any.
+
+        Raises:
+            TypeError: `src_weights` is no dict.
+        """
+        if self.self_weight is None:
+            return None
+        if not isinstance(self.src_weights, Mapping):
+            raise TypeError(
+                "with self_weight, src_weights must be a dict of ranks to weights, got "
+                f"{type(self.src_weights).__name__}"
+            )
+        return self.self_weight, dict(self.src_weights)
+
+    def _shift(
+        self, window: Window, self_weight: float, weights: dict[int, float]
+    ) -> tuple[float, dict[int, float]]:
+        """Returns these weights with those of slots that nothing was written to given to the rank itself.
+
+        Such a slot has what its owner's tensor was when the window was made. That has changed since, by training or by
+        `broadcast_parameters`.
+        """
+        heard = self._heard.setdefault(window, set())
+        if len(heard) < len(window.in_neighbors):
+            # An update sets versions to 0, so what was seen once is kept.
+            heard.update(rank for rank in window.in_neighbors if window.version(rank) > 0)
+        unwritten = set(window.in_neighbors) - heard
+        if unwritten.isdisjoint(weights):
+            return self_weight, weights
+        known = {rank: weight for rank, weight in weights.items() if rank not in unwritten}
+        return self_weight + sum(weights[rank] for rank in unwritten if rank in weights), known
+
+
+class WinPut(AsynchronousDiffusion):
+    """Asynchronous diffusion by puts: a rank writes its parameters to its neighbors and averages what it has.
+
+    At the end of a forward pass a rank puts its parameters into its slots at its out-neighbors, who take no
+    part. `step` averages the parameters with what is in the slots here, whenever that came, and makes the
+    optimizer's own step from there with the gradient of the old parameters. Nobody waits for anybody: a slow rank
+    is seen with old parameters.
+
+    The arguments are those of `WindowAlgorithm`.
+
+    Attributes:
+        dst_weights: {out-neighbor: weight} of the next put, or out-neighbors that all weigh 1; None for all
+            of them. Whoever is left out keeps what it has.
+        self_weight, src_weights: Weights of the next average, both or none of them: of this rank's parameters
+            and {in-neighbor: weight} of what they sent. None for the topology's.
+        force_barrier: As in `WindowAlgorithm`.
+        skip_lost: As in `AsynchronousDiffusion`.
+    """
+
+    own_weights: ClassVar[frozenset[str]] = frozenset(
+        {"dst_weights", "self_weight", "src_weights", "skip_lost"}
+    )
+
+    def send(self, window: Window) -> int:
+        """See the class."""
+        return window.put_nonblocking(
+            window.tensor, dst_weights=self.dst_weights, skip_lost=bool(self.skip_lost)
+        )
+
+    def _given_weights(self) -> tuple[float, dict[int, float]] | None:
+        if self.self_weight is None and self.src_weights is not None:
+            raise ValueError("self_weight and src_weights must be set together, got src_weights alone")
+        return super()._given_weights()
+
+
+class PullGet(AsynchronousDiffusion):
+    """Asynchronous diffusion by gets: a rank reads its neighbors' parameters when it needs them.
+
+    At the end of a forward pass a rank gets the parameters that its in-neighbors have then, who take no part;
+    `step` averages with them and makes the optimizer's own step from there with the gradient of the old
+    parameters. Unlike with `WinPut` nothing is older than this rank's own iteration. A rank holds its windows'
+    mutexes while its optimizer changes the parameters, so nobody gets them half changed.
+
+    The arguments are those of `WindowAlgorithm`.
+
+    Attributes:
+        src_weights: In-neighbors of the next get; None for all of them. Without `self_weight` a dict gives
+            what the parameters are multiplied by as they are got, and the topology's weights follow, as in
+            BlueFog; whoever is left out counts with what was got before. With `self_weight` it is {in-neighbor:
+            weight} of the average, and nobody else counts.
+        self_weight: Weight of this rank's parameters in the next average; None for the topology's.
+        force_barrier: As in `WindowAlgorithm`.
+        skip_lost: As in `AsynchronousDiffusion`.
+    """
+
+    own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "src_weights", "skip_lost"})
+
+    def send(self, window: Window) -> int:
+        """See the class."""
+        sources: Iterable[int] | Mapping[int, float] | None = self.src_weights
+        given = self._given_weights()
+        if given is not None:
+            sources = list(given[1])
+        return window.get_nonblocking(src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost))
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """The windows' mutexes are held."""
+        return self._locking()
+
+    @contextmanager
+    def _locking(self) -> Iterator[None]:
+        # Whoever gets holds one mutex, and waits for nothing else meanwhile.
+        with ExitStack() as stack:
+            for window in self.windows:
+                stack.enter_context(window.lock())
+            yield  # a lock's end waits for the device, if it is one that steps

@@ -1,0 +1,277 @@
+"""BlueFog's optimizers: each is an algorithm of `fogdist.algorithms`, by the names that its users know."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, ClassVar
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
+from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
+from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
+from fogdist.algorithms.gradient_allreduce import GradientAllreduce
+from fogdist.algorithms.window_push_sum import WindowPushSum
+from fogdist.packing import BUCKET_CAP_MB
+from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
+from fogdist.training.view import Models
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fogdist.training.algorithm import AlgorithmOptions
+
+
+class CommunicationType(enum.Enum):
+    """Whom parameters are averaged with."""
+
+    neighbor_allreduce = "neighbor.allreduce"
+    """The neighbors: those of the topology, or those of the optimizer's dynamic attributes."""
+    hierarchical_neighbor_allreduce = "hierarchical.neighbor.allreduce"
+    """All ranks of this machine and of the neighbor machines: those of the machine topology, or those of the
+    optimizer's dynamic attributes for machines."""
+    allreduce = "allreduce"
+    """All ranks."""
+    empty = "empty"
+    """Nobody: local training."""
+
+
+_MIXING: dict[CommunicationType, type[Mixing]] = {
+    CommunicationType.neighbor_allreduce: Neighbors,
+    CommunicationType.hierarchical_neighbor_allreduce: Machines,
+    CommunicationType.allreduce: GlobalAverage,
+    CommunicationType.empty: NoMixing,
+}
+
+
+class _Communicating(Algorithm):
+    """An algorithm whose mixing is told by a `CommunicationType`."""
+
+    warns_apart: ClassVar[bool] = False
+
+    @property
+    def communication_type(self) -> CommunicationType:
+        """Whom parameters are averaged with; can be set between iterations, on all ranks alike."""
+        return next(kind for kind, mixing in _MIXING.items() if type(self.mixing) is mixing)
+
+    @communication_type.setter
+    def communication_type(self, value: CommunicationType) -> None:
+        self.mixing = _mixing_of(value)
+
+
+class AdaptWithCombineOptimizer(_Communicating, DecentralizedSGD):
+    """See `DistributedAdaptWithCombineOptimizer`, which makes it."""
+
+    counts_passes: ClassVar[bool] = True
+    saves_state: ClassVar[bool] = False
+
+    def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
+        super().__init__(optimizer, model, order="awc", **options)
+
+
+class AdaptThenCombineOptimizer(_Communicating, AdaptThenCombine):
+    """See `DistributedAdaptThenCombineOptimizer`, which makes it."""
+
+
+def DistributedAdaptWithCombineOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+    local_steps: int = 1,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    *,
+    group: dist.ProcessGroup | None = None,
+    num_steps_per_communication: int | None = None,
+) -> AdaptWithCombineOptimizer:
+    """Returns an optimizer that adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
+
+    It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021): the
+    average starts with a forward pass, of the parameters as they are then, travels during that and the backward pass,
+    and is awaited in `step`. Where a gradient scaler finds an overflow, the rank leaves out its own step but not the
+    average.
+
+    Args:
+        optimizer: As in `fogdist.algorithms.Algorithm`.
+        model: As there.
+        communication_type: Whom to average with.
+        local_steps: J: an average every J forward passes of the model. With J = 3 both three passes and one step,
+            and three passes with a step after each, make one average.
+        bucket_cap_mb: As there.
+        group: As there.
+        num_steps_per_communication: BlueFog's name of `local_steps`.
+
+    Returns:
+        An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`, and the
+        attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`, `dst_machine_weights`,
+        `enable_topo_check`, `communication_type`.
+
+    Raises:
+        TypeError: As `Algorithm`; `local_steps` and `num_steps_per_communication` are both given.
+        ValueError: As `Algorithm`.
+        RuntimeError: As `Algorithm`.
+    """
+    return AdaptWithCombineOptimizer(
+        optimizer,
+        model,
+        mixing=_mixing_of(communication_type),
+        local_steps=_interval(local_steps, num_steps_per_communication),
+        bucket_cap_mb=bucket_cap_mb,
+        group=group,
+    )
+
+
+def DistributedAdaptThenCombineOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+    local_steps: int = 1,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    step_in_backward: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+    num_steps_per_communication: int | None = None,
+) -> AdaptThenCombineOptimizer:
+    """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
+
+    It is `fogdist.algorithms.AdaptThenCombine`: `step` makes the optimizer's own step, with whatever was done to the
+    gradients before (accumulation, clipping, unscaling), and then averages the parameters.
+
+    Args:
+        optimizer: As there; LBFGS serves too.
+        model: As there.
+        communication_type: Whom to average with.
+        local_steps: As there: J backward passes.
+        bucket_cap_mb: As there.
+        step_in_backward: As there.
+        group: As there.
+        num_steps_per_communication: BlueFog's name of `local_steps`.
+
+    Returns:
+        An instance of the optimizer's class with `step` as above and the attributes of
+        `DistributedAdaptWithCombineOptimizer`.
+
+    Raises:
+        TypeError: As `Algorithm`; `local_steps` and `num_steps_per_communication` are both given.
+        ValueError: As `AdaptThenCombine`.
+        RuntimeError: As `Algorithm`.
+    """
+    return AdaptThenCombineOptimizer(
+        optimizer,
+        model,
+        step_in_backward=step_in_backward,
+        mixing=_mixing_of(communication_type),
+        local_steps=_interval(local_steps, num_steps_per_communication),
+        bucket_cap_mb=bucket_cap_mb,
+        group=group,
+    )
+
+
+def DistributedGradientAllreduceOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    local_steps: int = 1,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    *,
+    group: dist.ProcessGroup | None = None,
+    num_steps_per_communication: int | None = None,
+) -> GradientAllreduce:
+    """Returns an optimizer that makes its step with the gradients averaged over all ranks, as Horovod does.
+
+    It is `fogdist.algorithms.GradientAllreduce`, which has the arguments, methods and errors.
+    `num_steps_per_communication` is BlueFog's name of `local_steps`.
+    """
+    interval = _interval(local_steps, num_steps_per_communication)
+    return GradientAllreduce(optimizer, model, local_steps=interval, bucket_cap_mb=bucket_cap_mb, group=group)
+
+
+def DistributedWinPutOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    local_steps: int = 1,
+    window_prefix: str | None = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    *,
+    group: dist.ProcessGroup | None = None,
+    num_steps_per_communication: int | None = None,
+) -> WinPut:
+    """Returns an optimizer that averages with what its neighbors last sent: ``w+ = mean(w, slots) - step(grad f(w))``.
+
+    It is `fogdist.algorithms.WinPut`, which has the arguments, methods, attributes and errors.
+    `num_steps_per_communication` is BlueFog's name of `local_steps`.
+    """
+    return WinPut(
+        optimizer,
+        model,
+        local_steps=_interval(local_steps, num_steps_per_communication),
+        window_prefix=window_prefix,
+        bucket_cap_mb=bucket_cap_mb,
+        group=group,
+    )
+
+
+def DistributedPullGetOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    local_steps: int = 1,
+    window_prefix: str | None = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    *,
+    group: dist.ProcessGroup | None = None,
+    num_steps_per_communication: int | None = None,
+) -> PullGet:
+    """Returns an optimizer that averages with its neighbors' present parameters: ``w+ = mean(w, w_j) - step(grad f(w))``.
+
+    It is `fogdist.algorithms.PullGet`, which has the arguments, methods, attributes and errors.
+    `num_steps_per_communication` is BlueFog's name of `local_steps`.
+    """
+    return PullGet(
+        optimizer,
+        model,
+        local_steps=_interval(local_steps, num_steps_per_communication),
+        window_prefix=window_prefix,
+        bucket_cap_mb=bucket_cap_mb,
+        group=group,
+    )
+
+
+def DistributedPushSumOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    local_steps: int = 1,
+    window_prefix: str | None = None,
+    bucket_cap_mb: float = BUCKET_CAP_MB,
+    *,
+    group: dist.ProcessGroup | None = None,
+    num_steps_per_communication: int | None = None,
+) -> WindowPushSum:
+    """Returns an optimizer that averages by push-sum, which is exact on directed graphs.
+
+    It is `fogdist.algorithms.WindowPushSum`, which has the arguments, methods, attributes and errors.
+    `num_steps_per_communication` is BlueFog's name of `local_steps`.
+    """
+    return WindowPushSum(
+        optimizer,
+        model,
+        local_steps=_interval(local_steps, num_steps_per_communication),
+        window_prefix=window_prefix,
+        bucket_cap_mb=bucket_cap_mb,
+        group=group,
+    )
+
+
+def _interval(local_steps: int, num_steps_per_communication: int | None) -> int:
+    if num_steps_per_communication is None:
+        return local_steps
+    if local_steps != 1:
+        raise TypeError("local_steps and num_steps_per_communication must not both be given: they are one")
+    check_count(num_steps_per_communication, "num_steps_per_communication")
+    return num_steps_per_communication
+
+
+def _mixing_of(kind: CommunicationType) -> Mixing:
+    if not isinstance(kind, CommunicationType):
+        allowed = ", ".join(f"CommunicationType.{each.name}" for each in CommunicationType)
+        raise TypeError(f"communication_type must be one of {allowed}, got {kind!r}")
+    return _MIXING[kind]()

@@ -1,0 +1,497 @@
+"""The frame of all algorithms: steps of the user's optimizer, and what is exchanged around them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from fogdist.agreement import check_same_everywhere, gather_numbers
+from fogdist.arguments import plain
+from fogdist.context import Context, current
+from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
+from fogdist.training.buckets import FlatBuckets, local_of, sharded_as
+from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
+from fogdist.training.saved_state import load_state, save_state
+from fogdist.training.view import (
+    DistributedOptimizer,
+    Models,
+    closure_of,
+    evaluated,
+    only_makes_state,
+    reject_lbfgs,
+    setting,
+    wrap,
+)
+from fogdist.warn import warn_user
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
+# The backend remembers every name, so they come again.
+_ROUND_NAMES = 64
+# The attributes that users set before a round.
+WEIGHTS = frozenset(
+    {
+        "self_weight",
+        "src_weights",
+        "dst_weights",
+        "src_machine_weights",
+        "dst_machine_weights",
+        "enable_topo_check",
+    }
+)
+
+
+class AlgorithmOptions(TypedDict, total=False):
+    """The options that all algorithms have; see `Algorithm`."""
+
+    mixing: MixingLike
+    local_steps: int
+    group: dist.ProcessGroup | None
+    bucket_cap_mb: float
+
+
+class Algorithm(DistributedOptimizer):
+    """Base of the algorithms: ``x+ = W (x + step(grad f(x)))`` every `local_steps` steps. Collective to make.
+
+    A subclass says what its recursion does otherwise by overriding `adapt` (a local step), `combine` (what follows
+    every `local_steps` of them) or `advance` (both). It names what it remembers of each element of the parameters in
+    `state_vectors`, and other numbers in `state_numbers`; ranks save and load them with the optimizer's state. All
+    three methods work on `values`, flat vectors that the parameters are views of, without gradients being recorded.
+    Attributes that a subclass sets have to be declared in its body; all others are the user's optimizer's.
+
+    The object is a view of the optimizer it was made of, and an instance of its class: learning-rate schedulers,
+    gradient scalers and hooks see the user's optimizer. `state_dict` holds the algorithm's state too, and training
+    goes on from it bit for bit; it can be loaded into the plain optimizer as well.
+
+    The parameters are views of flat buckets from then on (`fogdist.training.FlatBuckets`): the same tensors with their
+    values, strides and state, but no longer in memory that they shared with others, such as a NumPy array. A
+    parameter may get other values in any way; its dtype, device and shape stay. Once made, and whenever parameters are
+    added, frozen or unfrozen, which all ranks must do alike, ranks compare what they hold.
+
+    Args:
+        optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
+        model: The model, or a list of models, that hold its parameters. All trained parameters take part,
+            buffers do not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`): a
+            UserWarning on all ranks says if they do not.
+        mixing: Whom to average with, the same on all ranks. A `fogdist.topology.Topology`: its rounds, one
+            after the other. A `networkx.DiGraph`: it, with its weights, in all rounds. None: the
+            attributes `self_weight`, `src_weights` and `dst_weights`, which can be set before each step for a
+            dynamic topology, and as long as they are None the group's topology. Or `Machines()`, `GlobalAverage()`,
+            `NoMixing()`, or a `Mixing` of the user's own.
+        local_steps: J: ranks communicate in every J-th step, counted in calls of `step`.
+        group: The group of ranks; by default that of `init`.
+        bucket_cap_mb: MiB of the buckets, each of which is one message. A larger parameter has one for itself.
+        compare: For subclasses: what else all ranks must have given alike, by name.
+
+    Raises:
+        TypeError: An argument has a wrong type; a parameter is not a dense tensor.
+        ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
+            model; two parameters have the same name or overlap in memory; another living optimizer or wrapper has
+            one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
+            algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
+    """
+
+    state_vectors: ClassVar[tuple[str, ...]] = ()
+    """Names of flat vectors that are kept from step to step, in `vectors`."""
+    state_numbers: ClassVar[Mapping[str, float]] = {}
+    """Numbers that are kept, in `numbers`, with their first values."""
+    needs_rates: ClassVar[bool] = False
+    """Whether the recursion has the learning rate in it: then a bucket has parameters of one group only."""
+    runs_alone: ClassVar[bool] = True
+    """Whether one rank alone runs the recursion; if not, its steps are the optimizer's own."""
+    takes_lbfgs: ClassVar[bool] = False
+    """Whether the optimizer may evaluate its closure several times a step, each rank as often as it likes."""
+    saves_state: ClassVar[bool] = True
+    """Whether `state_dict` has the algorithm's state."""
+    warns_apart: ClassVar[bool] = True
+    """Whether ranks are told if they start from different parameters."""
+    # Asks a gradient scaler to call step() whether gradients overflowed or not: neighbors wait for this rank.
+    _step_supports_amp_scaling = True
+
+    self_weight: float | None = setting(None)
+    src_weights: Mapping[int, float] | None = setting(None)
+    dst_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
+    src_machine_weights: Mapping[int, float] | None = setting(None)
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
+    enable_topo_check: bool = setting(False)
+
+    mixing: Mixing
+    local_steps: int
+    steps: int
+    rounds: int
+    overflowed: bool
+    vectors: dict[str, list[Tensor]]
+    numbers: dict[str, float]
+    buckets: FlatBuckets
+    is_alone: bool
+    _group: dist.ProcessGroup | None
+    _bucket_bytes: int
+    _step_options: dict[str, Any]
+    _group_numbers: list[int]
+    _has_state: bool
+    _loaded: dict[str, dict[Tensor, Tensor]]
+
+    def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
+        return wrap(cls, optimizer, model)
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        *,
+        mixing: MixingLike = None,
+        local_steps: int = 1,
+        group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        compare: Mapping[str, object] | None = None,
+    ) -> None:
+        context = current(group)
+        if not self.takes_lbfgs:
+            reject_lbfgs(optimizer)
+        if self.needs_rates and not all("lr" in each for each in optimizer.param_groups):
+            raise ValueError(
+                f"optimizer must have a learning rate 'lr' in each group for {self.algorithm_name}, got "
+                f"{type(optimizer).__name__} with {sorted(set(optimizer.param_groups[0]) - {'params'})}"
+            )
+        check_count(local_steps, "local_steps")
+        self._bucket_bytes = cap_bytes(bucket_cap_mb)
+        self._group = group
+        self.mixing = as_mixing(mixing)
+        described = {"local_steps": local_steps, **(compare or {})}
+        items = [self.algorithm_name, *self.mixing.items(context)]
+        items += [f"{name}={value!r}" for name, value in described.items()]
+        self.local_steps = local_steps
+        self.is_alone = context.is_alone
+        self.steps = self.rounds = 0
+        self.overflowed = False
+        self.numbers = dict(self.state_numbers)
+        self.vectors = {name: [] for name in self.state_vectors}
+        self._step_options = {}
+        self._has_state = False
+        self._loaded = {}
+        if self.is_running:
+            self._hold(items)
+
+    # --- what a subclass says ---
+
+    def advance(self) -> Any:
+        """One step: adapts, and combines if it is due."""
+        result = self.adapt()
+        if self.count_step():
+            self.combine()
+            self.rounds += 1
+        return result
+
+    def adapt(self) -> Any:
+        """A local step, unless gradients overflowed; returns what the optimizer's own step returns."""
+        if self.overflowed:
+            return None
+        self.buckets.write_back()
+        result = self._fog_wrapped.step(**self._step_options)
+        self.buckets.reattach()
+        return result
+
+    def combine(self) -> None:
+        """What follows every `local_steps` local steps."""
+        self.average(self.values, in_place=True)
+
+    def initial(self, name: str) -> list[Tensor]:
+        """The first values of one of `state_vectors`, before the first step with these parameters; by default 0."""
+        return self.buckets.zeros()
+
+    # --- what it says that with ---
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The parameters as flat vectors: what is written to them is in the parameters."""
+        return self.buckets.flats
+
+    def write(self, vectors: Sequence[Tensor]) -> None:
+        """Gives the parameters the values of vectors that are like `values`."""
+        for mine, vector in zip(self.values, vectors, strict=True):
+            mine.copy_(vector)
+
+    def gradients(self) -> list[Tensor]:
+        """Returns the gradients as vectors like `values`, which the caller may change; zeros where there is none.
+
+        Raises:
+            ValueError: A gradient is not dense.
+        """
+        return self.buckets.gradients()
+
+    def rates(self) -> list[float]:
+        """The learning rate that each vector has now; for an algorithm with `needs_rates`."""
+        groups = self._fog_wrapped.param_groups
+        return [float(groups[place]["lr"]) for place in self.buckets.group_of]
+
+    def count_step(self) -> bool:
+        """Counts a step and returns whether ranks are to communicate in it."""
+        self.steps += 1
+        return self.steps % self.local_steps == 0
+
+    def average(
+        self, tensors: Sequence[Tensor], mixing: Mixing | None = None, *, in_place: bool = False
+    ) -> list[Tensor]:
+        """Returns this round's weighted averages, by the algorithm's own mixing or another one.
+
+        Args:
+            tensors: What this rank gives, in one exchange; with the shapes and dtypes of the neighbors'.
+            mixing: By default that of the algorithm.
+            in_place: Whether the averages go into the tensors themselves.
+        """
+        chosen = NoMixing() if self.is_alone else mixing or self.mixing
+        return chosen.begin(tensors, self.this_round(), in_place)()
+
+    def step_along(self, directions: Sequence[Tensor]) -> Any:
+        """The optimizer's own step with `directions` in place of the gradients, which are there again after it.
+
+        A parameter without a gradient, whose direction is zero, stays without one: nothing decays it.
+
+        Args:
+            directions: Vectors like `values`; the optimizer may overwrite them.
+        """
+        pairs = list(self.buckets.pieces(directions))
+        kept = [(parameter, parameter.grad) for parameter, _ in pairs]
+        missing = [direction for parameter, direction in pairs if parameter.grad is None]
+        moves = iter(_have_nonzero(missing))
+        self.buckets.write_back()
+        for parameter, direction in pairs:
+            if parameter.grad is not None or next(moves):
+                parameter.grad = sharded_as(parameter, direction)
+        try:
+            return self._fog_wrapped.step(**self._step_options)
+        finally:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            self.buckets.reattach()
+
+    def this_round(self) -> Round:
+        """The round that ranks are in, with the weights that the user has set for it."""
+        return Round(self.context, self.rounds, f"{self.name} {self.rounds % _ROUND_NAMES}", self.weights())
+
+    def weights(self) -> DynamicWeights:
+        """The weights that the user has set for the next round."""
+        return DynamicWeights(
+            self.self_weight,
+            self.src_weights,
+            self.dst_weights,
+            self.src_machine_weights,
+            self.dst_machine_weights,
+            self.enable_topo_check,
+        )
+
+    @property
+    def context(self) -> Context:
+        """The group as it is now."""
+        return current(self._group)
+
+    @property
+    def name(self) -> str:
+        """What all ranks call this object."""
+        return f"fogdist.{self.algorithm_name} {self._fog_number}"
+
+    @property
+    def algorithm_name(self) -> str:
+        """The name of the algorithm's class: the class itself is named as the user's optimizer."""
+        return type(self._fog_view()).__mro__[1].__name__
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a recursion to run, or else steps are the optimizer's own."""
+        return self.runs_alone or not self.is_alone
+
+    # --- an optimizer ---
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Makes a step of the algorithm.
+
+        Where a gradient scaler finds an overflow, the rank leaves out its own local step, but counts the step and
+        communicates.
+
+        Args:
+            *arguments: A closure, evaluated once, before anything is done; or nothing.
+            **options: The closure as `closure`, and what else the optimizer's own step takes.
+
+        Returns:
+            What the closure returned, else what the optimizer's own step returns.
+        """
+        if only_makes_state(self._fog_wrapped, arguments, options):
+            return self._fog_wrapped.step(**options)
+        closure, self._step_options = closure_of(arguments, options)
+        if closure is not None and isinstance(self._fog_wrapped, LBFGS):
+            self._step_options["closure"] = closure
+            closure = None
+        loss = evaluated(closure)
+        with self._fog_scaler_forgotten_on_error(), torch.no_grad():
+            self.overflowed = self._fog_unscale()
+            if self.is_running:
+                self.refresh()
+                result = self.advance()
+                self.buckets.write_back()
+            else:
+                result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
+        return result if closure is None else loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the optimizer's state dict with the algorithm's state beside what the optimizer keeps.
+
+        The state of each parameter, and the first parameter group, have entries that begin with "fog_".
+        """
+        saved = self._fog_wrapped.state_dict()
+        if not self.saves_state:
+            return saved
+        return save_state(
+            saved,
+            self._fog_wrapped,
+            self.algorithm_name,
+            self._pieces(),
+            {"steps": self.steps, "rounds": self.rounds, **self.numbers},
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this algorithm, or of the plain optimizer: the algorithm then begins anew.
+
+        The parameters and the algorithm's state belong together: load both, of the same step.
+
+        Raises:
+            ValueError: It is another algorithm's, or as `load_state_dict` of the optimizer.
+        """
+        if not self.saves_state:
+            self._fog_wrapped.load_state_dict(state_dict)
+            return
+        loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, self.state_vectors)
+        self._has_state = False
+        self.vectors = {name: [] for name in self.state_vectors}
+        self._loaded = loaded
+        self.steps, self.rounds = int(numbers.get("steps", 0)), int(numbers.get("rounds", 0))
+        self.numbers = {name: numbers.get(name, value) for name, value in self.state_numbers.items()}
+
+    def refresh(self) -> None:
+        """Takes up parameters that were added, unfrozen or replaced, and forgets those that were frozen.
+
+        The algorithm's state begins here too, at the first step: not before the user has loaded or broadcast
+        what ranks start from.
+        """
+        # What was loaded, or what was remembered of the parameters that are still here.
+        known = self._loaded
+        if self._holds(*self._trained()):
+            self.buckets.reattach()
+            if self._has_state:
+                return
+        else:
+            known = known or self._pieces()
+            self._hold([self.algorithm_name])
+        for name in self.state_vectors:
+            self.vectors[name] = self.initial(name)
+            for parameter, piece in self.buckets.pieces(self.vectors[name]):
+                if parameter in known.get(name, {}):
+                    piece.copy_(known[name][parameter])
+        self._loaded = {}
+        self._has_state = True
+
+    # --- inside ---
+
+    def _trained(self) -> tuple[list[Tensor], list[int]]:
+        """The parameters that are not frozen now, and the number of the group of each, as far as that counts."""
+        pairs = [
+            (parameter, place if self.needs_rates else 0)
+            for place, group in enumerate(self._fog_wrapped.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        return [parameter for parameter, _ in pairs], [number for _, number in pairs]
+
+    def _holds(self, parameters: Sequence[Tensor], numbers: Sequence[int]) -> bool:
+        return are_same(self.buckets.tensors, parameters) and self._group_numbers == numbers
+
+    def _hold(self, items: Sequence[str]) -> None:
+        """Moves the parameters into buckets; collective: ranks compare `items` and what the buckets hold."""
+        parameters, self._group_numbers = self._trained()
+        self.buckets = FlatBuckets(
+            parameters,
+            self._bucket_bytes,
+            names=[self._fog_names[parameter] for parameter in parameters],
+            groups=self._group_numbers,
+            owner=self,
+        )
+        with self.buckets.released_on_error():
+            context = self.context
+            if context.size > 1:
+                check_same_everywhere(context.backend, "model", [*items, *self.buckets.layout()])
+                if self.warns_apart and not self._has_state:
+                    _warn_if_apart(context, parameters)
+
+    def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
+        if self._loaded or not self._has_state:
+            return self._loaded
+        return {name: dict(self.buckets.pieces(vectors)) for name, vectors in self.vectors.items()}
+
+    def _is_own(self, name: str) -> bool:
+        # Also for an optimizer that knows scalers: algorithms read gradients, which it would unscale within its step.
+        return name in self._scaler_marks or super()._is_own(name)
+
+
+def check_count(value: int, argument: str) -> None:
+    """Raises TypeError unless `value` is an int, ValueError unless it is at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{argument} must be at least 1, got {value}")
+
+
+def check_factor(value: float, argument: str, *, below: float = math.inf, positive: bool = False) -> float:
+    """Returns a number that is at least 0 and below `below`, as a float.
+
+    Raises:
+        TypeError: Not a real number.
+        ValueError: Out of this range, or 0 where it must be positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+    if not 0.0 <= value < below or (positive and value == 0.0):
+        least = "more than 0" if positive else "at least 0"
+        most = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{argument} must be {least}{most}, got {value}")
+    return float(value)
+
+
+def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether each tensor has an element that is not 0; the host waits for each device once at most."""
+    answers = [tensor.any() for tensor in tensors]
+    of_device: dict[torch.device, list[int]] = {}
+    for place, answer in enumerate(answers):
+        of_device.setdefault(answer.device, []).append(place)
+    result = [False] * len(answers)
+    for places in of_device.values():
+        found = torch.stack([answers[place] for place in places]).tolist()
+        for place, value in zip(places, found, strict=True):
+            result[place] = value
+    return result
+
+
+def _warn_if_apart(context: Context, parameters: Sequence[Tensor]) -> None:
+    """Warns if ranks do not start from one point."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in parameters:
+        values: Any = plain(local_of(parameter.detach())).reshape(-1).view(torch.uint8).cpu().numpy()
+        digest.update(values)
+    mine = int.from_bytes(digest.digest(), "big") >> 1
+    versions: dict[int, list[int]] = {}
+    for rank, (number,) in enumerate(gather_numbers(context.backend, [mine])):
+        versions.setdefault(number, []).append(rank)
+    if len(versions) > 1:
+        warn_user(
+            f"ranks start from {len(versions)} different sets of parameters, rank 0 from that of the ranks "
+            f"{next(iter(versions.values()))}; broadcast_parameters(dict(model.named_parameters()), 0) gives "
+            "them one"
+        )

@@ -1,0 +1,86 @@
+"""One exchange a round of parameters in flat buckets: begun before they are computed with, finished before a step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fogdist.training.buckets import FlatBuckets
+from fogdist.training.change_watch import ChangeWatch
+from fogdist.training.mixing import Finish, Mixing, Round
+
+
+class Mixer:
+    """Exchanges of flat buckets, one after the other.
+
+    What is sent is read where it is: between `begin` and `finish` the buckets must not change. They may be computed
+    with, as the average becomes theirs in `finish` only.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, Finish] = {}
+        self._changes = ChangeWatch()
+        self._buckets: FlatBuckets | None = None
+        self._round: Round | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an exchange is in flight."""
+        return self._buckets is not None
+
+    @torch.no_grad()
+    def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> None:
+        """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`."""
+        buckets.reattach()
+        for number in buckets.sending_order:
+            self.add(buckets, number, mixing, round)
+        self._buckets, self._round = buckets, round
+        self._changes.begin(buckets)
+
+    @torch.no_grad()
+    def add(self, buckets: FlatBuckets, number: int, mixing: Mixing, round: Round) -> None:
+        """Begins the exchange of one of the buckets, as `begin` does of all of them; in any order."""
+        if mixing.exchanges:
+            self._in_flight[number] = mixing.begin([buckets.flats[number]], round.part(number))
+        self._buckets, self._round = buckets, round
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for the exchange in flight, after which the buckets have the average.
+
+        Raises:
+            torch.distributed.DistBackendError: It failed; the buckets are as they were.
+        """
+        buckets = self._buckets
+        averages = self._arrive()
+        if buckets is None:
+            return
+        # Not before: neighbors read the values that were sent until then.
+        self._changes.end(buckets)
+        for number, average in averages.items():
+            if not buckets.swap(number, average):
+                buckets.flats[number].copy_(average)
+        buckets.write_back()
+
+    def discard(self) -> None:
+        """Waits for the exchange in flight, and forgets what came."""
+        self._changes.forget()
+        self._arrive()
+
+    def accept_changes(self) -> None:
+        """Parameters that were changed since `begin` were changed rightly: `finish` does not warn of them."""
+        if self._buckets is not None:
+            self._changes.begin(self._buckets)
+
+    def _arrive(self) -> dict[int, torch.Tensor]:
+        in_flight, self._in_flight = self._in_flight, {}
+        self._buckets, round, self._round = None, self._round, None
+        averages, failure = {}, None
+        for number, finish in in_flight.items():
+            try:
+                (averages[number],) = finish()
+            except dist.DistBackendError as error:
+                failure = failure or error
+        if failure is not None and round is not None:
+            raise dist.DistBackendError(f"in round {round.number} of {round.name}: {failure}") from failure
+        return averages

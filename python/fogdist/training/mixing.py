@@ -1,0 +1,307 @@
+"""Whom ranks average with, by which weights, round by round: what an algorithm is given as `mixing`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fogdist.arguments import Average
+from fogdist.collectives import allreduce_nonblocking_, wait
+from fogdist.context import Context, handles
+from fogdist.hierarchical import (
+    hierarchical_neighbor_allreduce_nonblocking,
+    hierarchical_neighbor_allreduce_nonblocking_,
+)
+from fogdist.lazy import nx
+from fogdist.memory import empty_flat
+from fogdist.neighbor_collectives import (
+    neighbor_allreduce_nonblocking,
+    neighbor_allreduce_nonblocking_,
+)
+from fogdist.topology import Topology
+from fogdist.training.plans import Plans, TopologyLike, as_topology
+
+if TYPE_CHECKING:
+    from fog_pg._C import NeighborPlan
+
+# Waits for an exchange in flight and returns its results, one for each tensor that was given.
+Finish: TypeAlias = "Callable[[], list[Tensor]]"
+
+
+@dataclass(frozen=True)
+class DynamicWeights:
+    """The weights that a user sets before a round, as arguments of the two neighbor operations; None for the topology's."""
+
+    self_weight: float | None = None
+    src_weights: Mapping[int, float] | None = None
+    dst_weights: Iterable[int] | Mapping[int, float] | None = None
+    src_machine_weights: Mapping[int, float] | None = None
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None
+    enable_topo_check: bool = False
+
+    def check_only(self, operation: str) -> None:
+        """Raises ValueError if the weights that are set are those of the other kind of neighbors only."""
+        ranks = self.src_weights is not None or self.dst_weights is not None
+        machines = self.src_machine_weights is not None or self.dst_machine_weights is not None
+        if operation == "neighbor_allreduce":
+            wrong, names = machines and not ranks, "src_machine_weights or dst_machine_weights"
+        else:
+            wrong, names = ranks and not machines, "src_weights or dst_weights"
+        if wrong:
+            raise ValueError(
+                f"{names} must not be the only weights set with {operation}, which does not use them"
+            )
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of an algorithm.
+
+    Attributes:
+        context: The group.
+        number: From 0.
+        name: What all ranks call its exchange; no other one in flight has the same.
+        weights: The user's dynamic weights.
+    """
+
+    context: Context
+    number: int
+    name: str
+    weights: DynamicWeights = DynamicWeights()
+
+    def part(self, place: int) -> Round:
+        """Returns the same round for one of several exchanges."""
+        return replace(self, name=f"{self.name}.{place}")
+
+
+class Mixing(abc.ABC):
+    """One exchange a round. All ranks must give an algorithm the same mixing.
+
+    A mixing of a user's own overrides `begin`, and `__repr__`, which ranks compare.
+
+    Attributes:
+        exchanges: Whether ranks communicate at all.
+    """
+
+    exchanges: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """Begins the weighted averages of a round.
+
+        Args:
+            tensors: What this rank gives, on any devices; they must not change before the exchange is finished.
+            round: Which round, of which group.
+            in_place: Whether the averages go into the tensors themselves.
+
+        Returns:
+            A function that waits for the averages and returns them: the tensors themselves with `in_place`, else new
+            ones, which may be changed.
+        """
+
+    def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """Begins the sums of push-sum of a round: each rank gives away shares that add up to what it has.
+
+        Arguments and result are those of `begin`. By default averages are such sums.
+        """
+        return self.begin(tensors, round, in_place)
+
+    def items(self, context: Context) -> list[str]:
+        """Returns what must be the same on all ranks of a group: lines of text, which they compare.
+
+        Raises:
+            ValueError: It does not fit the group.
+        """
+        return [f"mixing: {self!r}"]
+
+
+# What algorithms take as `mixing`.
+MixingLike: TypeAlias = "Mixing | TopologyLike"
+
+
+class Neighbors(Mixing):
+    """Neighbors: those of a topology's rounds, or those that the group and the user's weights say.
+
+    Args:
+        topology: Round t of the algorithm is round t of this; a graph is the same in all rounds. None for the
+            dynamic weights of `Round.weights`, and where these are None for the group's topology.
+
+    Raises:
+        TypeError: `topology` is none of these, or a weight not a real number.
+        ValueError: A rank's weights in a graph do not sum to 1.
+    """
+
+    def __init__(self, topology: TopologyLike = None) -> None:
+        self._topology = as_topology(topology, "topology")
+        self._plans: Plans | None = None
+
+    def __repr__(self) -> str:
+        return f"Neighbors({'' if self._topology is None else self._topology.name})"
+
+    def items(self, context: Context) -> list[str]:
+        """See `Mixing.items`: the weights of all rounds, of an endless topology the first ones."""
+        return self._of(context).items()
+
+    def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin`."""
+        if self._topology is not None:
+            return _planned(tensors, self._of(round.context).plan(round.number), round, in_place)
+        return self._along_weights(tensors, round, in_place)
+
+    def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin_push`: a rank and its out-neighbors get equal shares of what it has.
+
+        A topology says whom a rank sends to; its weights, which are those of receivers, do not count here.
+        Dynamic weights are taken as they are: `self_weight` and `dst_weights` must sum to 1.
+        """
+        given = round.weights.self_weight, round.weights.src_weights, round.weights.dst_weights
+        if self._topology is None and given != (None, None, None):
+            return self._along_weights(tensors, round, in_place)
+        return _planned(tensors, self._of(round.context).push_plan(round.number), round, in_place)
+
+    def _of(self, context: Context) -> Plans:
+        """Returns the plans of a group; a mixing may be used in several, one after the other."""
+        if self._plans is None or self._plans.context is not context:
+            self._plans = Plans(self._topology, context, "mixing")
+        return self._plans
+
+    def _along_weights(self, tensors: Sequence[Tensor], round: Round, in_place: bool) -> Finish:
+        weights = round.weights
+        weights.check_only("neighbor_allreduce")
+        start: Any = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
+        return _by_device(
+            tensors,
+            round.name,
+            lambda those, name: start(
+                those,
+                self_weight=weights.self_weight,
+                src_weights=weights.src_weights,
+                dst_weights=weights.dst_weights,
+                enable_topo_check=weights.enable_topo_check,
+                name=name,
+                group=round.context.group,
+            ),
+        )
+
+
+class Machines(Mixing):
+    """The average over this machine's ranks, and with those of neighbor machines.
+
+    Neighbor machines are those of the machine topology (`fogdist.set_machine_topology`), or of the user's dynamic
+    weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
+    """
+
+    def __repr__(self) -> str:
+        return "Machines()"
+
+    def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin`."""
+        weights = round.weights
+        weights.check_only("hierarchical_neighbor_allreduce")
+        start: Any = (
+            hierarchical_neighbor_allreduce_nonblocking_
+            if in_place
+            else hierarchical_neighbor_allreduce_nonblocking
+        )
+        return _by_device(
+            tensors,
+            round.name,
+            lambda those, name: start(
+                those,
+                self_weight=weights.self_weight,
+                src_machine_weights=weights.src_machine_weights,
+                dst_machine_weights=weights.dst_machine_weights,
+                enable_topo_check=weights.enable_topo_check,
+                name=name,
+                group=round.context.group,
+            ),
+        )
+
+
+class GlobalAverage(Mixing):
+    """The exact average of all ranks."""
+
+    def __repr__(self) -> str:
+        return "GlobalAverage()"
+
+    def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin`."""
+        if not in_place:
+            # In memory that may become the parameters'.
+            tensors = [
+                empty_flat(each.numel(), each.dtype, each.device).view(each.shape).copy_(each)
+                for each in tensors
+            ]
+        pending = [
+            allreduce_nonblocking_(
+                each, average=True, name=f"{round.name}.all.{place}", group=round.context.group
+            )
+            for place, each in enumerate(tensors)
+        ]
+        return lambda: [wait(handle) for handle in pending]
+
+
+class NoMixing(Mixing):
+    """No exchange."""
+
+    exchanges: ClassVar[bool] = False
+
+    def __repr__(self) -> str:
+        return "NoMixing()"
+
+    def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin`."""
+        return lambda: list(tensors) if in_place else [tensor.clone() for tensor in tensors]
+
+
+def as_mixing(mixing: MixingLike) -> Mixing:
+    """Returns what a user gave as `mixing` as one.
+
+    Raises:
+        TypeError: It is none.
+        ValueError: A graph's weights do not sum to 1 at a rank.
+    """
+    if mixing is None or isinstance(mixing, (nx.DiGraph, Topology)):
+        return Neighbors(mixing)
+    if not isinstance(mixing, Mixing):
+        raise TypeError(
+            "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, a fogdist.algorithms.Mixing or "
+            f"None, got {type(mixing).__name__}"
+        )
+    return mixing
+
+
+def _planned(tensors: Sequence[Tensor], plan: NeighborPlan, round: Round, in_place: bool) -> Finish:
+    backend = round.context.backend
+
+    def start(those: list[Tensor], name: str) -> int:
+        average = Average(those, in_place)
+        work = backend.neighbor_allreduce(average.given, plan, output=average.output, name=name)
+        return handles().add(work, average.finish, *average.sources)
+
+    return _by_device(tensors, round.name, start)
+
+
+def _by_device(tensors: Sequence[Tensor], name: str, start: Callable[[list[Tensor], str], int]) -> Finish:
+    """Starts one exchange for the tensors of each device: of numbers on the CPU beside parameters elsewhere, say."""
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    pending = [
+        start([tensors[place] for place in mine], f"{name}.{number}" if number else name)
+        for number, mine in enumerate(places.values())
+    ]
+
+    def finish() -> list[Tensor]:
+        results = list(tensors)
+        for mine, handle in zip(places.values(), pending, strict=True):
+            for place, result in zip(mine, wait(handle), strict=True):
+                results[place] = result
+        return results
+
+    return finish

@@ -1,0 +1,145 @@
+"""Algorithms whose exchange travels while the gradient is computed: from a forward pass to the step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.passes import warn_too_many_passes
+from fogdist.training.view import Models
+
+# Before a training forward pass, or where that changes parameters after it; before it in any case; after it.
+When = Literal["with forward", "before forward", "after forward"]
+
+
+class OverlappingAlgorithm(Algorithm):
+    """Base of the algorithms that begin a round with a forward pass and end it in `step`.
+
+    A subclass overrides `begin` and `finish`, between which the round is in flight, and `stepping` if the optimizer's
+    step needs more around it. Only forward passes in training mode with gradients enabled count, outside of transforms
+    of ``torch.func``, and the model must be called as a function, not by its `forward` method; a step without any such
+    pass does all of it. With a list of models the first one that is called begins the round of all.
+    """
+
+    counts_passes: ClassVar[bool] = False
+    """Whether `local_steps` counts forward passes, so that J passes and one step, and J times both, make one round."""
+
+    is_in_round: bool
+    _passes: list[int]
+    _saw_forward: bool
+    _has_warned: bool
+    _hooks: list[RemovableHandle]
+
+    def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
+        self._passes = [0] * len(self._fog_models)
+        self._saw_forward = self._has_warned = self.is_in_round = False
+        self._hooks = []
+        super().__init__(optimizer, model, **options)
+
+    def begin(self) -> None:
+        """Begins the round."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Waits for it, and gives the parameters what came of it."""
+        raise NotImplementedError
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """What the optimizer's own step is made in."""
+        return nullcontext()
+
+    def hook_forward(self, when: When) -> None:
+        """Has rounds begin with the models' forward passes; called once, last of all, by the subclass."""
+        if self.is_alone:
+            return
+        from fogdist.training.forward_hook import ForwardHook, register_before_forward
+
+        register: Any = {
+            "with forward": register_before_forward,
+            "before forward": Module.register_forward_pre_hook,
+            "after forward": Module.register_forward_hook,
+        }[when]
+        for place, model in enumerate(self._fog_models):
+            handle = register(model, ForwardHook(self._count_forward, place))
+            weakref.finalize(self, handle.remove).atexit = False
+            self._hooks.append(handle)
+
+    def advance(self) -> Any:
+        """Ends the round, if one is due, and makes the optimizer's step from what it gave."""
+        if not self._saw_forward:
+            # So a rank without data for one step still answers the others.
+            self._passes = [count + 1 for count in self._passes]
+            self._begin_if_due()
+        self._saw_forward = False
+        self.synchronize_now()
+        with self.stepping():
+            result = self.adapt()
+        self.steps += 1
+        return result
+
+    def synchronize(self) -> None:
+        """Ends an exchange in flight, parameters included; `step` does so by itself."""
+        if self.is_in_round:
+            with torch.no_grad():
+                self.synchronize_now()
+                with self.stepping():
+                    pass
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Around a `step` after `synchronize`, as scripts for Horovod and BlueFog have it.
+
+        `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was
+        called.
+
+        Raises:
+            RuntimeError: An exchange is in flight.
+        """
+        if self.is_in_round:
+            raise RuntimeError(
+                "skip_synchronize() needs a call of synchronize() before it: an exchange is in flight"
+            )
+        yield
+
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`; while a round is in flight the buckets stay as they are."""
+        if not self.is_in_round:
+            super().refresh()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`; a round in flight is ended first."""
+        self.synchronize()
+        super().load_state_dict(state_dict)
+
+    def synchronize_now(self) -> None:
+        """Ends the round in flight, if there is one."""
+        if self.is_in_round:
+            self.is_in_round = False
+            self._passes = [0] * len(self._passes)
+            self.finish()
+            self.rounds += 1
+
+    def _count_forward(self, place: int) -> None:
+        self._saw_forward = True
+        self._passes[place] += 1
+        if self.counts_passes and self._passes[place] > self.local_steps and not self._has_warned:
+            self._has_warned = True
+            warn_too_many_passes("forward", self.local_steps)
+        self._begin_if_due()
+
+    def _begin_if_due(self) -> None:
+        count = max(self._passes) if self.counts_passes else (self.steps % self.local_steps) + 1
+        if count < self.local_steps or self.is_in_round or self.is_alone:
+            return
+        with torch.no_grad():
+            self.refresh()
+            self.begin()
+        self.is_in_round = True  # not before: weights that were refused may be mended

@@ -1,0 +1,92 @@
+"""An algorithm's state within the state dict of its optimizer, which plain optimizers can load as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+# What a state dict holds of an algorithm stands beside what the optimizer keeps, under names that begin so.
+_PREFIX = "fog_"
+_NAME = f"{_PREFIX}algorithm"
+
+
+def save_state(
+    saved: dict[str, Any],
+    optimizer: Optimizer,
+    algorithm: str,
+    pieces: Mapping[str, Mapping[Tensor, Tensor]],
+    numbers: Mapping[str, float],
+) -> dict[str, Any]:
+    """Returns an optimizer's state dict with an algorithm's state in it.
+
+    Args:
+        saved: The optimizer's own state dict; it is not changed.
+        optimizer: The optimizer.
+        algorithm: The algorithm's name.
+        pieces: What the algorithm keeps of each parameter, by name.
+        numbers: What else it keeps.
+    """
+    state = {key: dict(value) if isinstance(value, dict) else value for key, value in saved["state"].items()}
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in saved["param_groups"] for key in group["params"]]
+    key_of = dict(zip(order, keys, strict=True))
+    for name, piece_of in pieces.items():
+        for parameter, piece in piece_of.items():
+            state.setdefault(key_of[parameter], {})[_PREFIX + name] = piece
+    groups = [dict(group) for group in saved["param_groups"]]
+    groups[0].update({_PREFIX + name: value for name, value in numbers.items()})
+    groups[0][_NAME] = algorithm
+    return {**saved, "state": state, "param_groups": groups}
+
+
+def load_state(
+    state_dict: dict[str, Any], optimizer: Optimizer, algorithm: str, names: Sequence[str]
+) -> tuple[dict[str, dict[Tensor, Tensor]], dict[str, float]]:
+    """Loads what a state dict has of the optimizer, and returns what it has of the algorithm.
+
+    Args:
+        state_dict: Of `save_state`, or of a plain optimizer.
+        optimizer: The optimizer.
+        algorithm: The algorithm's name.
+        names: What it keeps of each parameter.
+
+    Returns:
+        By name, copies of what is kept of each parameter; and the numbers.
+
+    Raises:
+        ValueError: The state dict is another algorithm's, or as `load_state_dict` of the optimizer.
+    """
+    groups = state_dict["param_groups"]
+    numbers = {key: value for group in groups[:1] for key, value in group.items() if key.startswith(_PREFIX)}
+    if numbers.pop(_NAME, algorithm) != algorithm:
+        raise ValueError(
+            f"state_dict must be of {algorithm} or of a plain optimizer, got one of {groups[0][_NAME]}"
+        )
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in groups for key in group["params"]]
+    state = {key: _without_prefix(value) for key, value in state_dict["state"].items()}
+    # A parameter of which only the algorithm knew something has no state for the optimizer.
+    state = {key: value for key, value in state.items() if value or not state_dict["state"][key]}
+    optimizer.load_state_dict(
+        {**state_dict, "state": state, "param_groups": [_without_prefix(group) for group in groups]}
+    )
+    loaded = {
+        name: {
+            parameter: state_dict["state"][key][_PREFIX + name].clone()
+            for parameter, key in zip(order, keys, strict=True)
+            if _PREFIX + name in state_dict["state"].get(key, {})
+        }
+        for name in names
+    }
+    return loaded, {key.removeprefix(_PREFIX): value for key, value in numbers.items()}
+
+
+def _without_prefix(entries: Any) -> Any:
+    if not isinstance(entries, dict):
+        return entries
+    return {
+        key: value for key, value in entries.items() if not (isinstance(key, str) and key.startswith(_PREFIX))
+    }

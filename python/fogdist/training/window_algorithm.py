@@ -1,0 +1,194 @@
+"""Algorithms over one-sided windows: parameters in buckets, each of which is the tensor of a window."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from fogdist.agreement import check_same_everywhere
+from fogdist.collectives import barrier, wait
+from fogdist.packing import BUCKET_CAP_MB
+from fogdist.training.algorithm import WEIGHTS
+from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.view import Models, setting
+from fogdist.windows import Window
+
+# Of these an algorithm has some; the others would change nothing, so they raise.
+_ATTRIBUTES = WEIGHTS | {"skip_lost"}
+
+
+class WindowAlgorithm(OverlappingAlgorithm):
+    """Base of the algorithms over windows: neighbors write beside the parameters, nothing is copied.
+
+    A round begins at the end of a forward pass. Nothing waits for other ranks but the making of the object,
+    `add_param_group`, `unregister_window`, and, with `force_barrier`, each exchange. While there are windows the
+    topology stays. They are freed by `unregister_window`, which is collective, or end with `fogdist.shutdown`;
+    dropping the object does not free them. Parameters that are frozen when it is made are not trained later.
+
+    Args:
+        optimizer: As in `Algorithm`.
+        model: As in `Algorithm`.
+        local_steps: J: an exchange every J forward passes of the model.
+        window_prefix: What the names of the windows begin with, alike on all ranks; by default a new name.
+        bucket_cap_mb: As in `Algorithm`; each bucket is a window.
+        group: As in `Algorithm`.
+
+    Attributes:
+        force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
+            of all. It must then be the same on all ranks.
+
+    Raises:
+        TypeError: As `Algorithm`; `window_prefix` is not a string.
+        ValueError: As `Algorithm`; there are windows of this prefix.
+        RuntimeError: As `Algorithm`.
+    """
+
+    runs_alone: ClassVar[bool] = False
+    saves_state: ClassVar[bool] = False
+    warns_apart: ClassVar[bool] = False
+    counts_passes: ClassVar[bool] = True
+    zero_init: ClassVar[bool] = False
+    """Whether slots start as zeros; else as the parameters."""
+
+    force_barrier: bool = setting(False)
+    windows: list[Window]
+    _prefix: str
+    _handles: list[int]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        *,
+        local_steps: int = 1,
+        window_prefix: str | None = None,
+        bucket_cap_mb: float = BUCKET_CAP_MB,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if window_prefix is not None and not isinstance(window_prefix, str):
+            raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
+        self.windows = []
+        self._handles = []
+        super().__init__(optimizer, model, local_steps=local_steps, bucket_cap_mb=bucket_cap_mb, group=group)
+        self._prefix = window_prefix or self.name
+        if self.is_running:
+            with self.buckets.released_on_error():
+                self._open()
+        self.hook_forward("after forward")
+
+    # --- what a subclass says ---
+
+    @abstractmethod
+    def send(self, window: Window) -> int:
+        """Begins the exchange of one window; returns its handle."""
+
+    @abstractmethod
+    def take(self, window: Window) -> None:
+        """Writes what has come into the window's tensor."""
+
+    # --- what users call ---
+
+    def unregister_window(self) -> None:
+        """Frees the windows and takes the algorithm off the model; collective.
+
+        The parameters keep their values. A `step` that would exchange raises RuntimeError from now on.
+
+        Raises:
+            torch.distributed.DistBackendError: A neighbor did not come in time. All windows are freed all the
+                same.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        error = self._wait()
+        if self.windows:
+            self.buckets.release()
+        for window in self.windows:
+            try:
+                window.free()
+            except RuntimeError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group whose parameters belong to the model; collective, as it makes windows for them.
+
+        Raises:
+            ValueError: A parameter is not in the model, or as when the object was made.
+        """
+        super().add_param_group(param_group)
+        if self.is_running:
+            missing = [parameter for parameter in self._trained()[0] if parameter not in self.buckets]
+            self.buckets.extend(missing, names=[self._fog_names[parameter] for parameter in missing])
+            check_same_everywhere(self.context.backend, "model", self.buckets.layout())
+            self._open()
+
+    # --- a round ---
+
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`.
+
+        Raises:
+            ValueError: A parameter has no window.
+        """
+        if self.is_in_round:
+            return
+        for parameter in self._trained()[0]:
+            if parameter not in self.buckets:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} was frozen when the optimizer was made, so it "
+                    "has no window: unfreeze it before, or make the optimizer anew"
+                )
+        self.buckets.reattach()
+
+    def begin(self) -> None:
+        """Sends, or asks for, what this round exchanges."""
+        if self.force_barrier:
+            barrier(
+                group=self._group
+            )  # all have ended their last exchange: what is sent now cannot get into it
+        for window in self.windows:
+            self._handles.append(self.send(window))
+
+    def finish(self) -> None:
+        """Waits for it, and takes what has come."""
+        error = self._wait()
+        if error is not None:
+            raise error
+        if self.force_barrier:
+            barrier(group=self._group)  # all have been sent
+        self.buckets.reattach()
+        for window in self.windows:
+            self.take(window)
+        self.buckets.write_back()
+
+    # --- inside ---
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ATTRIBUTES and name not in self.own_weights:
+            allowed = ", ".join(sorted(self.own_weights))
+            raise AttributeError(f"{self.algorithm_name} has no attribute {name!r}, but {allowed}")
+        super().__setattr__(name, value)
+
+    own_weights: ClassVar[frozenset[str]] = frozenset()
+    """Which of the attributes that users set before an exchange it has."""
+
+    def _open(self) -> None:
+        """Makes windows of the buckets that have none."""
+        for number, flat in list(enumerate(self.buckets.flats))[len(self.windows) :]:
+            window = Window(flat, self._group, name=f"{self._prefix}.{number}", zero_init=self.zero_init)
+            self.windows.append(window)
+
+    def _wait(self) -> RuntimeError | None:
+        """Waits for what was begun, all of it; returns the first error."""
+        handles, self._handles = self._handles, []
+        error = None
+        for handle in handles:
+            try:
+                wait(handle)
+            except RuntimeError as failure:
+                error = error or failure
+        return error
