@@ -15,6 +15,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fogdist
@@ -396,6 +397,16 @@ def noloco(s: Simulation) -> Iterator[np.ndarray]:
         yield X
 
 
+def decentlam(s: Simulation) -> Iterator[np.ndarray]:
+    X, momentum = s.X, np.zeros_like(s.X)
+    for k in itertools.count():
+        rates = s.rates(k)
+        mixed = s.mix(k) @ (X + s.base(X, s.gradient(X, k), rates))
+        momentum = 0.9 * momentum + (X - mixed) / rates
+        X = X - rates * momentum
+        yield X
+
+
 REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
     "DecentralizedSGD": decentralized_sgd,
     "LocalSGD": local_sgd,
@@ -409,7 +420,19 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
     "DiLoCo": diloco,
     "GASLoC": gasloc,
     "NoLoCo": noloco,
+    "DecentLaM": decentlam,
 }
+
+
+def class_of(name: str) -> Any:
+    """A class of fogdist.algorithms, or the one that docs/algorithms.md shows how to write."""
+    if name != "DecentLaM":
+        return getattr(algorithms, name)
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    code = page[page.index("## One's own") :].split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code, names)
+    return names[name]
 
 
 def reference(case: Case, size: int) -> np.ndarray:
@@ -441,7 +464,7 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
         options["mixing"] = algorithms.Neighbors()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from")
-        optimizer = getattr(algorithms, case.name)(base, model, local_steps=case.every, **options)
+        optimizer = class_of(case.name)(base, model, local_steps=case.every, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY if case.decays else 1.0)
     return model, optimizer, scheduler
 
@@ -535,6 +558,8 @@ CASES = [
     Case("GASLoC", "attributes", "sgd", OUTER),
     *(Case("NoLoCo", g, b, PAIR, every=3) for g in ("star", "pairs") for b in ("sgd", "adamw")),
     Case("NoLoCo", "attributes", "sgd", PAIR),
+    *(Case("DecentLaM", g) for g in ("ring", "pairs")),
+    Case("DecentLaM", "exp", "sgd", every=2, decays=True),
 ]
 
 
@@ -586,6 +611,7 @@ STATEFUL = [
     Case("DiLoCo", "all", "adamw", OUTER, every=3),
     Case("GASLoC", "pairs", "momentum", OUTER, every=3),
     Case("NoLoCo", "pairs", "adamw", PAIR, every=3),
+    Case("DecentLaM", "pairs"),
 ]
 
 

@@ -37,28 +37,11 @@ def test_every_public_name_exists():
 
 
 def test_every_module_imports_only_what_is_below_it():
-    order = ["lazy", "legacy", "topology", "launch", "handles", "agreement", "exchange", "static_topology"]
-    order += [
-        "context",
-        "machines",
-        "rounds",
-        "verification",
-        "arguments",
-        "collectives",
-        "neighbor_collectives",
-    ]
-    order += [
-        "hierarchical",
-        "windows",
-        "ops",
-        "inference",
-        "streams",
-        "memory",
-        "buckets",
-        "flat_buckets",
-        "parameters",
-    ]
-    order += ["parameter_changes", "consensus", "optim", "algorithms", "ddp", "__init__"]
+    order = ["lazy", "warn", "legacy", "topology", "launch", "handles", "agreement", "exchange"]
+    order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
+    order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
+    order += ["packing", "parameters", "consensus", "training", "algorithms", "optimizers"]
+    order += ["deprecated_optimizers", "ddp", "hook", "__init__"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):
         layer = file.relative_to(folder).parts[0].removesuffix(".py")

@@ -1,0 +1,116 @@
+"""Groups of FSDP2 that gossip among each other: 2 x 2 ranks, against the recursion of two models in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+STEPS = 5
+KINDS: dict[str, Any] = {
+    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
+    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
+    "gradient tracking": fogdist.algorithms.GradientTracking,
+}
+
+
+def make_net(replica: int) -> nn.Sequential:
+    """Layers whose rows two ranks share unevenly, 7 and 3, and evenly."""
+    torch.manual_seed(replica)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    y = torch.randn(6, 3, generator=generator, dtype=torch.float64)
+    return (model(x) - y).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.8)
+
+
+def vector_of(model: nn.Module) -> Tensor:
+    parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return torch.cat([part.detach().reshape(-1) for part in parts])
+
+
+def simulate(kind: str) -> list[Tensor]:
+    """The two models after each step, of shape (2, elements): ranks 0 and 1 share the first one, 2 and 3 the second."""
+    models = [make_net(0), make_net(1)]
+    bases = [sgd(model) for model in models]
+    tracker: list[list[Tensor]] = [[torch.zeros_like(p) for p in m.parameters()] for m in models]
+    before = copy.deepcopy(tracker)
+    trajectory = []
+    for step in range(STEPS):
+        for replica, model in enumerate(models):
+            bases[replica].zero_grad()
+            (sum(loss_of(model, 2 * replica + shard, step) for shard in range(2)) / 2).backward()
+        if kind == "awc":
+            average(models)
+        if kind == "gradient tracking":
+            for replica, model in enumerate(models):
+                for place, p in enumerate(model.parameters()):
+                    assert p.grad is not None
+                    tracker[replica][place] += p.grad - before[replica][place]
+                    before[replica][place] = p.grad.clone()
+                    p.grad = tracker[replica][place].clone()
+        for base in bases:
+            base.step()
+        if kind != "awc":
+            average(models)
+        if kind == "gradient tracking":
+            for pair in zip(*tracker, strict=True):
+                mean = (pair[0] + pair[1]) / 2
+                for each in pair:
+                    each.copy_(mean)
+        trajectory.append(torch.stack([vector_of(model) for model in models]))
+    return trajectory
+
+
+def average(models: list[nn.Sequential]) -> None:
+    with torch.no_grad():
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            mean = (pair[0] + pair[1]) / 2
+            for each in pair:
+                each.copy_(mean)
+
+
+def train(kind: str) -> list[Tensor]:
+    fogdist.init()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "shard"))
+    replica = dist.get_rank() // 2
+    model = make_net(replica)
+    for part in (model[0], model[2], model[4], model):
+        fully_shard(part, mesh=mesh["shard"])
+    optimizer = KINDS[kind](sgd(model), model, group=mesh["gossip"].get_group())
+    assert [p.shape for p in optimizer.buckets.tensors] == [p.shape for p in model.parameters()]
+    trajectory = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, dist.get_rank(), step).backward()
+        optimizer.step()
+        trajectory.append(vector_of(model))
+    # What others make of the model and the optimizer they make of them still.
+    state = get_model_state_dict(model)
+    assert set(state) == set(make_net(0).state_dict())
+    assert get_optimizer_state_dict(model, optimizer)["state"].keys() == state.keys()
+    return trajectory
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_of_fsdp_gossip(worlds, kind):
+    expected = simulate(kind)
+    for rank, trajectory in enumerate(worlds(4).run(train, kind)):
+        for got, both in zip(trajectory, expected, strict=True):
+            torch.testing.assert_close(got, both[rank // 2], rtol=1e-11, atol=1e-12)
