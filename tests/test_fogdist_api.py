@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from fogdist.packing import cap_bytes, flatten, make_buckets, unflatten
 from fogdist.context import PreconditionError
+from fogdist.packing import cap_bytes, flatten, make_buckets, unflatten
 from harness import init_process_group, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
 

@@ -12,7 +12,15 @@ from __future__ import annotations
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.mixer import Mixer
-from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mixing, Neighbors, NoMixing, Round
+from fogdist.training.mixing import (
+    DynamicWeights,
+    GlobalAverage,
+    Machines,
+    Mixing,
+    Neighbors,
+    NoMixing,
+    Round,
+)
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.window_algorithm import WindowAlgorithm
 
