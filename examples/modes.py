@@ -103,7 +103,9 @@ def _ddp_with_gossip(setup: Setup) -> Trainer:
     # Else all ranks wait for rank 0 in each forward pass. Torch 2.13 gave the argument another name.
     names = inspect.signature(DistributedDataParallel).parameters
     argument = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
-    module = DistributedDataParallel(setup.model, process_group=setup.group, **{argument: False})
+    # Small buckets hide behind the backward pass, and gradients that are views of them are not copied.
+    options: dict[str, Any] = {argument: False, "bucket_cap_mb": 4, "gradient_as_bucket_view": True}
+    module = DistributedDataParallel(setup.model, process_group=setup.group, **options)
     module.register_comm_hook(fogdist.GossipState(setup.sequence), fogdist.gossip_hook)
     optimizer = setup.make_optimizer(setup.model.parameters())
     return Trainer(module, optimizer, finish=lambda: average(setup.model))

@@ -79,20 +79,21 @@ class GossipState:
         self._parameters.update(parameters)
         self._has_all = self._has_all or bucket.is_last()
 
-    def _average(self, tensor: Tensor, bucket: int) -> dist.Work:
-        """Starts to overwrite a tensor with its average."""
+    def _begin(self, tensor: Tensor, bucket: int, *, in_place: bool) -> dist.Work:
+        """Starts the average of a tensor."""
         plan, name = self._plans.plan(self.round), f"{self._name}.{bucket}"
-        return self._context.backend.neighbor_allreduce(tensor, plan, output=tensor, name=name)
+        output = tensor if in_place else None
+        return self._context.backend.neighbor_allreduce(tensor, plan, output=output, name=name)
 
-    def _flat(self, bucket: dist.GradBucket) -> Tensor:
-        """Returns the buffer that the parameters of a bucket are views of."""
+    def _buckets_of(self, bucket: dist.GradBucket) -> FlatBuckets:
+        """Returns the one bucket that the parameters of DDP's are views of."""
         parameters = bucket.parameters()
         flats = self._flats.get(bucket.index())
         if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
             whole = sum(-(-p.numel() * p.element_size() // ALIGNMENT) * ALIGNMENT for p in parameters)
             flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
         flats.reattach()
-        return flats.flats[0]
+        return flats
 
 
 def gossip_hook(
@@ -116,7 +117,9 @@ def gossip_hook(
     (`fogdist.allreduce_parameters`).
 
     A topology's round is one backward pass, whatever the number of buckets; passes in ``no_sync`` do not
-    communicate. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are
+    communicate. A bucket of DDP's is one exchange: the first ones hide behind the rest of the backward pass, so
+    ``bucket_cap_mb=4`` hides more than DDP's 25, and ``gradient_as_bucket_view=True`` saves DDP two copies of the
+    gradients. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are
     averaged, no second backward pass through the same graph is possible. A step that a GradScaler skips on
     one rank leaves its average in place and holds nobody up. All ranks must make equally many passes, as with
     DDP.
@@ -141,19 +144,24 @@ def gossip_hook(
     """
     state._check_model(bucket)
     gradients: Tensor = bucket.buffer()
+    parameters: FlatBuckets | None = None
     if state._what is Gossip.gradients:
-        work = state._average(gradients, bucket.index())
+        work = state._begin(gradients, bucket.index(), in_place=True)
     else:
-        parameters = state._flat(bucket)
+        parameters = state._buckets_of(bucket)
         # The rest of the backward pass needs none of them; if it does, autograd is to find out.
         increment_version(bucket.parameters())
-        work = state._average(parameters, bucket.index())
+        work = state._begin(parameters.flats[0], bucket.index(), in_place=False)
     # Once a backward pass, not once a bucket.
     if bucket.is_last():
         state.round += 1
 
     def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        done.value()  # raises what the exchange failed with
+        (average,) = done.value()  # raises what the exchange failed with
+        if parameters is not None:
+            with torch.no_grad():
+                if not parameters.swap(0, average):
+                    parameters.flats[0].copy_(average)
         return gradients
 
     return work.get_future().then(result)

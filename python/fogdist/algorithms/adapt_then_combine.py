@@ -105,7 +105,6 @@ class AdaptThenCombine(DecentralizedSGD):
         except RuntimeError:
             # The next iteration begins anew, and no rank waits for the rest of the average.
             self.count_step()
-            self._counter.reset()
             self.combine()
             self.rounds += 1
             raise
@@ -118,20 +117,18 @@ class AdaptThenCombine(DecentralizedSGD):
     def count_step(self) -> bool:
         """Counts a step's passes and returns whether ranks are to communicate in it."""
         self.steps += 1
-        is_due = self._counter.count_step() >= self.local_steps
-        if is_due:
-            self._counter.reset()
-        return is_due
+        return self._counter.count_step() >= self.local_steps
 
     def combine(self) -> None:
         """Averages all buckets, or those that are not on their way."""
         backward, self._backward = self._backward, None
         if backward is None:
             super().combine()
-            return
-        for number in backward.left:
-            self._mixer.add(self.buckets, number, self.mixing, self.this_round())
-        self._mixer.finish()
+        else:
+            for number in backward.left:
+                self._mixer.add(self.buckets, number, self.mixing, self.this_round())
+            self._mixer.finish()
+        self._counter.reset()
 
     def refresh(self) -> None:
         """See `Algorithm.refresh`."""
