@@ -573,6 +573,27 @@ def test_optimizers_of_older_versions(worlds: WorldPool, factory: str, how: str)
             torch.testing.assert_close(found[rank][step], expected[step][rank], rtol=1e-12, atol=1e-12)
 
 
+def communication_by_methods() -> list[float]:
+    """The parameter after one step each; ranks begin with their numbers, and there are no gradients."""
+    bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    found = []
+    for kind in ("allreduce", "neighbor_allreduce", "empty_function"):
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        model.weight.data.fill_(float(bf.rank()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model)
+        getattr(optimizer, f"use_{kind}_in_communication")()
+        model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        found.append(model.weight.item())
+    return found
+
+
+def test_communication_by_methods(worlds: WorldPool) -> None:
+    for rank, found in enumerate(worlds(RANKS).run(communication_by_methods)):
+        assert found == [1.5, (rank + (rank - 1) % RANKS) / 2, rank]
+
+
 def passes_by_their_old_name() -> list[float]:
     bf.init()
     model = torch.nn.Linear(1, 1, bias=False).double()

@@ -6,7 +6,9 @@ on the spot then, nothing hides that, and the recursion is the same, as the grad
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -52,9 +54,7 @@ def DistributedAllreduceOptimizer(
     models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
     if is_by_name:
         return fogdist.DistributedGradientAllreduceOptimizer(optimizer, models)
-    return fogdist.DistributedAdaptWithCombineOptimizer(
-        optimizer, models, fogdist.CommunicationType.allreduce, num_steps_per_communication
-    )
+    return _combining(optimizer, models, fogdist.CommunicationType.allreduce, num_steps_per_communication)
 
 
 def DistributedNeighborAllreduceOptimizer(
@@ -78,9 +78,8 @@ def DistributedNeighborAllreduceOptimizer(
         RuntimeError: As there.
     """
     models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
-    return fogdist.DistributedAdaptWithCombineOptimizer(
-        optimizer, models, num_steps_per_communication=num_steps_per_communication
-    )
+    kind = fogdist.CommunicationType.neighbor_allreduce
+    return _combining(optimizer, models, kind, num_steps_per_communication)
 
 
 DistributedConsensusOptimizer = DistributedNeighborAllreduceOptimizer
@@ -91,7 +90,7 @@ def DistributedHierarchicalNeighborAllreduceOptimizer(
 ) -> Any:
     """As `fogdist.DistributedAdaptWithCombineOptimizer` between machines; arguments and errors of there."""
     kind = fogdist.CommunicationType.hierarchical_neighbor_allreduce
-    return fogdist.DistributedAdaptWithCombineOptimizer(optimizer, model, kind, num_steps_per_communication)
+    return _combining(optimizer, model, kind, num_steps_per_communication)
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -130,6 +129,32 @@ def DistributedBluefogOptimizer(
     """
     models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
     return fogdist.DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
+
+
+def _combining(
+    optimizer: Optimizer,
+    models: Module | list[Module],
+    kind: fogdist.CommunicationType,
+    num_steps_per_communication: int,
+) -> Any:
+    """AWC with the methods of BlueFog 0.2.2 that choose `communication_type`."""
+    combining = fogdist.DistributedAdaptWithCombineOptimizer(
+        optimizer, models, kind, num_steps_per_communication
+    )
+    this = weakref.ref(combining)
+    for name, chosen in (
+        ("allreduce", fogdist.CommunicationType.allreduce),
+        ("neighbor_allreduce", fogdist.CommunicationType.neighbor_allreduce),
+        ("hierarchical_neighbor_allreduce", fogdist.CommunicationType.hierarchical_neighbor_allreduce),
+        ("empty_function", fogdist.CommunicationType.empty),
+    ):
+        setattr(combining, f"use_{name}_in_communication", partial(_choose, this, chosen))
+    return combining
+
+
+def _choose(reference: weakref.ref[Any], kind: fogdist.CommunicationType) -> None:
+    optimizer: Any = reference()  # which whoever calls this holds
+    optimizer.communication_type = kind
 
 
 class _Parameters(Module):
