@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fogdist
 import networkx as nx
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.context import PreconditionError
+from fogdist.handles import HandleTable
 from fogdist.packing import cap_bytes, flatten, make_buckets, unflatten
 from harness import init_process_group, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
@@ -41,7 +43,7 @@ def test_every_module_imports_only_what_is_below_it():
     order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
     order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
     order += ["packing", "parameters", "consensus", "training", "algorithms", "optimizers"]
-    order += ["deprecated_optimizers", "ddp", "hook", "__init__"]
+    order += ["deprecated_optimizers", "ddp", "hook", "__init__", "bluefog"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):
         layer = file.relative_to(folder).parts[0].removesuffix(".py")
@@ -378,6 +380,41 @@ def test_collectives(worlds, size):
     worlds(size).run(collectives)
 
 
+def broadcast_gradients() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    with Checks() as checks:
+        for root in {0, size - 1}:
+            x = torch.full((3,), float(rank), dtype=torch.float64, requires_grad=True)
+            output = fogdist.broadcast(x, root)
+            (output.square() * (rank + 1)).sum().backward()
+            checks.equal("output", output.detach(), torch.full((3,), float(root), dtype=torch.float64))
+            # Of the root's: the sum over all ranks of (r + 1) * 2 * root.
+            expected = size * (size + 1) * float(root) if rank == root else 0.0
+            checks.equal("gradient", x.grad, torch.full((3,), expected, dtype=torch.float64))
+        with torch.no_grad():
+            checks.true("no gradient", not fogdist.broadcast(x, 0).requires_grad)
+        handle = fogdist.broadcast_nonblocking(x, 0)
+        checks.true("nor nonblocking", not fogdist.wait(handle).requires_grad)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_is_differentiable(worlds, size):
+    worlds(size).run(broadcast_gradients)
+
+
+def test_operations_settle_whether_well_or_not():
+    failed, done = mock.Mock(), mock.Mock()
+    failed.wait.side_effect = dist.DistBackendError("lost")
+    table = HandleTable()
+    handle, other = table.add(failed, lambda work: None), table.add(done, lambda work: None)
+    table.settle()
+    assert done.wait.called
+    assert table.knows(handle) and table.knows(other)
+    with pytest.raises(dist.DistBackendError, match="lost"):
+        table.wait(handle)
+
+
 def misplaced_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
     """What older versions took at these places, where it would be true now, or a weight, or a number."""
     x, name = torch.ones(2), "misplaced"
@@ -601,13 +638,18 @@ def parameters_from_one_rank() -> None:
             fogdist.broadcast_parameters(list(model.buffers()), np.int64(root))
             for name, value in model.state_dict().items():
                 checks.equal(f"lists {name}", value, expected[name])
+            model = make_model(rank)
+            fogdist.broadcast_parameters(model.named_parameters(), root)
+            fogdist.broadcast_parameters(model.buffers(), root)
+            for name, value in model.state_dict().items():
+                checks.equal(f"iterators {name}", value, expected[name])
         model = make_model(rank)
         fogdist.allreduce_parameters(dict(model.named_parameters()))
         models = [dict(make_model(r).named_parameters()) for r in range(size)]
         for name, value in model.named_parameters():
             checks.close(f"average {name}", value.detach(), reduce([m[name].detach() for m in models], "AVG"))
             checks.true(f"leaf {name}", value.is_leaf and value.requires_grad)
-        for wrong in (model.named_parameters(), "abc", [("a", 1)], {"a": 1.0}, [torch.ones(1), 2]):
+        for wrong in (torch.ones(2), "abc", 3, [("a", 1)], {"a": 1.0}, [torch.ones(1), 2]):
             for call in (lambda p: fogdist.broadcast_parameters(p, 0), fogdist.allreduce_parameters):
                 with pytest.raises(ValueError, match="params"):
                     call(wrong)

@@ -7,16 +7,19 @@ orders. Of a GPU's tensors the order counts in any case, and `wait` orders the c
 operation without waiting for the device.
 
 Every operation takes the keyword `group`: by default the group of `init`, else any group with a fog backend
-that this rank is in. Ranks in arguments and results are those of the group. All operations work on detached
-data: nothing is differentiated through them (`fogdist.ops` has one that is). Tensors need not be contiguous.
+that this rank is in. Ranks in arguments and results are those of the group. Operations work on detached data:
+nothing is differentiated through them but `broadcast`, and what `fogdist.ops` has. Tensors need not be
+contiguous.
 """
 
 from __future__ import annotations
 
 from typing import Any, SupportsIndex
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fogdist.arguments import deliver, dense, has_dimensions, key, only_result, own_copy, plain, writable
 from fogdist.context import PreconditionError, current, handles
@@ -99,6 +102,10 @@ def broadcast(
 ) -> Tensor:
     """Returns the tensor of one rank. The input is not changed.
 
+    It is differentiable: the gradient of the root's tensor is the sum of all ranks' gradients of the output, that
+    of the others' is zero. Backward is an exchange too: if the tensor requires a gradient on one rank, it has to
+    on all, and all run backward in the same order, else they wait until the group's timeout.
+
     Args:
         tensor: Of the same shape and dtype on all ranks; its values count on the root only.
         root_rank: The rank whose tensor all get.
@@ -112,6 +119,9 @@ def broadcast(
             before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        differentiable: Tensor = _Broadcast.apply(tensor, root_rank, name, group)  # type: ignore[no-untyped-call]
+        return differentiable
     result: Tensor = wait(broadcast_nonblocking(tensor, root_rank, name, group=group))
     return result
 
@@ -119,7 +129,7 @@ def broadcast(
 def broadcast_nonblocking(
     tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> int:
-    """Starts `broadcast` and returns its handle."""
+    """Starts `broadcast` and returns its handle. Nothing is differentiated through it."""
     output = own_copy(dense(tensor))
     return _start_broadcast(output, root_rank, name, output, group)
 
@@ -215,6 +225,23 @@ def barrier(*, group: dist.ProcessGroup | None = None) -> None:
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
     current(group).group.barrier().wait()
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.root_rank, ctx.group = root_rank, group
+        result: Tensor = wait(broadcast_nonblocking(tensor, root_rank, name, group=group))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        total = allreduce(gradient, average=False, group=ctx.group)
+        is_root = current(ctx.group).rank == ctx.root_rank
+        return total if is_root else torch.zeros_like(total), None, None, None
 
 
 def _start_allreduce(

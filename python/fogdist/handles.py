@@ -5,6 +5,7 @@ A handle owns what its operation still needs, the tensors it reads included, unt
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -69,6 +70,12 @@ class HandleTable:
         """
         if handle in self._in_flight:
             self._in_flight[handle].work.wait()
+
+    def settle(self) -> None:
+        """Returns when all operations are complete, whether well or not. Their handles stay."""
+        for operation in list(self._in_flight.values()):
+            with contextlib.suppress(RuntimeError):  # which `wait` raises
+                operation.work.wait()
 
     def knows(self, handle: int) -> bool:
         """Returns whether an operation has this handle that nobody has waited for yet.

@@ -16,22 +16,22 @@ from fogdist.context import PreconditionError, current
 from fogdist.packing import flatten, make_buckets, on_device, unflatten
 from fogdist.topology.validation import check_rank
 
-Parameters = Mapping[str, Tensor] | list[Tensor] | list[tuple[str, Tensor]]
+Parameters = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     """Overwrites parameters with those of one rank, in place. Collective.
 
     Args:
-        params: A dict of names to tensors, such as ``model.state_dict()``; or a list of tensors or of
-            (name, tensor) pairs, such as ``list(model.named_parameters())``. Names, shapes and dtypes must be
-            the same on all ranks; a dict's order does not count.
+        params: A dict of names to tensors, such as ``model.state_dict()``; or tensors or (name, tensor) pairs,
+            such as ``model.named_parameters()``. Names, shapes and dtypes must be the same on all ranks; a
+            dict's order does not count.
         root_rank: The rank whose values all get.
 
     Raises:
         TypeError: `root_rank` is not an integer.
-        ValueError: `params` is none of these, an iterator for example; ranks disagree on a name, shape or
-            dtype (on all ranks alike); `root_rank` is not a rank; before `init`.
+        ValueError: `params` is none of these; ranks disagree on a name, shape or dtype (on all ranks alike);
+            `root_rank` is not a rank; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
     root = check_rank(root_rank, current().size, "root_rank")
@@ -157,12 +157,12 @@ def _broadcast_tensors(tensors: list[Tensor], root: int) -> None:
 def _named(params: Parameters) -> list[tuple[str, Tensor]]:
     if isinstance(params, Mapping):
         pairs: Iterable[Any] = sorted(params.items(), key=lambda pair: pair[0])
-    elif isinstance(params, list):
+    elif isinstance(params, Iterable) and not isinstance(params, (Tensor, str)):
         pairs = [(str(i), item) if isinstance(item, Tensor) else item for i, item in enumerate(params)]
     else:
         raise ValueError(
-            f"params must be a dict, a list of tensors or a list of (name, tensor), got "
-            f"{type(params).__name__}; an iterator such as model.named_parameters() needs list()"
+            "params must be a dict of tensors, or an iterable of tensors or of (name, tensor), got "
+            f"{type(params).__name__}"
         )
     named = []
     for pair in pairs:

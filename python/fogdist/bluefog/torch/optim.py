@@ -1,0 +1,177 @@
+"""`bluefog.torch.optim` of asyncddp: functions that make optimizers and schedules, and Adam over several batches.
+
+The functions take pairs of name and parameter; ``functools.partial`` sets the rest. Weight decay is for parameters of two
+dimensions or more: biases and the parameters of normalizations have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+class AccumAdam(Optimizer):
+    """Adam whose moments take in the mean gradient of every `accum_iter` steps.
+
+    A step in between updates with the moments as they would be if its own gradient were that mean, so no step waits, and
+    the moments have less noise than one batch has. With ``accum_iter=1`` it is Adam (Kingma and Ba, ICLR 2015). The scheme
+    is Decent-DP's (Wang et al., ICLR 2025, arXiv 2410.11998).
+
+    Args:
+        params: Parameters, or parameter groups.
+        lr: Learning rate.
+        betas: Of the first and the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Times the parameters, added to the gradient.
+        accum_iter: At least 1.
+
+    Raises:
+        ValueError: `accum_iter` is below 1.
+    """
+
+    _is_decoupled: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        accum_iter: int = 4,
+    ) -> None:
+        if accum_iter < 1:
+            raise ValueError(f"accum_iter must be at least 1, got {accum_iter}")
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "accum_iter": accum_iter},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step; returns what the closure returned, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        return loss
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, count = self.state[parameter], group["accum_iter"]
+        beta1, beta2 = group["betas"]
+        if not state:
+            state["step"] = 0
+            for name in ("exp_avg", "exp_avg_sq", "accum_grad"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if self._is_decoupled:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        else:
+            gradient = gradient.add(parameter, alpha=group["weight_decay"])
+        state["step"] += 1
+        state["accum_grad"].add_(gradient, alpha=1 / count)
+        first = state["exp_avg"].lerp(gradient, 1 - beta1)
+        second = (state["exp_avg_sq"] * beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        commits = -(-state["step"] // count)  # this one included
+        divisor = (second / (1 - beta2**commits)).sqrt_().add_(group["eps"])
+        parameter.addcdiv_(first, divisor, value=-group["lr"] / (1 - beta1**commits))
+        if state["step"] % count == 0:
+            mean = state["accum_grad"]
+            state["exp_avg"].lerp_(mean, 1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(mean, mean, value=1 - beta2)
+            mean.zero_()
+
+
+class AccumAdamW(AccumAdam):
+    """`AccumAdam` with weight decay as in AdamW: the parameters are multiplied by ``1 - lr * weight_decay``."""
+
+    _is_decoupled: ClassVar[bool] = True
+
+
+def optim_fn_adam(
+    params: Named,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    weight_decay: float = 1 / 32768,
+    eps: float = 1e-8,
+) -> torch.optim.Adam:
+    """Returns ``torch.optim.Adam`` of named parameters."""
+    return torch.optim.Adam(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+
+
+def optim_fn_adamw(
+    params: Named,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    weight_decay: float = 0.1,
+    eps: float = 1e-8,
+) -> torch.optim.AdamW:
+    """Returns ``torch.optim.AdamW`` of named parameters."""
+    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+
+
+def optim_fn_accum_adam(
+    params: Named,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1 / 32768,
+    accum_iter: int = 4,
+) -> AccumAdam:
+    """Returns `AccumAdam` of named parameters."""
+    return AccumAdam(_groups(params, weight_decay), lr, (beta1, beta2), eps, accum_iter=accum_iter)
+
+
+def optim_fn_accum_adamw(
+    params: Named,
+    lr: float = 1e-3,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    accum_iter: int = 4,
+) -> AccumAdamW:
+    """Returns `AccumAdamW` of named parameters."""
+    return AccumAdamW(_groups(params, weight_decay), lr, (beta1, beta2), eps, accum_iter=accum_iter)
+
+
+def lr_scheduler_fn_cosine_with_warmup(
+    optimizer: Optimizer,
+    t_max: int,
+    t_warmup: int,
+    cosine_eta_min: float = 1e-6,
+    warmup_decay: float = 0.01,
+) -> LRScheduler:
+    """Returns a schedule that goes up along a line and then down along a cosine.
+
+    Args:
+        optimizer: Its learning rate is the highest one.
+        t_max: Steps of the cosine.
+        t_warmup: Steps of the line before it.
+        cosine_eta_min: The learning rate at the end.
+        warmup_decay: The share of the learning rate to begin with.
+    """
+    warmup = LinearLR(optimizer, start_factor=warmup_decay, total_iters=t_warmup)
+    cosine = CosineAnnealingLR(optimizer, T_max=t_max, eta_min=cosine_eta_min)
+    return SequentialLR(optimizer, schedulers=[warmup, cosine], milestones=[t_warmup])
+
+
+def _groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
+    tensors = [tensor for _, tensor in params]
+    decaying = [tensor for tensor in tensors if tensor.dim() > 1]
+    others = [tensor for tensor in tensors if tensor.dim() <= 1]
+    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

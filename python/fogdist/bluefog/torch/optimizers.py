@@ -1,0 +1,195 @@
+"""Optimizers of BlueFog under the names, and with the arguments, that they had before.
+
+BlueFog 0.1 took parameters by name and no model. Without one nobody knows when a forward pass is made: `step` exchanges
+on the spot then, nothing hides that, and the recursion is the same, as the gradient was taken at the old parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+import fogdist
+from fogdist.bluefog.deprecation import warn_once
+
+__all__ = [
+    "DistributedAllreduceOptimizer",
+    "DistributedBluefogOptimizer",
+    "DistributedConsensusOptimizer",
+    "DistributedGradientAllreduceOptimizer",
+    "DistributedHierarchicalNeighborAllreduceOptimizer",
+    "DistributedNeighborAllreduceOptimizer",
+]
+
+# A module or several, or pairs as `model.named_parameters()` has them.
+Given = Module | Iterable[Module] | Iterable[tuple[str, Tensor]]
+
+
+def DistributedAllreduceOptimizer(
+    optimizer: Optimizer,
+    model: Given | None = None,
+    num_steps_per_communication: int = 1,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+) -> Any:
+    """Averages parameters over all ranks if it is given a model, as since BlueFog 0.2.2, else gradients, as in 0.1.
+
+    Args:
+        optimizer: Any torch optimizer that evaluates its closure once a step.
+        model: Makes it ``DistributedAdaptWithCombineOptimizer(optimizer, model, CommunicationType.allreduce)``.
+        num_steps_per_communication: As there; with a model only.
+        named_parameters: Makes it ``DistributedGradientAllreduceOptimizer``, as does neither of both.
+
+    Raises:
+        TypeError: As there; `model` and `named_parameters` are both given.
+        ValueError: As there; `num_steps_per_communication` without a model.
+        RuntimeError: As there.
+    """
+    models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
+    if is_by_name:
+        return fogdist.DistributedGradientAllreduceOptimizer(optimizer, models)
+    return _combining(optimizer, models, fogdist.CommunicationType.allreduce, num_steps_per_communication)
+
+
+def DistributedNeighborAllreduceOptimizer(
+    optimizer: Optimizer,
+    model: Given | None = None,
+    num_steps_per_communication: int = 1,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+) -> Any:
+    """As `fogdist.DistributedAdaptWithCombineOptimizer`: ``w+ = Avg(w) - step(grad f(w))``.
+
+    Args:
+        optimizer: As there.
+        model: As there.
+        num_steps_per_communication: As there; with a model only.
+        named_parameters: In place of a model; neither of both means all parameters of the optimizer.
+
+    Raises:
+        TypeError: As there; `model` and `named_parameters` are both given.
+        ValueError: As there; `num_steps_per_communication` without a model.
+        RuntimeError: As there.
+    """
+    models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
+    kind = fogdist.CommunicationType.neighbor_allreduce
+    return _combining(optimizer, models, kind, num_steps_per_communication)
+
+
+DistributedConsensusOptimizer = DistributedNeighborAllreduceOptimizer
+
+
+def DistributedHierarchicalNeighborAllreduceOptimizer(
+    optimizer: Optimizer, model: Module | list[Module], num_steps_per_communication: int = 1
+) -> Any:
+    """As `fogdist.DistributedAdaptWithCombineOptimizer` between machines; arguments and errors of there."""
+    kind = fogdist.CommunicationType.hierarchical_neighbor_allreduce
+    return _combining(optimizer, model, kind, num_steps_per_communication)
+
+
+def DistributedGradientAllreduceOptimizer(
+    optimizer: Optimizer,
+    model: Module | list[Module],
+    num_steps_per_communication: int = 1,
+    *,
+    backward_passes_per_step: int | None = None,
+    **options: Any,
+) -> Any:
+    """As `fogdist.DistributedGradientAllreduceOptimizer`, whose J was `backward_passes_per_step` in BlueFog 0.2.2."""
+    if backward_passes_per_step is not None:
+        warn_once("backward_passes_per_step is called num_steps_per_communication now; the old name will go")
+        num_steps_per_communication = backward_passes_per_step
+    return fogdist.DistributedGradientAllreduceOptimizer(
+        optimizer, model, num_steps_per_communication, **options
+    )
+
+
+def DistributedBluefogOptimizer(
+    optimizer: Optimizer,
+    model: Given | None = None,
+    num_steps_per_communication: int = 1,
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    **options: Any,
+) -> Any:
+    """As `fogdist.DistributedWinPutOptimizer`, or with parameters by name; errors as of there.
+
+    Args:
+        optimizer: As there.
+        model: As there.
+        num_steps_per_communication: As there; with a model only.
+        named_parameters: As in `DistributedNeighborAllreduceOptimizer`.
+        **options: As there.
+    """
+    models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
+    return fogdist.DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
+
+
+def _combining(
+    optimizer: Optimizer,
+    models: Module | list[Module],
+    kind: fogdist.CommunicationType,
+    num_steps_per_communication: int,
+) -> Any:
+    """AWC with the methods of BlueFog 0.2.2 that choose `communication_type`."""
+    combining = fogdist.DistributedAdaptWithCombineOptimizer(
+        optimizer, models, kind, num_steps_per_communication
+    )
+    this = weakref.ref(combining)
+    for name, chosen in (
+        ("allreduce", fogdist.CommunicationType.allreduce),
+        ("neighbor_allreduce", fogdist.CommunicationType.neighbor_allreduce),
+        ("hierarchical_neighbor_allreduce", fogdist.CommunicationType.hierarchical_neighbor_allreduce),
+        ("empty_function", fogdist.CommunicationType.empty),
+    ):
+        setattr(combining, f"use_{name}_in_communication", partial(_choose, this, chosen))
+    return combining
+
+
+def _choose(reference: weakref.ref[Any], kind: fogdist.CommunicationType) -> None:
+    optimizer: Any = reference()  # which whoever calls this holds
+    optimizer.communication_type = kind
+
+
+class _Parameters(Module):
+    """Parameters that came without the model they belong to."""
+
+    def __init__(self, named: list[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[Any]:
+        return iter(self._named)
+
+
+def _models(
+    optimizer: Optimizer,
+    model: Given | None,
+    named_parameters: Iterable[tuple[str, Tensor]] | None,
+    num_steps_per_communication: int,
+) -> tuple[Module | list[Module], bool]:
+    """Returns what holds the parameters, and whether they came by name."""
+    if model is not None and named_parameters is not None:
+        raise TypeError("model and named_parameters must not both be given")
+    if isinstance(model, Module):
+        return model, False
+    given: list[Any] = list(named_parameters if model is None and named_parameters else model or ())
+    if given and all(isinstance(each, Module) for each in given):
+        return given, False
+    if num_steps_per_communication != 1:
+        raise ValueError(
+            f"num_steps_per_communication must be 1 without a model, got {num_steps_per_communication}"
+        )
+    if model is None and named_parameters is None:
+        for number, group in enumerate(optimizer.param_groups):
+            given += [(f"parameter.{number}.{place}", tensor) for place, tensor in enumerate(group["params"])]
+    for pair in given:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+            raise TypeError(f"model must be a Module, Modules, or pairs of name and parameter, got {pair!r}")
+    return _Parameters(given), True

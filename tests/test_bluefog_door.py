@@ -1,0 +1,744 @@
+"""Scripts of BlueFog behind the door: what `import bluefog` finds there, call forms of all versions, snippets as published."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fogdist
+import fogdist.bluefog
+import fogdist.bluefog.__main__ as runner
+import pytest
+import torch
+from fogdist import topology as topologies
+from fogdist.bluefog.deprecation import warn_once
+from harness import WorldPool
+from reference import Checks, mix
+from scripts import run_script
+from torch import Tensor
+
+bf: Any = importlib.import_module("bluefog.torch")
+
+RANKS = 4
+# All that bluefog.torch 0.3 exports, what older versions did, and what only its modules have.
+NAMES_0_3 = """
+CommunicationType DistributedAdaptThenCombineOptimizer DistributedAdaptWithCombineOptimizer DistributedAllreduceOptimizer
+DistributedGradientAllreduceOptimizer DistributedHierarchicalNeighborAllreduceOptimizer DistributedNeighborAllreduceOptimizer
+DistributedWinPutOptimizer
+init shutdown size local_size rank local_rank machine_size machine_rank load_topology set_topology load_machine_topology
+set_machine_topology in_neighbor_ranks out_neighbor_ranks in_neighbor_machine_ranks out_neighbor_machine_ranks
+mpi_threads_supported unified_mpi_window_model_supported nccl_built is_homogeneous suspend resume
+allreduce allreduce_nonblocking allreduce_ allreduce_nonblocking_ allgather allgather_nonblocking broadcast
+broadcast_nonblocking broadcast_ broadcast_nonblocking_ neighbor_allgather neighbor_allgather_nonblocking neighbor_allreduce
+neighbor_allreduce_nonblocking hierarchical_neighbor_allreduce hierarchical_neighbor_allreduce_nonblocking poll synchronize
+wait barrier
+win_create win_free win_update win_update_then_collect neighbor_win_put neighbor_win_put_nonblocking neighbor_win_get
+neighbor_win_get_nonblocking neighbor_win_accumulate neighbor_win_accumulate_nonblocking win_put win_put_nonblocking win_get
+win_get_nonblocking win_accumulate win_accumulate_nonblocking win_wait win_poll win_mutex get_win_version
+get_current_created_window_names win_associated_p turn_on_win_ops_with_associated_p turn_off_win_ops_with_associated_p
+set_skip_negotiate_stage get_skip_negotiate_stage timeline_start_activity timeline_end_activity timeline_context
+broadcast_optimizer_state broadcast_parameters allreduce_parameters
+GetRecvWeights GetSendWeights IsRegularGraph IsTopologyEquivalent ExponentialTwoGraph ExponentialGraph FullyConnectedGraph
+MeshGrid2DGraph RingGraph StarGraph SymmetricExponentialGraph GetDynamicOnePeerSendRecvRanks
+GetExp2DynamicSendRecvMachineRanks GetInnerOuterRingDynamicSendRecvRanks GetInnerOuterExpo2DynamicSendRecvRanks
+InferSourceFromDestinationRanks InferDestinationFromSourceRanks
+"""
+OLDER_NAMES = """
+DistributedBluefogOptimizer DistributedConsensusOptimizer allgather_async allreduce_async broadcast_async broadcast_async_
+neighbor_allgather_async neighbor_allreduce_async win_accumulate_async win_get_async win_put_async win_sync
+win_sync_then_collect broadcast_object broadcast_object_list win_read_neighbor
+"""
+UNEXPORTED_NAMES = """
+pair_gossip pair_gossip_nonblocking win_lock is_topo_weighted is_machine_topo_weighted DistributedPushSumOptimizer
+DistributedPullGetOptimizer
+"""
+
+
+def values(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+# --- the door -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*is now called:DeprecationWarning")
+def test_names_are_there() -> None:
+    for name in (NAMES_0_3 + OLDER_NAMES + UNEXPORTED_NAMES).split():
+        assert callable(getattr(bf, name)), name
+    assert set(NAMES_0_3.split()) <= set(bf.__all__) <= set(dir(bf))
+    with pytest.raises(AttributeError, match=r"bluefog\.torch.*win_fence"):
+        bf.win_fence  # noqa: B018
+
+
+def test_modules_are_found_in_every_form_of_import() -> None:
+    found: dict[str, Any] = {}
+    lines = """
+        import bluefog
+        import bluefog.torch as bf
+        import bluefog.torch.mpi_ops as ops
+        import bluefog.common.topology_util
+        import bluefog.torch.ddp, bluefog.torch.optim
+        from bluefog import torch as of_package
+        from bluefog.common import topology_util, util
+        from bluefog.torch import mpi_ops, optimizers, utility
+        from bluefog.torch.mpi_ops import pair_gossip
+        from bluefog.torch.optimizers import DistributedPushSumOptimizer
+        from bluefog.torch.ddp import DecentralizedDataParallel, LocalStepRandomBatchSampler
+        from bluefog.run.interactive_run import interrupt_hanged_processes
+        from bluefog.common.topology_util import *
+    """
+    exec(textwrap.dedent(lines), found)
+    assert found["bf"] is found["of_package"] is found["ops"] is found["mpi_ops"] is found["bluefog"].torch
+    assert found["optimizers"].CommunicationType is fogdist.CommunicationType
+    assert found["pair_gossip"] is fogdist.pair_gossip
+    assert found["RingGraph"] is found["topology_util"].RingGraph is topologies.RingGraph
+    assert issubclass(found["DecentralizedDataParallel"], fogdist.DecentralizedDataParallel)
+    with pytest.warns(
+        DeprecationWarning, match=r"bluefog\.common\.topology_util\.PowerGraph.*ExponentialGraph"
+    ):
+        assert found["topology_util"].PowerGraph is topologies.ExponentialGraph
+    with pytest.raises(NotImplementedError, match="signal_engines"):
+        found["interrupt_hanged_processes"]()
+    with pytest.raises(ImportError):
+        importlib.import_module("bluefog.tensorflow")
+
+
+def test_fogdist_does_not_grow_for_it() -> None:
+    new = {"set_skip_negotiate_stage", "DistributedConsensusOptimizer", "suspend", "broadcast_object"}
+    assert not new & set(fogdist.__all__) and new <= set(bf.__all__)
+    code = "import sys, fogdist; assert not [n for n in sys.modules if 'bluefog' in n]"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+REAL = """
+import sys, warnings
+import bluefog
+assert bluefog.is_real
+try:
+    import fogdist.bluefog
+except ImportError as error:
+    assert "imported before bluefog" in str(error) and bluefog.__file__ in str(error), error
+else:
+    raise AssertionError("no ImportError")
+del sys.modules["bluefog"]
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fogdist.bluefog
+(warning,) = [w for w in caught if "left alone" in str(w.message)]
+assert warning.filename == "<string>", warning.filename
+import bluefog.torch
+assert not hasattr(bluefog, "is_real")
+assert bluefog.torch.win_put.__module__.startswith("fogdist")
+"""
+
+
+def test_real_bluefog_is_not_mixed_in(tmp_path: Path) -> None:
+    (tmp_path / "bluefog").mkdir()
+    (tmp_path / "bluefog" / "__init__.py").write_text("is_real = True\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        [sys.executable, "-c", REAL],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+SCRIPT = """
+import sys
+import helper  # beside the script
+import bluefog.torch as bf
+
+assert __name__ == "__main__" and sys.modules["__main__"].bf is bf
+bf.init()
+print(f"rank {bf.rank()} of {bf.size()}: {sys.argv[1:]}, {helper.value}")
+sys.exit(0 if sys.argv[0].endswith("script.py") else 3)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["world", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_script_runs_as_main(tmp_path: Path, script_worlds: WorldPool, launcher: str) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "helper.py").write_text("value = 17\n")
+    script = tmp_path / "scripts" / "script.py"
+    script.write_text(SCRIPT)
+    how = script_worlds if launcher == "world" else launcher
+    output = behind_the_door(script, "--lr", "0.1", ranks=2, log=tmp_path / "log.txt", launcher=how)
+    lines = re.findall(r"rank \d of 2: \[.*?\], \d+", output)  # ends of lines may come late
+    assert sorted(lines) == [f"rank {rank} of 2: ['--lr', '0.1'], 17" for rank in (0, 1)], output
+
+
+def behind_the_door(script: Path, *arguments: str, ranks: int, log: Path, launcher: str | WorldPool) -> str:
+    """What a script prints when it is run as `python -m fogdist.bluefog script` does."""
+    words = ["-m", "fogdist.bluefog"] if launcher == "torchrun" else [runner.__file__]
+    return run_script([*words, script, *arguments], ranks, log, launcher)
+
+
+@pytest.mark.parametrize(
+    "arguments, problem", [([], "needs a script"), (["nowhere.py", "--lr"], "'nowhere.py' is no file")]
+)
+def test_usage(
+    arguments: list[str],
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fogdist.bluefog", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        runner.main()
+    assert exit_.value.code == 2
+    error, usage = capsys.readouterr().err.splitlines()
+    assert error == f"fogdist.bluefog: error: {problem}" and usage == runner.USAGE
+
+
+def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["fogdist.bluefog", "--help"])
+    runner.main()
+    assert capsys.readouterr().out.startswith(runner.USAGE)
+
+
+# --- what needs no other rank -------------------------------------------------------------------------------
+
+
+def test_environment_variables_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = importlib.import_module("bluefog.common.util").env
+    monkeypatch.setenv("DOOR_A", "before")
+    monkeypatch.delenv("DOOR_B", raising=False)
+    with pytest.raises(KeyError), env(DOOR_A="in", DOOR_B="it", DOOR_C=None):
+        assert (os.environ["DOOR_A"], os.environ["DOOR_B"], "DOOR_C" in os.environ) == ("in", "it", False)
+        raise KeyError
+    assert os.environ["DOOR_A"] == "before" and "DOOR_B" not in os.environ
+
+
+def test_what_has_no_effect_any_more() -> None:
+    assert bf.get_skip_negotiate_stage() is False
+    bf.set_skip_negotiate_stage(True)
+    assert bf.get_skip_negotiate_stage() is True
+    bf.set_skip_negotiate_stage(False)
+    assert bf.nccl_built() is torch.distributed.is_nccl_available()
+    assert bf.mpi_threads_supported() is False and bf.unified_mpi_window_model_supported() is True
+    assert bf.timeline_start_activity("x", "FORWARD") is False and bf.timeline_end_activity("x") is False
+    with bf.timeline_context("x", "FORWARD"):
+        bf.suspend()
+        bf.resume()
+
+
+def test_optimizers_want_a_model_or_parameters() -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = dict(model.named_parameters())
+    make = bf.DistributedNeighborAllreduceOptimizer
+    with pytest.raises(TypeError, match="model and named_parameters"):
+        make(optimizer, model, named_parameters=named.items())
+    with pytest.raises(TypeError, match=r"pairs of name and parameter, got 'weight'"):
+        make(optimizer, named)
+    with pytest.raises(ValueError, match="num_steps_per_communication.*got 2"):
+        make(optimizer, num_steps_per_communication=2, named_parameters=named.items())
+
+
+# --- call forms ---------------------------------------------------------------------------------------------
+
+
+def call_forms() -> None:
+    """On a directed ring: rank r receives from r - 1 only."""
+    bf.init(topologies.RingGraph(fogdist.size() if fogdist.is_initialized() else RANKS, connect_style=2))
+    rank, size = bf.rank(), bf.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    x, total, mean = values(rank), size * (size - 1) / 2, (size - 1) / 2
+    with Checks() as checks:
+        checks.equal("topology", (bf.in_neighbor_ranks(), bf.out_neighbor_ranks()), ([before], [after]))
+        for function in (bf.allreduce, bf.allreduce_, bf.allreduce_nonblocking, bf.allreduce_nonblocking_):
+            finish = bf.synchronize if "nonblocking" in function.__name__ else lambda output: output
+            checks.equal(function.__name__, finish(function(x.clone(), False, "a")), values(total))
+            checks.equal(function.__name__, finish(function(x.clone(), True, None)), values(mean))
+            checks.equal(function.__name__, finish(function(x.clone(), False, False, "a")), values(total))
+        checks.equal("old name", bf.wait(bf.allreduce_async(x, False, "a")), values(total))
+        checks.equal("of the machine", bf.allreduce(x, True, True), values(mean))
+
+        checks.equal("gather", bf.neighbor_allgather(x, "g"), values(before))
+        checks.equal("gather", bf.wait(bf.neighbor_allgather_nonblocking(x, name="g")), values(before))
+
+        expected, weights = values(0.5 * rank + 0.25 * before), {before: 0.25}
+        exchanges = [
+            bf.neighbor_allreduce(x, 0.5, weights, "n"),
+            bf.neighbor_allreduce(x, 0.5, weights, None, True, "n"),
+            bf.neighbor_allreduce(x, 0.5, weights, [after], False),
+            bf.neighbor_allreduce(x, 0.5, neighbor_weights=weights, name="n"),
+            bf.neighbor_allreduce(x, self_weight=0.5, neighbor_weights=weights, send_neighbors=[after]),
+            bf.neighbor_allreduce(x, self_weight=0.5, src_weights=weights, dst_weights={after: 1.0}),
+            bf.wait(bf.neighbor_allreduce_nonblocking(x, 0.5, weights, "n")),
+            bf.wait(bf.neighbor_allreduce_async(x, 0.5, weights, "n")),
+        ]
+        checks.equal("neighbor_allreduce", exchanges, [expected] * len(exchanges))
+        checks.equal("mean", bf.neighbor_allreduce(x), values((rank + before) / 2))
+        for wrong in (
+            lambda: bf.neighbor_allreduce(x, 0.5, weights, src_weights=weights),
+            lambda: bf.neighbor_allreduce(x, self_weight=0.5, src_weights=weights, neighbor_weights=weights),
+            lambda: bf.neighbor_allreduce(x, 0.5, weights, None, True, "n", 1),
+            lambda: bf.neighbor_allreduce(x, neighbor_weight=weights),
+            lambda: bf.allreduce(x, True, 1),
+        ):
+            with pytest.raises(TypeError):
+                wrong()
+
+        objects = [{"rank": rank}, rank]
+        checks.equal("object", bf.broadcast_object({"rank": rank}, size - 1), {"rank": size - 1})
+        bf.broadcast_object_list(objects, src=1)
+        checks.equal("objects", objects, [{"rank": 1}, 1])
+        for wrong_root in (size, -1):
+            with pytest.raises(ValueError, match=f"src.*got {wrong_root}"):
+                bf.broadcast_object_list([1], wrong_root)
+
+
+def machines_of_two() -> None:
+    with fogdist.bluefog.util.env(BLUEFOG_NODES_PER_MACHINE="2"):
+        bf.init()
+    machine = bf.machine_rank()
+    assert (bf.machine_size(), bf.local_size(), "FOG_NODES_PER_MACHINE" in os.environ) == (2, 2, False)
+    bf.set_machine_topology(topologies.RingGraph(2))
+    x, other = values(bf.rank()), 1 - machine
+    expected = values(0.75 * (2 * machine + 0.5) + 0.25 * (2 * other + 0.5))
+    for average in (
+        bf.hierarchical_neighbor_allreduce(x, 0.75, {other: 0.25}, [other]),
+        bf.hierarchical_neighbor_allreduce(
+            x, 0.75, neighbor_machine_weights={other: 0.25}, send_neighbor_machines=[other]
+        ),
+        bf.wait(bf.hierarchical_neighbor_allreduce_nonblocking(x, 0.75, {other: 0.25}, [other], False, "h")),
+    ):
+        assert torch.equal(average, expected)
+    bf.init()
+
+
+def window_call_forms() -> None:
+    bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    rank, size = bf.rank(), bf.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+
+    def slot() -> Tensor:
+        bf.barrier()
+        found = bf.win_read_neighbor("w", before)
+        bf.barrier()
+        return found
+
+    with Checks() as checks:
+        checks.true("made", bf.win_create(values(rank), "w", True))
+        for number, (write, arguments) in enumerate(
+            [
+                (bf.win_put, ({after: 2.0}, True)),
+                (bf.win_put, ({after: 2.0},)),
+                (bf.neighbor_win_put, (1.0, {after: 2.0}, True)),
+                (bf.win_put_nonblocking, ({after: 2.0}, True)),
+                (bf.neighbor_win_put_nonblocking, (None, {after: 2.0})),
+                (bf.win_put_async, ({after: 2.0}, False)),
+            ]
+        ):
+            done = write(values(rank + number), "w", *arguments)
+            checks.true(f"put {number}", done if done is True else bf.win_wait(done))
+            checks.equal(f"put {number}", slot(), values(2.0 * (before + number)))
+        bf.win_put(values(rank), "w", None, True)
+        checks.equal("no weights", slot(), values(before))
+        for number, write in enumerate(
+            [bf.win_accumulate, bf.win_accumulate_nonblocking, bf.win_accumulate_async]
+        ):
+            done = write(values(1.0), "w", {after: 0.5}, True)
+            checks.true(f"accumulate {number}", done if done is True else bf.win_wait(done))
+            checks.equal(f"accumulate {number}", slot(), values(before + 0.5 * (number + 1)))
+        for get in (bf.win_get, bf.win_get_nonblocking, bf.win_get_async):
+            done = get("w", {before: 3.0, rank: 1.0}, True)
+            checks.true("got", done if done is True else bf.win_wait(done))
+            checks.equal("got", slot(), values(3.0 * before))
+        warn_once.cache_clear()
+        with pytest.warns(DeprecationWarning, match="own weight has no effect"):
+            bf.win_get("w", {before: 1.0, rank: 0.5})
+        bf.barrier()
+        checks.equal("win_sync", bf.win_sync("w", 0.5, {before: 0.5}, True), values((rank + before) / 2))
+        checks.equal("reset", slot(), values(0.0))
+        for wrong in (
+            lambda: bf.win_put(values(1), "w", {after: 1.0}, {after: 1.0}),
+            lambda: bf.win_put(values(1), 3),
+        ):
+            with pytest.raises(TypeError):
+                wrong()
+        bf.win_free()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("forms", [call_forms, machines_of_two, window_call_forms])
+def test_call_forms_of_all_versions(worlds: WorldPool, forms: Callable[[], None]) -> None:
+    worlds(RANKS).run(forms)
+
+
+def work_under_mutexes(kind: str) -> None:
+    """Ranks that hold mutexes, and put meanwhile or see what does not change; without an end if they block each other."""
+    bf.init()
+    rank, inside, outside = bf.rank(), bf.in_neighbor_ranks(), bf.out_neighbor_ranks()
+    for name in ("v", "w"):
+        bf.win_create(values(0.0), name, zero_init=True)
+    held = {
+        "default": lambda: bf.win_mutex(),
+        "ranks": lambda: bf.win_mutex(outside, exclusive=True),
+        "own": lambda: bf.win_mutex([rank]),
+        "all": lambda: bf.win_mutex(list(range(bf.size()))),
+        "for_self": lambda: bf.win_mutex(for_self=True),
+    }[kind]
+    for number in range(50):
+        with held():
+            seen = [bf.win_update("w", 0.0, dict.fromkeys(inside, 1.0), clone=True) for _ in range(2)]
+            assert torch.equal(*seen)
+            bf.win_sync_then_collect("w")
+            if kind not in ("own", "for_self"):
+                bf.win_put(values(float(number)), "w", require_mutex=True)
+        bf.win_put(values(float(number)), "w", require_mutex=True)
+    bf.barrier()
+    bf.win_free()
+
+
+@pytest.mark.filterwarnings("ignore:.*is now called:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["default", "ranks", "own", "all", "for_self"])
+def test_mutexes_without_a_name_do_not_block_each_other(worlds: WorldPool, kind: str) -> None:
+    worlds(RANKS).run(work_under_mutexes, kind, timeout=60)
+
+
+def hold_all_windows() -> bool:
+    """Whether a neighbor's put into any window waits for a block of `win_mutex` without a name."""
+    bf.init()
+    rank = bf.rank()
+    for name in ("v", "w"):
+        bf.win_create(values(0.0), name, zero_init=True)
+    handles = []
+    if rank == 1:
+        with bf.win_mutex([1]):
+            bf.allreduce(values(0.0))  # rank 0 has begun ...
+            bf.allreduce(values(0.0))
+            seen = [bf.get_win_version(name)[0] for name in ("v", "w")]
+    else:
+        bf.allreduce(values(0.0))
+        handles = [bf.win_put_nonblocking(values(1.0), name, require_mutex=True) for name in ("v", "w")]
+        waits = not any(map(bf.win_poll, handles))
+        bf.allreduce(values(0.0))
+        seen = [0, 0] if waits else [1, 1]
+    for handle in handles:
+        bf.win_wait(handle)
+    bf.barrier()
+    bf.win_free()
+    return seen == [0, 0]
+
+
+def test_mutex_without_a_name_is_of_all_windows(worlds: WorldPool) -> None:
+    assert worlds(2).run(hold_all_windows) == [True, True]
+
+
+def barrier_after_a_put() -> bool:
+    """Whether this rank's put is complete after the barrier, though its target kept it waiting meanwhile."""
+    bf.init()
+    bf.win_create(torch.zeros(4), "barrier")
+    holds, keeper, handle = threading.Event(), None, None
+
+    def hold() -> None:
+        with bf.win_lock("barrier"):
+            holds.set()
+            time.sleep(0.5)
+
+    if bf.rank() == 1:
+        keeper = threading.Thread(target=hold)
+        keeper.start()
+        holds.wait()
+    fogdist.barrier()
+    if bf.rank() == 0:
+        handle = bf.win_put_nonblocking(torch.ones(4), "barrier", require_mutex=True)
+    bf.barrier()
+    is_complete = handle is None or (bf.win_poll(handle) and bf.win_wait(handle))
+    if keeper is not None:
+        keeper.join()
+    bf.win_free("barrier")
+    return is_complete
+
+
+def test_barrier_waits_for_operations_in_flight(worlds: WorldPool) -> None:
+    assert worlds(2).run(barrier_after_a_put) == [True, True]
+
+
+def warnings_of_old_keywords() -> list[str]:
+    bf.init()
+    warn_once.cache_clear()
+    x, weights = values(1.0), dict.fromkeys(bf.in_neighbor_ranks(), 0.25)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            bf.neighbor_allreduce(x, 0.5, neighbor_weights=weights, send_neighbors=bf.out_neighbor_ranks())
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_old_keywords_warn_once(worlds: WorldPool) -> None:
+    for messages in worlds(2).run(warnings_of_old_keywords):
+        assert [message.split(";")[0] for message in messages] == [
+            "neighbor_allreduce: 'neighbor_weights' is called 'src_weights' now",
+            "neighbor_allreduce: 'send_neighbors' is called 'dst_weights' now",
+        ]
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+LR = 0.2
+
+
+def trajectory(factory: str, how: str) -> list[Tensor]:
+    """Parameters of this rank, whose loss is |x - rank|^2 / 2, after each of five steps."""
+    bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    rank = bf.rank()
+    model = torch.nn.Linear(2, 1, bias=False).double()
+    model.weight.data.fill_(float(rank * rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    make = getattr(bf, factory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if how == "model":
+            optimizer = make(optimizer, model)
+        elif how == "modules":
+            optimizer = make(optimizer, [model], num_steps_per_communication=1)
+        elif how == "by position":
+            optimizer = make(optimizer, model.named_parameters())
+        elif how == "by name":
+            optimizer = make(optimizer, named_parameters=model.named_parameters())
+        else:
+            optimizer = make(optimizer)
+    if factory == "DistributedBluefogOptimizer":
+        optimizer.force_barrier = True
+    path = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        # The weight is wanted as it is before the step, so the loss is made of what forward gives.
+        output = model(torch.eye(2, dtype=torch.float64))
+        (0.5 * (output - rank).square().sum()).backward()
+        optimizer.step()
+        path.append(model.weight.detach().clone().flatten())
+    if hasattr(optimizer, "unregister_window"):
+        optimizer.unregister_window()
+    return path
+
+
+def expected_trajectory(factory: str, how: str) -> list[list[Tensor]]:
+    x = [values(r * r, r * r) for r in range(RANKS)]
+    averages = topologies.mixing_matrix(topologies.RingGraph(RANKS, connect_style=2))
+    path = []
+    for _ in range(5):
+        gradients = [x[r] - r for r in range(RANKS)]
+        if factory == "DistributedAllreduceOptimizer":
+            everybody = topologies.mixing_matrix(topologies.FullyConnectedGraph(RANKS))
+            if how in ("model", "modules"):
+                x = mix(x, everybody)
+            else:
+                gradients = mix(gradients, everybody)
+        else:
+            x = mix(x, averages)
+        x = [own - LR * gradient for own, gradient in zip(x, gradients)]
+        path.append(x)
+    return path
+
+
+@pytest.mark.parametrize("how", ["model", "modules", "by position", "by name", "neither"])
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "DistributedAllreduceOptimizer",
+        "DistributedNeighborAllreduceOptimizer",
+        "DistributedConsensusOptimizer",
+        "DistributedBluefogOptimizer",
+    ],
+)
+def test_optimizers_of_older_versions(worlds: WorldPool, factory: str, how: str) -> None:
+    """With parameters by name the exchange is made in the step, of the parameters that the gradient was taken at."""
+    if factory == "DistributedConsensusOptimizer" and how in ("model", "modules"):
+        assert bf.DistributedConsensusOptimizer is bf.DistributedNeighborAllreduceOptimizer
+        return
+    found = worlds(RANKS).run(trajectory, factory, how)
+    expected = expected_trajectory(factory, how)
+    for rank in range(RANKS):
+        for step in range(5):
+            torch.testing.assert_close(found[rank][step], expected[step][rank], rtol=1e-12, atol=1e-12)
+
+
+def communication_by_methods() -> list[float]:
+    """The parameter after one step each; ranks begin with their numbers, and there are no gradients."""
+    bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    found = []
+    for kind in ("allreduce", "neighbor_allreduce", "empty_function"):
+        model = torch.nn.Linear(1, 1, bias=False).double()
+        model.weight.data.fill_(float(bf.rank()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model)
+        getattr(optimizer, f"use_{kind}_in_communication")()
+        model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        found.append(model.weight.item())
+    return found
+
+
+def test_communication_by_methods(worlds: WorldPool) -> None:
+    for rank, found in enumerate(worlds(RANKS).run(communication_by_methods)):
+        assert found == [1.5, (rank + (rank - 1) % RANKS) / 2, rank]
+
+
+def passes_by_their_old_name() -> list[float]:
+    bf.init()
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    model.weight.data.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.warns(DeprecationWarning, match="backward_passes_per_step"):
+        optimizer = bf.DistributedGradientAllreduceOptimizer(optimizer, model, backward_passes_per_step=2)
+    for _ in range(2):
+        model(torch.full((1, 1), float(bf.rank()), dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+def test_passes_by_their_old_name(worlds: WorldPool) -> None:
+    assert worlds(2).run(passes_by_their_old_name) == [[-1.0], [-1.0]]
+
+
+# --- snippets as they are published -------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+from torch import optim
+import bluefog.torch as bf
+{imports}
+
+torch.manual_seed(0)
+bf.init()
+truth = torch.tensor([[1.0], [-2.0], [3.0]])
+torch.manual_seed(1 + bf.rank())
+inputs = torch.randn(256, 3)
+train_loader = [(x, x @ truth) for x in inputs.split(32)]
+model = torch.nn.Linear(3, 1)
+bf.broadcast_parameters(model.named_parameters(), root_rank=0)
+{body}
+for epoch in range(30):
+    for batch_idx, (data, target) in enumerate(train_loader):
+        {update}
+        optimizer.zero_grad()
+        loss = (model(data) - target).square().mean()
+        loss.backward()
+        optimizer.step()
+bf.barrier()
+error = (model.weight.detach().T - truth).norm().item()
+assert error < 1e-2, error
+print(f"rank {{bf.rank()}}: close")
+"""
+WRAPPED = """
+optimizer = optim.SGD(model.parameters(), lr=0.02 * bf.size())
+optimizer = bf.{factory}(
+    optimizer, {model}
+)
+"""
+CONSENSUS = """
+import torch
+import bluefog.torch as bf
+
+bf.init()
+x = torch.Tensor([bf.rank()])
+for _ in range(100):
+    x = bf.neighbor_allreduce(x)
+assert abs(x.item() - 1.5) < 1e-5, x
+print(f"rank {bf.rank()}: close")
+"""
+PUSH_SUM = """
+import time
+import torch
+import bluefog.torch as bf
+from bluefog.common import topology_util
+
+bf.init()
+bf.set_topology(topology_util.PowerTwoRingGraph(bf.size()))
+outdegree = len(bf.out_neighbor_ranks())
+indegree = len(bf.in_neighbor_ranks())
+
+x = torch.Tensor([bf.rank(), 1.0])
+bf.win_create(x, name="x_buff", zero_init=True)
+
+for _ in range(100):
+    bf.win_accumulate(
+        x, name="x_buff",
+        dst_weights={rank: 1.0 / (outdegree + 1)
+                     for rank in bf.out_neighbor_ranks()},
+        require_mutex=True)
+    x.div_(1+outdegree)
+    bf.win_sync_then_collect(name="x_buff")
+    bf.barrier()  # so that the ranks, which share few cores here, stay in step
+
+bf.barrier()
+bf.win_sync_then_collect(name="x_buff")
+mass = bf.allreduce(x, False, "mass")
+assert abs(mass[0] - 6) < 1e-4 and abs(mass[1] - 4) < 1e-4, mass
+assert abs(x[0] / x[-1] - 1.5) < 1e-4, x
+print(f"rank {bf.rank()}: close")
+"""
+MUTEX = """
+import torch
+import bluefog.torch as bf
+
+bf.init()
+tensor, name = torch.Tensor([bf.rank()]), "mutex"
+bf.win_create(tensor, name)
+bf.win_put(tensor, name)
+bf.barrier()
+with bf.win_mutex():
+    tensor = bf.win_sync_then_collect(name)
+expected = bf.rank() + sum(bf.in_neighbor_ranks())
+assert tensor.item() == expected, (tensor, expected)
+bf.barrier()
+bf.win_put(tensor, name)
+with bf.win_lock(name):
+    pass
+bf.barrier()
+print(f"rank {bf.rank()}: close")
+"""
+SNIPPETS = {
+    "consensus": CONSENSUS,
+    "push-sum": PUSH_SUM,
+    "mutex": MUTEX,
+    "win_put by parameters": TRAINING.format(
+        imports="",
+        update="bf.barrier()",
+        body=WRAPPED.format(
+            factory="DistributedBluefogOptimizer", model="named_parameters=model.named_parameters()"
+        ),
+    ),
+    "neighbor_allreduce": TRAINING.format(
+        imports="",
+        update="",
+        body=WRAPPED.format(factory="DistributedNeighborAllreduceOptimizer", model="model=model"),
+    ),
+}
+
+
+@pytest.mark.parametrize("snippet", list(SNIPPETS))
+def test_published_snippets(tmp_path: Path, script_worlds: WorldPool, snippet: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SNIPPETS[snippet])
+    output = behind_the_door(script, ranks=RANKS, log=tmp_path / "log.txt", launcher=script_worlds)
+    assert sorted(re.findall(r"rank \d: close", output)) == [
+        f"rank {rank}: close" for rank in range(RANKS)
+    ], output
+
+
+def test_door_modules_are_one_each() -> None:
+    """`fogdist.bluefog` and `bluefog` are the same objects, not two copies with states of their own."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "bluefog":
+            assert isinstance(module, ModuleType) and module.__name__.startswith("fogdist.bluefog"), name
