@@ -42,7 +42,7 @@ def test_every_module_imports_only_what_is_below_it():
     order = ["lazy", "warn", "legacy", "topology", "launch", "handles", "agreement", "exchange"]
     order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
     order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
-    order += ["packing", "parameters", "consensus", "training", "algorithms", "optimizers"]
+    order += ["packing", "shards", "parameters", "consensus", "training", "algorithms", "optimizers"]
     order += ["deprecated_optimizers", "ddp", "hook", "__init__", "bluefog"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):

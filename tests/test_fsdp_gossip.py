@@ -100,6 +100,15 @@ def train(kind: str) -> list[Tensor]:
         loss_of(model, dist.get_rank(), step).backward()
         optimizer.step()
         trajectory.append(vector_of(model))
+    group = mesh["gossip"].get_group()
+    assert (fogdist.consensus_distance(model, group=group) > 0) == (kind == "awc")
+    fogdist.allreduce_parameters(model.named_parameters(), group=group)
+    assert fogdist.consensus_distance(model, group=group) < 1e-12
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(replica + 1)
+    fogdist.broadcast_parameters(model.named_parameters(), 0, group=group)
+    trajectory.append(vector_of(model))
     # What others make of the model and the optimizer they make of them still.
     state = get_model_state_dict(model)
     assert set(state) == set(make_net(0).state_dict())
@@ -112,5 +121,6 @@ def train(kind: str) -> list[Tensor]:
 def test_groups_of_fsdp_gossip(worlds, kind):
     expected = simulate(kind)
     for rank, trajectory in enumerate(worlds(4).run(train, kind)):
+        torch.testing.assert_close(trajectory.pop(), expected[-1].mean(0), rtol=1e-11, atol=1e-12)
         for got, both in zip(trajectory, expected, strict=True):
             torch.testing.assert_close(got, both[rank // 2], rtol=1e-11, atol=1e-12)

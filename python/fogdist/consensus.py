@@ -14,6 +14,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_
 from fogdist.context import PreconditionError, current
 from fogdist.packing import flatten, make_buckets
+from fogdist.shards import local_of
 
 
 def consensus_distance(
@@ -28,8 +29,8 @@ def consensus_distance(
 
     Args:
         model: A module, all of whose parameters count, frozen ones too and buffers not; or a tensor or a list
-            of tensors, floating-point or complex, of the same shapes and dtypes on all ranks. Nothing is
-            changed.
+            of tensors, floating-point or complex, of the same shapes and dtypes on all ranks. Of a DTensor it is
+            this rank's shard that counts. Nothing is changed.
         group: The group of ranks; by default that of `init`.
 
     Returns:
@@ -52,6 +53,7 @@ def consensus_distance(
         raise TypeError(
             f"model must be a torch.nn.Module, a tensor or a list of them, got {type(model).__name__}"
         )
+    tensors = [local_of(tensor) for tensor in tensors]
     for place, tensor in enumerate(tensors):
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PreconditionError(

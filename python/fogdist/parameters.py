@@ -12,21 +12,25 @@ from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
-from fogdist.context import PreconditionError, current
+from fogdist.context import Context, PreconditionError, current
 from fogdist.packing import flatten, make_buckets, on_device, unflatten
+from fogdist.shards import local_of
 from fogdist.topology.validation import check_rank
 
 Parameters = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
-def broadcast_parameters(params: Parameters, root_rank: int) -> None:
+def broadcast_parameters(
+    params: Parameters, root_rank: int, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Overwrites parameters with those of one rank, in place. Collective.
 
     Args:
         params: A dict of names to tensors, such as ``model.state_dict()``; or tensors or (name, tensor) pairs,
             such as ``model.named_parameters()``. Names, shapes and dtypes must be the same on all ranks; a
-            dict's order does not count.
+            dict's order does not count. Of a DTensor it is this rank's shard that counts.
         root_rank: The rank whose values all get.
+        group: The group of ranks; by default that of `init`.
 
     Raises:
         TypeError: `root_rank` is not an integer.
@@ -34,41 +38,45 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
             `root_rank` is not a rank; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
-    root = check_rank(root_rank, current().size, "root_rank")
+    context = current(group)
+    root = check_rank(root_rank, context.size, "root_rank")
     named = _named(params)
-    _check_same_signatures(named)
-    _broadcast_tensors([tensor for _, tensor in named], root)
+    _check_same_signatures(context, named)
+    _broadcast_tensors(context, [tensor for _, tensor in named], root)
 
 
-def allreduce_parameters(params: Parameters) -> None:
+def allreduce_parameters(params: Parameters, *, group: dist.ProcessGroup | None = None) -> None:
     """Overwrites parameters with their average over all ranks, in place. Collective.
 
     Args:
         params: As in `broadcast_parameters`, of floating-point or complex dtypes.
+        group: The group of ranks; by default that of `init`.
 
     Raises:
         PreconditionError: A tensor of integers or bools, which has no average.
         ValueError: As `broadcast_parameters`.
         RuntimeError: As `broadcast_parameters`.
     """
-    current()
+    context = current(group)
     named = _named(params)
     for name, tensor in named:
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise PreconditionError(
                 f"params must have floating-point or complex dtypes, got {name!r} of {tensor.dtype}"
             )
-    _check_same_signatures(named)
+    _check_same_signatures(context, named)
     tensors = [tensor for _, tensor in named]
     with torch.no_grad():
         flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
-        handles = [allreduce_nonblocking_(flat) for _, flat in flats]
+        handles = [allreduce_nonblocking_(flat, group=context.group) for _, flat in flats]
         for (bucket, flat), handle in zip(flats, handles, strict=True):
             wait(handle)
             unflatten(bucket, flat, tensors)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Overwrites an optimizer's state and options with those of one rank. Collective.
 
     All that ``state_dict()`` holds travels: tensors, numbers, None, and the options of the parameter groups.
@@ -77,6 +85,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
     Args:
         optimizer: With the same parameter groups, by number of parameters, on all ranks.
         root_rank: The rank whose state all get.
+        group: The group of ranks; by default that of `init`.
 
     Raises:
         TypeError: `optimizer` is not a torch.optim.Optimizer, or `root_rank` not an integer.
@@ -84,7 +93,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
             parameter groups (on all ranks alike); `root_rank` is not a rank; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
-    context = current()
+    context = current(group)
     root = check_rank(root_rank, context.size, "root_rank")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -104,10 +113,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
         message[0] = _take_tensors(optimizer.state_dict(), tensors)
     dist.broadcast_object_list(message, group_src=root, group=context.group)
     if context.rank == root:
-        _broadcast_tensors(tensors, root)
+        _broadcast_tensors(context, tensors, root)
     else:
         state = _make_tensors(message[0], tensors)
-        _broadcast_tensors(tensors, root)
+        _broadcast_tensors(context, tensors, root)
         optimizer.load_state_dict(state)
 
 
@@ -144,13 +153,13 @@ def _map_containers(value: Any, function: Any) -> Any:
     return value
 
 
-def _broadcast_tensors(tensors: list[Tensor], root: int) -> None:
+def _broadcast_tensors(context: Context, tensors: list[Tensor], root: int) -> None:
     with torch.no_grad():
         flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
-        handles = [broadcast_nonblocking_(flat, root) for _, flat in flats]
+        handles = [broadcast_nonblocking_(flat, root, group=context.group) for _, flat in flats]
         for (bucket, flat), handle in zip(flats, handles, strict=True):
             wait(handle)
-            if current().rank != root:
+            if context.rank != root:
                 unflatten(bucket, flat, tensors)
 
 
@@ -168,13 +177,13 @@ def _named(params: Parameters) -> list[tuple[str, Tensor]]:
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             raise ValueError(f"params must hold tensors only, or (name, tensor) pairs, got {pair!r}")
-        named.append((str(pair[0]), pair[1]))
+        named.append((str(pair[0]), local_of(pair[1])))
     return named
 
 
-def _check_same_signatures(named: list[tuple[str, Tensor]]) -> None:
+def _check_same_signatures(context: Context, named: list[tuple[str, Tensor]]) -> None:
     check_same_everywhere(
-        current().backend,
+        context.backend,
         "params",
         [
             f"item {place} {name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}{on_device(tensor)}"

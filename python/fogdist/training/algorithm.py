@@ -16,7 +16,8 @@ from fogdist.agreement import check_same_everywhere, gather_numbers
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
-from fogdist.training.buckets import FlatBuckets, local_of, sharded_as
+from fogdist.shards import local_of, sharded_as
+from fogdist.training.buckets import FlatBuckets
 from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
 from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fogdist.memory import empty_flat, is_shared
 from fogdist.packing import BUCKET_BYTES, make_buckets, on_device
+from fogdist.shards import is_sharded, local_of
 
 # A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
 ALIGNMENT = 64
@@ -29,38 +28,6 @@ ALIGNMENT = 64
 _WORTH_SWAPPING = 128 << 10
 # Of each tensor with an owner: the buckets that it is in, and the owner. It counts while both are alive.
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this rank has a shard."""
-    # To import the module takes a second, and who has not imported it has no DTensor.
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard of a DTensor, in its own memory, and other tensors as they are."""
-    if not is_sharded(tensor):
-        return tensor
-    with torch.no_grad():  # or else to_local() is differentiated, and returns a view
-        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return local
-
-
-def sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
-    """Returns a DTensor with the shard `local`, placed as `tensor` is if that is one, else `local` itself."""
-    if not is_sharded(tensor):
-        return local
-    like: Any = tensor
-    result: Tensor = type(like.detach()).from_local(
-        local,
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    return result
 
 
 @dataclass(frozen=True)

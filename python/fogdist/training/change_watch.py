@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fogdist.training.buckets import FlatBuckets, local_of
+from fogdist.shards import local_of
+from fogdist.training.buckets import FlatBuckets
 from fogdist.warn import warn_user
 
 
