@@ -52,6 +52,7 @@ class SynchronousMixing:
     def begin(self) -> None:
         """Starts the next round's exchange, of the values that there are now."""
         round = Round(self._context, self.round, f"{self._name} round {self.round % _ROUND_NAMES}")
+        self._parameters.reattach()
         self._mixer.begin(self._parameters, self._mixing, round)
         self._buffers.reattach()
         for place, flat in enumerate(self._buffers.flats):

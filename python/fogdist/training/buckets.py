@@ -289,17 +289,15 @@ class FlatBuckets:
             for tensor, view in zip(members, views, strict=True):
                 if tensor in self._sharded:
                     view.copy_(local_of(tensor))
-                elif (
+                elif not (
                     tensor.data_ptr() == view.data_ptr()
-                    and tensor.dtype == view.dtype
-                    and tensor.shape == view.shape
-                    and tensor.stride() == view.stride()
+                    and tensor.dtype is view.dtype
+                    and tensor.is_set_to(view)
                 ):
-                    continue
-                else:
                     self._check_kind(tensor, view)
                     astray.append(tensor)
-        self._move(astray)
+        if astray:
+            self._move(astray)
         return bool(astray)
 
     def write_back(self) -> None:

@@ -30,8 +30,10 @@ class Mixer:
 
     @torch.no_grad()
     def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> None:
-        """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`."""
-        buckets.reattach()
+        """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`.
+
+        Parameters whose memory was replaced must be in the buckets again (`FlatBuckets.reattach`).
+        """
         for number in buckets.sending_order:
             self.add(buckets, number, mixing, round)
         self._buckets, self._round = buckets, round
