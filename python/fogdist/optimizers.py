@@ -16,6 +16,7 @@ from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
+from fogdist.training.pace import MAX_STALENESS
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ def DistributedWinPutOptimizer(
     window_prefix: str | None = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
     *,
+    max_staleness: int | None = MAX_STALENESS,
     group: dist.ProcessGroup | None = None,
     num_steps_per_communication: int | None = None,
 ) -> WinPut:
@@ -207,6 +209,7 @@ def DistributedWinPutOptimizer(
         local_steps=_interval(local_steps, num_steps_per_communication),
         window_prefix=window_prefix,
         bucket_cap_mb=bucket_cap_mb,
+        max_staleness=max_staleness,
         group=group,
     )
 
@@ -218,6 +221,7 @@ def DistributedPullGetOptimizer(
     window_prefix: str | None = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
     *,
+    max_staleness: int | None = MAX_STALENESS,
     group: dist.ProcessGroup | None = None,
     num_steps_per_communication: int | None = None,
 ) -> PullGet:
@@ -232,6 +236,7 @@ def DistributedPullGetOptimizer(
         local_steps=_interval(local_steps, num_steps_per_communication),
         window_prefix=window_prefix,
         bucket_cap_mb=bucket_cap_mb,
+        max_staleness=max_staleness,
         group=group,
     )
 
@@ -243,6 +248,7 @@ def DistributedPushSumOptimizer(
     window_prefix: str | None = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
     *,
+    max_staleness: int | None = MAX_STALENESS,
     group: dist.ProcessGroup | None = None,
     num_steps_per_communication: int | None = None,
 ) -> WindowPushSum:
@@ -257,6 +263,7 @@ def DistributedPushSumOptimizer(
         local_steps=_interval(local_steps, num_steps_per_communication),
         window_prefix=window_prefix,
         bucket_cap_mb=bucket_cap_mb,
+        max_staleness=max_staleness,
         group=group,
     )
 

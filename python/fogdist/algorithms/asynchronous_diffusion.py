@@ -108,9 +108,10 @@ class WinPut(AsynchronousDiffusion):
 class PullGet(AsynchronousDiffusion):
     """Asynchronous diffusion by gets: a rank reads its neighbors' parameters when it needs them.
 
-    At the end of a forward pass a rank gets the parameters that its in-neighbors have then, who take no part;
-    `step` averages with them and makes the optimizer's own step from there with the gradient of the old
-    parameters. Unlike with `WinPut` nothing is older than this rank's own iteration. A rank holds its windows'
+    `step` gets the parameters that the in-neighbors have then, who take no part, averages with them, and makes the
+    optimizer's own step from there with the gradient of the old parameters: unlike with `WinPut`, of what neighbors were
+    some time ago there is nothing in it. (To get them with the forward pass already would make them older by a backward
+    pass, which may be several of a neighbor's steps.) A rank holds its windows'
     mutexes while its optimizer changes the parameters, so nobody gets them half changed.
 
     The arguments are those of `WindowAlgorithm`.
@@ -134,6 +135,15 @@ class PullGet(AsynchronousDiffusion):
         if given is not None:
             sources = list(given[1])
         return window.get_nonblocking(src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost))
+
+    def begin(self) -> None:
+        """Nothing: what is got then is old in `step`."""
+
+    def finish(self) -> None:
+        """Gets what the neighbors have now, and averages with it."""
+        self.keep_pace()
+        super().begin()
+        self.take_all()
 
     def stepping(self) -> AbstractContextManager[None]:
         """The windows' mutexes are held."""

@@ -16,8 +16,9 @@ from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark
-from fogdist.training.algorithm import Algorithm
-from fogdist.training.view import Models
+from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.pace import MAX_STALENESS, Pace
+from fogdist.training.view import Models, setting
 from fogdist.windows import Window
 
 
@@ -52,8 +53,12 @@ class AsynchronousGossip(Algorithm):
         model: As in `Algorithm`; the trained parameters must stay the same ones.
         seed: Of the choice of neighbors; ranks may choose by different ones.
         local_steps: As in `Algorithm`: steps without gossip, in which the inbox is taken all the same.
+        max_staleness: As in `fogdist.training.WindowAlgorithm`, of the neighbors' steps.
         group: As in `Algorithm`.
         bucket_cap_mb: As in `Algorithm`.
+
+    Attributes:
+        max_staleness: As above; can be changed at any time.
 
     Raises:
         ValueError: The edges of the topology that go both ways do not connect all ranks (the default
@@ -63,7 +68,9 @@ class AsynchronousGossip(Algorithm):
     _seed: int
     _rank: int
     _shares: dict[int, float]
+    max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
+    _pace: Pace | None
 
     def __init__(
         self,
@@ -72,11 +79,15 @@ class AsynchronousGossip(Algorithm):
         *,
         seed: int = 0,
         local_steps: int = 1,
+        max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
     ) -> None:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+        if max_staleness is not None:
+            check_count(max_staleness, "max_staleness")
+        self.max_staleness = max_staleness
         context = current(group)
         mutual = context.topology.graph.to_undirected(reciprocal=True)
         mutual.remove_edges_from(list(nx.selfloop_edges(mutual)))
@@ -92,12 +103,14 @@ class AsynchronousGossip(Algorithm):
             peer: 1 / (2 + max(arrivals[context.rank], arrivals[peer]))
             for peer in sorted(mutual[context.rank])
         }
-        self._windows = None
+        self._windows, self._pace = None, None
         super().__init__(optimizer, model, local_steps=local_steps, group=group, bucket_cap_mb=bucket_cap_mb)
         with torch.no_grad():
             self.refresh()
             if not self.is_alone:
-                self._windows = _Windows(context, self.name, list(self._shares), self.values)
+                peers = list(self._shares)
+                self._windows = _Windows(context, self.name, peers, self.values)
+                self._pace = Pace(context, self.name, peers, peers)
 
     def finish(self) -> None:
         """Takes the last moves of all neighbors into the parameters and frees the windows. Collective.
@@ -109,6 +122,8 @@ class AsynchronousGossip(Algorithm):
         """
         if self._windows is None:
             return
+        if self._pace is not None:
+            self._pace.free()
         self._windows.tell()
         barrier(group=self._group)
         with torch.no_grad():
@@ -139,6 +154,8 @@ class AsynchronousGossip(Algorithm):
             return result
         values = self.values
         windows.tell()
+        if self._pace is not None:
+            self._pace.wait(self.max_staleness)
         windows.collect(values)
         # By the number of steps, and not by how many draws there were: those depend on the others' speed.
         ready = windows.ready() if is_due else []
@@ -147,6 +164,8 @@ class AsynchronousGossip(Algorithm):
             windows.move(values, peer, self._shares[peer])
             self.rounds += 1
         windows.publish(values)
+        if self._pace is not None:
+            self._pace.advance()
         return result
 
     def refresh(self) -> None:

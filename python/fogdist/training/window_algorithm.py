@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import barrier, wait
 from fogdist.packing import BUCKET_CAP_MB
-from fogdist.training.algorithm import WEIGHTS
+from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 from fogdist.windows import Window
 
@@ -24,7 +25,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
     """Base of the algorithms over windows: neighbors write beside the parameters, nothing is copied.
 
     A round begins at the end of a forward pass. Nothing waits for other ranks but the making of the object,
-    `add_param_group`, `unregister_window`, and, with `force_barrier`, each exchange. While there are windows the
+    `add_param_group`, `unregister_window`, with `force_barrier` each exchange, and a rank that would run away from one
+    that gets no core (`max_staleness`). While there are windows the
     topology stays. They are freed by `unregister_window`, which is collective, or end with `fogdist.shutdown`;
     dropping the object does not free them. Parameters that are frozen when it is made are not trained later.
 
@@ -34,15 +36,20 @@ class WindowAlgorithm(OverlappingAlgorithm):
         local_steps: J: an exchange every J forward passes of the model.
         window_prefix: What the names of the windows begin with, alike on all ranks; by default a new name.
         bucket_cap_mb: As in `Algorithm`; each bucket is a window.
+        max_staleness: How many exchanges a rank makes at most without news of an in-neighbor that has made fewer; then
+            it waits for it. None for any number. A neighbor that is lost, or has been quiet for a second and five times
+            as long as its own exchanges take, is not waited for. (As the bound of stale synchronous parallel, Ho et al.,
+            NeurIPS 2013, but of news, not of progress: a rank may be slower for ever.)
         group: As in `Algorithm`.
 
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
             of all. It must then be the same on all ranks.
+        max_staleness: As above; can be changed at any time.
 
     Raises:
-        TypeError: As `Algorithm`; `window_prefix` is not a string.
-        ValueError: As `Algorithm`; there are windows of this prefix.
+        TypeError: As `Algorithm`; `window_prefix` is not a string, or `max_staleness` no integer.
+        ValueError: As `Algorithm`; there are windows of this prefix; `max_staleness` is below 1.
         RuntimeError: As `Algorithm`.
     """
 
@@ -54,7 +61,9 @@ class WindowAlgorithm(OverlappingAlgorithm):
     """Whether slots start as zeros; else as the parameters."""
 
     force_barrier: bool = setting(False)
+    max_staleness: int | None = setting(MAX_STALENESS)
     windows: list[Window]
+    _pace: Pace | None
     _prefix: str
     _handles: list[int]
 
@@ -66,17 +75,25 @@ class WindowAlgorithm(OverlappingAlgorithm):
         local_steps: int = 1,
         window_prefix: str | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if window_prefix is not None and not isinstance(window_prefix, str):
             raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
+        if max_staleness is not None:
+            check_count(max_staleness, "max_staleness")
+        self.max_staleness = max_staleness
         self.windows = []
         self._handles = []
+        self._pace = None
         super().__init__(optimizer, model, local_steps=local_steps, bucket_cap_mb=bucket_cap_mb, group=group)
         self._prefix = window_prefix or self.name
         if self.is_running:
             with self.buckets.released_on_error():
                 self._open()
+                topology = self.context.topology
+                neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
+                self._pace = Pace(self.context, self._prefix, *neighbors)
         self.hook_forward("after forward")
 
     # --- what a subclass says ---
@@ -105,9 +122,13 @@ class WindowAlgorithm(OverlappingAlgorithm):
         error = self._wait()
         if self.windows:
             self.buckets.release()
-        for window in self.windows:
+        opened: list[Pace | Window] = [*self.windows]
+        if self._pace is not None:
+            opened.append(self._pace)
+            self._pace = None
+        for each in opened:
             try:
-                window.free()
+                each.free()
             except RuntimeError as failure:
                 error = error or failure
         if error is not None:
@@ -152,9 +173,16 @@ class WindowAlgorithm(OverlappingAlgorithm):
             )  # all have ended their last exchange: what is sent now cannot get into it
         for window in self.windows:
             self._handles.append(self.send(window))
+        if self._pace is not None:
+            self._pace.advance()
 
     def finish(self) -> None:
         """Waits for it, and takes what has come."""
+        self.keep_pace()
+        self.take_all()
+
+    def take_all(self) -> None:
+        """Waits for what was begun, and takes what has come."""
         error = self._wait()
         if error is not None:
             raise error
@@ -164,6 +192,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
         for window in self.windows:
             self.take(window)
         self.buckets.write_back()
+
+    def keep_pace(self) -> None:
+        """Waits for in-neighbors that are too far behind, unless ranks exchange in step anyway."""
+        if self._pace is not None and not self.force_barrier:
+            self._pace.wait(self.max_staleness)
 
     # --- inside ---
 
