@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fogdist.context import Context
 from fogdist.topology import Topology
+from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.plans import Plans
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class AsynchronousMixing:
         flats: What is mixed; their memory stays where it is.
         rounds: Whom to mix with; of a topology with a period.
         name: What all ranks call it; no other mixing of the group has the same.
-        max_staleness: How many iterations this rank may be ahead of an in-neighbor; None for any number.
+        max_staleness: How many iterations this rank may be ahead of an in-neighbor; None for any number; "auto" for
+            any number as long as there is news of it (`Pace`).
         damping: Exponent a in the weight ``w_ji (1 + staleness)^-a``.
         skip_lost: Whether to go on without neighbors that are lost. Those that had paused are never missed.
         timeout: Of windows, and of waiting for a neighbor.
@@ -86,7 +88,7 @@ class AsynchronousMixing:
         rounds: Plans,
         name: str,
         *,
-        max_staleness: int | None,
+        max_staleness: int | Literal["auto"] | None,
         damping: float,
         skip_lost: bool,
         timeout: timedelta | None,
@@ -94,7 +96,8 @@ class AsynchronousMixing:
         self._context = context
         self._flats = flats
         self._name = name
-        self._max_staleness = max_staleness
+        self._max_staleness = None if max_staleness == "auto" else max_staleness
+        self._paces = max_staleness == "auto"
         self._damping = damping
         self._skip_lost = skip_lost
         self._timeout = timeout
@@ -138,6 +141,8 @@ class AsynchronousMixing:
         if self._is_paused:  # neighbors went on meanwhile, and need not wait until this rank has caught up
             self._is_paused = False
             self._iteration = max([self._iteration, *(self._read(rank).done for rank in self._peers)])
+        if self._pace is not None:
+            self._pace.wait(MAX_STALENESS)
         self._wait_for_neighbors()
         plan = self._rounds.plan(self.round)
         own, neighbors = plan.self_weight, []
@@ -159,6 +164,8 @@ class AsynchronousMixing:
         destinations = [rank for rank, _ in self._rounds.plan(self.round).destinations]
         self._iteration += 1
         self._put(destinations)
+        if self._pace is not None:
+            self._pace.advance()
 
     def discard(self) -> None:
         """Waits until what was put has left: from then on the flat buffers may change.
@@ -182,6 +189,8 @@ class AsynchronousMixing:
         """Tells the neighbors to go on without this rank until its next step."""
         self._arrive()
         self._is_paused = True
+        if self._pace is not None:
+            self._pace.pause()
         self._sign()
         self._wait_for_signs()  # this rank may end now
 
@@ -211,6 +220,8 @@ class AsynchronousMixing:
         """Ends the windows; collective among neighbors."""
         self.pause()
         windows, self._windows = [*self._windows, self._signs], []
+        if self._pace is not None:
+            self._pace.free()
         for window in windows:
             window.free() if self._timeout is None else window.free(self._timeout)
 
@@ -234,6 +245,7 @@ class AsynchronousMixing:
         self._signs: Window = create(
             numbers, f"{name}.signs", self._peers, self._peers, zero_init=True, timeout=self._timeout
         )
+        self._pace = Pace(self._context, name, self._in, self._out) if self._paces else None
         self._last_put = dict.fromkeys(self._peers, -1)
         self._signing: list[tuple[int, dist.Work]] = []
 

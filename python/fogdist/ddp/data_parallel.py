@@ -101,8 +101,9 @@ class DecentralizedDataParallel(nn.Module):
         broadcast: Whether parameters and buffers start as those of rank 0; if not, the user sees to it.
         average_buffers: As above.
         max_staleness: For "async": a rank that is more than so many iterations ahead of an in-neighbor waits
-            before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). By default
-            nobody waits.
+            before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). None for no bound. By
+            default "auto": it waits where it has made 8 iterations without news of a neighbor that has made fewer,
+            as `max_staleness` of `fogdist.training.WindowAlgorithm` has it, so a rank may be slower for ever.
         staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a
             neighbor whose values are `staleness` iterations old; the rest goes to this rank's own. By default
             0, no damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated
@@ -142,7 +143,7 @@ class DecentralizedDataParallel(nn.Module):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         broadcast: bool = True,
         average_buffers: bool = False,
-        max_staleness: int | None = None,
+        max_staleness: int | Literal["auto"] | None = "auto",
         staleness_damping: float = 0.0,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
@@ -531,19 +532,19 @@ class DecentralizedDataParallel(nn.Module):
 
 def _check_asynchronous_options(
     mode: str,
-    max_staleness: int | None,
+    max_staleness: int | Literal["auto"] | None,
     staleness_damping: float,
     skip_lost: bool,
     timeout: timedelta | None,
 ) -> None:
-    if max_staleness is not None:
+    if max_staleness is not None and max_staleness != "auto":
         check_int(max_staleness, "max_staleness", minimum=0)
     if check_weight(staleness_damping, "staleness_damping") < 0:
         raise ValueError(f"staleness_damping must be at least 0, got {staleness_damping}")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a datetime.timedelta, got {type(timeout).__name__}")
     given = {
-        "max_staleness": max_staleness is not None,
+        "max_staleness": max_staleness not in (None, "auto"),
         "staleness_damping": staleness_damping != 0,
         "skip_lost": skip_lost,
         "timeout": timeout is not None,

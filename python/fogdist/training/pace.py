@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import SupportsInt
 
 import torch
 import torch.distributed as dist
 
 from fogdist.context import Context
 
-# Exchanges without news of a neighbor, by default. Ranks on cores of their own never meet it; where ranks share cores,
-# one that gets none for a while holds its neighbors up before they have run far away from it: docs/training.md.
+# Exchanges without news of a neighbor, by default. Ranks on cores of their own do not meet it unless a neighbor is some 8
+# times slower; where ranks share cores, one that gets none for a while holds its neighbors up before they have run far
+# away from it: docs/training.md.
 MAX_STALENESS = 8
 # While a rank waits: the sleeps between two looks, doubled from the first to the last. In seconds.
 _FIRST_SLEEP = 50e-6
@@ -37,7 +37,8 @@ class Pace:
     none of this class's business: the exchange itself says so.
 
     Nothing is sent: a rank writes its count into its own memory, and a neighbor gets it from there, when this rank may be
-    too far behind as far as the neighbor knows, and else never.
+    too far behind as far as the neighbor knows, and else never. As nobody looks in between, the last exchange of a
+    neighbor may have been up to twice as long ago.
 
     Args:
         context: The group. Collective among neighbors: the topology's, as of windows.
@@ -72,7 +73,7 @@ class Pace:
         self._shown[2] = 1.0
         self._shown[0] = self._made
 
-    def wait(self, max_staleness: SupportsInt | None) -> None:
+    def wait(self, max_staleness: int | None) -> None:
         """Waits for neighbors that are too far behind; called before their values are used.
 
         Args:
@@ -80,17 +81,20 @@ class Pace:
         """
         if max_staleness is None:
             return
-        bound = int(max_staleness)
         for rank, count in self._counts.items():
-            if self._made - count > bound and self._look(rank)[0] > bound:
-                self._wait_for(rank, bound)
+            if self._made - count > max_staleness and self._look(rank)[0] > max_staleness:
+                self._wait_for(rank, max_staleness)
                 self._last = (
                     time.monotonic()
                 )  # neighbors need not think that this rank's own steps are so long
 
+    def pause(self) -> None:
+        """Tells the neighbors not to wait for this rank until its next exchange."""
+        self._shown[2] = 0.0
+
     def free(self) -> None:
         """Ends it: nobody waits for this rank from now on. Collective among neighbors."""
-        self._shown[2] = 0.0
+        self.pause()
         self._window.free()
 
     def _look(self, rank: int) -> tuple[int, float]:
