@@ -76,16 +76,17 @@ class Problem:
         """Returns zeros beside the data."""
         return self._a.new_zeros(count)
 
-    def loss(self, x: Tensor) -> Tensor:
-        """Returns f_i at x."""
-        product = self._a @ x
-        fit = -logsigmoid(self._b * product) if self._is_logistic else (product - self._b).square() / 2
+    def loss(self, x: Tensor, row: int | None = None) -> Tensor:
+        """Returns f_i at x; or, with a row, what f_i would be if there were no other sample."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        product, b = self._a[rows] @ x, self._b[rows]
+        fit = -logsigmoid(b * product) if self._is_logistic else (product - b).square() / 2
         return fit.mean() + REGULARIZATION / 2 * x.square().sum()
 
-    def gradient(self, x: Tensor) -> Tensor:
-        """Returns the gradient of f_i at x."""
+    def gradient(self, x: Tensor, row: int | None = None) -> Tensor:
+        """Returns the gradient of `loss` at x."""
         x = x.detach().requires_grad_()
-        return torch.autograd.grad(self.loss(x), x)[0]
+        return torch.autograd.grad(self.loss(x, row), x)[0]
 
 
 def optimum(problem: Problem) -> Tensor:

@@ -309,7 +309,6 @@ def machines_of_two() -> None:
         bf.init()
     machine = bf.machine_rank()
     assert (bf.machine_size(), bf.local_size(), "FOG_NODES_PER_MACHINE" in os.environ) == (2, 2, False)
-    bf.set_machine_topology(topologies.RingGraph(2))
     x, other = values(bf.rank()), 1 - machine
     expected = values(0.75 * (2 * machine + 0.5) + 0.25 * (2 * other + 0.5))
     for average in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import pickle
@@ -33,8 +34,24 @@ OPTIMIZATION = ROOT / "examples" / "optimization.py"
 TRAIN_GPT = ROOT / "examples" / "train_gpt.py"
 TRAIN_MNIST = ROOT / "examples" / "train_mnist.py"
 TRAIN_RESNET = ROOT / "examples" / "train_resnet.py"
+RESOURCE_ALLOCATION = ROOT / "examples" / "resource_allocation.py"
+SVRG = ROOT / "examples" / "svrg.py"
+LINEAR_SPEEDUP = ROOT / "examples" / "linear_speedup.py"
+SINGLE_OPERATION = ROOT / "examples" / "single_operation.py"
+INNER_OUTER = ROOT / "examples" / "inner_outer.py"
+TRAIN_IMAGENET = ROOT / "examples" / "train_imagenet.py"
 SYNTHETIC_RESNET50 = ROOT / "examples" / "synthetic_resnet50.py"
 TRAINING = [TRAIN_DIGITS, TRAIN_MNIST, TRAIN_GPT, TRAIN_RESNET, SYNTHETIC_RESNET50]
+OTHERS = [
+    AVERAGE_CONSENSUS,
+    PUSH_SUM,
+    OPTIMIZATION,
+    RESOURCE_ALLOCATION,
+    SVRG,
+    LINEAR_SPEEDUP,
+    SINGLE_OPERATION,
+]
+OTHERS += [INNER_OUTER, TRAIN_IMAGENET]
 # Seconds after a rank is lost. Its peers notice at once; the rest is torchrun's shutdown on a busy machine.
 LOST_RANK_TIMEOUT = 30.0
 
@@ -195,6 +212,104 @@ def test_push_diging_alone(tmp_path: Path, script_worlds: WorldPool) -> None:
     assert errors[0] > 0.3 and errors[-1] < 1e-5, output
 
 
+def last_row(output: str) -> list[float]:
+    """Returns the numbers of a table's last row."""
+    *_, row = re.findall(r"^ +\d+((?: +\S+e[+-]\d+)+)$", output, re.MULTILINE)
+    return [float(value) for value in row.split()]
+
+
+def test_resources_are_allocated_at_the_least_cost(tmp_path: Path, script_worlds: WorldPool) -> None:
+    script = [RESOURCE_ALLOCATION, "--topology", "mesh", "--max-iter", "200"]
+    output = run_script(script, 4, tmp_path / "log.txt", script_worlds)
+    assert len(last_row(output)) == 4 and max(last_row(output)) < 1e-10, output
+    (missing,) = re.findall(r"^ *missing(.*)$", output, re.MULTILINE)
+    assert max(map(float, missing.split())) < 1e-9, output
+
+
+def test_only_variance_reduction_finds_the_optimum(tmp_path: Path, script_worlds: WorldPool) -> None:
+    script = [SVRG, "--task", "linear_regression", "--epochs", "12"]
+    output = run_script(script, 4, tmp_path / "log.txt", script_worlds)
+    *others, exact = last_row(output)
+    assert exact < 1e-5 and min(others) > 1e-2, output
+
+
+def test_linear_speedup(tmp_path: Path, script_worlds: WorldPool) -> None:
+    script = [LINEAR_SPEEDUP, "--rows", "500", "--features", "20"]
+    output = run_script(script, 2, tmp_path / "log.txt", script_worlds)
+    (start, end), *_ = re.findall(r"samples: (\S+) at first, (\S+) at the end", output)
+    assert float(end) < 1e-4 * float(start), output
+    for name in ("as it is", "computation alone", "communication alone"):
+        ((total, each),) = re.findall(rf"^ *{name}: +(\S+) = (.*)$", output, re.MULTILINE)
+        parts = [int(value.replace(",", "")) for value in each.split(", ")]
+        assert len(parts) == 2 and min(parts) > 0
+        assert int(total.replace(",", "")) == pytest.approx(sum(parts), abs=2)
+
+
+@pytest.mark.parametrize(
+    "operation", ["neighbor_allreduce", "neighbor_allgather", "allreduce", "allgather", "win_put"]
+)
+def test_single_operation(tmp_path: Path, script_worlds: WorldPool, operation: str) -> None:
+    flags = ["--operation", operation, "--topology", "ring", "--data-size", "1000", "--num-iters", "2"]
+    output = run_script([SINGLE_OPERATION, *flags], 3, tmp_path / "log.txt", script_worlds)
+    lines = re.findall(
+        r"^rank (\d): (\S+) \+- \S+ ms a call, (\d+) MB/s, largest error (\S+)$", output, re.MULTILINE
+    )
+    assert [rank for rank, *_ in lines] == ["0", "1", "2"], output
+    assert all(float(time) > 0 and float(error) < 1e-6 for _, time, _, error in lines), output
+
+
+def test_operation_that_is_not_there(tmp_path: Path, script_worlds: WorldPool) -> None:
+    with pytest.raises(AssertionError, match="--operation must be one of .*win_put, got win_pit"):
+        run_script([SINGLE_OPERATION, "--operation", "win_pit"], 2, tmp_path / "log.txt", script_worlds)
+
+
+def test_inner_and_outer_peers(
+    tmp_path: Path, script_worlds: WorldPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match="needs machines of equally many ranks, 3 or more, got 1 of 2"):
+        run_script([INNER_OUTER], 2, tmp_path / "alone.txt", script_worlds)
+    pool = WorldPool(initialize=False, environment={"FOG_NODES_PER_MACHINE": "3"})
+    try:
+        output = run_script([INNER_OUTER], 6, tmp_path / "log.txt", pool)
+    finally:
+        pool.close()
+    assert "2 machines of 3 ranks" in output
+    ring, exponential, flat, hierarchical = last_row(output)
+    assert max(ring, exponential) < 1e-10 and flat < 1e-6 and hierarchical == 0, output
+
+
+def test_imagenet_recipe_goes_on_from_a_checkpoint(tmp_path: Path, script_worlds: WorldPool) -> None:
+    folder, logs = tmp_path / "checkpoints", tmp_path / "logs"
+    flags = ["--images", "512", "--batch-size", "16", "--checkpoints", folder, "--log-dir", logs]
+    output = run_script(
+        [TRAIN_IMAGENET, *flags, "--epochs", "1"], 2, tmp_path / "log.txt", script_worlds, timeout=180
+    )
+    assert "going on" not in output.replace("going on without", "")
+    has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+    assert ("TensorBoard is not installed" in output) != has_tensorboard
+    assert (len(list(logs.glob("events.*"))) if has_tensorboard else 0) == has_tensorboard
+    flags += ["--epochs", "3", "--batches-per-step", "2", "--base-lr", "0.1"]
+    output = run_script([TRAIN_IMAGENET, *flags], 2, tmp_path / "more.txt", script_worlds, timeout=180)
+    assert "going on after epoch 1\n" in output
+    found = re.findall(r"^epoch (\d) of 3, .* test loss \S+, accuracy (\S+)$", output, re.MULTILINE)
+    assert [epoch for epoch, _ in found] == ["2", "3"], output
+    assert float(found[-1][1]) > 0.25, output  # of ten classes
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [f"epoch-00{number}.pt" for number in (1, 2, 3)]
+
+
+def test_learning_rate_of_the_imagenet_recipe(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("train_imagenet")
+    monkeypatch.setattr(example.fogdist, "size", lambda: 8)
+    rates = [example.learning_rate(0.1, epoch, 90, 5) for epoch in (0, 2.5, 5, 29.9, 30, 60, 80, 89)]
+    assert rates == pytest.approx([0.1, 0.45, 0.8, 0.8, 0.08, 0.008, 0.0008, 0.0008])
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(SystemExit, match="needs torchvision"):
+        example.load(Path("nowhere"), None)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -317,9 +432,7 @@ def test_wrong_flags_are_named_in_one_line(
     assert "error: " in line and word in line and arguments[-1] in line
 
 
-@pytest.mark.parametrize(
-    "script", [*TRAINING, AVERAGE_CONSENSUS, PUSH_SUM, OPTIMIZATION], ids=lambda s: s.stem
-)
+@pytest.mark.parametrize("script", [*TRAINING, *OTHERS], ids=lambda s: s.stem)
 def test_cuda_without_a_gpu_ends_before_anything_starts(
     script: Path,
     load: Callable[[str], ModuleType],

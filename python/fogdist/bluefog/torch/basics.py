@@ -37,6 +37,8 @@ def init(
 ) -> None:
     """As `fogdist.init`; reads BLUEFOG_NODES_PER_MACHINE where FOG_NODES_PER_MACHINE is not set.
 
+    The machine topology is the complete graph at first: BlueFog's scripts exchange with machines of their choice and set none.
+
     Args:
         topology_fn: As there, or a graph itself, as in BlueFog 0.1 and 0.2.0.
         is_weighted: As there.
@@ -50,6 +52,8 @@ def init(
     machines = None if f"FOG_{_MACHINES}" in os.environ else os.environ.get(f"BLUEFOG_{_MACHINES}")
     with env(**{f"FOG_{_MACHINES}": machines}):
         fogdist.init(make, is_weighted)
+    if fogdist.is_homogeneous() and fogdist.machine_size() > 1:
+        fogdist.set_machine_topology(fogdist.FullyConnectedGraph(fogdist.machine_size()))
 
 
 def set_skip_negotiate_stage(value: bool) -> None:
