@@ -72,6 +72,7 @@ class Mode:
         topology: What suits it, of fogdist.topology.TOPOLOGY_NAMES.
         local_steps: What suits it; None if it has none.
         has_momentum: Whether it brings momentum of its own, and takes optimizers without any.
+        takes_adamw_only: Whether it is a form of AdamW.
     """
 
     make: Callable[[Setup], Trainer]
@@ -82,6 +83,7 @@ class Mode:
     topology: str = "exp2"
     local_steps: int | None = None
     has_momentum: bool = False
+    takes_adamw_only: bool = False
 
 
 def average(model: nn.Module) -> None:
@@ -226,6 +228,11 @@ MODES: dict[str, Mode] = {
         _algorithm(algorithms.DecentralizedSGD, has_local_steps=True),
         "decentralized SGD, adapt then combine",
         local_steps=1,
+    ),
+    "decentralized_adamw": Mode(
+        _algorithm(algorithms.DecentralizedAdamW),
+        "AdamW with averages of its moments too, for train_gpt.py",
+        takes_adamw_only=True,
     ),
     "exact_diffusion": Mode(
         _algorithm(algorithms.ExactDiffusion), "exact diffusion", topology="ring", can_be_dynamic=False

@@ -206,6 +206,8 @@ def end(args: argparse.Namespace) -> None:
 
 def sgd(args: argparse.Namespace, *, weight_decay: float) -> OptimizerFunction:
     """Returns what makes SGD with --lr and --momentum."""
+    if MODES[args.mode].takes_adamw_only:
+        give_up(args, f"--mode {args.mode} is a form of AdamW, which train_gpt.py trains with")
     return lambda parameters: torch.optim.SGD(
         parameters, lr=args.lr, momentum=args.momentum, weight_decay=weight_decay
     )

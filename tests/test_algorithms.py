@@ -397,6 +397,18 @@ def noloco(s: Simulation) -> Iterator[np.ndarray]:
         yield X
 
 
+def decentralized_adamw(s: Simulation) -> Iterator[np.ndarray]:
+    X, m, v, own = s.X, *(np.zeros_like(s.X) for _ in range(3))
+    for k in itertools.count():
+        G, W, rates = s.gradient(X, k), s.mix(k), s.rates(k)
+        m, v = W @ (0.8 * m + 0.2 * G), W @ (0.9 * v + 0.1 * G * G)
+        mean = m / (1 - 0.8 ** (k + 1))
+        own = 0.9 * own + 0.1 * mean**2
+        square = (v / s.size + (1 - 1 / s.size) * own) / (1 - 0.9 ** (k + 1))
+        X = W @ (X - rates * (0.1 * X + mean / (np.sqrt(square) + 1e-8)))
+        yield X
+
+
 def decentlam(s: Simulation) -> Iterator[np.ndarray]:
     X, momentum = s.X, np.zeros_like(s.X)
     for k in itertools.count():
@@ -421,6 +433,7 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
     "GASLoC": gasloc,
     "NoLoCo": noloco,
     "DecentLaM": decentlam,
+    "DecentralizedAdamW": decentralized_adamw,
 }
 
 
@@ -558,6 +571,8 @@ CASES = [
     Case("GASLoC", "attributes", "sgd", OUTER),
     *(Case("NoLoCo", g, b, PAIR, every=3) for g in ("star", "pairs") for b in ("sgd", "adamw")),
     Case("NoLoCo", "attributes", "sgd", PAIR),
+    *(Case("DecentralizedAdamW", g, "adamw") for g in ("ring", "pairs", "attributes")),
+    Case("DecentralizedAdamW", "one-peer", "adamw", every=2, decays=True),
     *(Case("DecentLaM", g) for g in ("ring", "pairs")),
     Case("DecentLaM", "exp", "sgd", every=2, decays=True),
 ]
@@ -612,6 +627,7 @@ STATEFUL = [
     Case("GASLoC", "pairs", "momentum", OUTER, every=3),
     Case("NoLoCo", "pairs", "adamw", PAIR, every=3),
     Case("DecentLaM", "pairs"),
+    Case("DecentralizedAdamW", "one-peer", "adamw"),
 ]
 
 
@@ -1379,6 +1395,21 @@ def wrong_arguments() -> None:
         ("GASLoC", base, {"outer_momentum": 1.5}, ValueError, "outer_momentum.*1.5"),
         ("NoLoCo", base, {"consensus": 0.0}, ValueError, "consensus"),
         ("AsynchronousGossip", base, {"seed": 0.5}, TypeError, "seed.*float"),
+        ("DecentralizedAdamW", base, {}, TypeError, "AdamW or Adam, got SGD"),
+        (
+            "DecentralizedAdamW",
+            torch.optim.AdamW(model.parameters(), amsgrad=True),
+            {},
+            ValueError,
+            "amsgrad",
+        ),
+        (
+            "DecentralizedAdamW",
+            torch.optim.Adam(model.parameters(), weight_decay=0.1),
+            {},
+            ValueError,
+            "must be an AdamW",
+        ),
         ("ExactDiffusion", torch.optim.LBFGS(model.parameters()), {}, ValueError, "LBFGS"),
     ]:
         with pytest.raises(error, match=message):

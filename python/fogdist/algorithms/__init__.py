@@ -18,6 +18,7 @@ from __future__ import annotations
 from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.asynchronous_gossip import AsynchronousGossip
+from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, LocalSGD
 from fogdist.algorithms.diloco import DiLoCo, GASLoC, NoLoCo
 from fogdist.algorithms.exact_diffusion import D2, ExactDiffusion
@@ -36,6 +37,7 @@ __all__ = [
     "AdaptThenCombine",
     "Algorithm",
     "AsynchronousGossip",
+    "DecentralizedAdamW",
     "DecentralizedSGD",
     "DiLoCo",
     "ExactDiffusion",
