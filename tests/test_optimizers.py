@@ -564,8 +564,9 @@ def wrong_arguments(kind: str) -> None:
             ("neighbor_machine_weights", "src_machine_weights"),
             ("send_neighbor_machines", "dst_machine_weights"),
         ]:
-            with pytest.raises(AttributeError, match=f"{old}.*{new}"):
-                setattr(optimizer, old, [])
+            with pytest.warns(DeprecationWarning, match=f"{old}.*{new}"):
+                setattr(optimizer, old, [1])
+            assert getattr(optimizer, new) == getattr(optimizer, old) == [1]
     fogdist.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         make(base, model)
