@@ -255,7 +255,7 @@ def test_optimizers_want_a_model_or_parameters() -> None:
 
 def call_forms() -> None:
     """On a directed ring: rank r receives from r - 1 only."""
-    bf.init(topologies.RingGraph(fogdist.size() if fogdist.is_initialized() else RANKS, connect_style=2))
+    bf.init(topologies.RingGraph(RANKS, connect_style=2))  # a graph, as in BlueFog 0.1
     rank, size = bf.rank(), bf.size()
     before, after = (rank - 1) % size, (rank + 1) % size
     x, total, mean = values(rank), size * (size - 1) / 2, (size - 1) / 2
@@ -610,6 +610,40 @@ def test_passes_by_their_old_name(worlds: WorldPool) -> None:
     assert worlds(2).run(passes_by_their_old_name) == [[-1.0], [-1.0]]
 
 
+def old_attributes() -> list[str]:
+    """Each new name has what the old one was set to; a step follows them; returns the warnings of one attribute."""
+    bf.init(lambda size: topologies.FullyConnectedGraph(size))
+    rank, size = bf.rank(), bf.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    model = torch.nn.Linear(1, 1, bias=False).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model=model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for step in range(3):
+            model.weight.data.fill_(float(rank))
+            optimizer.send_neighbors = [after]
+            optimizer.neighbor_weights = {before: 0.25}
+            optimizer.self_weight = 0.75
+            optimizer.zero_grad()
+            model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            assert model.weight.item() == 0.75 * rank + 0.25 * before, step
+    assert optimizer.dst_weights == optimizer.send_neighbors == [after]
+    assert optimizer.src_weights == optimizer.neighbor_weights == {before: 0.25}
+    assert "send_neighbors" not in vars(optimizer._fog_wrapped)
+    assert all(warning.filename == __file__ for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+def test_old_attributes_of_optimizers(worlds: WorldPool) -> None:
+    for messages in worlds(RANKS).run(old_attributes):
+        assert [message.split(";")[0] for message in messages] == [
+            "the attribute 'send_neighbors' is called 'dst_weights' now",
+            "the attribute 'neighbor_weights' is called 'src_weights' now",
+        ]
+
+
 # --- snippets as they are published -------------------------------------------------------------------------
 
 TRAINING = """
@@ -707,6 +741,18 @@ with bf.win_lock(name):
 bf.barrier()
 print(f"rank {bf.rank()}: close")
 """
+DYNAMIC = """
+from bluefog.common import topology_util
+dynamic_neighbors_gen = topology_util.GetInnerOuterExpo2DynamicSendRecvRanks(
+    bf.size(), local_size=bf.local_size(), self_rank=bf.rank())
+
+def dynamic_topology_update(epoch, batch_idx):
+    send_neighbors, recv_neighbors = next(dynamic_neighbors_gen)
+    avg_weight = 1/(len(recv_neighbors) + 1)
+    optimizer.send_neighbors = send_neighbors
+    optimizer.neighbor_weights = {r: avg_weight for r in recv_neighbors}
+    optimizer.self_weight = avg_weight
+"""
 SNIPPETS = {
     "consensus": CONSENSUS,
     "push-sum": PUSH_SUM,
@@ -722,6 +768,11 @@ SNIPPETS = {
         imports="",
         update="",
         body=WRAPPED.format(factory="DistributedNeighborAllreduceOptimizer", model="model=model"),
+    ),
+    "dynamic": TRAINING.format(
+        imports="",
+        update="dynamic_topology_update(epoch, batch_idx)",
+        body=WRAPPED.format(factory="DistributedNeighborAllreduceOptimizer", model="model=model") + DYNAMIC,
     ),
 }
 

@@ -565,8 +565,8 @@ def wrong_arguments(kind: str) -> None:
             ("send_neighbor_machines", "dst_machine_weights"),
         ]:
             with pytest.warns(DeprecationWarning, match=f"{old}.*{new}"):
-                setattr(optimizer, old, {})
-            assert getattr(optimizer, new) == {}
+                setattr(optimizer, old, [1])
+            assert getattr(optimizer, new) == getattr(optimizer, old) == [1]
     fogdist.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         make(base, model)

@@ -13,23 +13,20 @@ USAGE = "usage: python -m fogdist.bluefog script.py [arguments of the script]"
 
 def main() -> None:
     """Runs the script that the command line names as ``__main__``, with its own arguments."""
-    arguments = sys.argv[1:]
-    if arguments[:1] in (["-h"], ["--help"]):
+    script, *_ = arguments = sys.argv[1:] or [""]
+    if script in ("-h", "--help"):
         print(
-            f"{USAGE}\n\nRuns a script of BlueFog or asyncddp on fogdist, mostly under torchrun. See docs/bluefog.md."
+            f"{USAGE}\n\nRuns a script of BlueFog or asyncddp on fogdist, mostly under torchrun: docs/bluefog.md."
         )
         return
-    problem = "needs a script" if not arguments else f"{arguments[0]!r} is no file"
-    if not arguments or not Path(arguments[0]).is_file():
-        sys.exit(_complain(problem))
+    if not Path(script).is_file():
+        problem = f"{script!r} is no file" if script else "needs a script"
+        print(f"fogdist.bluefog: error: {problem}\n{USAGE}", file=sys.stderr)
+        sys.exit(2)
     sys.argv[:] = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)  # as `python script.py` has it
-    runpy.run_path(arguments[0], run_name="__main__")
-
-
-def _complain(problem: str) -> int:
-    print(f"fogdist.bluefog: error: {problem}\n{USAGE}", file=sys.stderr)
-    return 2
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ class DistributedOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is found neither in the view nor in its classes.
+        if name in _RENAMED:
+            return getattr(self, _RENAMED[name])
         view = self._fog_view()
         if view is not self:
             return getattr(view, name)
@@ -108,12 +110,13 @@ class DistributedOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RENAMED:
-            warnings.warn(
-                f"the attribute {name!r} of older scripts is called {_RENAMED[name]!r} now",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            name = _RENAMED[name]
+            successor = _RENAMED[name]
+            message = f"the attribute {name!r} is called {successor!r} now"
+            if successor not in self._fog_declared:
+                raise AttributeError(f"{message}, and this optimizer has none")
+            warnings.warn(f"{message}; the old name will go", DeprecationWarning, stacklevel=2)
+            setattr(self, successor, value)
+            return
         holder = self._fog_holder(name)
         if holder is self:
             object.__setattr__(self, name, value)
