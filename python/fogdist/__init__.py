@@ -42,7 +42,6 @@ from fogdist.context import (
 from fogdist.ddp import DecentralizedDataParallel
 from fogdist.deprecated_optimizers import (
     DistributedAllreduceOptimizer,
-    DistributedBluefogOptimizer,
     DistributedHierarchicalNeighborAllreduceOptimizer,
     DistributedNeighborAllreduceOptimizer,
 )
@@ -145,7 +144,6 @@ __all__ = [
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedAllreduceOptimizer",
-    "DistributedBluefogOptimizer",
     "DistributedGradientAllreduceOptimizer",
     "DistributedHierarchicalNeighborAllreduceOptimizer",
     "DistributedNeighborAllreduceOptimizer",
