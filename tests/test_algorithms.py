@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
+from harness import on_ranks
 from torch import Tensor, nn
 from training_cases import IN_STEP
 
@@ -623,7 +624,9 @@ def saved(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def resume(case: Case) -> None:
+@pytest.mark.parametrize("case", STATEFUL, ids=str)
+@on_ranks(4)
+def test_a_run_that_goes_on_from_a_state_dict_is_the_same_bit_for_bit(case: Case) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.set_topology(*static(case.graph, size))
@@ -657,22 +660,14 @@ def resume(case: Case) -> None:
     np.testing.assert_array_equal(*runs)
 
 
-@pytest.mark.parametrize("case", STATEFUL, ids=str)
-def test_a_run_that_goes_on_from_a_state_dict_is_the_same_bit_for_bit(worlds, case):
-    worlds(4).run(resume, case)
-
-
-def state_of_another_algorithm() -> None:
+@on_ranks(4)
+def test_the_state_of_another_algorithm_is_refused() -> None:
     fogdist.init()
     rank = fogdist.rank()
     _, tracking, _ = make(Case("GradientTracking", "exp"), rank)
     _, diffusion, _ = make(Case("ExactDiffusion", "exp"), rank)
     with pytest.raises(ValueError, match="ExactDiffusion.*GradientTracking"):
         diffusion.load_state_dict(tracking.state_dict())
-
-
-def test_the_state_of_another_algorithm_is_refused(worlds):
-    worlds(4).run(state_of_another_algorithm)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------
@@ -726,7 +721,10 @@ def train_mixed(name: str, model: Mixed) -> None:
         optimizer.finish()
 
 
-def mixed_parameters(name: str) -> None:
+@pytest.mark.parametrize("name", [*IN_STEP, "AsynchronousGossip"])
+@pytest.mark.parametrize("size", [1, 4])
+@on_ranks()
+def test_all_kinds_of_parameters(name: str) -> None:
     fogdist.init()
     fogdist.set_topology(topologies.RingGraph(fogdist.size()))
     model, plain = Mixed(False), Mixed(True)
@@ -743,12 +741,6 @@ def mixed_parameters(name: str) -> None:
         torch.testing.assert_close(getattr(model, label).detach(), begin[label], rtol=0, atol=1e-14)
     assert model.unused.grad is None
     assert (model.even.grad is None) == (fogdist.rank() % 2 == 1)
-
-
-@pytest.mark.parametrize("name", [*IN_STEP, "AsynchronousGossip"])
-@pytest.mark.parametrize("size", [1, 4])
-def test_all_kinds_of_parameters(worlds, size, name):
-    worlds(size).run(mixed_parameters, name)
 
 
 # --- asynchronous gossip ------------------------------------------------------------------------------------
@@ -914,7 +906,8 @@ def optimum(size: int) -> np.ndarray:
     return np.linalg.lstsq(A, b, rcond=None)[0]
 
 
-def gossip_is_not_connected() -> None:
+@on_ranks(4)
+def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
     fogdist.init()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -932,10 +925,6 @@ def gossip_is_not_connected() -> None:
     optimizer.finish()
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-def test_asynchronous_gossip_says_what_it_cannot_do(worlds):
-    worlds(4).run(gossip_is_not_connected)
 
 
 # --- where they end -----------------------------------------------------------------------------------------
@@ -996,7 +985,8 @@ def test_push_sum_weights_sum_to_the_number_of_ranks(worlds):
 # --- what is wrong ------------------------------------------------------------------------------------------
 
 
-def wrong_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments() -> None:
     fogdist.init()
     size = fogdist.size()
     model = Quadratic(0, 0)
@@ -1044,10 +1034,6 @@ def wrong_arguments() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="dense"):
         tracking.step()
-
-
-def test_wrong_arguments(worlds):
-    worlds(2).run(wrong_arguments)
 
 
 def ranks_that_disagree() -> list[str]:

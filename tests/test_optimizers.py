@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fogdist import CommunicationType
 from fogdist import topology as topologies
 from fogdist.context import handles
-from harness import sizes
+from harness import on_ranks, sizes
 from reference import Checks
 from test_machines import machines_of
 from torch import Tensor, nn
@@ -231,7 +231,9 @@ def test_other_sizes(worlds, size, kind):
     check(worlds, Run(kind, "adam", mixing="dynamic" if kind != "gradient" else "static"), size)
 
 
-def exchange_by_parameter() -> None:
+@pytest.mark.parametrize("size", [1, 3])
+@on_ranks()
+def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
     fogdist.init()
     rank = fogdist.rank()
     torch.manual_seed(rank)
@@ -252,11 +254,6 @@ def exchange_by_parameter() -> None:
         for i, (parameter, value) in enumerate(zip(model.parameters(), expected)):
             checks.equal(f"parameter {i}", parameter.detach().clone(), value)
         checks.equal("strides", [p.stride() for p in model.parameters()], layouts)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_fused_exchange_equals_one_exchange_a_parameter(worlds, size):
-    worlds(size).run(exchange_by_parameter)
 
 
 # --- any optimizer ------------------------------------------------------------------------------------------
@@ -375,7 +372,11 @@ if hasattr(torch.optim, "Muon"):  # since torch 2.9
 STEPS = 5
 
 
-def train_any(name: str, kind: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(3)
+def test_trajectories_of_any_optimizer(name: str, kind: str) -> None:
     case = CASES[name]
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -410,14 +411,8 @@ def train_any(name: str, kind: str) -> None:
         assert optimizers[0].train(False).calls == wrapped.calls and not wrapped.is_training
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-@pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("name", CASES)
-def test_trajectories_of_any_optimizer(worlds, name, kind):
-    worlds(3).run(train_any, name, kind)
-
-
-def lbfgs() -> None:
+@on_ranks(3)
+def test_lbfgs() -> None:
     """Each rank evaluates its closure as often as it likes."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -449,14 +444,12 @@ def lbfgs() -> None:
     simulation.check(rank, model, rtol=1e-7, atol=1e-9)
 
 
-def test_lbfgs(worlds):
-    worlds(3).run(lbfgs)
-
-
 # --- settings -----------------------------------------------------------------------------------------------
 
 
-def settings(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc"])
+@on_ranks(2)
+def test_settings_and_weights_that_are_wrong(kind: str) -> None:
     fogdist.init()
     make = FACTORIES[kind]
     model = make_net(0)
@@ -496,11 +489,6 @@ def settings(kind: str) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc"])
-def test_settings_and_weights_that_are_wrong(worlds, kind):
-    worlds(2).run(settings, kind)
-
-
 OLD_NAMES = {
     "DistributedAllreduceOptimizer": "allreduce",
     "DistributedNeighborAllreduceOptimizer": "static",
@@ -537,7 +525,8 @@ def test_old_names(worlds, name):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
-def bluefog() -> None:
+@on_ranks(3)
+def test_the_first_name_of_the_optimizer_on_windows() -> None:
     """With windows that are put into before anybody goes on, so that it is an average with the neighbors."""
     fogdist.init()
     fogdist.win_free()
@@ -565,14 +554,12 @@ def bluefog() -> None:
             fogdist.DistributedBluefogOptimizer(base, model, named_parameters=[])
 
 
-def test_the_first_name_of_the_optimizer_on_windows(worlds):
-    worlds(3).run(bluefog)
-
-
 # --- gradients that are averaged ----------------------------------------------------------------------------
 
 
-def gradients_after_too_many_passes(who: str) -> None:
+@pytest.mark.parametrize("who", ["all ranks", "one rank"])
+@on_ranks(3)
+def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
     """All passes are in the average, also of buckets that were sent before; and the next steps are sound."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -602,11 +589,6 @@ def gradients_after_too_many_passes(who: str) -> None:
             torch.testing.assert_close(snapshot(model), snapshot(reference), **EXACT)
             for got, expected in zip(model.parameters(), reference.parameters()):
                 torch.testing.assert_close(got.grad, expected.grad, **EXACT)
-
-
-@pytest.mark.parametrize("who", ["all ranks", "one rank"])
-def test_no_gradient_is_lost_after_too_many_passes(worlds, who):
-    worlds(3).run(gradients_after_too_many_passes, who)
 
 
 def one_average_more() -> int:
@@ -648,7 +630,9 @@ class Routed(nn.Module):
         return self.experts[expert](x)
 
 
-def gradients_on_some_ranks_only() -> None:
+@pytest.mark.parametrize("size", [1, 4])
+@on_ranks()
+def test_gradients_that_exist_on_some_ranks_only() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     torch.manual_seed(0)
@@ -673,12 +657,8 @@ def gradients_on_some_ranks_only() -> None:
         checks.true("nobody's layer", model.experts[size].weight.grad is None)
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_gradients_that_exist_on_some_ranks_only(worlds, size):
-    worlds(size).run(gradients_on_some_ranks_only)
-
-
-def clipped_and_discarded_gradients() -> None:
+@on_ranks(2)
+def test_clipped_and_discarded_gradients() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     simulation = Simulation("gradient", [make_net(0) for _ in range(size)])
@@ -710,11 +690,8 @@ def clipped_and_discarded_gradients() -> None:
         optimizer.step()
 
 
-def test_clipped_and_discarded_gradients(worlds):
-    worlds(2).run(clipped_and_discarded_gradients)
-
-
-def sparse_gradients() -> None:
+@on_ranks(2)
+def test_sparse_gradients() -> None:
     fogdist.init()
     model = nn.Embedding(5, 3, sparse=True)
     optimizer = FACTORIES["gradient"](torch.optim.SparseAdam(model.parameters()), model)
@@ -726,10 +703,6 @@ def sparse_gradients() -> None:
         optimizer = FACTORIES[kind](torch.optim.SparseAdam(model.parameters()), model)
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
-
-
-def test_sparse_gradients(worlds):
-    worlds(2).run(sparse_gradients)
 
 
 def local_step_of_gradient_averaging() -> list[str]:
@@ -755,7 +728,9 @@ def test_local_steps_of_gradient_averaging_warn_once(worlds):
 OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # rank and step
 
 
-def averaged_and_scaled(form: str) -> None:
+@pytest.mark.parametrize("form", ["scaled", "synchronized", "clipped", "accumulated", "fused"])
+@on_ranks(3)
+def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
     """With averaged gradients an overflow on one rank is everybody's: as in one process with the mean of the losses."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -796,12 +771,8 @@ def averaged_and_scaled(form: str) -> None:
     assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer._fog_wrapped, "found_inf")
 
 
-@pytest.mark.parametrize("form", ["scaled", "synchronized", "clipped", "accumulated", "fused"])
-def test_gradients_that_are_averaged_and_scaled(worlds, form):
-    worlds(3).run(averaged_and_scaled, form)
-
-
-def unscaled_too_early() -> None:
+@on_ranks(2)
+def test_a_scaler_must_not_unscale_before_the_average() -> None:
     """What a scaler unscales before the average is refused, on all ranks, and the next iteration is sound."""
     fogdist.init()
     rank = fogdist.rank()
@@ -827,14 +798,11 @@ def unscaled_too_early() -> None:
     assert fogdist.consensus_distance(model) == 0
 
 
-def test_a_scaler_must_not_unscale_before_the_average(worlds):
-    worlds(2).run(unscaled_too_early)
-
-
 # --- steps in the backward pass -----------------------------------------------------------------------------
 
 
-def steps_in_backward() -> None:
+@on_ranks(3)
+def test_atc_averages_during_the_backward_pass() -> None:
     """The last layer is averaged before the backward pass reaches the first."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -862,11 +830,9 @@ def steps_in_backward() -> None:
     assert places == [[p.data_ptr() for p in model.parameters()]]
 
 
-def test_atc_averages_during_the_backward_pass(worlds):
-    worlds(3).run(steps_in_backward)
-
-
-def gradients_changed_after_their_step(how: str) -> None:
+@pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])
+@on_ranks(2)
+def test_gradients_changed_after_their_step(how: str) -> None:
     fogdist.init()
     rank = fogdist.rank()
     model = make_net(rank)
@@ -896,8 +862,3 @@ def gradients_changed_after_their_step(how: str) -> None:
         optimizer.step()
         simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward())
     simulation.check(rank, model)
-
-
-@pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])
-def test_gradients_changed_after_their_step(worlds, how):
-    worlds(2).run(gradients_changed_after_their_step, how)

@@ -26,7 +26,7 @@ import torch
 from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.context import handles
-from harness import BACKEND
+from harness import BACKEND, on_ranks
 from reference import Checks
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -288,24 +288,24 @@ def train_plainly(kind: str, variation: str) -> Tensor:
     return train(kind, variation, plainly)
 
 
-def varied(kind: str, variation: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "variation"),
+    [(kind, variation) for variation, (_, kinds) in VARIATIONS.items() for kind in kinds],
+)
+@on_ranks(2)
+def test_what_changes_nothing(kind: str, variation: str) -> None:
     step_of, _ = VARIATIONS[variation]
     expected = train_plainly(kind, "saves" if variation == "saves" else "")
     torch.testing.assert_close(train(kind, variation, step_of), expected, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("kind", "variation"),
-    [(kind, variation) for variation, (_, kinds) in VARIATIONS.items() for kind in kinds],
-)
-def test_what_changes_nothing(worlds, kind, variation):
-    worlds(2).run(varied, kind, variation)
-
-
 # --- the user's optimizer and arguments ---------------------------------------------------------------------
 
 
-def is_the_users_optimizer(kind: str) -> None:
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_it_is_the_users_optimizer(kind: str) -> None:
     rank, size = start()
     with Checks() as checks, warnings.catch_warnings():
         warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
@@ -379,13 +379,9 @@ def is_the_users_optimizer(kind: str) -> None:
         checks.equal("parameters keep their values", snapshot(model), twin)
 
 
-@pytest.mark.parametrize("kind", VIEWS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_it_is_the_users_optimizer(worlds, size, kind):
-    worlds(size).run(is_the_users_optimizer, kind)
-
-
-def wrong_arguments(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
+@on_ranks(2)
+def test_wrong_arguments(kind: str) -> None:
     start()
     make = VIEWS[kind]
     model = make_net(0)
@@ -441,11 +437,6 @@ def wrong_arguments(kind: str) -> None:
         make(base, model)
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
-def test_wrong_arguments(worlds, kind):
-    worlds(2).run(wrong_arguments, kind)
-
-
 @pytest.mark.parametrize("kind", ENTRIES)
 def test_before_init(kind):
     model = make_net(0)
@@ -460,7 +451,9 @@ class WithResult(Scalable):
         return "stepped"
 
 
-def arguments_of_step(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "atc in backward", "gradient", "put", "GradientTracking"])
+@on_ranks(2)
+def test_arguments_of_step(kind: str) -> None:
     start()
     model = make_net(0)
     with distributed(kind, WithResult(model.parameters(), lr=0.1), model) as (_, optimizer):
@@ -475,11 +468,6 @@ def arguments_of_step(kind: str) -> None:
         for arguments, named in (((None, 3), {}), ((None,), {"closure": None})):
             with pytest.raises(TypeError, match="one argument without a name"):
                 optimizer.step(*arguments, **named)
-
-
-@pytest.mark.parametrize("kind", ["awc", "atc", "atc in backward", "gradient", "put", "GradientTracking"])
-def test_arguments_of_step(worlds, kind):
-    worlds(2).run(arguments_of_step, kind)
 
 
 # --- what may happen to parameters --------------------------------------------------------------------------
@@ -578,7 +566,9 @@ def test_a_forward_pass_that_changes_parameters(worlds, kind):
     worlds(3).run(follow, kind, "", embedding, None)
 
 
-def unfrozen_later(kind: str) -> None:
+@pytest.mark.parametrize("kind", IN_STEP)
+@on_ranks(3)
+def test_parameters_that_are_unfrozen(kind: str) -> None:
     """A parameter takes part from the step on in which it is unfrozen; what was kept of others stays."""
     rank, _ = start()
     runs = []
@@ -604,12 +594,9 @@ def unfrozen_later(kind: str) -> None:
     torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", IN_STEP)
-def test_parameters_that_are_unfrozen(worlds, kind):
-    worlds(3).run(unfrozen_later, kind)
-
-
-def unfrozen_in_windows(kind: str) -> None:
+@pytest.mark.parametrize("kind", WINDOWS)
+@on_ranks(2)
+def test_parameters_that_are_unfrozen_in_windows(kind: str) -> None:
     start()
     model = make_net(0)
     with distributed(kind, sgd(model), model):
@@ -618,12 +605,9 @@ def unfrozen_in_windows(kind: str) -> None:
             loss_of(model, 0, 0).backward()
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_parameters_that_are_unfrozen_in_windows(worlds, kind):
-    worlds(2).run(unfrozen_in_windows, kind)
-
-
-def converted(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "put", "GradientTracking", "wrapper"])
+@on_ranks(2)
+def test_a_model_that_is_converted_later(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
     called, optimizer = distribute(kind, sgd(model, momentum=0.0), model)
@@ -635,12 +619,9 @@ def converted(kind: str) -> None:
     end(called, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "put", "GradientTracking", "wrapper"])
-def test_a_model_that_is_converted_later(worlds, kind):
-    worlds(2).run(converted, kind)
-
-
-def grown(kind: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "wrapper"])
+@on_ranks(3)
+def test_several_models_and_what_is_added(kind: str) -> None:
     """Several models, groups that are added, parameters that a model gets later: what the optimizer holds is mixed."""
     rank, size = start()
 
@@ -682,11 +663,6 @@ def grown(kind: str) -> None:
         assert len(optimizer.param_groups) == 3
 
 
-@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "wrapper"])
-def test_several_models_and_what_is_added(worlds, kind):
-    worlds(3).run(grown, kind)
-
-
 class Large(nn.Module):
     """Of layers that cost more to copy than to move."""
 
@@ -699,7 +675,9 @@ class Large(nn.Module):
         return self.layers(x.repeat(1, 50))[:, :3]
 
 
-def average_without_copy(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "wrapper"])
+@on_ranks(3)
+def test_an_average_is_not_copied(kind: str) -> None:
     """The average's memory becomes the parameters'; a state dict in hand stays what the parameters are."""
     rank, size = start()
     model = Large(rank)
@@ -720,12 +698,10 @@ def average_without_copy(kind: str) -> None:
     simulation.check(rank, model)
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "wrapper"])
-def test_an_average_is_not_copied(worlds, kind):
-    worlds(3).run(average_without_copy, kind)
-
-
-def views_of_one_buffer(kind: str) -> None:
+@pytest.mark.parametrize("kind", RULES)
+@on_ranks(2)
+def test_training_keeps_the_memory_of_parameters(kind: str) -> None:
+    # BlueFog's p.set_(output) cut parameters from the memory they shared, at every step. The model is a bare leaf module.
     rank, _ = start()
     model = nn.Linear(4, 3).double()
     values = snapshot(model)
@@ -742,13 +718,9 @@ def views_of_one_buffer(kind: str) -> None:
         assert not torch.equal(snapshot(model), values)
 
 
-@pytest.mark.parametrize("kind", RULES)
-def test_training_keeps_the_memory_of_parameters(worlds, kind):
-    # BlueFog's p.set_(output) cut parameters from the memory they shared, at every step. The model is a bare leaf module.
-    worlds(2).run(views_of_one_buffer, kind)
-
-
-def other_layouts(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", "put", "GradientTracking", "wrapper"])
+@on_ranks(2)
+def test_ranks_with_other_parameters(kind: str) -> None:
     rank, _ = start()
     with Checks() as checks:
         wider = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (rank == 1)))
@@ -779,15 +751,12 @@ def other_layouts(kind: str) -> None:
         checks.true("not averaged", torch.equal(snapshot(model), before))
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", "put", "GradientTracking", "wrapper"])
-def test_ranks_with_other_parameters(worlds, kind):
-    worlds(2).run(other_layouts, kind)
-
-
 OWNERS = ["awc", "atc", "put", "ExactDiffusion", "wrapper"]
 
 
-def second_owner(kind: str) -> None:
+@pytest.mark.parametrize("kind", OWNERS)
+@on_ranks(2)
+def test_a_model_has_one_owner(kind: str) -> None:
     start(topologies.FullyConnectedGraph(2))
     model = make_net(0)
     first = distribute(kind, sgd(model), model)
@@ -813,11 +782,6 @@ def second_owner(kind: str) -> None:
     with distributed(kind, sgd(model), model):
         twin = copy.deepcopy(model)
         distribute("atc", sgd(twin), twin)
-
-
-@pytest.mark.parametrize("kind", OWNERS)
-def test_a_model_has_one_owner(worlds, kind):
-    worlds(2).run(second_owner, kind)
 
 
 def changed_in_flight(kind: str, how: str) -> list[str]:
@@ -870,7 +834,8 @@ class Watching(nn.Linear):
         return super().forward(x)
 
 
-def average_with_forward() -> None:
+@on_ranks(3)
+def test_awc_averages_during_the_forward_pass() -> None:
     """Rank 0 gets the average of parameters within its forward pass, in which the others still are."""
     rank, _ = start()
     torch.manual_seed(rank)
@@ -899,11 +864,9 @@ def average_with_forward() -> None:
     model.watch = lambda: None
 
 
-def test_awc_averages_during_the_forward_pass(worlds):
-    worlds(3).run(average_with_forward)
-
-
-def when_exchanges_begin() -> None:
+@pytest.mark.filterwarnings("ignore:ranks start from")
+@on_ranks(2)
+def test_exchanges_begin_with_the_forward_pass() -> None:
     rank, _ = start()
     for order in ("awc", "cta"):
         model = nn.Linear(4, 3).double()
@@ -919,11 +882,6 @@ def when_exchanges_begin() -> None:
         assert model.bias[0] == (rank if order == "awc" else 0.5)
         optimizer.step()
         assert model.bias[0] == 0.5 and not optimizer.is_in_round and optimizer.rounds == 1
-
-
-@pytest.mark.filterwarnings("ignore:ranks start from")
-def test_exchanges_begin_with_the_forward_pass(worlds):
-    worlds(2).run(when_exchanges_begin)
 
 
 def too_many_passes(kind: str) -> list[str]:
@@ -954,7 +912,9 @@ def test_too_many_passes_warn_once(worlds, kind):
         assert messages[0].startswith("Unexpected behavior: more than local_steps=2")
 
 
-def rank_without_data(kind: str) -> None:
+@pytest.mark.parametrize("kind", RULES)
+@on_ranks(3)
+def test_a_rank_without_data_for_one_step(kind: str) -> None:
     rank, size = start()
     simulation = Simulation(RULES[kind], map(make_net, range(size)), lambda m: sgd(m, momentum=0.0))
     model = make_net(rank)
@@ -975,11 +935,6 @@ def rank_without_data(kind: str) -> None:
             if kind == "gradient":
                 assert all(p.grad is not None for p in model.head.parameters())
                 assert model.unused.weight.grad is None
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_a_rank_without_data_for_one_step(worlds, kind):
-    worlds(3).run(rank_without_data, kind)
 
 
 def warm_up(kind: str, factor: float) -> Tensor:
@@ -1009,7 +964,10 @@ def test_a_step_of_a_warm_up_is_no_checkpoint(worlds, kind):
 OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # rank and step
 
 
-def overflowing(kind: str, form: str) -> None:
+@pytest.mark.parametrize("form", ["scaled", "unscaled", "fused"])
+@pytest.mark.parametrize("kind", ["awc", "atc", "cta", *WINDOWS, "wrapper"])
+@on_ranks(3)
+def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
     """Ranks whose gradients overflow leave out their own step, each by itself, but not the average."""
     rank, size = start()
 
@@ -1040,12 +998,6 @@ def overflowing(kind: str, form: str) -> None:
                 simulation.check(rank, model, rtol=1e-9, atol=1e-9)
             assert scaler.get_scale() == 1024.0 / 2 ** sum(r == rank for r, _ in OVERFLOWS)
             assert not hasattr(optimizer, "found_inf") and not hasattr(base, "found_inf")
-
-
-@pytest.mark.parametrize("form", ["scaled", "unscaled", "fused"])
-@pytest.mark.parametrize("kind", ["awc", "atc", "cta", *WINDOWS, "wrapper"])
-def test_gradients_that_overflow_on_some_ranks(worlds, kind, form):
-    worlds(3).run(overflowing, kind, form)
 
 
 def one_overflow(kind: str, overflows: bool) -> tuple[Tensor, int]:
@@ -1085,7 +1037,9 @@ def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, 
         assert one[1] == two[1] == 6
 
 
-def scaler_after_an_error(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "put", "GossipPGA", "wrapper"])
+@on_ranks(2)
+def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
     """What a scaler has left for a step that raised is not for the next one."""
     rank, _ = start()
     model = make_net(0)  # ranks are alike, so averages change nothing
@@ -1117,11 +1071,6 @@ def scaler_after_an_error(kind: str) -> None:
             if what == "no scaler":
                 torch.testing.assert_close(snapshot(model), snapshot(expected), **EXACT)
     assert snapshot(model).isfinite().all()
-
-
-@pytest.mark.parametrize("kind", ["awc", "atc", "put", "GossipPGA", "wrapper"])
-def test_a_scaler_after_a_step_that_raised(worlds, kind):
-    worlds(2).run(scaler_after_an_error, kind)
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------
@@ -1189,7 +1138,9 @@ def test_checkpoints(worlds, kind, of_sgd, tmp_path):
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
-def dropped(kind: str) -> None:
+@pytest.mark.parametrize("kind", ENTRIES)
+@on_ranks(2)
+def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
     called, optimizer = distribute(kind, sgd(model, momentum=0.0), model)
@@ -1210,12 +1161,18 @@ def dropped(kind: str) -> None:
     fogdist.win_free()
 
 
-@pytest.mark.parametrize("kind", ENTRIES)
-def test_what_is_dropped_leaves_the_model(worlds, kind):
-    worlds(2).run(dropped, kind)
-
-
-def nothing_in_the_users_optimizer(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.xfail(reason="of two bases only the first one's", strict=True))
+        if kind in ("awc", "atc", "atc in backward")
+        else kind
+        for kind in VIEWS
+    ],
+)
+@on_ranks(2)
+def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
+    """It may be kept, copied and distributed anew: what is ours is in the view."""
     rank, _ = start()
     model = make_net(rank)
     base = sgd(model, momentum=0.0)
@@ -1228,21 +1185,9 @@ def nothing_in_the_users_optimizer(kind: str) -> None:
     assert twin.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.xfail(reason="of two bases only the first one's", strict=True))
-        if kind in ("awc", "atc", "atc in backward")
-        else kind
-        for kind in VIEWS
-    ],
-)
-def test_nothing_is_left_in_the_users_optimizer(worlds, kind):
-    """It may be kept, copied and distributed anew: what is ours is in the view."""
-    worlds(2).run(nothing_in_the_users_optimizer, kind)
-
-
-def shut_down_in_flight(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", *WINDOWS])
+@on_ranks(2)
+def test_shutdown_with_an_exchange_in_flight(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
     called, optimizer = distribute(kind, sgd(model), model)
@@ -1258,15 +1203,12 @@ def shut_down_in_flight(kind: str) -> None:
     assert snapshot(model).isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", *WINDOWS])
-def test_shutdown_with_an_exchange_in_flight(worlds, kind):
-    worlds(2).run(shut_down_in_flight, kind)
-
-
 # --- timeline -----------------------------------------------------------------------------------------------
 
 
-def marked_passes(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*FACTORIES, "put", "ExactDiffusion"])
+@on_ranks(2)
+def test_timeline(kind: str) -> None:
     start()
     events: list[str] = []
 
@@ -1317,8 +1259,3 @@ def marked_passes(kind: str) -> None:
         optimizer.step()
         assert trace() == plain
     end(model, optimizer)
-
-
-@pytest.mark.parametrize("kind", [*FACTORIES, "put", "ExactDiffusion"])
-def test_timeline(worlds, kind):
-    worlds(2).run(marked_passes, kind)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import sizes
+from harness import on_ranks, sizes
 from reference import Checks
 from test_optimizers import Run, matrices, simulate
 from torch import Tensor, nn
@@ -317,7 +317,8 @@ def test_convergence_with_one_slow_rank(worlds, kind):
 # --- the first exchanges ------------------------------------------------------------------------------------
 
 
-def first_puts() -> None:
+@on_ranks(3)
+def test_first_iteration_before_any_put_has_arrived() -> None:
     rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))  # from the left, to the right
     left = (rank - 1) % size
     model = nn.Linear(2, 1, bias=False)
@@ -344,11 +345,8 @@ def first_puts() -> None:
     optimizer.unregister_window()
 
 
-def test_first_iteration_before_any_put_has_arrived(worlds):
-    worlds(3).run(first_puts)
-
-
-def push_sum_before_anything_came() -> None:
+@on_ranks(3)
+def test_push_sum_before_anything_came() -> None:
     rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute("push-sum", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
@@ -371,11 +369,9 @@ def push_sum_before_anything_came() -> None:
     optimizer.unregister_window()
 
 
-def test_push_sum_before_anything_came(worlds):
-    worlds(3).run(push_sum_before_anything_came)
-
-
-def isolated(kind: str) -> None:
+@pytest.mark.parametrize("kind", WINDOWS)
+@on_ranks(3)
+def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
     graph = nx.DiGraph([(0, 1), (1, 0)])
     graph.add_node(2)  # talks to nobody
     rank, _ = start(graph)
@@ -390,11 +386,6 @@ def isolated(kind: str) -> None:
             each.step()
     assert (rank == 2) == torch.allclose(snapshot(model), snapshot(plain), rtol=1e-12)
     optimizer.unregister_window()
-
-
-@pytest.mark.parametrize("kind", WINDOWS)
-def test_a_rank_without_neighbors_trains_alone(worlds, kind):
-    worlds(3).run(isolated, kind)
 
 
 class Halves(torch.optim.Optimizer):
@@ -440,7 +431,10 @@ def test_gets_see_no_step_half_done(worlds):
 # --- the user's optimizer and model -------------------------------------------------------------------------
 
 
-def come_and_go(kind: str) -> None:
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_windows_come_and_go(kind: str) -> None:
     rank, size = start()
     with Checks() as checks, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -468,13 +462,8 @@ def come_and_go(kind: str) -> None:
                     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("size", [1, 2])
-def test_windows_come_and_go(worlds, size, kind):
-    worlds(size).run(come_and_go, kind)
-
-
-def bad_attributes() -> None:
+@on_ranks(2)
+def test_bad_attributes() -> None:
     rank, _ = start()
     peer = 1 - rank
     for kind, attributes, error, message in [
@@ -505,10 +494,6 @@ def bad_attributes() -> None:
             with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
                 setattr(optimizer, name, {})
         optimizer.unregister_window()
-
-
-def test_bad_attributes(worlds):
-    worlds(2).run(bad_attributes)
 
 
 # --- ends ---------------------------------------------------------------------------------------------------

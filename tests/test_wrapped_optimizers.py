@@ -13,7 +13,7 @@ import fogdist
 import pytest
 import torch
 from fogdist import algorithms
-from harness import BACKEND
+from harness import BACKEND, on_ranks
 from reference import Checks
 from test_optimizers import loss_of, make_net, snapshot
 from torch import Tensor, nn
@@ -149,7 +149,9 @@ def scaled(form: Callable[[Optimizer], Any] | None) -> Tensor:
     return snapshot(model)
 
 
-def train_all() -> None:
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+@on_ranks(3)
+def test_frameworks_that_derive_from_the_class() -> None:
     fogdist.init()
     with Checks() as checks:
         for kind in KINDS:
@@ -159,11 +161,6 @@ def train_all() -> None:
         expected = scaled(None)
         for form in FORMS:
             checks.equal(f"scaled {form.__name__}", scaled(form), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-def test_frameworks_that_derive_from_the_class(worlds):
-    worlds(3).run(train_all)
 
 
 # --- the real ones ------------------------------------------------------------------------------------------
