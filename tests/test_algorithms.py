@@ -28,7 +28,7 @@ from fogdist import algorithms
 from fogdist import topology as topologies
 from harness import on_ranks
 from torch import Tensor, nn
-from training_cases import IN_STEP
+from training_cases import IN_STEP, start
 
 SHAPES = [(2, 3), (4,)]
 DIMENSION = 10
@@ -49,7 +49,7 @@ def noise(rank: int, step: int) -> np.ndarray:
     return 0.1 * np.random.default_rng([23, rank, step]).normal(size=DIMENSION)
 
 
-def start(rank: int) -> np.ndarray:
+def start_of(rank: int) -> np.ndarray:
     return np.random.default_rng([29, rank]).normal(size=DIMENSION)
 
 
@@ -58,7 +58,7 @@ class Quadratic(nn.Module):
 
     def __init__(self, rank: int, begin: int) -> None:
         super().__init__()
-        x = torch.from_numpy(start(begin))
+        x = torch.from_numpy(start_of(begin))
         self.weight = nn.Parameter(x[:6].reshape(2, 3).clone())
         self.bias = nn.Parameter(x[6:].clone())
         self.rank = rank
@@ -203,7 +203,7 @@ class Simulation:
     size: int
 
     def __post_init__(self) -> None:
-        self.X = np.stack([start(0 if self.case.together else r) for r in range(self.size)])
+        self.X = np.stack([start_of(0 if self.case.together else r) for r in range(self.size)])
         self.base = Base(self.case.base)
         self.option = dict(self.case.options)
         self.every = self.case.every
@@ -493,10 +493,13 @@ def advance(case: Case, model: Quadratic, optimizer: Any, scheduler: Any, steps:
     return trajectory
 
 
+def begin(graph: str) -> tuple[int, int]:
+    return start(lambda size: static(graph, size)[0], static(graph, 2)[1])
+
+
 def train(case: Case) -> np.ndarray:
-    fogdist.init()
-    fogdist.set_topology(*static(case.graph, fogdist.size()))
-    parts = make(case, fogdist.rank())
+    rank, _ = begin(case.graph)
+    parts = make(case, rank)
     return np.stack(advance(case, *parts, range(STEPS)))
 
 
@@ -627,9 +630,7 @@ def saved(value: Any) -> Any:
 @pytest.mark.parametrize("case", STATEFUL, ids=str)
 @on_ranks(4)
 def test_a_run_that_goes_on_from_a_state_dict_is_the_same_bit_for_bit(case: Case) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(*static(case.graph, size))
+    rank, _ = begin(case.graph)
     model, optimizer, scheduler = make(case, rank)
     advance(case, model, optimizer, scheduler, range(5))
     state = saved([each.state_dict() for each in (model, optimizer, scheduler)])
@@ -662,8 +663,7 @@ def test_a_run_that_goes_on_from_a_state_dict_is_the_same_bit_for_bit(case: Case
 
 @on_ranks(4)
 def test_the_state_of_another_algorithm_is_refused() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     _, tracking, _ = make(Case("GradientTracking", "exp"), rank)
     _, diffusion, _ = make(Case("ExactDiffusion", "exp"), rank)
     with pytest.raises(ValueError, match="ExactDiffusion.*GradientTracking"):
@@ -725,8 +725,7 @@ def train_mixed(name: str, model: Mixed) -> None:
 @pytest.mark.parametrize("size", [1, 4])
 @on_ranks()
 def test_all_kinds_of_parameters(name: str) -> None:
-    fogdist.init()
-    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    start(topologies.RingGraph)
     model, plain = Mixed(False), Mixed(True)
     begin = copy.deepcopy(model.state_dict())
     train_mixed(name, model)
@@ -747,9 +746,7 @@ def test_all_kinds_of_parameters(name: str) -> None:
 
 
 def gossip(**options: Any) -> tuple[Quadratic, Any]:
-    fogdist.init()
-    rank = fogdist.rank()
-    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    rank, _ = start(topologies.RingGraph)
     model = Quadratic(rank, rank)
     groups = [
         {"params": [model.weight], "lr": float(RATES[0])},
@@ -791,7 +788,7 @@ def schedule(size: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_asynchronous_gossip_of_a_known_schedule(worlds, size):
     got = worlds(size).run(one_after_the_other)
-    X = np.stack([start(r) for r in range(size)])
+    X = np.stack([start_of(r) for r in range(size)])
     inbox = np.zeros_like(X)
     peers = [sorted({(r - 1) % size, (r + 1) % size}) for r in range(size)]
     pending: list[set[int]] = [set() for _ in range(size)]  # who has a move in the inbox
@@ -839,7 +836,7 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed(worlds, size):
     mean = np.mean([x for _, x, _ in results], axis=0)
     # Whatever the schedule was: moves of gossip cancel, so the mean is that of the local steps.
     np.testing.assert_allclose(mean, np.mean([own for own, _, _ in results], axis=0), rtol=0, atol=1e-12)
-    X = np.stack([start(r) for r in range(size)])
+    X = np.stack([start_of(r) for r in range(size)])
     assert results[0][2] < np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
     assert loss_of_all(mean, size) < loss_of_all(X.mean(axis=0), size)
 
@@ -862,7 +859,7 @@ def with_decaying_rates() -> np.ndarray:
 @pytest.mark.parametrize("size", [2, 4])
 def test_asynchronous_gossip_ends_near_the_optimum(worlds, size):
     ends = np.stack(worlds(size).run(with_decaying_rates))
-    begins = np.stack([start(r) for r in range(size)])
+    begins = np.stack([start_of(r) for r in range(size)])
     x = optimum(size)
     # Without gossip a rank would end at its own optimum, which is farther from this than where it began. How near they come depends on
     # who ran ahead between two barriers while the rates were large: up to 0.11 was seen.
@@ -931,9 +928,7 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
 
 
 def converge(name: str, options: dict[str, Any]) -> np.ndarray:
-    fogdist.init()
-    rank = fogdist.rank()
-    fogdist.set_topology(topologies.metropolis_hastings_weights(topologies.StarGraph(fogdist.size())), True)
+    rank, _ = start(lambda size: static("star", size)[0], True)
     model = Quadratic(rank, 0)
     optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.2), model, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 200, 0.7)
@@ -965,8 +960,7 @@ def test_what_is_exact_ends_at_the_optimum_whatever_the_scheduler_did(worlds, na
 
 
 def push_sum_weight() -> float:
-    fogdist.init()
-    fogdist.set_topology(lopsided(fogdist.size()))
+    start(lopsided)
     model = Quadratic(fogdist.rank(), 0)
     optimizer = algorithms.PushSumSGD(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert optimizer.p == 1.0
@@ -1037,8 +1031,7 @@ def test_wrong_arguments() -> None:
 
 
 def ranks_that_disagree() -> list[str]:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1 + rank)  # rates may differ
     # Of one name and other weights.
@@ -1074,8 +1067,7 @@ def test_ranks_must_run_one_algorithm_and_hear_if_they_start_apart(worlds):
 
 
 def distances() -> list[float]:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = Quadratic(rank, rank)
     model.bias.requires_grad_(False)  # counts all the same
     before = model.x().clone()
@@ -1103,7 +1095,7 @@ def distances() -> list[float]:
 def test_consensus_distance(worlds, size):
     results = worlds(size).run(distances)
     assert all(result == results[0] for result in results)
-    X = np.stack([start(r) for r in range(size)])
+    X = np.stack([start_of(r) for r in range(size)])
     expected = np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
     ranks = 5 * np.arange(size)
     np.testing.assert_allclose(

@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from training_cases import EXACT, Net, Simulation, loss_of, make_net, snapshot, trained
+from training_cases import EXACT, Net, Simulation, loss_of, make_net, snapshot, start, train_step, trained
 
 STEPS = 6
 LONG = timedelta(seconds=20)
@@ -151,8 +151,7 @@ def simulate(run: Run, size: int) -> list[Tensor]:
 
 
 def train(run: Run) -> Tensor:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = make_net(rank)
     made = OPTIMIZERS[run.optimizer]
     optimizer = made if run.function else made(model.parameters())
@@ -215,8 +214,7 @@ def on_a_ring(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> tuple[Any, DecentralizedDataParallel, Simulation]:
     """This rank's model and wrapper, and the simulation of all."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     ring = topologies.RingGraph(size)
     model = make_net(rank)
     wrapper = DecentralizedDataParallel(model, make(model), ring, broadcast=False)
@@ -225,8 +223,7 @@ def on_a_ring(
 
 
 @pytest.mark.parametrize(
-    ("unscale", "zero_first", "accumulate"),
-    [(False, True, False), (True, False, False), (True, True, True)],
+    ("unscale", "zero_first", "accumulate"), [(False, True, False), (True, False, False), (True, True, True)]
 )
 @on_ranks(3)
 def test_a_step_that_a_scaler_skips_holds_nobody_up(
@@ -287,8 +284,7 @@ def test_several_passes_before_a_step() -> None:
 @on_ranks(4)
 def test_rounds_go_on(mode: str) -> None:
     """A wrapper that is made anew halfway goes on with the topology's round that is next."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     topology = topologies.one_peer_exponential(size)
 
     def values(stops: bool) -> list[Tensor]:
@@ -382,8 +378,7 @@ class Nested(torch.optim.Adam):
 @on_ranks(2)
 def test_a_step_that_calls_its_base_class_mixes_once(with_closure: bool) -> None:
     """One exchange a step, even if torch calls hooks in the base class's step too."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     if rank == 0:
         torch.optim.Adam(make_net(0).parameters())  # from now on it calls hooks on this rank
     model = make_net(rank)
@@ -416,8 +411,7 @@ def test_a_step_that_calls_its_base_class_mixes_once(with_closure: bool) -> None
 
 
 def rounds_that_differ() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = nn.Linear(1, 1)
     wrapper = DecentralizedDataParallel(
         model, torch.optim.SGD(model.parameters(), lr=0.1), topologies.one_peer_exponential(size)
@@ -453,8 +447,7 @@ def features(rank: int, step: int) -> Tensor:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @on_ranks(3)
 def test_buffers_are_mixed_on_request(mode: str) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     matrix = topologies.mixing_matrix(topologies.RingGraph(size))
     torch.manual_seed(0)
     model = Norm()
@@ -489,8 +482,7 @@ def test_buffers_are_mixed_on_request(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @on_ranks(3)
 def test_global_average(mode: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     torch.manual_seed(rank)
     model = Norm()
     model.norm.running_mean.fill_(rank)
@@ -515,8 +507,7 @@ def test_global_average(mode: str) -> None:
 @on_ranks(4)
 def test_global_average_after_a_forward_pass_on_one_rank() -> None:
     """Rank 1 alone has begun an exchange; the steps after it go together again."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, float(rank))
     wrapper = DecentralizedDataParallel(
@@ -541,8 +532,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @on_ranks(3)
 def test_dtypes(mode: str) -> None:
     """Parameters of several dtypes are in buffers of their own."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = nn.ModuleList([nn.Linear(3, 2).to(dtype) for dtype in DTYPES])
     for parameter in model.parameters():
         nn.init.constant_(parameter, rank)
@@ -572,8 +562,7 @@ def test_dtypes(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @on_ranks(3)
 def test_all_start_with_rank_0s_values(mode: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     torch.manual_seed(rank)
     model = nn.Sequential(Net().double(), nn.BatchNorm1d(3).double())
     model[1].running_mean.fill_(rank)
@@ -587,8 +576,7 @@ def test_all_start_with_rank_0s_values(mode: str) -> None:
 
 
 def state_dicts(directory: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     model = nn.Sequential(Net(), nn.BatchNorm1d(3))
     wrapper = DecentralizedDataParallel(model, torch.optim.Adam(model.parameters()))
     plain = nn.Sequential(Net(), nn.BatchNorm1d(3))
@@ -640,8 +628,7 @@ def test_state_dicts(worlds, tmp_path):
 @on_ranks(2)
 def test_checkpoint_functions_take_the_wrapper() -> None:
     """torch.distributed.checkpoint.state_dict takes the wrapper, and finds what it finds of the module."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     for make in (torch.optim.Adam, torch.optim.SGD):
 
         def made(make: Any = make) -> tuple[nn.Module, Any, DecentralizedDataParallel]:
@@ -707,8 +694,7 @@ def test_transforms_of_functions_exchange_nothing() -> None:
 @on_ranks(2)
 def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
     """An SGD has no state, so every checkpoint steps it; the training does not notice."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*was changed between")
         for saves in (False, True):
@@ -738,8 +724,7 @@ def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
 
 @on_ranks(3)
 def test_ranks_that_disagree() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
@@ -915,8 +900,7 @@ def simulate_turns(run: Turns, size: int) -> tuple[list[Tensor], list[dict[int, 
 
 
 def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = make_net(rank)
     wrapper = DecentralizedDataParallel(
         model,
@@ -931,9 +915,7 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
     states, ages, done = [], [], 0
     for turn in TURNS:
         if turn == rank:
-            wrapper.optimizer.zero_grad()
-            loss_of(wrapper, rank, done).backward()
-            wrapper.optimizer.step()
+            train_step(wrapper, wrapper.optimizer, rank, done)
             scheduler.step()
             done += 1
             states.append(snapshot(model))
@@ -998,8 +980,7 @@ def descend(mode: str, options: dict[str, Any], slow_steps: int = SLOW_STEPS) ->
     Returns:
         Where it ends, the number of steps, and the largest staleness that was seen before a step.
     """
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     H, b = quadratic(rank, size)
     model = nn.Linear(4, 1, bias=False).double()
     nn.init.constant_(model.weight, 3.0)
@@ -1079,8 +1060,7 @@ def step(wrapper: DecentralizedDataParallel) -> None:
 
 @on_ranks(2)
 def test_a_rank_waits_until_the_timeout_only() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank), max_staleness=1, timeout=timedelta(seconds=0.3))
     if rank == 0:
         step(wrapper)
@@ -1104,8 +1084,7 @@ def test_a_rank_waits_until_the_timeout_only() -> None:
 @on_ranks(2)
 def test_pause() -> None:
     """Rank 1 ends early: rank 0 goes on without its values, and does not wait; then rank 1 comes back."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank), max_staleness=1)
     if rank == 1:
         step(wrapper)
@@ -1137,8 +1116,7 @@ def test_pause() -> None:
 @on_ranks(4)
 def test_a_new_topology() -> None:
     """New windows, new neighbors; what is in them at once is what the ranks have then."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     x, wrapper = make_scalar(float(rank))
     address = x.data_ptr()
     for _ in range(rank):
@@ -1161,8 +1139,7 @@ def test_a_new_topology() -> None:
 
 @on_ranks(2)
 def test_local_steps_put_nothing() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank))
     for turn in (0, 1):
         if rank == turn:
@@ -1175,8 +1152,7 @@ def test_local_steps_put_nothing() -> None:
 
 
 def lose_a_neighbor(skip: bool) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank), skip_lost=skip, max_staleness=1000, timeout=LONG)
     step(wrapper)
     fogdist.barrier()
@@ -1260,8 +1236,7 @@ def test_nothing_is_left(no_shared_memory_left, new_world, mode):
 
 @on_ranks(2)
 def test_a_module_is_wrapped_again_after_an_error_and_after_close() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = []  # with the frames of the error, as a notebook keeps them

@@ -33,6 +33,8 @@ from training_cases import (
     make_net,
     sgd,
     snapshot,
+    start,
+    train_step,
     trained,
 )
 
@@ -116,7 +118,7 @@ def simulate(run: Run, size: int) -> list[Tensor]:
 
         number += run.passes
         done += run.passes
-        all_ranks.matrix = matrix
+        all_ranks.matrix = matrix if run.kind != "gradient" else all_ranks.matrix
         all_ranks.step(backward, mixes=done >= run.every)
         done = 0 if done >= run.every else done
         for trajectory, model in zip(trajectories, all_ranks.models):
@@ -160,12 +162,10 @@ def train(run: Run) -> Tensor:
 
 
 def train_here(run: Run) -> Tensor:
+    is_weighted = run.mixing == "weighted"
+    rank, size = start(topologies.StarGraph if is_weighted else None, is_weighted)
     if "machines" in run.mixing:
         fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
-    else:
-        fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(*((topologies.StarGraph(size), True) if run.mixing == "weighted" else ()))
     model = make_net(rank)
     optimizer = distribute(run, model)
     trajectory, number = [], 0
@@ -234,8 +234,7 @@ def test_other_sizes(worlds, size, kind):
 @pytest.mark.parametrize("size", [1, 3])
 @on_ranks()
 def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     torch.manual_seed(rank)
     model = nn.Sequential(
         nn.Linear(1100, 1000).double(),  # more than one bucket by itself
@@ -378,8 +377,7 @@ STEPS = 5
 @on_ranks(3)
 def test_trajectories_of_any_optimizer(name: str, kind: str) -> None:
     case = CASES[name]
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     simulation = Simulation(kind, map(case.model, range(size)), case.optimizers)
     model = case.model(rank)
     made = case.optimizers(model)
@@ -414,8 +412,7 @@ def test_trajectories_of_any_optimizer(name: str, kind: str) -> None:
 @on_ranks(3)
 def test_lbfgs() -> None:
     """Each rank evaluates its closure as often as it likes."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
 
     def make(model: nn.Module) -> Optimizer:
         return torch.optim.LBFGS(trained(model), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -511,9 +508,7 @@ def train_with_old_name(name: str) -> Tensor:
             fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
         trajectory = []
         for step in range(7):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, step)
             trajectory.append(snapshot(model))
     return torch.stack(trajectory)
 
@@ -543,10 +538,8 @@ def test_the_first_name_of_the_optimizer_on_windows() -> None:
             optimizer = fogdist.DistributedBluefogOptimizer(*given, window_prefix=form, **options)
         optimizer.force_barrier = True
         for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-            simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward())
+            train_step(model, optimizer, rank, step)
+            simulation.train(step)
         simulation.check(rank, model)
         assert all(name.startswith(form) for name in fogdist.get_current_created_window_names())
         optimizer.unregister_window()
@@ -561,8 +554,7 @@ def test_the_first_name_of_the_optimizer_on_windows() -> None:
 @on_ranks(3)
 def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
     """All passes are in the average, also of buckets that were sent before; and the next steps are sound."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model, reference = make_net(0), make_net(0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     # With the layer that has no gradient in a bucket of its own: the others are sent by the first pass.
@@ -596,8 +588,7 @@ def one_average_more() -> int:
 
     Returns the step that failed.
     """
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     model = make_net(0)
     optimizer = FACTORIES["gradient"](torch.optim.SGD(model.parameters(), lr=0.1), model)
     for number in range(4):
@@ -633,8 +624,7 @@ class Routed(nn.Module):
 @pytest.mark.parametrize("size", [1, 4])
 @on_ranks()
 def test_gradients_that_exist_on_some_ranks_only() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     torch.manual_seed(0)
     model = Routed(size).double()
     reference = copy.deepcopy(model)
@@ -659,8 +649,7 @@ def test_gradients_that_exist_on_some_ranks_only() -> None:
 
 @on_ranks(2)
 def test_clipped_and_discarded_gradients() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     simulation = Simulation("gradient", [make_net(0) for _ in range(size)])
     model = make_net(0)
     optimizer = FACTORIES["gradient"](sgd(model), model)
@@ -732,8 +721,7 @@ OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # rank and step
 @on_ranks(3)
 def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
     """With averaged gradients an overflow on one rank is everybody's: as in one process with the mean of the losses."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model, reference = single_net(0), single_net(0)
 
     def make(model: nn.Module) -> Optimizer:
@@ -774,8 +762,7 @@ def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
 @on_ranks(2)
 def test_a_scaler_must_not_unscale_before_the_average() -> None:
     """What a scaler unscales before the average is refused, on all ranks, and the next iteration is sound."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     model = single_net(0)
     optimizer = fogdist.DistributedGradientAllreduceOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model
@@ -804,8 +791,7 @@ def test_a_scaler_must_not_unscale_before_the_average() -> None:
 @on_ranks(3)
 def test_atc_averages_during_the_backward_pass() -> None:
     """The last layer is averaged before the backward pass reaches the first."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     simulation = Simulation("atc", map(make_net, range(size)))
     model = make_net(rank)
     hidden: list[Tensor] = []
@@ -833,8 +819,7 @@ def test_atc_averages_during_the_backward_pass() -> None:
 @pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])
 @on_ranks(2)
 def test_gradients_changed_after_their_step(how: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     model = make_net(rank)
     optimizer = FACTORIES["atc"](sgd(model), model, step_in_backward=True, bucket_cap_mb=1e-4)
     scaler = torch.amp.GradScaler("cpu")
@@ -857,8 +842,6 @@ def test_gradients_changed_after_their_step(how: str) -> None:
     optimizer._fog_wrapped.state.clear()  # momentum
     simulation = Simulation("atc", nets)
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
-        simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward())
+        train_step(model, optimizer, rank, step)
+        simulation.train(step)
     simulation.check(rank, model)

@@ -50,6 +50,7 @@ from training_cases import (
     sgd,
     snapshot,
     start,
+    train_step,
     trained,
 )
 
@@ -342,9 +343,7 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         checks.equal("tied", model.decoder.weight.data_ptr(), model.encoder.weight.data_ptr())
         after = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         for number in range(2):
-            optimizer.zero_grad()
-            loss_of(model, rank, number).backward()
-            optimizer.step()
+            train_step(model, optimizer, rank, number)
             before.step()
             after.step()
         if make is torch.optim.Adam:  # the step before is counted
@@ -536,10 +535,8 @@ def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: fl
             for step in range(5):
                 for each in (model, *simulation.models):
                     CHANGES[change](each, step)
-                optimizer.zero_grad()
-                loss_of(called, rank, step).backward()
-                optimizer.step()
-                simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward())
+                train_step(called, optimizer, rank, step)
+                simulation.train(step)
                 simulation.check(rank, model)
 
 
@@ -688,13 +685,11 @@ def test_an_average_is_not_copied(kind: str) -> None:
             if step == 3:
                 held = dict(model.state_dict())
             before = [p.data_ptr() for p in model.parameters()]
-            optimizer.zero_grad()
-            loss_of(called, rank, step).backward()
-            optimizer.step()
+            train_step(called, optimizer, rank, step)
             assert (before == [p.data_ptr() for p in model.parameters()]) is (step >= 3), step
             for name, value in held.items():
                 assert torch.equal(value, model.get_parameter(name))
-            simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward())
+            simulation.train(step)
     simulation.check(rank, model)
 
 
@@ -710,9 +705,7 @@ def test_training_keeps_the_memory_of_parameters(kind: str) -> None:
         views = [model.weight.detach().view(-1), model.bias.detach()]
         array = model.weight.detach().numpy()
         for step in range(3):
-            optimizer.zero_grad()
-            loss_of(called, rank, step).backward()
-            optimizer.step()
+            train_step(called, optimizer, rank, step)
         assert torch.equal(snapshot(model), torch.cat(views))
         assert np.array_equal(array, model.weight.detach().numpy())
         assert not torch.equal(snapshot(model), values)
@@ -757,7 +750,7 @@ OWNERS = ["awc", "atc", "put", "ExactDiffusion", "wrapper"]
 @pytest.mark.parametrize("kind", OWNERS)
 @on_ranks(2)
 def test_a_model_has_one_owner(kind: str) -> None:
-    start(topologies.FullyConnectedGraph(2))
+    start(topologies.FullyConnectedGraph)
     model = make_net(0)
     first = distribute(kind, sgd(model), model)
     for other in OWNERS:
@@ -806,7 +799,7 @@ def changed_in_flight(kind: str, how: str) -> list[str]:
                     model.head.weight.data = model.head.weight.data * 2
             optimizer.step()
             assert _C.is_shared(model.head.weight)
-            simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward())
+            simulation.train(step)
         if how != "in place":  # there the neighbors may have seen either value
             simulation.check(rank, model)
     assert all(each.filename == __file__ for each in caught)
@@ -857,9 +850,7 @@ def test_awc_averages_during_the_forward_pass() -> None:
 
     model.watch = watch
     for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
     assert seen == [True] * 3 * (rank == 0)
     model.watch = lambda: None
 
@@ -1090,9 +1081,7 @@ def checkpoints(kind: str, of_sgd: bool, folder: str) -> None:
 
     def go_on(called: Any, optimizer: Any, first: int, last: int) -> None:
         for step in range(first, last):
-            optimizer.zero_grad()
-            loss_of(called, rank, step).backward()
-            optimizer.step()
+            train_step(called, optimizer, rank, step)
         optimizer.zero_grad()
 
     model, base = begin(rank)

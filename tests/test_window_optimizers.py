@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import fogdist
@@ -21,7 +22,7 @@ from harness import on_ranks, sizes
 from reference import Checks
 from test_optimizers import Run, matrices, simulate
 from torch import Tensor, nn
-from training_cases import EXACT, OPTIMIZERS, WINDOWS, loss_of, make_net, snapshot, start
+from training_cases import EXACT, OPTIMIZERS, WINDOWS, loss_of, make_net, snapshot, start, train_step
 
 
 def distribute(
@@ -54,7 +55,7 @@ def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> Non
 
 def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     star = run.mixing == "weighted"
-    rank, size = start(topologies.StarGraph(fogdist_size()) if star else None, star)
+    rank, size = start(topologies.StarGraph if star else None, star)
     model = make_net(rank)
     optimizer = distribute(
         kind,
@@ -77,11 +78,6 @@ def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
         trajectory.append(snapshot(model))
     optimizer.unregister_window()
     return torch.stack(trajectory)
-
-
-def fogdist_size() -> int:
-    fogdist.init()
-    return fogdist.size()
 
 
 RUNS = [
@@ -116,7 +112,7 @@ def test_push_sum_on_balanced_graphs_averages_as_adapt_with_combine(worlds, run)
 
 def several_ways() -> None:
     """Every kind in one world, whose ranks only send messages, as ranks on different hosts."""
-    rank, size = fogdist_size() and fogdist.rank(), fogdist.size()
+    rank, size = start()
     run = Run("awc", "adam", every=2, passes=1, steps=6)
     for kind in WINDOWS:
         expected = simulate(run, size)[rank]
@@ -185,7 +181,7 @@ class Pieces(nn.Module):
 
 
 def push_sum_trajectory(problem: Quadratics, every: int, steps: int) -> tuple[np.ndarray, list[list[float]]]:
-    rank, _ = start(unbalanced(problem.size))
+    rank, _ = start(unbalanced)
     model = Pieces(problem, rank)
     optimizer = distribute(
         "push-sum",
@@ -239,7 +235,7 @@ def test_push_sum_follows_its_recursion_on_a_directed_graph(worlds, size, every)
 
 def average_at_uneven_speeds(slow: int) -> None:
     """Push-sum without gradients: each rank at its own pace, then all in step until they agree."""
-    rank, size = start(unbalanced(fogdist_size()))
+    rank, size = start(unbalanced)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).double())
     average = [fogdist.allreduce(p.detach()) for p in model.parameters()]
@@ -283,7 +279,7 @@ def solve_at_uneven_speeds(
     kind: str, problem: Quadratics, slow: int, steps: int = 150
 ) -> tuple[int, float, float]:
     """Steps, distance to the common solution at the start and at the end."""
-    rank, _ = start(unbalanced(problem.size))
+    rank, _ = start(unbalanced)
     model = Pieces(problem, rank)
     solution = torch.from_numpy(problem.solution())
     before = (model.z() - solution).norm().item()
@@ -319,7 +315,7 @@ def test_convergence_with_one_slow_rank(worlds, kind):
 
 @on_ranks(3)
 def test_first_iteration_before_any_put_has_arrived() -> None:
-    rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))  # from the left, to the right
+    rank, size = start(partial(topologies.RingGraph, connect_style=2))  # from the left, to the right
     left = (rank - 1) % size
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute("put", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
@@ -347,7 +343,7 @@ def test_first_iteration_before_any_put_has_arrived() -> None:
 
 @on_ranks(3)
 def test_push_sum_before_anything_came() -> None:
-    rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))
+    rank, size = start(partial(topologies.RingGraph, connect_style=2))
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute("push-sum", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
     nn.init.constant_(model.weight, 10.0 + rank)
@@ -374,7 +370,7 @@ def test_push_sum_before_anything_came() -> None:
 def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
     graph = nx.DiGraph([(0, 1), (1, 0)])
     graph.add_node(2)  # talks to nobody
-    rank, _ = start(graph)
+    rank, _ = start(lambda _: graph)
     model, plain = make_net(rank), make_net(rank)
     optimizer = distribute(kind, model, OPTIMIZERS["adam"], in_step=False)
     base = OPTIMIZERS["adam"](plain.parameters())
@@ -500,14 +496,12 @@ def test_bad_attributes() -> None:
 
 
 def lose_a_neighbor(kind: str) -> None:
-    rank, _ = start(topologies.FullyConnectedGraph(fogdist_size()))
+    rank, _ = start(topologies.FullyConnectedGraph)
     model = make_net(rank)
     optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
 
     def forward_and_step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, 0)
 
     forward_and_step()
     fogdist.barrier()

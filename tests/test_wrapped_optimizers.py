@@ -15,21 +15,16 @@ import torch
 from fogdist import algorithms
 from harness import BACKEND, on_ranks
 from reference import Checks
-from test_optimizers import loss_of, make_net, snapshot
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from training_cases import VIEWS, loss_of, make_net, snapshot, train_step
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
 
 KINDS: dict[str, Callable[[Optimizer, nn.Module], Any]] = {
-    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
-    "gradient": fogdist.DistributedGradientAllreduceOptimizer,
-    "win_put": fogdist.DistributedWinPutOptimizer,
-    "decentralized SGD": algorithms.DecentralizedSGD,
-    "gradient tracking": algorithms.GradientTracking,
+    kind: VIEWS[kind] for kind in ("awc", "atc", "gradient", "put", "DecentralizedSGD", "GradientTracking")
 }
-DYNAMIC = ["awc", "atc", "decentralized SGD"]
+DYNAMIC = ["awc", "atc", "DecentralizedSGD"]
 
 
 class Strategy:
@@ -87,7 +82,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
     model = make_net(rank)
     plain = SGD(model.parameters(), lr=0.1, momentum=0.5)
     view = optimizer = KINDS[kind](plain, model)
-    if kind == "win_put":
+    if kind == "put":
         view.force_barrier = True
     if form is not None:
         optimizer = form(view)
@@ -103,9 +98,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
             optimizer.dst_weights = [(rank + 1) % size]
             checks.equal(f"{label}: weights", (view.self_weight, optimizer.self_weight), (0.25, 0.25))
             checks.true(f"{label}: check", optimizer.enable_topo_check)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
         scheduler.step()
     checks.equal(f"{label}: rate", plain.param_groups[0]["lr"], 0.025)
     ours = {name for name in vars(plain) if view._fog_is_declared(name)}
@@ -125,7 +118,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
         with pytest.raises(ValueError, match="distributed already"):
             KINDS[kind](optimizer, model)
     optimizer.load_state_dict(optimizer.state_dict())
-    if kind == "win_put":
+    if kind == "put":
         optimizer.unregister_window()
     return snapshot(model)
 
@@ -226,16 +219,14 @@ def alone(kind: str) -> Tensor:
     model = make_net(rank)
     optimizer = KINDS[kind](SGD(model.parameters(), lr=0.1, momentum=0.5), model)
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
     return snapshot(model)
 
 
 def train_in_lightning() -> None:
     fogdist.init()
     with Checks() as checks:
-        for kind in ("awc", "atc", "gradient", "gradient tracking"):
+        for kind in ("awc", "atc", "gradient", "GradientTracking"):
             expected = alone(kind)
             for is_automatic in (True, False):
                 checks.equal(f"{kind} {is_automatic}", in_lightning(kind, is_automatic), expected)

@@ -74,6 +74,13 @@ def snapshot(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+def train_step(called: Any, optimizer: Any, rank: int, number: int) -> None:
+    """A step of training as most loops have it."""
+    optimizer.zero_grad()
+    loss_of(called, rank, number).backward()
+    optimizer.step()
+
+
 def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -129,12 +136,21 @@ RULES = {
 }
 
 
-def start(graph: nx.DiGraph | None = None, is_weighted: bool = False) -> tuple[int, int]:
-    """Begins a test in a world that others have used, without their windows, which keep the topology; rank and size."""
+def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> tuple[int, int]:
+    """Begins a test in a world that others have used, without their windows, which keep the topology.
+
+    Args:
+        graph: Makes the group's topology; by default the group's own.
+        is_weighted: Whether its weights count.
+
+    Returns:
+        Rank and size.
+    """
     fogdist.init()
     fogdist.win_free()
-    assert fogdist.set_topology(graph, is_weighted)
-    return fogdist.rank(), fogdist.size()
+    rank, size = fogdist.rank(), fogdist.size()
+    assert fogdist.set_topology(None if graph is None else graph(size), is_weighted)
+    return rank, size
 
 
 def distribute(kind: str, base: Optimizer, model: Any, **options: Any) -> tuple[Any, Any]:
@@ -176,7 +192,8 @@ class Simulation:
         rule: "awc", "atc", "cta" or "gradient".
         models: Of the ranks.
         make: Makes a model's optimizer, or several.
-        matrix: What mixes them; by default plain means along the exponential graph, as a group does.
+        matrix: What mixes them, or their gradients; by default plain means along the exponential graph, as a group
+            does, and of all ranks' gradients.
     """
 
     def __init__(
@@ -191,8 +208,12 @@ class Simulation:
         made = [make(model) for model in self.models]
         self.optimizers = [each if isinstance(each, list) else [each] for each in made]
         size = len(self.models)
-        graph = topologies.uniform_weights(topologies.ExponentialGraph(size))
-        self.matrix = topologies.mixing_matrix(graph) if matrix is None else matrix
+        if matrix is None:
+            graph = topologies.uniform_weights(topologies.ExponentialGraph(size))
+            matrix = (
+                np.full((size, size), 1 / size) if rule == "gradient" else topologies.mixing_matrix(graph)
+            )
+        self.matrix = matrix
 
     def step(
         self,
@@ -216,7 +237,7 @@ class Simulation:
                 optimizer.zero_grad()
             backward(model, rank)
         if self.rule == "gradient" and mixes:
-            self.average_gradients()
+            self.mix_gradients()
         if clips is not None:
             for model in self.models:
                 nn.utils.clip_grad_norm_(model.parameters(), clips)
@@ -229,6 +250,10 @@ class Simulation:
         if self.rule == "atc" and mixes:
             self.mix()
 
+    def train(self, number: int) -> None:
+        """`train_step` of all."""
+        self.step(lambda model, rank: loss_of(model, rank, number).backward())
+
     def mix(self) -> None:
         """Mixes what the optimizers hold and train."""
         with torch.no_grad():
@@ -237,12 +262,13 @@ class Simulation:
                 for parameter, value in zip(same, values, strict=True):
                     parameter.copy_(value)
 
-    def average_gradients(self) -> None:
+    def mix_gradients(self) -> None:
+        """A gradient that some ranks do not have counts as zeros; one that nobody has stays away."""
         for same in zip(*map(self._held, range(len(self.models))), strict=True):
             if any(p.grad is not None for p in same):
-                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in same]).mean(0)
-                for p in same:
-                    p.grad = mean.clone()
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+                for parameter, value in zip(same, mix(gradients, self.matrix), strict=True):
+                    parameter.grad = value.to(parameter.dtype)
 
     def _held(self, rank: int) -> list[nn.Parameter]:
         groups = [group for optimizer in self.optimizers[rank] for group in optimizer.param_groups]
