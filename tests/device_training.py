@@ -16,11 +16,11 @@ from unittest import mock
 
 import device_double
 import fogdist
-import test_algorithms
 import test_decentralized_ddp
 import test_optimizers
 import test_window_optimizers
 import torch
+import training_cases
 from fogdist import algorithms
 from fogdist import topology as topologies
 from host_reads import HostReads
@@ -110,7 +110,7 @@ def of_algorithm(name: str, device: str) -> Tensor:
     with moved(device):
         model = test_optimizers.make_net(0)
         base = torch.optim.SGD(model.parameters(), lr=0.05)
-        optimizer = getattr(algorithms, name)(base, model, **test_algorithms.ALL[name])
+        optimizer = getattr(algorithms, name)(base, model, **training_cases.IN_STEP[name])
         found = []
         for number in range(5):
             optimizer.zero_grad()
@@ -322,7 +322,7 @@ def reads_of_steps(kind: str, device: str) -> list[str]:
             make = fogdist.DistributedAdaptThenCombineOptimizer
             optimizer = make(base, model, step_in_backward=True, bucket_cap_mb=1e-4)
         else:
-            optimizer = getattr(algorithms, kind)(base, model, **test_algorithms.ALL[kind])
+            optimizer = getattr(algorithms, kind)(base, model, **training_cases.IN_STEP[kind])
         batches = [
             tuple(part.to(there) for part in test_optimizers.batch(rank, number)) for number in range(6)
         ]

@@ -15,6 +15,9 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -130,6 +133,40 @@ def case(**values: Any) -> Iterator[None]:
     except AssertionError as error:
         named = ", ".join(f"{name}={value!r}" for name, value in values.items())
         raise AssertionError(f"with {named}: {error}") from error
+
+
+class _Body:
+    """What a test of `on_ranks` runs on a rank. It is found by name there, where the test stands in its place."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.__module__, self.__qualname__ = function.__module__, function.__qualname__
+
+    def __call__(self, *arguments: Any) -> None:
+        getattr(importlib.import_module(self.__module__), self.__qualname__).__wrapped__(*arguments)
+
+
+def on_ranks(size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a test of a function that each rank of a shared world calls, with its parameters and fixtures.
+
+    Args:
+        size: Number of ranks; by default the test's parameter ``size``, which the function does not get.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        names = list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def test(worlds: WorldPool, **given: Any) -> None:
+            worlds(given["size"] if size is None else size).run(
+                _Body(function), *(given[name] for name in names)
+            )
+
+        asked = ["worlds", *(["size"] if size is None else []), *names]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 def init_process_group(timeout: float, backend: str = BACKEND) -> None:

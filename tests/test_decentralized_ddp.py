@@ -25,7 +25,7 @@ import signal
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -35,13 +35,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import training_cases
 from fogdist import DecentralizedDataParallel
 from fogdist import topology as topologies
 from fogdist.context import handles
-from harness import World, sizes
+from harness import World, on_ranks, sizes
 from reference import mix
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -50,53 +50,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from training_cases import EXACT, Net, Simulation, loss_of, make_net, snapshot, start, train_step, trained
 
 STEPS = 6
 LONG = timedelta(seconds=20)
 
 
-class Net(nn.Module):
-    """Tied, frozen and unused parameters, some held by the container itself, one used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.position = nn.Parameter(torch.randn(4))
-        self.encoder = nn.Linear(4, 4)
-        self.decoder = nn.Linear(4, 4, bias=False)
-        self.decoder.weight = self.encoder.weight
-        self.frozen = nn.Linear(4, 4).requires_grad_(False)
-        self.unused = nn.Linear(2, 2)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.encoder(x + self.position))
-        return self.head(torch.tanh(self.frozen(self.decoder(hidden)) + self.encoder(hidden)))
-
-
-def make_net(rank: int) -> nn.Module:
-    torch.manual_seed(100 + rank)  # ranks start apart, so that every exchange shows
-    return Net().double()
-
-
-def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    x = torch.randn(5, 4, generator=generator, dtype=torch.float64)
-    y = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    there = next(model.parameters()).device
-    return (model(x.to(there)) - y.to(there)).square().mean()
-
-
-def snapshot(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def trained(model: nn.Module) -> list[Tensor]:
-    return [p for p in model.parameters() if p.requires_grad]
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+    **training_cases.OPTIMIZERS,
     "fused": lambda p: torch.optim.Adam(p, lr=0.02, fused=True),
 }
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
@@ -118,13 +79,6 @@ def matrix_of(name: str, size: int, t: int) -> np.ndarray:
         if isinstance(topology, topologies.Topology)
         else topologies.mixing_matrix(topology)
     )
-
-
-def mix_models(models: Sequence[nn.Module], matrix: np.ndarray) -> None:
-    with torch.no_grad():
-        for same in zip(*(trained(m) for m in models), strict=True):
-            for parameter, value in zip(same, mix([p.detach().clone() for p in same], matrix), strict=True):
-                parameter.copy_(value)
 
 
 # --- in step with the neighbors -----------------------------------------------------------------------------
@@ -177,31 +131,26 @@ def scheduler_of(optimizer: Any, run: Run) -> Any:
 
 def simulate(run: Run, size: int) -> list[Tensor]:
     """Returns the parameters of rank r after each step as [r][step]."""
-    models = [make_net(rank) for rank in range(size)]
-    optimizers = [OPTIMIZERS[run.optimizer](trained(m)) for m in models]
-    schedulers = [scheduler_of(o, run) for o in optimizers]
+    all_ranks = Simulation("awc", map(make_net, range(size)), lambda m: OPTIMIZERS[run.optimizer](trained(m)))
+    schedulers = [scheduler_of(optimizer, run) for (optimizer,) in all_ranks.optimizers]
     trajectories: list[list[Tensor]] = [[] for _ in range(size)]
     topology, t = run.topology, 0
     for step in range(STEPS):
         if run.then and step == 3:
             topology, t = run.then, 0
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            backward(model, run, rank, step)
-        if not (run.local and step % 2 == 0):
-            mix_models(models, matrix_of(topology, size, t))
-            t += 1
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
+        mixes = not (run.local and step % 2 == 0)
+        all_ranks.matrix = matrix_of(topology, size, t)
+        all_ranks.step(lambda model, rank, k=step: backward(model, run, rank, k), mixes=mixes)
+        t += mixes
+        for scheduler in schedulers:
             scheduler.step()
-        for trajectory, model in zip(trajectories, models, strict=True):
+        for trajectory, model in zip(trajectories, all_ranks.models, strict=True):
             trajectory.append(snapshot(model))
     return [torch.stack(trajectory) for trajectory in trajectories]
 
 
 def train(run: Run) -> Tensor:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = make_net(rank)
     made = OPTIMIZERS[run.optimizer]
     optimizer = made if run.function else made(model.parameters())
@@ -237,7 +186,7 @@ def train(run: Run) -> Tensor:
 
 
 RUNS = [
-    *(Run(optimizer=optimizer, topology="one-peer") for optimizer in OPTIMIZERS),
+    *(Run(optimizer=optimizer, topology="one-peer") for optimizer in ("sgd", "adamw", "fused")),
     *(Run(topology=topology) for topology in TOPOLOGIES),
     Run("adamw", passes=3, clip=True, schedule=True, function=True),
     Run("fused", "matching", closure=True, clip=True, function=True),
@@ -250,97 +199,50 @@ RUNS = [
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_trajectories(worlds, run):
     for got, expected in zip(worlds(4).run(train, run), simulate(run, 4), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(got, expected, **EXACT)
 
 
 @pytest.mark.parametrize("size", sizes([1, 2], [3]))  # two ranks: one in-neighbor each
 def test_other_sizes(worlds, size):
     run = Run("adamw", "ring" if size > 1 else "group")
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(got, expected, **EXACT)
 
 
-def skip_a_step(unscale: bool, zero_first: bool, accumulate: bool) -> None:
-    """A GradScaler finds an overflow on rank 1 in steps 1 and 4 (the last one), and skips them."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    models = [make_net(r) for r in range(size)]  # the simulation, on every rank
-    sgds = [torch.optim.SGD(trained(m), lr=0.05, momentum=0.9) for m in models]
+def on_a_ring(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> tuple[Any, DecentralizedDataParallel, Simulation]:
+    """This rank's model and wrapper, and the simulation of all."""
+    rank, size = start()
+    ring = topologies.RingGraph(size)
     model = make_net(rank)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    wrapper = DecentralizedDataParallel(model, optimizer, topologies.RingGraph(size), broadcast=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    matrix = topologies.mixing_matrix(topologies.RingGraph(size))
-    for step in range(5):
-        assert not wrapper._mixing.has_begun  # it has mixed in the step, not at the next forward pass
-        overflows = rank == 1 and step in (1, 4)
-        if zero_first:
-            optimizer.zero_grad()
-        if accumulate:
-            with wrapper.no_sync():
-                scaler.scale(loss_of(wrapper, rank, 100 + step)).backward()
-        loss = loss_of(wrapper, rank, step) * (math.inf if overflows else 1.0)
-        if not zero_first:
-            optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        if unscale:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(wrapper.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        for r, (m, sgd) in enumerate(zip(models, sgds, strict=True)):
-            sgd.zero_grad()
-            if accumulate:
-                loss_of(m, r, 100 + step).backward()
-            loss_of(m, r, step).backward()
-            if unscale:
-                nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-        mix_models(models, matrix)
-        for r, sgd in enumerate(sgds):
-            if not (r == 1 and step in (1, 4)):
-                sgd.step()
-    wrapper.global_average()
-    mix_models(models, np.full((size, size), 1 / size))
-    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+    wrapper = DecentralizedDataParallel(model, make(model), ring, broadcast=False)
+    matrix = topologies.mixing_matrix(ring)
+    return model, wrapper, Simulation("awc", map(make_net, range(size)), make, matrix)
 
 
-@pytest.mark.parametrize(
-    ("unscale", "zero_first", "accumulate"),
-    [(False, True, False), (True, False, False), (True, True, True)],
-)
-def test_a_step_that_a_scaler_skips_holds_nobody_up(worlds, unscale, zero_first, accumulate):
-    worlds(3).run(skip_a_step, unscale, zero_first, accumulate)
-
-
-def several_passes() -> None:
+@on_ranks(3)
+def test_several_passes_before_a_step() -> None:
     """Two calls before one backward pass, and accumulation without no_sync: one exchange a step."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    models = [make_net(r) for r in range(size)]
-    model = make_net(rank)
-    wrapper = DecentralizedDataParallel(
-        model, lambda p: torch.optim.SGD(p, lr=0.05), topologies.RingGraph(size), broadcast=False
-    )
+    model, wrapper, simulation = on_a_ring(lambda m: torch.optim.SGD(trained(m), lr=0.05))
     for step in range(4):
-        for m, run in [(wrapper, rank), *((m, r) for r, m in enumerate(models))]:
-            m.zero_grad(set_to_none=step != 2)
-            (loss_of(m, run, step) + loss_of(m, run, 10 + step)).backward()
-            loss_of(m, run, 20 + step).backward()
-        mix_models(models, topologies.mixing_matrix(topologies.RingGraph(size)))
-        for m in models:
-            torch.optim.SGD(trained(m), lr=0.05).step()
+
+        def passes(m: nn.Module, r: int, step: int = step) -> None:
+            (loss_of(m, r, step) + loss_of(m, r, 10 + step)).backward()
+            loss_of(m, r, 20 + step).backward()
+
+        wrapper.zero_grad(set_to_none=step != 2)
+        passes(wrapper, fogdist.rank())
         wrapper.optimizer.step()
-    torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+        simulation.step(passes)
+    simulation.check(fogdist.rank(), model)
 
 
-def test_several_passes_before_a_step(worlds):
-    worlds(3).run(several_passes)
-
-
-def resume(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(4)
+def test_rounds_go_on(mode: str) -> None:
     """A wrapper that is made anew halfway goes on with the topology's round that is next."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     topology = topologies.one_peer_exponential(size)
 
     def values(stops: bool) -> list[Tensor]:
@@ -381,34 +283,23 @@ def resume(mode: str) -> None:
         assert torch.equal(torch.stack(at_once), torch.stack(in_parts))
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_rounds_go_on(worlds, mode):
-    worlds(4).run(resume, mode)
-
-
-def accumulate_oddly(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["zero", "inf", "scaler"])
+@on_ranks(3)
+def test_odd_gradients_are_no_skipped_step(kind: str) -> None:
     """Rank 0's first part of two has gradients that look like those of a skipped step."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    models = [make_net(r) for r in range(size)]
-    model = make_net(rank)
-    wrapper = DecentralizedDataParallel(
-        model, lambda p: torch.optim.Adam(p, lr=0.05), topologies.RingGraph(size), broadcast=False
-    )
-    adams = [torch.optim.Adam(trained(m), lr=0.05) for m in models]
+    model, wrapper, simulation = on_a_ring(lambda m: torch.optim.Adam(trained(m), lr=0.05))
     for step in range(4):
-        odd = step == 1
-        for m, run in [(wrapper, rank), *((m, r) for r, m in enumerate(models))]:
-            m.zero_grad()
-            factor = {"zero": 0.0, "inf": math.inf, "scaler": math.inf}[kind] if odd and run == 0 else 1.0
-            (loss_of(m, run, step) * factor).backward()
-            loss_of(m, run, 10 + step)  # of a log
-            (loss_of(m, run, 20 + step) * (factor if kind == "zero" else 1.0)).backward()
-        mix_models(models, topologies.mixing_matrix(topologies.RingGraph(size)))
+
+        def passes(m: nn.Module, r: int, step: int = step) -> None:
+            factor = (0.0 if kind == "zero" else math.inf) if (r, step) == (0, 1) else 1.0
+            (loss_of(m, r, step) * factor).backward()
+            loss_of(m, r, 10 + step)  # of a log
+            (loss_of(m, r, 20 + step) * (factor if kind == "zero" else 1.0)).backward()
+
+        wrapper.zero_grad()
+        passes(wrapper, fogdist.rank())
+        simulation.step(passes, skips=[0] if step == 1 and kind != "zero" else [])
         is_finite = all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-        for r, adam in enumerate(adams):
-            if not (odd and r == 0 and kind != "zero"):
-                adam.step()
         if kind == "scaler":
             scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
             gradients = [p.grad for p in trained(model)]
@@ -421,15 +312,10 @@ def accumulate_oddly(kind: str) -> None:
             wrapper.optimizer.step()
         else:
             wrapper.synchronize()
-        torch.testing.assert_close(snapshot(model), snapshot(models[rank]), rtol=1e-11, atol=1e-12)
+        simulation.check(fogdist.rank(), model)
     assert wrapper.round == 4
     wrapper.close()
     assert not getattr(wrapper.optimizer, "_step_supports_amp_scaling", False)
-
-
-@pytest.mark.parametrize("kind", ["zero", "inf", "scaler"])
-def test_odd_gradients_are_no_skipped_step(worlds, kind):
-    worlds(3).run(accumulate_oddly, kind)
 
 
 class Nested(torch.optim.Adam):
@@ -446,10 +332,11 @@ class Nested(torch.optim.Adam):
         return result
 
 
-def step_of_a_base_class(with_closure: bool) -> None:
+@pytest.mark.parametrize("with_closure", [False, True])
+@on_ranks(2)
+def test_a_step_that_calls_its_base_class_mixes_once(with_closure: bool) -> None:
     """One exchange a step, even if torch calls hooks in the base class's step too."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     if rank == 0:
         torch.optim.Adam(make_net(0).parameters())  # from now on it calls hooks on this rank
     model = make_net(rank)
@@ -481,14 +368,8 @@ def step_of_a_base_class(with_closure: bool) -> None:
     assert wrapper.round == 6
 
 
-@pytest.mark.parametrize("with_closure", [False, True])
-def test_a_step_that_calls_its_base_class_mixes_once(worlds, with_closure):
-    worlds(2).run(step_of_a_base_class, with_closure)
-
-
 def rounds_that_differ() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = nn.Linear(1, 1)
     wrapper = DecentralizedDataParallel(
         model, torch.optim.SGD(model.parameters(), lr=0.1), topologies.one_peer_exponential(size)
@@ -502,50 +383,6 @@ def rounds_that_differ() -> None:
 def test_ranks_in_different_rounds_do_not_mix(new_world):
     outcomes = new_world(2, timeout=3.0).run_raw(rounds_that_differ)
     assert [o.state for o in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
-
-
-def change_early(kind: str) -> None:
-    """Values that change while the neighbors read them."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    if kind == "max_norm":
-        model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1))
-        x = torch.arange(4)
-    else:
-        model, x = nn.Linear(2, 1), torch.ones(1, 2)
-    for p in model.parameters():
-        nn.init.constant_(p, 1.0 + rank)
-    wrapper = DecentralizedDataParallel(
-        model, lambda p: torch.optim.SGD(p, lr=0.0), topologies.FullyConnectedGraph(size), broadcast=False
-    )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            wrapper.optimizer.zero_grad()
-            wrapper(x).sum().backward()
-            with torch.no_grad():
-                if kind == "in place":
-                    model.weight.clamp_(-0.5, 0.5)
-                elif kind == "replaced":
-                    model.weight.data = torch.zeros(1, 2)
-            wrapper.optimizer.step()
-    messages = [str(w.message) for w in caught]
-    if kind == "max_norm":
-        # All rows have the largest norm from the first forward pass on, so their mean has it too.
-        torch.testing.assert_close(model[0].weight.detach().norm(dim=1), torch.full((4,), 0.1))
-        assert messages == []
-    else:
-        # It happens at each step, and is said once.
-        which = "'weight'" if kind == "in place" else "a parameter"
-        assert [
-            m.startswith(f"{which} was changed between the forward pass and step()") for m in messages
-        ] == [True]
-        assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("kind", ["max_norm", "in place", "replaced"])
-def test_parameters_that_change_before_the_step(worlds, kind):
-    worlds(3).run(change_early, kind)
 
 
 class Norm(nn.Module):
@@ -565,9 +402,10 @@ def features(rank: int, step: int) -> Tensor:
     return rank + torch.randn(6, 4, generator=generator, dtype=torch.float64)
 
 
-def mix_buffers(mode: str) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(3)
+def test_buffers_are_mixed_on_request(mode: str) -> None:
+    rank, size = start()
     matrix = topologies.mixing_matrix(topologies.RingGraph(size))
     torch.manual_seed(0)
     model = Norm()
@@ -590,7 +428,7 @@ def mix_buffers(mode: str) -> None:
         means = [new + mix_ - old for new, mix_, old in zip(changed, mixed, means, strict=True)]
     assert model.norm.num_batches_tracked == 4
     if mode == "sync":
-        torch.testing.assert_close(model.norm.running_mean, means[rank], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(model.norm.running_mean, means[rank], **EXACT)
     mine = [model.norm.running_mean.clone(), model.norm.running_var.clone()]
     wrapper.global_average()
     for got, value in zip([model.norm.running_mean, model.norm.running_var], mine, strict=True):
@@ -600,13 +438,9 @@ def mix_buffers(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_buffers_are_mixed_on_request(worlds, mode):
-    worlds(3).run(mix_buffers, mode)
-
-
-def average_globally(mode: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+@on_ranks(3)
+def test_global_average(mode: str) -> None:
+    rank, _ = start()
     torch.manual_seed(rank)
     model = Norm()
     model.norm.running_mean.fill_(rank)
@@ -628,15 +462,10 @@ def average_globally(mode: str) -> None:
     wrapper.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_global_average(worlds, mode):
-    worlds(3).run(average_globally, mode)
-
-
-def average_with_one_forward_pass() -> None:
+@on_ranks(4)
+def test_global_average_after_a_forward_pass_on_one_rank() -> None:
     """Rank 1 alone has begun an exchange; the steps after it go together again."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, float(rank))
     wrapper = DecentralizedDataParallel(
@@ -654,14 +483,14 @@ def average_with_one_forward_pass() -> None:
     assert wrapper.round == 6
 
 
-def test_global_average_after_a_forward_pass_on_one_rank(worlds):
-    worlds(4).run(average_with_one_forward_pass)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def mix_dtypes(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(3)
+def test_dtypes(mode: str) -> None:
     """Parameters of several dtypes are in buffers of their own."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = nn.ModuleList([nn.Linear(3, 2).to(dtype) for dtype in DTYPES])
     for parameter in model.parameters():
         nn.init.constant_(parameter, rank)
@@ -685,20 +514,13 @@ def mix_dtypes(mode: str) -> None:
     wrapper.close()
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_dtypes(worlds, mode):
-    worlds(3).run(mix_dtypes, mode)
-
-
 # --- the module stays what it was ---------------------------------------------------------------------------
 
 
-def start_equal(mode: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(3)
+def test_all_start_with_rank_0s_values(mode: str) -> None:
+    rank, _ = start()
     torch.manual_seed(rank)
     model = nn.Sequential(Net().double(), nn.BatchNorm1d(3).double())
     model[1].running_mean.fill_(rank)
@@ -711,14 +533,9 @@ def start_equal(mode: str) -> None:
     wrapper.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_all_start_with_rank_0s_values(worlds, mode):
-    worlds(3).run(start_equal, mode)
-
-
-def state_dicts(directory: str) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+@on_ranks(2)
+def test_state_dicts() -> None:
+    start()
     model = nn.Sequential(Net(), nn.BatchNorm1d(3))
     wrapper = DecentralizedDataParallel(model, torch.optim.Adam(model.parameters()))
     plain = nn.Sequential(Net(), nn.BatchNorm1d(3))
@@ -746,11 +563,6 @@ def state_dicts(directory: str) -> None:
     outer.load_state_dict(plain_outer.state_dict())
     plain_outer.load_state_dict(outer.state_dict())
     assert torch.equal(model[0].position, plain[0].position)
-    # torch.distributed.checkpoint.
-    checkpoint.save(wrapper.state_dict(), checkpoint_id=f"{directory}/{rank}", no_dist=True)
-    loaded = plain.state_dict()
-    checkpoint.load(loaded, checkpoint_id=f"{directory}/{rank}", no_dist=True)
-    wrapper.load_state_dict(loaded)
     assert [p.data_ptr() for p in model.parameters()] == addresses
     twin = copy.deepcopy(wrapper.module)
     assert torch.equal(twin[0].position, model[0].position)
@@ -762,15 +574,10 @@ def state_dicts(directory: str) -> None:
     fogdist.barrier()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_state_dicts(worlds, tmp_path):
-    worlds(2).run(state_dicts, str(tmp_path))
-
-
-def checkpoint_functions() -> None:
+@on_ranks(2)
+def test_checkpoint_functions_take_the_wrapper() -> None:
     """torch.distributed.checkpoint.state_dict takes the wrapper, and finds what it finds of the module."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     for make in (torch.optim.Adam, torch.optim.SGD):
 
         def made(make: Any = make) -> tuple[nn.Module, Any, DecentralizedDataParallel]:
@@ -818,37 +625,25 @@ def checkpoint_functions() -> None:
         wrapper.missing  # noqa: B018
 
 
-def test_checkpoint_functions_take_the_wrapper(worlds):
-    worlds(2).run(checkpoint_functions)
-
-
-def transform() -> None:
-    """A function of the model is transformed on one rank only: no exchange."""
-    fogdist.init()
+@on_ranks(2)
+def test_transforms_of_functions_exchange_nothing() -> None:
+    """Of the wrapper, on one rank only."""
+    rank, _ = start()
     model = nn.Linear(2, 1).double()
     wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.ones(3, 2, dtype=torch.float64)
-    if fogdist.rank() == 0:
-        gradient = torch.func.grad(lambda x: wrapper(x).sum())(x)
-        torch.testing.assert_close(gradient, model.weight.detach().expand(3, 2))
+    if rank == 0:
         values = {f"module.{name}": p.detach() for name, p in wrapper.named_parameters()}
         gradients = torch.func.grad(lambda v: torch.func.functional_call(wrapper, v, (x,)).sum())(values)
         torch.testing.assert_close(gradients["module.weight"], x.sum(0, keepdim=True))
-    assert not wrapper._mixing.has_begun
-    assert wrapper.round == 0
-    wrapper(x).sum().backward()
-    wrapper.optimizer.step()
-    assert wrapper.round == 1
+    assert not wrapper._mixing.has_begun and wrapper.round == 0
 
 
-def test_transforms_of_functions_exchange_nothing(worlds):
-    worlds(2).run(transform)
-
-
-def checkpoint_on_one_rank(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@on_ranks(2)
+def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
     """An SGD has no state, so every checkpoint steps it; the training does not notice."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*was changed between")
         for saves in (False, True):
@@ -876,24 +671,13 @@ def checkpoint_on_one_rank(mode: str) -> None:
             wrapper.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_checkpoint_on_one_rank_is_no_step(worlds, mode):
-    worlds(2).run(checkpoint_on_one_rank, mode)
-
-
-def disagree() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+@on_ranks(3)
+def test_ranks_that_disagree() -> None:
+    rank, size = start()
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4 if rank == 1 else 5))
-    with pytest.raises(
-        ValueError, match=r"(?s)module must be the same on all ranks.*'1.weight'.*\(4, 2\)"
-    ) as error:
-        DecentralizedDataParallel(model, sgd)
-    assert "'0.weight'" not in str(error.value)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).requires_grad_(True)
     model[0].bias.requires_grad_(rank == 0)
     with pytest.raises(ValueError, match="'0.bias', not mixed"):
@@ -911,11 +695,8 @@ def disagree() -> None:
     wrapper.optimizer.step()  # all goes on as before
 
 
-def test_ranks_that_disagree(worlds):
-    worlds(3).run(disagree)
-
-
-def bad_arguments() -> None:
+@on_ranks(2)
+def test_bad_arguments() -> None:
     fogdist.init()
     size = fogdist.size()
     model = nn.Linear(2, 2)
@@ -949,11 +730,8 @@ def bad_arguments() -> None:
         make(model, distributed)
 
 
-def test_bad_arguments(worlds):
-    worlds(2).run(bad_arguments)
-
-
-def replace_parameters() -> None:
+@on_ranks(2)
+def test_replaced_parameters_are_noticed() -> None:
     fogdist.init()
 
     def wrapped() -> tuple[nn.Module, DecentralizedDataParallel]:
@@ -963,10 +741,6 @@ def replace_parameters() -> None:
 
     x = torch.randn(3, 2)
     model, wrapper = wrapped()
-    model[0].weight.data = torch.full((2, 2), float(fogdist.rank()))  # other memory, which is taken back
-    wrapper(x).sum().backward()
-    wrapper.optimizer.step()
-    assert model[0].weight.eq((fogdist.size() - 1) / 2).all()
     model[0].weight = nn.Parameter(torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="'0.weight' must stay the tensor"):
         wrapper(x)
@@ -974,17 +748,10 @@ def replace_parameters() -> None:
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="'1.weight' must stay frozen"):
         wrapper(x)
-    model, wrapper = wrapped()
-    model[0].double()
-    with pytest.raises(ValueError, match="'0.weight' must stay torch.float32"):
-        wrapper(x)
 
 
-def test_replaced_parameters_are_noticed(worlds):
-    worlds(2).run(replace_parameters)
-
-
-def come_and_go() -> None:
+@on_ranks(2)
+def test_wrappers_come_and_go() -> None:
     """The wrapper goes, module and optimizer stay; nothing keeps the wrapper alive."""
     fogdist.init()
     model = make_net(fogdist.rank())
@@ -1012,10 +779,6 @@ def come_and_go() -> None:
             optimizer.step()
             assert model.position.eq(fogdist.rank()).all()
             fogdist.barrier()
-
-
-def test_wrappers_come_and_go(worlds):
-    worlds(2).run(come_and_go)
 
 
 # --- at each rank's own pace --------------------------------------------------------------------------------
@@ -1086,8 +849,7 @@ def simulate_turns(run: Turns, size: int) -> tuple[list[Tensor], list[dict[int, 
 
 
 def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     model = make_net(rank)
     wrapper = DecentralizedDataParallel(
         model,
@@ -1102,9 +864,7 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
     states, ages, done = [], [], 0
     for turn in TURNS:
         if turn == rank:
-            wrapper.optimizer.zero_grad()
-            loss_of(wrapper, rank, done).backward()
-            wrapper.optimizer.step()
+            train_step(wrapper, wrapper.optimizer, rank, done)
             scheduler.step()
             done += 1
             states.append(snapshot(model))
@@ -1144,7 +904,7 @@ def check_turns(world: World, run: Turns) -> None:
     results = world.run(take_turns, run)
     got = [(iter(own_states), iter(own_ages)) for own_states, own_ages in results]
     for turn, state, age in zip(TURNS, states, ages, strict=True):
-        torch.testing.assert_close(next(got[turn][0]), state, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(next(got[turn][0]), state, **EXACT)
         assert next(got[turn][1]) == age
 
 
@@ -1169,8 +929,7 @@ def descend(mode: str, options: dict[str, Any], slow_steps: int = SLOW_STEPS) ->
     Returns:
         Where it ends, the number of steps, and the largest staleness that was seen before a step.
     """
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     H, b = quadratic(rank, size)
     model = nn.Linear(4, 1, bias=False).double()
     nn.init.constant_(model.weight, 3.0)
@@ -1248,9 +1007,9 @@ def step(wrapper: DecentralizedDataParallel) -> None:
     wrapper.optimizer.step()
 
 
-def wait_for_a_late_rank() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+@on_ranks(2)
+def test_a_rank_waits_until_the_timeout_only() -> None:
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank), max_staleness=1, timeout=timedelta(seconds=0.3))
     if rank == 0:
         step(wrapper)
@@ -1271,14 +1030,10 @@ def wait_for_a_late_rank() -> None:
     wrapper.close()
 
 
-def test_a_rank_waits_until_the_timeout_only(worlds):
-    worlds(2).run(wait_for_a_late_rank)
-
-
-def pause_one() -> None:
+@on_ranks(2)
+def test_pause() -> None:
     """Rank 1 ends early: rank 0 goes on without its values, and does not wait; then rank 1 comes back."""
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank), max_staleness=1)
     if rank == 1:
         step(wrapper)
@@ -1307,14 +1062,10 @@ def pause_one() -> None:
     wrapper.close()
 
 
-def test_pause(worlds):
-    worlds(2).run(pause_one)
-
-
-def change_topology() -> None:
+@on_ranks(4)
+def test_a_new_topology() -> None:
     """New windows, new neighbors; what is in them at once is what the ranks have then."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
+    rank, size = start()
     x, wrapper = make_scalar(float(rank))
     address = x.data_ptr()
     for _ in range(rank):
@@ -1335,13 +1086,9 @@ def change_topology() -> None:
     wrapper.close()
 
 
-def test_a_new_topology(worlds):
-    worlds(4).run(change_topology)
-
-
-def local_steps() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+@on_ranks(2)
+def test_local_steps_put_nothing() -> None:
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank))
     for turn in (0, 1):
         if rank == turn:
@@ -1353,13 +1100,8 @@ def local_steps() -> None:
     wrapper.close()
 
 
-def test_local_steps_put_nothing(worlds):
-    worlds(2).run(local_steps)
-
-
 def lose_a_neighbor(skip: bool) -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+    rank, _ = start()
     x, wrapper = make_scalar(float(rank), skip_lost=skip, max_staleness=1000, timeout=LONG)
     step(wrapper)
     fogdist.barrier()
@@ -1441,9 +1183,9 @@ def test_nothing_is_left(no_shared_memory_left, new_world, mode):
 # --- after errors, and after the end ------------------------------------------------------------------------
 
 
-def wrapped_again() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
+@on_ranks(2)
+def test_a_module_is_wrapped_again_after_an_error_and_after_close() -> None:
+    rank, _ = start()
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = []  # with the frames of the error, as a notebook keeps them
@@ -1462,38 +1204,3 @@ def wrapped_again() -> None:
             DecentralizedDataParallel(model, sgd)
         wrapper.close()
     assert len(kept) == 2
-
-
-def test_a_module_is_wrapped_again_after_an_error_and_after_close(worlds):
-    worlds(2).run(wrapped_again)
-
-
-def scaler_after_an_error() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
-    model = nn.Linear(2, 2)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapper = DecentralizedDataParallel(model, sgd)
-    fails = [True]
-
-    def fail_once(*_: Any) -> None:
-        if fails and fails.pop():
-            raise RuntimeError("of the user")
-
-    sgd.register_step_pre_hook(fail_once)
-    for overflows in (False, True):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        sgd.zero_grad()
-        scaler.scale(wrapper(torch.ones(1, 2)).sum()).backward()
-        if overflows:
-            if rank == 0:
-                model.weight.grad.fill_(torch.inf)
-            scaler.step(sgd)
-        else:
-            with pytest.raises(RuntimeError, match="of the user"):
-                scaler.step(sgd)
-    assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-
-def test_a_scaler_after_a_step_that_raised(worlds):
-    worlds(2).run(scaler_after_an_error)

@@ -11,8 +11,8 @@ import pytest
 import test_algorithms
 import test_decentralized_ddp
 import test_optimizers
-import test_window_optimizers
 import torch
+import training_cases
 from device_double import DEVICE
 from harness import BACKEND
 
@@ -85,7 +85,7 @@ WINDOW_RUNS = [Run("awc", "adamw"), Run("awc", "sgd", every=3)]
 
 
 @pytest.mark.parametrize("run", WINDOW_RUNS, ids=str)
-@pytest.mark.parametrize("kind", list(test_window_optimizers.FACTORIES))
+@pytest.mark.parametrize("kind", training_cases.WINDOWS)
 def test_window_optimizers_as_on_the_cpu(worlds, kind, run):
     world = worlds(3)
     found = world.run(device_training.of_windows, kind, run, DEVICE, 1e-4)

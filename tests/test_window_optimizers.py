@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import gc
 import os
 import signal
 import time
 import warnings
-import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import fogdist
@@ -20,25 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import sizes
+from harness import on_ranks, sizes
 from reference import Checks
-from test_optimizers import OPTIMIZERS, Run, loss_of, make_net, matrices, simulate, snapshot
+from test_optimizers import Run, matrices, simulate
 from torch import Tensor, nn
-
-FACTORIES: dict[str, Callable[..., Any]] = {
-    "put": fogdist.DistributedWinPutOptimizer,
-    "get": fogdist.DistributedPullGetOptimizer,
-    "push-sum": fogdist.DistributedPushSumOptimizer,
-}
-EXACT = {"rtol": 1e-11, "atol": 1e-12}
-
-
-def start(graph: nx.DiGraph | None = None, is_weighted: bool = False) -> tuple[int, int]:
-    """Begins a test in a world that others have used: without their windows, which keep the topology."""
-    fogdist.init()
-    fogdist.win_free()
-    assert fogdist.set_topology(graph, is_weighted)
-    return fogdist.rank(), fogdist.size()
+from training_cases import EXACT, OPTIMIZERS, WINDOWS, loss_of, make_net, snapshot, start, train_step
 
 
 def distribute(
@@ -48,7 +32,7 @@ def distribute(
     in_step: bool = True,
     **options: Any,
 ) -> Any:
-    optimizer = FACTORIES[kind](make(model.parameters()), model, **options)
+    optimizer = WINDOWS[kind](make(model.parameters()), model, **options)
     optimizer.force_barrier = in_step
     return optimizer
 
@@ -71,7 +55,7 @@ def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> Non
 
 def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     star = run.mixing == "weighted"
-    rank, size = start(topologies.StarGraph(fogdist_size()) if star else None, star)
+    rank, size = start(topologies.StarGraph if star else None, star)
     model = make_net(rank)
     optimizer = distribute(
         kind,
@@ -96,11 +80,6 @@ def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     return torch.stack(trajectory)
 
 
-def fogdist_size() -> int:
-    fogdist.init()
-    return fogdist.size()
-
-
 RUNS = [
     *(Run("awc", optimizer) for optimizer in OPTIMIZERS),
     Run("awc", "adam", every=3, passes=3),  # accumulate, then one step
@@ -118,7 +97,7 @@ def test_in_step_they_average_as_adapt_with_combine(worlds, size, kind, run):
         torch.testing.assert_close(got, expected, **EXACT)
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", WINDOWS)
 def test_small_buckets_are_windows_of_their_own(worlds, kind):
     run = Run("awc", "adam", mixing="dynamic")
     for got, expected in zip(worlds(3).run(train, kind, run, 1e-4), simulate(run, 3)):
@@ -133,9 +112,9 @@ def test_push_sum_on_balanced_graphs_averages_as_adapt_with_combine(worlds, run)
 
 def several_ways() -> None:
     """Every kind in one world, whose ranks only send messages, as ranks on different hosts."""
-    rank, size = fogdist_size() and fogdist.rank(), fogdist.size()
+    rank, size = start()
     run = Run("awc", "adam", every=2, passes=1, steps=6)
-    for kind in FACTORIES:
+    for kind in WINDOWS:
         expected = simulate(run, size)[rank]
         torch.testing.assert_close(train(kind, run), expected, msg=lambda text, kind=kind: f"{kind}: {text}")
         problem = Quadratics(size, is_consistent=True)
@@ -202,7 +181,7 @@ class Pieces(nn.Module):
 
 
 def push_sum_trajectory(problem: Quadratics, every: int, steps: int) -> tuple[np.ndarray, list[list[float]]]:
-    rank, _ = start(unbalanced(problem.size))
+    rank, _ = start(unbalanced)
     model = Pieces(problem, rank)
     optimizer = distribute(
         "push-sum",
@@ -256,7 +235,7 @@ def test_push_sum_follows_its_recursion_on_a_directed_graph(worlds, size, every)
 
 def average_at_uneven_speeds(slow: int) -> None:
     """Push-sum without gradients: each rank at its own pace, then all in step until they agree."""
-    rank, size = start(unbalanced(fogdist_size()))
+    rank, size = start(unbalanced)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).double())
     average = [fogdist.allreduce(p.detach()) for p in model.parameters()]
@@ -300,7 +279,7 @@ def solve_at_uneven_speeds(
     kind: str, problem: Quadratics, slow: int, steps: int = 150
 ) -> tuple[int, float, float]:
     """Steps, distance to the common solution at the start and at the end."""
-    rank, _ = start(unbalanced(problem.size))
+    rank, _ = start(unbalanced)
     model = Pieces(problem, rank)
     solution = torch.from_numpy(problem.solution())
     before = (model.z() - solution).norm().item()
@@ -320,7 +299,7 @@ def solve_at_uneven_speeds(
     return done, before, (model.z() - solution).norm().item()
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", WINDOWS)
 def test_convergence_with_one_slow_rank(worlds, kind):
     # No rank can find the solution from its own data: it has 4 equations in 6 unknowns.
     problem = Quadratics(4, is_consistent=True)
@@ -334,8 +313,9 @@ def test_convergence_with_one_slow_rank(worlds, kind):
 # --- the first exchanges ------------------------------------------------------------------------------------
 
 
-def first_puts() -> None:
-    rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))  # from the left, to the right
+@on_ranks(3)
+def test_first_iteration_before_any_put_has_arrived() -> None:
+    rank, size = start(partial(topologies.RingGraph, connect_style=2))  # from the left, to the right
     left = (rank - 1) % size
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute("put", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
@@ -361,12 +341,9 @@ def first_puts() -> None:
     optimizer.unregister_window()
 
 
-def test_first_iteration_before_any_put_has_arrived(worlds):
-    worlds(3).run(first_puts)
-
-
-def push_sum_before_anything_came() -> None:
-    rank, size = start(topologies.RingGraph(fogdist_size(), connect_style=2))
+@on_ranks(3)
+def test_push_sum_before_anything_came() -> None:
+    rank, size = start(partial(topologies.RingGraph, connect_style=2))
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute("push-sum", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
     nn.init.constant_(model.weight, 10.0 + rank)
@@ -388,14 +365,12 @@ def push_sum_before_anything_came() -> None:
     optimizer.unregister_window()
 
 
-def test_push_sum_before_anything_came(worlds):
-    worlds(3).run(push_sum_before_anything_came)
-
-
-def isolated(kind: str) -> None:
+@pytest.mark.parametrize("kind", WINDOWS)
+@on_ranks(3)
+def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
     graph = nx.DiGraph([(0, 1), (1, 0)])
     graph.add_node(2)  # talks to nobody
-    rank, _ = start(graph)
+    rank, _ = start(lambda _: graph)
     model, plain = make_net(rank), make_net(rank)
     optimizer = distribute(kind, model, OPTIMIZERS["adam"], in_step=False)
     base = OPTIMIZERS["adam"](plain.parameters())
@@ -407,11 +382,6 @@ def isolated(kind: str) -> None:
             each.step()
     assert (rank == 2) == torch.allclose(snapshot(model), snapshot(plain), rtol=1e-12)
     optimizer.unregister_window()
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_a_rank_without_neighbors_trains_alone(worlds, kind):
-    worlds(3).run(isolated, kind)
 
 
 class Halves(torch.optim.Optimizer):
@@ -457,198 +427,39 @@ def test_gets_see_no_step_half_done(worlds):
 # --- the user's optimizer and model -------------------------------------------------------------------------
 
 
-def is_the_users_optimizer(kind: str) -> None:
+@pytest.mark.parametrize("kind", WINDOWS)
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_windows_come_and_go(kind: str) -> None:
     rank, size = start()
     with Checks() as checks, warnings.catch_warnings():
         warnings.simplefilter("error")
         model = make_net(rank)
-        base = torch.optim.Adam(model.parameters(), lr=0.02)
-        loss_of(model, rank, 0).backward()
-        base.step()
-        pointers = [p.data_ptr() for p in model.parameters()]
-        parameters = list(model.parameters())
-        optimizer = FACTORIES[kind](base, model, window_prefix="mine")
-        checks.true("same parameters", all(a is b for a, b in zip(parameters, model.parameters())))
-        checks.true("isinstance", isinstance(optimizer, torch.optim.Adam))
-        checks.true("shared", optimizer.state is base.state and optimizer.param_groups is base.param_groups)
-        names = fogdist.get_current_created_window_names()
-        checks.equal("windows", names, ["mine.0"] if size > 1 else [])
-        moved = [p.data_ptr() != before for p, before in zip(model.parameters(), pointers)]
-        checks.equal("moved", moved, [p.requires_grad and size > 1 for p in model.parameters()])
-        checks.equal("tied", model.decoder.weight.data_ptr(), model.encoder.weight.data_ptr())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        frozen = model.frozen.weight.detach().clone()
-        losses = []
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, rank, 1)
-            loss.backward()
-            losses.append(loss.item())
-            return loss
-
-        for _ in range(3):
-            checks.equal("closure's loss", optimizer.step(closure).item(), losses[-1])
-            scheduler.step()
-        checks.equal("evaluated", len(losses), 3)
-        checks.equal("learning rate", base.param_groups[0]["lr"], 0.02 / 8)
-        checks.equal("steps counted", int(next(iter(base.state.values()))["step"]), 4)
-        checks.equal("frozen", model.frozen.weight.detach().clone(), frozen)
-
-        # Checkpoints go both ways between plain and distributed.
-        state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        plain = make_net(9)
-        plain.load_state_dict(state["model"])
-        other = torch.optim.Adam(plain.parameters(), lr=1.0)
-        other.load_state_dict(state["optimizer"])
-        checks.equal("to plain", snapshot(plain), snapshot(model))
-        optimizer.step(closure)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        checks.equal("restored", snapshot(model), snapshot(plain))
-        twin = copy.deepcopy(model)
-        optimizer.step(closure)
-        checks.equal("a copy is independent", snapshot(twin), snapshot(plain))
-        with pytest.raises(TypeError, match="must not both be given"):
-            FACTORIES[kind](base, model, 2, num_steps_per_communication=2)
-        optimizer.unregister_window()
-        checks.equal("no windows", fogdist.get_current_created_window_names(), [])
-        optimizer.unregister_window()
-        again = FACTORIES[kind](base, model, window_prefix="mine")
-        again.step(closure)  # the forward pass no longer reaches the first one
-        again.unregister_window()
+        base = OPTIMIZERS["adam"](model.parameters())
+        with pytest.raises(TypeError, match="window_prefix must be a string, got int"):
+            WINDOWS[kind](base, model, window_prefix=3)
+        for _ in range(2):
+            optimizer = WINDOWS[kind](base, model, window_prefix="mine")
+            optimizer.force_barrier = True
+            loss_of(model, rank, 0).backward()
+            optimizer.step()  # on the second time the forward pass no longer reaches the first one
+            names = fogdist.get_current_created_window_names()
+            checks.equal("windows", names, ["mine.0"] if size > 1 else [])
+            if size > 1:
+                net = nn.Linear(2, 2)
+                with pytest.raises(ValueError, match="mine.0"):
+                    WINDOWS[kind](OPTIMIZERS["sgd"](net.parameters()), net, window_prefix="mine")
+            optimizer.unregister_window()
+            checks.equal("no windows", fogdist.get_current_created_window_names(), [])
+            optimizer.unregister_window()
+            if size > 1:
+                optimizer.force_barrier = False
+                with pytest.raises(RuntimeError, match=r"'mine.0' was freed"):
+                    optimizer.step()
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_it_is_the_users_optimizer(worlds, size, kind):
-    worlds(size).run(is_the_users_optimizer, kind)
-
-
-def replaced_data(kind: str) -> Tensor:
-    rank, _ = start()
-    model = make_net(rank)
-    optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
-    for number in range(4):
-        if number == 2:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        optimizer.step()
-    optimizer.unregister_window()
-    return snapshot(model)
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_replaced_parameter_data(worlds, kind):
-    run = Run("awc", "sgd", steps=4)
-    for got, expected in zip(worlds(2).run(replaced_data, kind), simulate(run, 2)):
-        torch.testing.assert_close(got, expected[-1], **EXACT)
-
-
-def several_models_and_groups(kind: str) -> None:
-    rank, _ = start()
-    torch.manual_seed(rank)
-    models = [nn.Sequential(nn.Linear(4, 4)).double(), nn.Linear(4, 3).double()]  # names of their own
-    base = torch.optim.SGD(models[0].parameters(), lr=0.0)
-    optimizer = FACTORIES[kind](base, models)
-    optimizer.force_barrier = True
-
-    def forward_and_step() -> None:
-        models[1](models[0](torch.ones(2, 4, dtype=torch.float64))).sum().backward()
-        optimizer.step()
-
-    with Checks() as checks:
-        for held in (models[:1], models):
-            if held is models:
-                optimizer.add_param_group({"params": models[1].parameters(), "lr": 0.0})
-            expected = [fogdist.neighbor_allreduce(p.detach()) for m in held for p in m.parameters()]
-            others = snapshot(models[1])
-            forward_and_step()
-            got = [p.detach().clone() for m in held for p in m.parameters()]
-            for i, (a, b) in enumerate(zip(got, expected)):
-                checks.close(f"{len(held)} models, parameter {i}", a, b)
-            if held is not models:
-                checks.equal("not in the optimizer", snapshot(models[1]), others)
-        with pytest.raises(ValueError, match="model"):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-        checks.equal("groups", len(optimizer.param_groups), 2)
-    optimizer.unregister_window()
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_several_models_and_added_groups(worlds, kind):
-    worlds(3).run(several_models_and_groups, kind)
-
-
-def synchronize(kind: str) -> None:
-    rank, _ = start()
-    model, other = make_net(rank), make_net(rank)
-    pair = [distribute(kind, net, OPTIMIZERS["adam"]) for net in (model, other)]
-    with Checks() as checks:
-        for number in range(3):
-            for optimizer, net in zip(pair, (model, other)):
-                optimizer.zero_grad()
-                loss_of(net, rank, number).backward()
-            with pytest.raises(RuntimeError, match="synchronize"), pair[0].skip_synchronize():
-                pass
-            before = snapshot(model)
-            pair[0].synchronize()
-            checks.true("averaged", not torch.equal(snapshot(model), before))
-            with pair[0].skip_synchronize():
-                pair[0].step()
-            pair[1].step()
-            checks.close("by itself or not", snapshot(model), snapshot(other))
-    for optimizer in pair:
-        optimizer.unregister_window()
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_synchronize(worlds, kind):
-    worlds(2).run(synchronize, kind)
-
-
-# --- arguments ----------------------------------------------------------------------------------------------
-
-
-def bad_arguments(kind: str) -> None:
-    rank, _ = start()
-    make = FACTORIES[kind]
-    model = make_net(0)
-    base = OPTIMIZERS["sgd"](model.parameters())
-    net = nn.Linear(2, 2)
-    with Checks() as checks:
-        for arguments, options, error, message in [
-            ((model, model), {}, TypeError, "optimizer.*Net"),
-            ((base, base), {}, TypeError, "model.*SGD"),
-            ((base, model), {"num_steps_per_communication": 0}, ValueError, "num_steps_per_communication.*0"),
-            ((base, model), {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be above 0"),
-            ((base, model), {"window_prefix": 3}, TypeError, "window_prefix must be a string, got int"),
-            ((torch.optim.LBFGS(net.parameters()), net), {}, ValueError, "LBFGS"),
-            ((OPTIMIZERS["sgd"](nn.Linear(2, 2).parameters()), model), {}, ValueError, "lacks"),
-        ]:
-            with pytest.raises(error, match=message):
-                make(*arguments, **options)
-        checks.equal("windows", fogdist.get_current_created_window_names(), [])
-        with pytest.raises(ValueError, match=r"(?s)model.*only on ranks \[0\].*'weight'.*\(3, 2\)"):
-            other = nn.Linear(2, 3 + rank)
-            make(OPTIMIZERS["sgd"](other.parameters()), other)
-        optimizer = make(base, model, window_prefix="same")
-        with pytest.raises(ValueError, match="same.0"):
-            make(OPTIMIZERS["sgd"](net.parameters()), net, window_prefix="same")
-        optimizer.force_barrier = False
-        optimizer.unregister_window()
-        with pytest.raises(RuntimeError, match=r"'same.0' was freed"):
-            optimizer.step()
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_bad_arguments(worlds, kind):
-    worlds(2).run(bad_arguments, kind)
-
-
-def bad_attributes() -> None:
+@on_ranks(2)
+def test_bad_attributes() -> None:
     rank, _ = start()
     peer = 1 - rank
     for kind, attributes, error, message in [
@@ -681,78 +492,16 @@ def bad_attributes() -> None:
         optimizer.unregister_window()
 
 
-def test_bad_attributes(worlds):
-    worlds(2).run(bad_attributes)
-
-
-def unfrozen() -> None:
-    rank, _ = start()
-    model = make_net(rank)
-    optimizer = distribute("put", model, OPTIMIZERS["sgd"])
-    model.frozen.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"shape \(4, 4\) was frozen when the optimizer was made"):
-        loss_of(model, rank, 0).backward()
-    optimizer.unregister_window()
-
-
-def test_parameters_that_are_unfrozen_are_an_error(worlds):
-    worlds(2).run(unfrozen)
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_before_init(kind):
-    model = make_net(0)
-    with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
-        FACTORIES[kind](OPTIMIZERS["sgd"](model.parameters()), model)
-
-
-def other_devices() -> None:
-    start()
-    model = nn.Linear(2, 2, device="meta")
-    with pytest.raises(ValueError, match="'weight' must have memory, got one on the device meta"):
-        fogdist.DistributedWinPutOptimizer(OPTIMIZERS["sgd"](model.parameters()), model)
-
-
-def test_other_devices(worlds):
-    worlds(2).run(other_devices)
-
-
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
-def dropped(kind: str) -> None:
-    rank, _ = start()
-    model = make_net(rank)
-    optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    reference = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert reference() is None
-    assert not model._forward_hooks
-    if rank == 0:  # alone: nothing of it communicates, least of all its end
-        for number in range(2):
-            loss_of(model, rank, number).backward()
-    fogdist.barrier()
-    assert len(fogdist.get_current_created_window_names()) == 1
-    fogdist.win_free()
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_a_dropped_optimizer_leaves_the_model(worlds, kind):
-    worlds(2).run(dropped, kind)
-
-
 def lose_a_neighbor(kind: str) -> None:
-    rank, _ = start(topologies.FullyConnectedGraph(fogdist_size()))
+    rank, _ = start(topologies.FullyConnectedGraph)
     model = make_net(rank)
     optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
 
     def forward_and_step() -> None:
-        optimizer.zero_grad()
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, 0)
 
     forward_and_step()
     fogdist.barrier()
@@ -776,26 +525,7 @@ def lose_a_neighbor(kind: str) -> None:
 
 
 def test_a_lost_neighbor(new_world):
-    for kind in FACTORIES:
+    for kind in WINDOWS:
         outcomes = new_world(3).run_raw(lose_a_neighbor, kind)
         states = [outcome.state for outcome in outcomes]
         assert states == ["returned", "died", "returned"], (kind, outcomes[0], outcomes[2])
-
-
-def shut_down_in_flight(kind: str) -> None:
-    rank, _ = start()
-    model = make_net(rank)
-    optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    loss_of(model, rank, 1).backward()  # something is in flight
-    fogdist.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        optimizer.step()
-    optimizer.unregister_window()
-    assert torch.isfinite(snapshot(model)).all()
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-def test_shutdown_with_an_exchange_in_flight(worlds, kind):
-    worlds(2).run(shut_down_in_flight, kind)

@@ -13,23 +13,18 @@ import fogdist
 import pytest
 import torch
 from fogdist import algorithms
-from harness import BACKEND
+from harness import BACKEND, on_ranks
 from reference import Checks
-from test_optimizers import loss_of, make_net, snapshot
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from training_cases import VIEWS, loss_of, make_net, snapshot, train_step
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
 
 KINDS: dict[str, Callable[[Optimizer, nn.Module], Any]] = {
-    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
-    "gradient": fogdist.DistributedGradientAllreduceOptimizer,
-    "win_put": fogdist.DistributedWinPutOptimizer,
-    "decentralized SGD": algorithms.DecentralizedSGD,
-    "gradient tracking": algorithms.GradientTracking,
+    kind: VIEWS[kind] for kind in ("awc", "atc", "gradient", "put", "DecentralizedSGD", "GradientTracking")
 }
-DYNAMIC = ["awc", "atc", "decentralized SGD"]
+DYNAMIC = ["awc", "atc", "DecentralizedSGD"]
 
 
 class Strategy:
@@ -87,7 +82,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
     model = make_net(rank)
     plain = SGD(model.parameters(), lr=0.1, momentum=0.5)
     view = optimizer = KINDS[kind](plain, model)
-    if kind == "win_put":
+    if kind == "put":
         view.force_barrier = True
     if form is not None:
         optimizer = form(view)
@@ -103,9 +98,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
             optimizer.dst_weights = [(rank + 1) % size]
             checks.equal(f"{label}: weights", (view.self_weight, optimizer.self_weight), (0.25, 0.25))
             checks.true(f"{label}: check", optimizer.enable_topo_check)
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
         scheduler.step()
     checks.equal(f"{label}: rate", plain.param_groups[0]["lr"], 0.025)
     ours = {name for name in vars(plain) if view._fog_is_declared(name)}
@@ -128,7 +121,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
         with pytest.raises(ValueError, match="distributed already"):
             KINDS[kind](optimizer, model)
     optimizer.load_state_dict(optimizer.state_dict())
-    if kind == "win_put":
+    if kind == "put":
         optimizer.unregister_window()
     return snapshot(model)
 
@@ -152,7 +145,9 @@ def scaled(form: Callable[[Optimizer], Any] | None) -> Tensor:
     return snapshot(model)
 
 
-def train_all() -> None:
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+@on_ranks(3)
+def test_frameworks_that_derive_from_the_class() -> None:
     fogdist.init()
     with Checks() as checks:
         for kind in KINDS:
@@ -162,11 +157,6 @@ def train_all() -> None:
         expected = scaled(None)
         for form in FORMS:
             checks.equal(f"scaled {form.__name__}", scaled(form), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-def test_frameworks_that_derive_from_the_class(worlds):
-    worlds(3).run(train_all)
 
 
 # --- the real ones ------------------------------------------------------------------------------------------
@@ -232,16 +222,14 @@ def alone(kind: str) -> Tensor:
     model = make_net(rank)
     optimizer = KINDS[kind](SGD(model.parameters(), lr=0.1, momentum=0.5), model)
     for step in range(4):
-        optimizer.zero_grad()
-        loss_of(model, rank, step).backward()
-        optimizer.step()
+        train_step(model, optimizer, rank, step)
     return snapshot(model)
 
 
 def train_in_lightning() -> None:
     fogdist.init()
     with Checks() as checks:
-        for kind in ("awc", "atc", "gradient", "gradient tracking"):
+        for kind in ("awc", "atc", "gradient", "GradientTracking"):
             expected = alone(kind)
             for is_automatic in (True, False):
                 checks.equal(f"{kind} {is_automatic}", in_lightning(kind, is_automatic), expected)

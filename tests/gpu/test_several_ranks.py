@@ -9,8 +9,8 @@ import test_algorithms
 import test_decentralized_ddp
 import test_neighbor
 import test_optimizers
-import test_window_optimizers
 import torch
+import training_cases
 
 DEVICE = device_training.GPU
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -60,7 +60,7 @@ def test_steps_of_optimizers(gpu_worlds, run):
         torch.testing.assert_close(got, wanted, **EXACT)
 
 
-@pytest.mark.parametrize("kind", list(test_window_optimizers.FACTORIES))
+@pytest.mark.parametrize("kind", training_cases.WINDOWS)
 def test_steps_of_window_optimizers(gpu_worlds, kind):
     run = test_optimizers.Run("awc", "adamw")
     world = gpu_worlds(2)

@@ -95,7 +95,9 @@ class DistributedOptimizer(Optimizer):
         super().__init_subclass__(**options)
         values = {name for name, value in vars(cls).items() if not inspect.isfunction(value)}
         own = values | inspect.get_annotations(cls).keys()
-        cls._fog_declared |= {name for name in own if not name.startswith("__")}
+        inherited = [base._fog_declared for base in cls.__bases__ if issubclass(base, DistributedOptimizer)]
+        declared = {name for name in own if not name.startswith("__")}
+        cls._fog_declared = frozenset(declared).union(*inherited)
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is found neither in the view nor in its classes.

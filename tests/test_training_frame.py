@@ -1,0 +1,1229 @@
+"""What holds for every way to train with others: it is one frame, so each promise stands once, over the entries that it is for.
+
+A run with each entry is compared with another run of it, or with one process that simulates all ranks. The recursions
+themselves are in `test_optimizers`, `test_window_optimizers`, `test_algorithms` and `test_decentralized_ddp`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+from fogdist import algorithms
+from fogdist import topology as topologies
+from fogdist.context import handles
+from harness import BACKEND, on_ranks
+from reference import Checks
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from training_cases import (
+    ENTRIES,
+    EXACT,
+    FACTORIES,
+    IN_STEP,
+    RULES,
+    VIEWS,
+    WINDOWS,
+    Net,
+    Simulation,
+    batch,
+    distribute,
+    distributed,
+    end,
+    loss_of,
+    make_net,
+    sgd,
+    snapshot,
+    start,
+    train_step,
+    trained,
+)
+
+from fog_pg import _C
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
+
+# What they have in their recursion besides what the optimizer's step does.
+READ_RATES = ("ExactDiffusion", "D2", "QuasiGlobalMomentum", "SlowMo")
+OVERLAPPING = ("awc", "cta", *WINDOWS, "wrapper")
+
+
+def but(*names: str) -> list[str]:
+    """All entries but these."""
+    assert set(names) <= set(ENTRIES)
+    return [kind for kind in ENTRIES if kind not in names]
+
+
+# --- what changes nothing -----------------------------------------------------------------------------------
+
+
+class Scalable(torch.optim.SGD):
+    """Its step takes more than a closure."""
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= scale
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= scale
+        return result
+
+
+@dataclasses.dataclass
+class Training:
+    """A run of an entry."""
+
+    kind: str
+    rank: int
+    model: Net
+    called: Any
+    optimizer: Any
+    scaler: Any
+
+    def is_in_flight(self) -> bool:
+        if self.kind == "wrapper":
+            return bool(self.called._mixing.has_begun)
+        if self.kind == "gradient":
+            return bool(self.optimizer._average.has_begun)
+        if self.kind == "atc in backward":
+            return self.optimizer._backward is not None
+        return bool(getattr(self.optimizer, "is_in_round", False))
+
+    def loss(self, step: int) -> Tensor:
+        """Of a training pass."""
+        assert not self.is_in_flight()
+        loss = loss_of(self.called, self.rank, step)
+        assert self.is_in_flight() == (self.kind in OVERLAPPING and self.called.training)
+        return loss
+
+
+def plainly(run: Training, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    run.optimizer.step()
+
+
+def with_closure(run: Training, step: int) -> None:
+    losses: list[Tensor] = []
+
+    def closure() -> Tensor:
+        run.optimizer.zero_grad()
+        losses.append(run.loss(step))
+        losses[-1].backward()
+        return losses[-1]
+
+    result = run.optimizer.step(closure) if step % 2 else run.optimizer.step(closure=closure)
+    assert result is losses[0] and len(losses) == 1
+
+
+def with_scaler(run: Training, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.scaler.scale(run.loss(step)).backward()
+    if step % 2:
+        if run.kind == "gradient":
+            run.optimizer.synchronize()
+        run.scaler.unscale_(run.optimizer)
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
+    assert run.scaler.get_scale() == 1024.0
+
+
+def with_option(run: Training, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.05
+    run.optimizer.step(scale=2.0)
+
+
+def with_other_passes(run: Training, step: int) -> None:
+    """Forward passes that are not of the training, and gradients that are zeroed in place."""
+    run.called.eval()
+    loss_of(run.called, run.rank, 50)
+    run.called.train()
+    with torch.no_grad():
+        loss_of(run.called, run.rank, 51)
+    run.optimizer.zero_grad(set_to_none=step % 2 == 0)
+    assert step % 2 == 0 or not run.model.head.weight.grad.any()
+    run.loss(step).backward()
+    run.optimizer.step()
+
+
+def with_a_pass_that_does_not_count(run: Training, step: int) -> None:
+    run.called.train(step != 1)
+    plainly(run, step)
+
+
+def with_copies(run: Training, step: int) -> None:
+    """Copies of the model are not of its optimizer, which one rank's would call."""
+    stream = io.BytesIO()
+    torch.save(run.model, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    for copied in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded):
+        torch.testing.assert_close(snapshot(copied), snapshot(run.model), rtol=0, atol=0)
+        if run.rank == 0:
+            for number in range(3):
+                loss_of(copied, run.rank, number).backward()
+            marks = getattr(run.optimizer, "_fog_marks", None)
+            assert marks is None or marks._open is None  # the range of a pass would go on to the step
+    if step == 0 and run.kind != "wrapper":
+        run.optimizer.turn_on_timeline()
+    plainly(run, step)
+
+
+def with_transforms(run: Training, step: int) -> None:
+    """Gradients of functions that one rank takes."""
+    if run.rank == 0:
+        x, y = batch(0, step)
+        torch.func.grad(lambda x: (run.called(x) - y).square().mean())(x)
+    plainly(run, step)
+
+
+def with_gradients_of_functions(run: Training, step: int) -> None:
+    """They are nobody's passes; given to `step` they do as others."""
+    x, y = batch(run.rank, step)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return (torch.func.functional_call(run.model, parameters, (x,)) - y).square().mean()
+
+    gradients = torch.func.grad(loss)(dict(run.model.named_parameters()))
+    for name, parameter in run.model.named_parameters():
+        if parameter.requires_grad and "unused" not in name:
+            parameter.grad = gradients[name].detach()
+    run.optimizer.step()
+
+
+def with_reloads(run: Training, step: int) -> None:
+    plainly(run, step)
+    for each in (run.called, run.optimizer):
+        each.load_state_dict(copy.deepcopy(each.state_dict()))
+
+
+def with_saves(run: Training, step: int) -> None:
+    """Rank 0 alone saves: its optimizer has no state, so torch makes a step of it with gradients of zero."""
+    if run.rank == 0 and step in (0, 2):
+        get_state_dict(run.model, run.optimizer)
+    run.loss(step).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def synchronized(run: Training, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    with pytest.raises(RuntimeError, match="synchronize"), run.optimizer.skip_synchronize():
+        pass
+    before = snapshot(run.model)
+    run.optimizer.synchronize()
+    assert torch.equal(before, snapshot(run.model)) == (run.kind == "gradient")
+    with run.optimizer.skip_synchronize():
+        run.optimizer.step()
+
+
+COMPILED = {"compiled": "called", "given compiled": "given", "called before": "called"}
+VARIATIONS: dict[str, tuple[Callable[[Training, int], None], list[str]]] = {
+    "closure": (with_closure, ENTRIES),
+    "scaler": (with_scaler, but("atc in backward")),
+    "option of step": (with_option, but("atc in backward", *READ_RATES)),
+    "other passes": (with_other_passes, ENTRIES),
+    "a pass that does not count": (with_a_pass_that_does_not_count, but("cta")),
+    "copies": (with_copies, ENTRIES),
+    "transforms": (with_transforms, ENTRIES),
+    "gradients of functions": (with_gradients_of_functions, but("cta")),
+    "reloads": (with_reloads, ENTRIES),
+    "saves": (with_saves, ENTRIES),
+    "synchronize": (synchronized, ["awc", *WINDOWS, "gradient"]),
+    "compiled": (plainly, ["awc", "atc", "atc in backward", "gradient", "cta", "put", "wrapper"]),
+    "given compiled": (plainly, ["awc", "atc", "gradient", "wrapper"]),
+    "called before": (plainly, ["awc", "atc", "gradient"]),
+}
+
+
+def train(kind: str, variation: str, step_of: Callable[[Training, int], None]) -> Tensor:
+    rank, _ = start()
+    model = make_net(rank)
+    base = Scalable(
+        model.parameters(),
+        lr=0.1,
+        momentum=0.0 if variation == "saves" or kind == "QuasiGlobalMomentum" else 0.9,
+    )
+    given: Any = model
+    compiled: Any = None
+    if step_of is plainly and variation in COMPILED:
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        if variation == "called before":
+            loss_of(compiled, rank, 9).backward()
+            model.zero_grad()
+        elif variation == "given compiled":
+            given = compiled
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with distributed(kind, base, given) as (called, optimizer):
+            is_itself = compiled is not None and called is model
+            run = Training(kind, rank, model, compiled if is_itself else called, optimizer, scaler)
+            for step in range(4):
+                step_of(run, step)
+    return snapshot(model)
+
+
+@functools.cache
+def train_plainly(kind: str, variation: str) -> Tensor:
+    return train(kind, variation, plainly)
+
+
+@pytest.mark.parametrize(
+    ("kind", "variation"),
+    [(kind, variation) for variation, (_, kinds) in VARIATIONS.items() for kind in kinds],
+)
+@on_ranks(2)
+def test_what_changes_nothing(kind: str, variation: str) -> None:
+    step_of, _ = VARIATIONS[variation]
+    expected = train_plainly(kind, "saves" if variation == "saves" else "")
+    torch.testing.assert_close(train(kind, variation, step_of), expected, **EXACT)
+
+
+# --- the user's optimizer and arguments ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("size", [1, 2])
+@on_ranks()
+def test_it_is_the_users_optimizer(kind: str) -> None:
+    rank, size = start()
+    with Checks() as checks, warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
+        model = make_net(rank)
+        if kind in IN_STEP:
+            del model.unused  # Adam loads no entry of a parameter that it has no state of
+        parameters = list(model.parameters())
+        pointers = [p.data_ptr() for p in parameters]
+        make = torch.optim.SGD if kind == "QuasiGlobalMomentum" else torch.optim.Adam
+        base = make(model.parameters(), lr=0.02)
+        before = torch.optim.lr_scheduler.StepLR(base, 1, 0.5)
+        loss_of(model, rank, 0).backward()
+        base.step()
+        calls: list[str] = []
+        base.register_step_pre_hook(lambda *_: calls.append("pre"))
+        frozen = model.frozen.weight.detach().clone()
+        values = snapshot(model)
+        _, optimizer = distribute(kind, base, model)
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        checks.true("isinstance", isinstance(optimizer, make))
+        if kind in IN_STEP:
+            checks.true("isinstance of ours", isinstance(optimizer, getattr(algorithms, kind)))
+        checks.equal("class name", type(optimizer).__name__, make.__name__)
+        checks.true("repr", repr(optimizer).startswith(f"{make.__name__} ("))
+        checks.true("shared groups", optimizer.param_groups is base.param_groups)
+        checks.true("shared state", optimizer.state is base.state)
+        checks.equal("defaults", optimizer.defaults["lr"], 0.02)
+        checks.true("same parameters", all(a is b for a, b in zip(parameters, model.parameters())))
+        checks.equal("values", snapshot(model), values)
+        if kind not in IN_STEP:  # these run their recursion alone too
+            moved = [p.data_ptr() != pointer for p, pointer in zip(parameters, pointers)]
+            in_buckets = size > 1 and kind != "gradient"
+            checks.equal("moved", moved, [p.requires_grad and in_buckets for p in parameters])
+        checks.equal("tied", model.decoder.weight.data_ptr(), model.encoder.weight.data_ptr())
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        for number in range(2):
+            train_step(model, optimizer, rank, number)
+            before.step()
+            after.step()
+        if make is torch.optim.Adam:  # the step before is counted
+            checks.equal("steps counted", int(next(iter(base.state.values()))["step"]), 3)
+        if kind != "atc in backward":  # which makes a step for each bucket
+            checks.equal("hooks", calls, ["pre", "post"] * 2)
+        checks.close("schedulers", torch.tensor(base.param_groups[0]["lr"]), torch.tensor(0.02 * 0.25 * 0.1))
+        checks.equal("frozen", model.frozen.weight.detach().clone(), frozen)
+
+        # State dicts go both ways between plain and distributed optimizers.
+        state = copy.deepcopy(optimizer.state_dict())
+        plain = make(copy.deepcopy(model).parameters(), lr=1.0)
+        plain.load_state_dict(state)
+        checks.equal("to plain", plain.param_groups[0]["lr"], base.param_groups[0]["lr"])
+        state = copy.deepcopy(base.state_dict())
+        state["param_groups"][0]["lr"] = 0.125
+        optimizer.load_state_dict(state)
+        checks.equal(
+            "from plain", (optimizer.param_groups[0]["lr"], base.param_groups[0]["lr"]), (0.125,) * 2
+        )
+        shared = optimizer.param_groups is base.param_groups and optimizer.state is base.state
+        checks.true("still shared", shared)
+
+        optimizer.note = 5
+        checks.equal("attributes are the user's", base.note, 5)
+        del optimizer.note
+        checks.true("deleted", not hasattr(base, "note"))
+        with pytest.raises(TypeError, match="state_dict"):
+            copy.deepcopy(optimizer)
+        twin = snapshot(copy.deepcopy(model))
+        end(model, optimizer)
+        checks.equal("parameters keep their values", snapshot(model), twin)
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
+@on_ranks(2)
+def test_wrong_arguments(kind: str) -> None:
+    start()
+    make = VIEWS[kind]
+    model = make_net(0)
+    base = sgd(model)
+    stranger = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
+    overlapping = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    overlapping[1].weight.data = overlapping[0].weight.data
+    away = nn.Linear(2, 2, device="meta")
+    is_bluefogs = kind in FACTORIES or kind in WINDOWS
+    rows: list[tuple[Any, ...]] = [
+        ((model, model), {}, TypeError, "optimizer.*Net"),
+        ((base, base), {}, TypeError, "model.*SGD"),
+        ((base, [model, 3]), {}, TypeError, "model"),
+        ((base, model), {"local_steps": 0}, ValueError, "local_steps.*0"),
+        ((base, model), {"local_steps": 1.0}, TypeError, "local_steps.*float"),
+        ((base, model), {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be above 0"),
+        ((base, model), {"bucket_cap_mb": "8"}, TypeError, "bucket_cap_mb.*str"),
+        ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
+        ((base, [model, make_net(1)]), {}, ValueError, "position"),
+        ((base, []), {}, ValueError, "model"),
+        *(
+            ((base, model), {"num_steps_per_communication": value}, error, f"num_steps.*{text}")
+            for value, error, text in [(0, ValueError, "0"), (1.0, TypeError, "float")]
+            if is_bluefogs
+        ),
+    ]
+    if is_bluefogs:
+        both = {"local_steps": 2, "num_steps_per_communication": 2}
+        rows.append(((base, model), both, TypeError, "must not both be given"))
+    if kind not in ("atc", "DecentralizedSGD"):
+        rows.append(((torch.optim.LBFGS(model.parameters()), model), {}, ValueError, "LBFGS"))
+    if kind != "gradient":  # which has buckets of gradients only
+        rows += [
+            (
+                (sgd(overlapping), overlapping),
+                {},
+                ValueError,
+                "'0.weight' and '1.weight' must not overlap.*Tied",
+            ),
+            ((sgd(away), away), {}, ValueError, "'weight' must have memory, got one on the device meta"),
+        ]
+    before = snapshot(model)
+    for arguments, options, error, message in rows:
+        with pytest.raises(error, match=message):
+            make(*arguments, **options)
+    assert torch.equal(snapshot(model), before) and not fogdist.get_current_created_window_names()
+    optimizer = make(base, model)
+    with pytest.raises(ValueError, match="distributed already"):
+        make(optimizer, model)
+    fogdist.win_free()
+    fogdist.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        make(base, model)
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_before_init(kind):
+    model = make_net(0)
+    base = sgd(model, momentum=0.0)
+    with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
+        distribute(kind, base, model)
+
+
+class WithResult(Scalable):
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        super().step(closure, scale=scale)
+        return "stepped"
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "atc in backward", "gradient", "put", "GradientTracking"])
+@on_ranks(2)
+def test_arguments_of_step(kind: str) -> None:
+    start()
+    model = make_net(0)
+    with distributed(kind, WithResult(model.parameters(), lr=0.1), model) as (_, optimizer):
+        loss_of(model, 0, 0).backward()
+        if kind == "atc in backward":
+            with pytest.raises(TypeError, match=r"step_in_backward=True, got scale"):
+                optimizer.step(scale=2.0)
+        else:
+            assert optimizer.step() == "stepped"
+            with pytest.raises(TypeError, match="unknown"):
+                optimizer.step(unknown=1)
+        for arguments, named in (((None, 3), {}), ((None,), {"closure": None})):
+            with pytest.raises(TypeError, match="one argument without a name"):
+                optimizer.step(*arguments, **named)
+
+
+# --- what may happen to parameters --------------------------------------------------------------------------
+
+
+def set_data(model: Any, step: int) -> None:
+    if step in (1, 3):
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+    if step == 2:
+        model.encoder.weight.data = model.encoder.weight.data.t().contiguous().t()
+
+
+def set_by_vector(model: Any, step: int) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters()) * 0.5
+    nn.utils.vector_to_parameters(vector, model.parameters())
+
+
+def load_state(model: Any, step: int) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def unfreeze(model: Any, step: int) -> None:
+    model.frozen.requires_grad_(step >= 3)
+
+
+CHANGES: dict[str, Callable[[Any, int], None]] = {
+    "": lambda model, step: None,
+    "data": set_data,
+    "vector": set_by_vector,
+    "state dict": load_state,
+    "unfrozen": unfreeze,
+}
+
+
+class Embedding(nn.Module):
+    """Its forward pass changes its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.words = nn.Embedding(5, 3, max_norm=0.8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.words(torch.arange(5))
+
+
+def embedding(rank: int) -> nn.Module:
+    torch.manual_seed(rank)
+    return Embedding().double()
+
+
+def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: float | None) -> None:
+    """Changes are made to the models, before each step's forward pass, as to the simulated ones."""
+    rank, size = start()
+    simulation = Simulation(RULES[kind], [model_of(r) for r in range(size)])
+    model = model_of(rank)
+    options = {} if cap is None else {"bucket_cap_mb": cap}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with distributed(kind, sgd(model), model, **options) as (called, optimizer):
+            if kind not in ("gradient", "atc in backward"):
+                assert all(_C.is_shared(p) == p.requires_grad for p in model.parameters())
+                places = {p.untyped_storage().data_ptr() for p in trained(model)}
+                assert len(places) > 4 if cap is not None else len(places) == 1
+            # BlueFog's p.set_(output) cut parameters from the memory they shared, at every step.
+            views = [p.detach().view(-1) for p in model.parameters()] if change == "" else []
+            for step in range(5):
+                for each in (model, *simulation.models):
+                    CHANGES[change](each, step)
+                train_step(called, optimizer, rank, step)
+                simulation.train(step)
+                simulation.check(rank, model)
+            assert all(torch.equal(v, p.detach().view(-1)) for v, p in zip(views, model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (kind, change)
+        for kind in RULES
+        for change in CHANGES
+        if change and (change != "unfrozen" or kind not in (*WINDOWS, "wrapper"))  # an error: see below
+    ],
+)
+def test_parameters_that_get_other_values_or_memory(worlds, kind, change):
+    worlds(3).run(follow, kind, change, make_net, None)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_small_buckets(worlds, kind):
+    worlds(3).run(follow, kind, "", make_net, 1e-4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "atc in backward"])
+def test_a_forward_pass_that_changes_parameters(worlds, kind):
+    worlds(3).run(follow, kind, "", embedding, None)
+
+
+@pytest.mark.parametrize("kind", IN_STEP)
+@on_ranks(3)
+def test_parameters_that_are_unfrozen(kind: str) -> None:
+    """A parameter takes part from the step on in which it is unfrozen; what was kept of others stays."""
+    rank, _ = start()
+    runs = []
+    for freezes in (True, False):
+        model = make_net(0)
+        base = sgd(model, momentum=0.0)
+        with distributed(kind, base, model) as (_, optimizer):
+            # In the run in which it is not frozen it has no gradient in the beginning.
+            model.head.requires_grad_(not freezes)
+            kept = model.head.weight.detach().clone()
+            for step in range(6):
+                if step == 4:
+                    model.head.requires_grad_(True)
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                if step < 4:
+                    model.head.weight.grad = model.head.bias.grad = None
+                optimizer.step()
+                if step < 4:
+                    torch.testing.assert_close(model.head.weight.detach(), kept, rtol=0, atol=1e-12)
+        runs.append(snapshot(model))
+        assert not torch.equal(model.head.weight, kept)
+    torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+@on_ranks(2)
+def test_parameters_that_are_unfrozen_in_windows(kind: str) -> None:
+    start()
+    model = make_net(0)
+    with distributed(kind, sgd(model), model):
+        model.frozen.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"shape \(4, 4\) was frozen when the optimizer was made"):
+            loss_of(model, 0, 0).backward()
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "put", "GradientTracking", "wrapper"])
+@on_ranks(2)
+def test_a_model_that_is_converted_later(kind: str) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    called, optimizer = distribute(kind, sgd(model, momentum=0.0), model)
+    model.float()
+    with pytest.raises(ValueError, match=r"'position' must stay torch.float64.*Convert a model before"):
+        loss_of(called, 0, 0).backward()
+        optimizer.step()
+    model.double()
+    end(called, optimizer)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "wrapper"])
+@on_ranks(3)
+def test_several_models_and_what_is_added(kind: str) -> None:
+    """Several models, groups that are added, parameters that a model gets later: what the optimizer holds is mixed."""
+    rank, size = start()
+
+    def models_of(r: int) -> nn.ModuleList:
+        net = make_net(r)
+        return nn.ModuleList([net, nn.Linear(3, 3).double()])
+
+    def partly(models: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([models[0].position, models[0].encoder.weight], lr=0.1, momentum=0.9)
+
+    def loss(models: Any, r: int, step: int) -> Tensor:
+        x, y = batch(r, step)
+        error = (models[1](models[0](x)) - y).square().mean()
+        return error + (models[1].extra * (r + 1)).square().sum() if hasattr(models[1], "extra") else error
+
+    simulation = Simulation(RULES[kind], map(models_of, range(size)), partly)
+    models = models_of(rank)
+    base = partly(models)
+    with distributed(kind, base, list(models)) as (_, optimizer):
+        with pytest.raises(ValueError, match="model"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        assert len(optimizer.param_groups) == 1
+        for step in range(5):
+            for r, each in enumerate((*simulation.models, models)):
+                if step == 1:
+                    group: dict[str, Any] = {"params": list(each[1].parameters()), "lr": 0.2}
+                elif step == 3:
+                    values = torch.full((3,), float(r if each is not models else rank), dtype=torch.float64)
+                    each[1].extra = nn.Parameter(values)
+                    group = {"params": [each[1].extra], "lr": 0.3}
+                else:
+                    continue
+                (optimizer if each is models else simulation.optimizers[r][0]).add_param_group(group)
+            optimizer.zero_grad()
+            loss(models, rank, step).backward()
+            optimizer.step()
+            simulation.step(lambda m, r, k=step: loss(m, r, k).backward())
+            simulation.check(rank, models)
+        assert len(optimizer.param_groups) == 3
+
+
+class Large(nn.Module):
+    """Of layers that cost more to copy than to move."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 200, bias=False)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.repeat(1, 50))[:, :3]
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "wrapper"])
+@on_ranks(3)
+def test_an_average_is_not_copied(kind: str) -> None:
+    """The average's memory becomes the parameters'; a state dict in hand stays what the parameters are."""
+    rank, size = start()
+    model = Large(rank)
+    simulation = Simulation(RULES[kind], map(Large, range(size)))
+    held: dict[str, Tensor] = {}
+    with distributed(kind, sgd(model), model) as (called, optimizer):
+        for step in range(6):
+            if step == 3:
+                held = dict(model.state_dict())
+            before = [p.data_ptr() for p in model.parameters()]
+            train_step(called, optimizer, rank, step)
+            assert (before == [p.data_ptr() for p in model.parameters()]) is (step >= 3), step
+            for name, value in held.items():
+                assert torch.equal(value, model.get_parameter(name))
+            simulation.train(step)
+    simulation.check(rank, model)
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", "put", "GradientTracking", "wrapper"])
+@on_ranks(2)
+def test_ranks_with_other_parameters(kind: str) -> None:
+    rank, _ = start()
+    with Checks() as checks:
+        wider = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (rank == 1)))
+        message = (
+            r"(?s)(model|module) must be the same on all ranks.*only on ranks \[0\].*'1.weight'.*\(2, 3\)"
+        )
+        with pytest.raises(ValueError, match=message) as caught:
+            distribute(kind, sgd(wider), wider)
+        checks.true("only what differs", "'0.weight'" not in str(caught.value))
+        if kind == "wrapper":
+            return
+        # Equally long, so that averages would go through.
+        model = make_net(rank)
+        other = [model.position, *model.encoder.parameters(), *model.head.parameters()]
+        if rank == 1:
+            other[0], other[2] = other[2], other[0]
+        with pytest.raises(ValueError, match=r"(?s)model must be the same.*'encoder.bias'.*'position'"):
+            distribute(kind, torch.optim.SGD(other, lr=0.1), model)
+        if kind in WINDOWS:
+            return
+        model = make_net(rank)
+        _, optimizer = distribute(kind, sgd(model), model)
+        optimizer.step()
+        before = snapshot(model)
+        (model.frozen.bias if rank == 0 else model.position).requires_grad_(rank == 0)
+        with pytest.raises(ValueError, match=r"(?s)model must be the same.*position"):
+            optimizer.step()
+        checks.true("not averaged", torch.equal(snapshot(model), before))
+
+
+OWNERS = ["awc", "atc", "put", "ExactDiffusion", "wrapper"]
+
+
+@pytest.mark.parametrize("kind", OWNERS)
+@on_ranks(2)
+def test_a_model_has_one_owner(kind: str) -> None:
+    start(topologies.FullyConnectedGraph)
+    model = make_net(0)
+    first = distribute(kind, sgd(model), model)
+    for other in OWNERS:
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):
+            distribute(other, sgd(model), model)
+        assert torch.equal(snapshot(model), before)
+    # Others may have it after the first, even if that was in a cycle.
+    cycle = [first]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    kept = first[1] if kind == "put" else None
+    if kept is not None:
+        kept.unregister_window()
+    del first, cycle
+    for other in OWNERS:
+        second = distribute(other, sgd(model), model)
+        if other == "put":
+            end(*second)
+        del second
+    assert kept is None or not kept.is_in_round
+    # A copy of the model is another one.
+    with distributed(kind, sgd(model), model):
+        twin = copy.deepcopy(model)
+        distribute("atc", sgd(twin), twin)
+
+
+def changed_in_flight(kind: str, how: str) -> list[str]:
+    """Values that change while older ones travel are lost, which is said once."""
+    rank, size = start()
+    model = make_net(rank)
+    simulation = Simulation("awc", map(make_net, range(size)))
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        distributed(kind, sgd(model), model) as (called, optimizer),
+    ):
+        warnings.simplefilter("always")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(called, rank, step).backward()
+            if step > 0:
+                fogdist.barrier()
+                if how == "in place":
+                    with torch.no_grad():
+                        model.head.weight.mul_(2)
+                else:
+                    model.head.weight.data = model.head.weight.data * 2
+            optimizer.step()
+            assert _C.is_shared(model.head.weight)
+            simulation.train(step)
+        if how != "in place":  # there the neighbors may have seen either value
+            simulation.check(rank, model)
+    assert all(each.filename == __file__ for each in caught)
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize(("how", "which"), [("in place", "'head.weight'"), ("data", "a parameter")])
+@pytest.mark.parametrize("kind", ["awc", "wrapper"])
+def test_values_that_change_while_they_travel(worlds, kind, how, which):
+    for messages in worlds(2).run(changed_in_flight, kind, how):
+        assert len(messages) == 1
+        assert messages[0].startswith(f"{which} was changed between the forward pass and step()")
+
+
+# --- when ranks exchange ------------------------------------------------------------------------------------
+
+
+class Watching(nn.Linear):
+    """Calls a function in its forward pass."""
+
+    watch: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.watch()
+        return super().forward(x)
+
+
+@on_ranks(3)
+def test_awc_averages_during_the_forward_pass() -> None:
+    """Rank 0 gets the average of parameters within its forward pass, in which the others still are."""
+    rank, _ = start()
+    torch.manual_seed(rank)
+    model = Watching(4, 3).double()
+    _, optimizer = distribute("awc", sgd(model), model)
+    seen: list[bool] = []
+
+    def watch() -> None:
+        fogdist.barrier()
+        before = snapshot(model)
+        if rank == 0:
+            assert optimizer.is_in_round
+            (operation,) = handles()._in_flight.values()
+            while not operation.work.is_completed():
+                pass
+            seen.append(True)
+        fogdist.barrier()
+        assert torch.equal(snapshot(model), before)  # it is not written before step()
+
+    model.watch = watch
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+    assert seen == [True] * 3 * (rank == 0)
+    model.watch = lambda: None
+
+
+@pytest.mark.filterwarnings("ignore:ranks start from")
+@on_ranks(2)
+def test_exchanges_begin_with_the_forward_pass() -> None:
+    rank, _ = start()
+    for order in ("awc", "cta"):
+        model = nn.Linear(4, 3).double()
+        base = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = algorithms.DecentralizedSGD(base, model, order=order, mixing=algorithms.GlobalAverage())
+        with torch.no_grad():
+            model.bias.fill_(rank)
+            loss_of(model, rank, 0)  # does not count
+        assert model.bias[0] == rank
+        loss_of(model, rank, 0).backward()
+        loss_of(model, rank, 1).backward()  # accumulates, with no second exchange
+        assert optimizer.is_in_round and optimizer._mixer.has_begun == (order == "awc")
+        assert model.bias[0] == (rank if order == "awc" else 0.5)
+        optimizer.step()
+        assert model.bias[0] == 0.5 and not optimizer.is_in_round and optimizer.rounds == 1
+
+
+def too_many_passes(kind: str) -> list[str]:
+    rank, _ = start()
+    model = make_net(rank)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        distributed(kind, sgd(model), model, local_steps=2) as (_, optimizer),
+    ):
+        warnings.simplefilter("always")
+        for number in range(3):
+            for _ in range(3):
+                loss_of(model, rank, number).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # Passes without gradients, and in evaluation mode, are no passes.
+        model.eval()
+        for _ in range(5):
+            with torch.no_grad():
+                loss_of(model, rank, 0)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", [*FACTORIES, *WINDOWS])
+def test_too_many_passes_warn_once(worlds, kind):
+    for messages in worlds(2).run(too_many_passes, kind):
+        assert len(messages) == 1
+        assert messages[0].startswith("Unexpected behavior: more than local_steps=2")
+
+
+@pytest.mark.parametrize("kind", RULES)
+@on_ranks(3)
+def test_a_rank_without_data_for_one_step(kind: str) -> None:
+    rank, size = start()
+    simulation = Simulation(RULES[kind], map(make_net, range(size)), lambda m: sgd(m, momentum=0.0))
+    model = make_net(rank)
+    with distributed(kind, sgd(model, momentum=0.0), model) as (called, optimizer):
+        for step in range(4):
+
+            def backward(model: Any, r: int, step: int = step) -> None:
+                if (r, step) != (1, 2):  # its data ended early
+                    loss_of(model, r, step).backward()
+
+            optimizer.zero_grad()
+            backward(called, rank)
+            if kind != "cta":  # which exchanges in the forward pass
+                fogdist.barrier()
+            optimizer.step()
+            simulation.step(backward)
+            simulation.check(rank, model)
+            if kind == "gradient":
+                assert all(p.grad is not None for p in model.head.parameters())
+                assert model.unused.weight.grad is None
+
+
+def warm_up(kind: str, factor: float) -> Tensor:
+    rank, _ = start()
+    model = make_net(rank)
+    with distributed(kind, sgd(model, momentum=0.0), model) as (called, optimizer):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: k / 4)
+        for k in range(4):
+            optimizer.zero_grad()
+            (loss_of(called, rank, k) * (factor if k == 0 and rank == 1 else 1.0)).backward()
+            optimizer.step()
+            scheduler.step()
+        if kind in IN_STEP:
+            assert optimizer.state_dict()["param_groups"][0]["fog_steps"] == 4
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("kind", [*RULES, "DecentralizedSGD"])
+def test_a_step_of_a_warm_up_is_no_checkpoint(worlds, kind):
+    """Gradients of zero on one rank do not matter where the learning rate is 0, and count as a step."""
+    for got, expected in zip(worlds(2).run(warm_up, kind, 0.0), worlds(2).run(warm_up, kind, 1.0)):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+# --- gradient scalers ---------------------------------------------------------------------------------------
+
+OVERFLOWS = {(0, 1), (2, 1), (1, 3), (0, 4)}  # rank and step, which is the last one
+
+
+@pytest.mark.parametrize("form", ["scaled", "unscaled", "fused"])
+@pytest.mark.parametrize("kind", ["awc", "atc", "cta", *WINDOWS, "wrapper"])
+@on_ranks(3)
+def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
+    """Ranks whose gradients overflow leave out their own step, each by itself, but not the average."""
+    rank, size = start()
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.02, fused=form == "fused")
+
+    simulation = Simulation(RULES[kind], map(make_net, range(size)), make)
+    model = make_net(rank)
+    base = make(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with distributed(kind, base, model) as (called, optimizer):
+            for step in range(5):
+                if step % 2:
+                    optimizer.zero_grad()
+                loss = loss_of(called, rank, step) * (float("inf") if (rank, step) in OVERFLOWS else 1.0)
+                if step % 2 == 0:
+                    optimizer.zero_grad()
+                scaler.scale(loss).backward()
+                if form == "unscaled":
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                simulation.step(
+                    lambda m, r, k=step: loss_of(m, r, k).backward(),
+                    skips=[r for r in range(size) if (r, step) in OVERFLOWS],
+                    clips=0.5 if form == "unscaled" else None,
+                )
+                simulation.check(rank, model, rtol=1e-9, atol=1e-9)
+            assert scaler.get_scale() == 1024.0 / 2 ** sum(r == rank for r, _ in OVERFLOWS)
+            assert not hasattr(optimizer, "found_inf") and not hasattr(base, "found_inf")
+
+
+def one_overflow(kind: str, overflows: bool) -> tuple[Tensor, int]:
+    """In the third step rank 0's gradients overflow, or else it has none that move anything."""
+    rank, _ = start()
+    model = make_net(0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=overflows)
+    before: list[Tensor] = []
+    with distributed(kind, sgd(model, momentum=0.0), model) as (_, optimizer):
+        for step in range(6):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step)).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            if step == 2 and rank == 0:
+                for gradient, kept in zip(gradients, before, strict=True):
+                    if overflows:
+                        gradient.fill_(torch.inf)
+                    elif kind == "GradientTracking":  # which goes on with its last gradient
+                        gradient.copy_(kept)
+                    else:
+                        gradient.zero_()
+            before = [gradient.clone() for gradient in gradients]
+            scaler.step(optimizer)
+            scaler.update()
+    if overflows:
+        assert scaler.get_scale() == (4.0 if rank == 0 else 8.0)
+    return snapshot(model), optimizer.state_dict()["param_groups"][0]["fog_steps"]
+
+
+@pytest.mark.parametrize("kind", IN_STEP)
+def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, kind):
+    plain, overflowed = (worlds(3).run(one_overflow, kind, overflows) for overflows in (False, True))
+    for one, two in zip(plain, overflowed, strict=True):
+        if kind != "QuasiGlobalMomentum":  # whose momentum would move it without a gradient too
+            torch.testing.assert_close(one[0], two[0], rtol=0, atol=1e-12)
+        assert two[0].isfinite().all()
+        assert one[1] == two[1] == 6
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "put", "GossipPGA", "wrapper"])
+@on_ranks(2)
+def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
+    """What a scaler has left for a step that raised is not for the next one."""
+    rank, _ = start()
+    model = make_net(0)  # ranks are alike, so averages change nothing
+    base = sgd(model, momentum=0.0)
+    with distributed(kind, base, model) as (called, optimizer):
+        fails = [True]
+
+        def fail_once(*_: Any) -> None:
+            if fails and fails.pop():
+                raise RuntimeError("of the user")
+
+        base.register_step_pre_hook(fail_once)
+        for what in ("error", "no scaler", "overflow"):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=what != "no scaler")
+            optimizer.zero_grad()
+            scaler.scale(loss_of(called, 0, 0)).backward()
+            expected = copy.deepcopy(model)
+            if what == "error":
+                with pytest.raises(RuntimeError, match="of the user"):
+                    scaler.step(optimizer)
+                assert not hasattr(optimizer, "found_inf") or kind == "wrapper"
+                continue
+            if what == "no scaler":
+                loss_of(expected, 0, 0).backward()
+                sgd(expected, momentum=0.0).step()
+            elif rank == 0:
+                model.head.weight.grad.fill_(torch.inf)
+            scaler.step(optimizer)
+            if what == "no scaler":
+                torch.testing.assert_close(snapshot(model), snapshot(expected), **EXACT)
+    assert snapshot(model).isfinite().all()
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------
+
+
+def checkpoints(kind: str, of_sgd: bool, folder: str) -> None:
+    """Training that was interrupted goes on as if it were not, from each kind of checkpoint."""
+    rank, _ = start()
+    own = Path(folder) / kind / str(rank)
+
+    def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+        model = make_net(seed)
+        # torch.distributed.checkpoint wants state of every parameter, as plain optimizers have too.
+        del model.unused
+        adam = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.1)
+        return model, sgd(model, momentum=0.0) if of_sgd else adam
+
+    def go_on(called: Any, optimizer: Any, first: int, last: int) -> None:
+        for step in range(first, last):
+            train_step(called, optimizer, rank, step)
+        optimizer.zero_grad()
+
+    model, base = begin(rank)
+    with distributed(kind, base, model) as (called, optimizer):
+        go_on(called, optimizer, 0, 3)
+        file = io.BytesIO()
+        torch.save({"model": called.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        weights, state = copy.deepcopy(get_state_dict(called, optimizer))
+        # Ranks differ, so each has a checkpoint of its own.
+        checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
+        go_on(called, optimizer, 3, 6)
+    other, base = begin(10 + rank)
+    with distributed(kind, base, other) as (called, optimizer):
+        file.seek(0)
+        saved = torch.load(file)
+        called.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        go_on(called, optimizer, 3, 6)
+        assert torch.equal(snapshot(other), snapshot(model))
+    other, base = begin(20 + rank)
+    with distributed(kind, base, other) as (called, optimizer):
+        if rank == 1:
+            fogdist.barrier()  # a rank loads when it likes: nothing is exchanged meanwhile
+        if kind not in IN_STEP:
+            weights, state = get_state_dict(called, optimizer)
+            checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
+        set_state_dict(called, optimizer, model_state_dict=weights, optim_state_dict=state)
+        if rank == 0:
+            fogdist.barrier()
+        go_on(called, optimizer, 3, 6)
+        assert torch.equal(snapshot(other), snapshot(model))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("of_sgd", [False, True], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+    "kind", ["awc", "atc", "gradient", "put", "GradientTracking", "PushSumSGD", "wrapper"]
+)
+def test_checkpoints(worlds, kind, of_sgd, tmp_path):
+    worlds(2).run(checkpoints, kind, of_sgd, str(tmp_path))
+
+
+# --- ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+@on_ranks(2)
+def test_what_is_dropped_leaves_the_model(kind: str) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    called, optimizer = distribute(kind, sgd(model, momentum=0.0), model)
+    loss_of(called, rank, 0).backward()
+    optimizer.step()
+    reference = weakref.ref(called if kind == "wrapper" else optimizer)
+    del called, optimizer
+    gc.collect()
+    assert reference() is None
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    # Only rank 0 goes on, alone: nothing of what was dropped communicates, least of all its end.
+    if rank == 0:
+        for number in range(3):
+            loss_of(model, rank, number).backward()
+    fogdist.barrier()
+    assert len(fogdist.get_current_created_window_names()) == (kind in WINDOWS)
+    fogdist.win_free()
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@on_ranks(2)
+def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
+    """It may be kept, copied and distributed anew: what is ours is in the view."""
+    rank, _ = start()
+    model = make_net(rank)
+    base = sgd(model, momentum=0.0)
+    before = set(vars(base))
+    with distributed(kind, base, model) as (_, optimizer):
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        assert set(vars(base)) == before, set(vars(base)) - before
+    twin = copy.deepcopy(base)
+    assert twin.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", *WINDOWS])
+@on_ranks(2)
+def test_shutdown_with_an_exchange_in_flight(kind: str) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    called, optimizer = distribute(kind, sgd(model), model)
+    loss_of(called, rank, 0).backward()
+    optimizer.step()
+    if kind in WINDOWS:
+        optimizer.force_barrier = False
+    loss_of(called, rank, 1).backward()  # something is in flight
+    fogdist.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        optimizer.step()
+    end(model, optimizer)
+    assert snapshot(model).isfinite().all()
+
+
+# --- timeline -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*FACTORIES, "put", "ExactDiffusion"])
+@on_ranks(2)
+def test_timeline(kind: str) -> None:
+    start()
+    events: list[str] = []
+
+    class Range(nullcontext):  # what the profiler would show
+        def __init__(self, name: str) -> None:
+            self._name = name.removeprefix("fogdist.")
+
+        def __enter__(self) -> None:
+            events.append(f"{self._name}(")
+
+        def __exit__(self, *_: object) -> None:
+            events.append(f"){self._name}")
+
+    model = nn.Linear(3, 2)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.register_forward_hook(lambda *_: events.append("forward pass"))
+    model.weight.register_hook(lambda _: events.append("backward pass"))
+    base.register_step_post_hook(lambda *_: events.append("step"))
+    _, optimizer = distribute(kind, base, model)
+
+    def trace() -> list[str]:
+        """Two steps, and a forward pass that is none of the training."""
+        events.clear()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(torch.ones(4, 3))
+        return list(events)
+
+    plain = [*["forward pass", "backward pass", "step"] * 2, "forward pass"]
+    step = ["forward(", "forward pass", ")forward", "gradient(", "backward pass", ")gradient", "step"]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.profiler, "record_function", Range)
+        assert trace() == plain
+        optimizer.turn_on_timeline()
+        optimizer.turn_on_timeline()  # once is enough
+        assert trace() == [*step * 2, "forward pass"]
+        events.clear()
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(4, 4))
+        assert events == ["forward(", ")forward"]  # a pass that fails ends its range
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.turn_off_timeline()
+        optimizer.turn_off_timeline()
+        assert events[-1] == ")gradient"
+        optimizer.step()
+        assert trace() == plain
+    end(model, optimizer)
