@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -16,7 +16,6 @@ from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
-from fogdist.training.pace import MAX_STALENESS
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
@@ -187,31 +186,28 @@ def DistributedGradientAllreduceOptimizer(
     return GradientAllreduce(optimizer, model, local_steps=interval, bucket_cap_mb=bucket_cap_mb, group=group)
 
 
+class WindowOptions(TypedDict, total=False):
+    """Keywords of the three optimizers on windows; see `fogdist.training.WindowAlgorithm`."""
+
+    max_staleness: int | None
+    group: dist.ProcessGroup | None
+    num_steps_per_communication: int
+    """BlueFog's name of `local_steps`."""
+
+
 def DistributedWinPutOptimizer(
     optimizer: Optimizer,
     model: Models,
     local_steps: int = 1,
     window_prefix: str | None = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
-    *,
-    max_staleness: int | None = MAX_STALENESS,
-    group: dist.ProcessGroup | None = None,
-    num_steps_per_communication: int | None = None,
+    **options: Unpack[WindowOptions],
 ) -> WinPut:
     """Returns an optimizer that averages with what its neighbors last sent: ``w+ = mean(w, slots) - step(grad f(w))``.
 
     It is `fogdist.algorithms.WinPut`, which has the arguments, methods, attributes and errors.
-    `num_steps_per_communication` is BlueFog's name of `local_steps`.
     """
-    return WinPut(
-        optimizer,
-        model,
-        local_steps=_interval(local_steps, num_steps_per_communication),
-        window_prefix=window_prefix,
-        bucket_cap_mb=bucket_cap_mb,
-        max_staleness=max_staleness,
-        group=group,
-    )
+    return WinPut(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
 
 
 def DistributedPullGetOptimizer(
@@ -220,25 +216,13 @@ def DistributedPullGetOptimizer(
     local_steps: int = 1,
     window_prefix: str | None = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
-    *,
-    max_staleness: int | None = MAX_STALENESS,
-    group: dist.ProcessGroup | None = None,
-    num_steps_per_communication: int | None = None,
+    **options: Unpack[WindowOptions],
 ) -> PullGet:
     """Returns an optimizer that averages with its neighbors' present parameters: ``w+ = mean(w, w_j) - step(grad f(w))``.
 
     It is `fogdist.algorithms.PullGet`, which has the arguments, methods, attributes and errors.
-    `num_steps_per_communication` is BlueFog's name of `local_steps`.
     """
-    return PullGet(
-        optimizer,
-        model,
-        local_steps=_interval(local_steps, num_steps_per_communication),
-        window_prefix=window_prefix,
-        bucket_cap_mb=bucket_cap_mb,
-        max_staleness=max_staleness,
-        group=group,
-    )
+    return PullGet(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
 
 
 def DistributedPushSumOptimizer(
@@ -247,25 +231,27 @@ def DistributedPushSumOptimizer(
     local_steps: int = 1,
     window_prefix: str | None = None,
     bucket_cap_mb: float = BUCKET_CAP_MB,
-    *,
-    max_staleness: int | None = MAX_STALENESS,
-    group: dist.ProcessGroup | None = None,
-    num_steps_per_communication: int | None = None,
+    **options: Unpack[WindowOptions],
 ) -> WindowPushSum:
     """Returns an optimizer that averages by push-sum, which is exact on directed graphs.
 
     It is `fogdist.algorithms.WindowPushSum`, which has the arguments, methods, attributes and errors.
-    `num_steps_per_communication` is BlueFog's name of `local_steps`.
     """
-    return WindowPushSum(
-        optimizer,
-        model,
-        local_steps=_interval(local_steps, num_steps_per_communication),
-        window_prefix=window_prefix,
-        bucket_cap_mb=bucket_cap_mb,
-        max_staleness=max_staleness,
-        group=group,
-    )
+    return WindowPushSum(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+
+
+def _of_windows(
+    local_steps: int, window_prefix: str | None, bucket_cap_mb: float, options: WindowOptions
+) -> dict[str, Any]:
+    others = dict(options)
+    interval = _interval(local_steps, options.get("num_steps_per_communication"))
+    others.pop("num_steps_per_communication", None)
+    return {
+        "local_steps": interval,
+        "window_prefix": window_prefix,
+        "bucket_cap_mb": bucket_cap_mb,
+        **others,
+    }
 
 
 def _interval(local_steps: int, num_steps_per_communication: int | None) -> int:

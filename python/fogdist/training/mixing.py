@@ -174,18 +174,8 @@ class Neighbors(Mixing):
         weights = round.weights
         weights.check_only("neighbor_allreduce")
         start: Any = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
-        return _by_device(
-            tensors,
-            round.name,
-            lambda those, name: start(
-                those,
-                self_weight=weights.self_weight,
-                src_weights=weights.src_weights,
-                dst_weights=weights.dst_weights,
-                enable_topo_check=weights.enable_topo_check,
-                name=name,
-                group=round.context.group,
-            ),
+        return _weighted(
+            start, tensors, round, src_weights=weights.src_weights, dst_weights=weights.dst_weights
         )
 
 
@@ -208,18 +198,12 @@ class Machines(Mixing):
             if in_place
             else hierarchical_neighbor_allreduce_nonblocking
         )
-        return _by_device(
+        return _weighted(
+            start,
             tensors,
-            round.name,
-            lambda those, name: start(
-                those,
-                self_weight=weights.self_weight,
-                src_machine_weights=weights.src_machine_weights,
-                dst_machine_weights=weights.dst_machine_weights,
-                enable_topo_check=weights.enable_topo_check,
-                name=name,
-                group=round.context.group,
-            ),
+            round,
+            src_machine_weights=weights.src_machine_weights,
+            dst_machine_weights=weights.dst_machine_weights,
         )
 
 
@@ -274,6 +258,17 @@ def as_mixing(mixing: MixingLike) -> Mixing:
             f"None, got {type(mixing).__name__}"
         )
     return mixing
+
+
+def _weighted(start: Any, tensors: Sequence[Tensor], round: Round, **peers: Any) -> Finish:
+    """Starts an operation with the weights of a round."""
+    options = {
+        "self_weight": round.weights.self_weight,
+        "enable_topo_check": round.weights.enable_topo_check,
+        "group": round.context.group,
+        **peers,
+    }
+    return _by_device(tensors, round.name, lambda those, name: start(those, name=name, **options))
 
 
 def _planned(tensors: Sequence[Tensor], plan: NeighborPlan, round: Round, in_place: bool) -> Finish:
