@@ -289,10 +289,24 @@ def train_plainly(kind: str, variation: str) -> Tensor:
     return train(kind, variation, plainly)
 
 
-@pytest.mark.parametrize(
-    ("kind", "variation"),
-    [(kind, variation) for variation, (_, kinds) in VARIATIONS.items() for kind in kinds],
-)
+# What calls the model in its own way is the same for all algorithms whose step does all: these are one of each form.
+SAMPLE = ("DecentralizedSGD", "LocalSGD", "GradientTracking", "PushSumSGD", "QuasiGlobalMomentum")
+ALIKE = ("other passes", "copies", "transforms", "gradients of functions", "reloads")
+
+
+def variations() -> list[Any]:
+    return [
+        pytest.param(
+            kind,
+            variation,
+            marks=[pytest.mark.long] * (variation in ALIKE and kind in IN_STEP and kind not in SAMPLE),
+        )
+        for variation, (_, kinds) in VARIATIONS.items()
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(("kind", "variation"), variations())
 @on_ranks(2)
 def test_what_changes_nothing(kind: str, variation: str) -> None:
     step_of, _ = VARIATIONS[variation]
