@@ -30,13 +30,14 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import leftovers
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -145,11 +146,14 @@ class _Body:
         getattr(importlib.import_module(self.__module__), self.__qualname__).__wrapped__(*arguments)
 
 
-def on_ranks(size: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    size: int | list[int], **cases: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a test of a function that each rank of a shared world calls, with its parameters and fixtures.
 
     Args:
-        size: Number of ranks; by default the test's parameter ``size``, which the function does not get.
+        size: Number of ranks, or several; the function finds it by itself.
+        **cases: Values of its parameters, each of which is a test, as ``pytest.mark.parametrize`` takes them.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -157,13 +161,16 @@ def on_ranks(size: int | None = None) -> Callable[[Callable[..., None]], Callabl
 
         @functools.wraps(function)
         def test(worlds: WorldPool, **given: Any) -> None:
-            worlds(given["size"] if size is None else size).run(
-                _Body(function), *(given[name] for name in names)
-            )
+            arguments = [given[name] for name in names]
+            worlds(given.get("size", size)).run(_Body(function), *arguments)
 
-        asked = ["worlds", *(["size"] if size is None else []), *names]
-        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        sizes = {"size": size} if isinstance(size, list) else {}
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ["worlds", *sizes, *names]
+        ]
         test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        for name, values in {**cases, **sizes}.items():
+            test = pytest.mark.parametrize(name, list(values))(test)
         return test
 
     return decorate

@@ -238,8 +238,7 @@ def test_several_passes_before_a_step() -> None:
     simulation.check(fogdist.rank(), model)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@on_ranks(4)
+@on_ranks(4, mode=["sync", "async"])
 def test_rounds_go_on(mode: str) -> None:
     """A wrapper that is made anew halfway goes on with the topology's round that is next."""
     rank, size = start()
@@ -283,8 +282,7 @@ def test_rounds_go_on(mode: str) -> None:
         assert torch.equal(torch.stack(at_once), torch.stack(in_parts))
 
 
-@pytest.mark.parametrize("kind", ["zero", "inf", "scaler"])
-@on_ranks(3)
+@on_ranks(3, kind=["zero", "inf", "scaler"])
 def test_odd_gradients_are_no_skipped_step(kind: str) -> None:
     """Rank 0's first part of two has gradients that look like those of a skipped step."""
     model, wrapper, simulation = on_a_ring(lambda m: torch.optim.Adam(trained(m), lr=0.05))
@@ -332,8 +330,7 @@ class Nested(torch.optim.Adam):
         return result
 
 
-@pytest.mark.parametrize("with_closure", [False, True])
-@on_ranks(2)
+@on_ranks(2, with_closure=[False, True])
 def test_a_step_that_calls_its_base_class_mixes_once(with_closure: bool) -> None:
     """One exchange a step, even if torch calls hooks in the base class's step too."""
     rank, _ = start()
@@ -402,8 +399,7 @@ def features(rank: int, step: int) -> Tensor:
     return rank + torch.randn(6, 4, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@on_ranks(3)
+@on_ranks(3, mode=["sync", "async"])
 def test_buffers_are_mixed_on_request(mode: str) -> None:
     rank, size = start()
     matrix = topologies.mixing_matrix(topologies.RingGraph(size))
@@ -437,8 +433,7 @@ def test_buffers_are_mixed_on_request(mode: str) -> None:
     wrapper.close()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@on_ranks(3)
+@on_ranks(3, mode=["sync", "async"])
 def test_global_average(mode: str) -> None:
     rank, _ = start()
     torch.manual_seed(rank)
@@ -486,8 +481,7 @@ def test_global_average_after_a_forward_pass_on_one_rank() -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@on_ranks(3)
+@on_ranks(3, mode=["sync", "async"])
 def test_dtypes(mode: str) -> None:
     """Parameters of several dtypes are in buffers of their own."""
     rank, size = start()
@@ -517,8 +511,7 @@ def test_dtypes(mode: str) -> None:
 # --- the module stays what it was ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@on_ranks(3)
+@on_ranks(3, mode=["sync", "async"])
 def test_all_start_with_rank_0s_values(mode: str) -> None:
     rank, _ = start()
     torch.manual_seed(rank)
@@ -639,8 +632,7 @@ def test_transforms_of_functions_exchange_nothing() -> None:
     assert not wrapper._mixing.has_begun and wrapper.round == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@on_ranks(2)
+@on_ranks(2, mode=["sync", "async"])
 def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
     """An SGD has no state, so every checkpoint steps it; the training does not notice."""
     rank, _ = start()

@@ -231,8 +231,7 @@ def test_other_sizes(worlds, size, kind):
     check(worlds, Run(kind, "adam", mixing="dynamic" if kind != "gradient" else "static"), size)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@on_ranks()
+@on_ranks([1, 3])
 def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
     rank, _ = start()
     torch.manual_seed(rank)
@@ -372,9 +371,7 @@ STEPS = 5
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-@pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("name", CASES)
-@on_ranks(3)
+@on_ranks(3, name=CASES, kind=FACTORIES)
 def test_trajectories_of_any_optimizer(name: str, kind: str) -> None:
     case = CASES[name]
     rank, size = start()
@@ -444,8 +441,7 @@ def test_lbfgs() -> None:
 # --- settings -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc"])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc"])
 def test_settings_and_weights_that_are_wrong(kind: str) -> None:
     fogdist.init()
     make = FACTORIES[kind]
@@ -523,8 +519,7 @@ def test_old_names(worlds, name):
 # --- gradients that are averaged ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("who", ["all ranks", "one rank"])
-@on_ranks(3)
+@on_ranks(3, who=["all ranks", "one rank"])
 def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
     """All passes are in the average, also of buckets that were sent before; and the next steps are sound."""
     rank, size = start()
@@ -594,8 +589,7 @@ class Routed(nn.Module):
         return self.experts[expert](x)
 
 
-@pytest.mark.parametrize("size", [1, 4])
-@on_ranks()
+@on_ranks([1, 4])
 def test_gradients_that_exist_on_some_ranks_only() -> None:
     rank, size = start()
     torch.manual_seed(0)
@@ -667,7 +661,8 @@ def test_sparse_gradients() -> None:
         optimizer.step()
 
 
-def local_step_of_gradient_averaging() -> list[str]:
+@on_ranks(2)
+def test_local_steps_of_gradient_averaging_warn_once() -> None:
     fogdist.init()
     model = make_net(fogdist.rank())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -678,20 +673,14 @@ def local_step_of_gradient_averaging() -> list[str]:
             optimizer.zero_grad()
             loss_of(model, fogdist.rank(), number).backward()
             optimizer.step()
-    return [str(warning.message) for warning in caught]
-
-
-def test_local_steps_of_gradient_averaging_warn_once(worlds):
-    for messages in worlds(2).run(local_step_of_gradient_averaging):
-        assert len(messages) == 1
-        assert "after 1 of local_steps=4" in messages[0]
+    (warning,) = caught
+    assert "after 1 of local_steps=4" in str(warning.message)
 
 
 OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # rank and step
 
 
-@pytest.mark.parametrize("form", ["scaled", "synchronized", "clipped", "accumulated", "fused"])
-@on_ranks(3)
+@on_ranks(3, form=["scaled", "synchronized", "clipped", "accumulated", "fused"])
 def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
     """With averaged gradients an overflow on one rank is everybody's: as in one process with the mean of the losses."""
     rank, size = start()
@@ -789,8 +778,7 @@ def test_atc_averages_during_the_backward_pass() -> None:
     assert places == [[p.data_ptr() for p in model.parameters()]]
 
 
-@pytest.mark.parametrize("how", ["passes", "clipping", "zero_grad", "scaler"])
-@on_ranks(2)
+@on_ranks(2, how=["passes", "clipping", "zero_grad", "scaler"])
 def test_gradients_changed_after_their_step(how: str) -> None:
     rank, _ = start()
     model = make_net(rank)

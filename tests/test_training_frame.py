@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import numpy as np
 import pytest
 import torch
 from fogdist import algorithms
@@ -209,7 +210,12 @@ def with_gradients_of_functions(run: Training, step: int) -> None:
 
 
 def with_reloads(run: Training, step: int) -> None:
-    plainly(run, step)
+    run.optimizer.zero_grad()
+    run.loss(step).backward()
+    if step % 2:  # which ends what is in flight
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        assert run.is_in_flight() == (run.kind in ("wrapper", "gradient", "atc in backward"))
+    run.optimizer.step()
     for each in (run.called, run.optimizer):
         each.load_state_dict(copy.deepcopy(each.state_dict()))
 
@@ -288,10 +294,24 @@ def train_plainly(kind: str, variation: str) -> Tensor:
     return train(kind, variation, plainly)
 
 
-@pytest.mark.parametrize(
-    ("kind", "variation"),
-    [(kind, variation) for variation, (_, kinds) in VARIATIONS.items() for kind in kinds],
-)
+# What calls the model in its own way is the same for all algorithms whose step does all: these are one of each form.
+SAMPLE = ("DecentralizedSGD", "LocalSGD", "GradientTracking", "PushSumSGD", "QuasiGlobalMomentum")
+ALIKE = ("other passes", "copies", "transforms", "gradients of functions", "reloads")
+
+
+def variations() -> list[Any]:
+    return [
+        pytest.param(
+            kind,
+            variation,
+            marks=[pytest.mark.long] * (variation in ALIKE and kind in IN_STEP and kind not in SAMPLE),
+        )
+        for variation, (_, kinds) in VARIATIONS.items()
+        for kind in kinds
+    ]
+
+
+@pytest.mark.parametrize(("kind", "variation"), variations())
 @on_ranks(2)
 def test_what_changes_nothing(kind: str, variation: str) -> None:
     step_of, _ = VARIATIONS[variation]
@@ -302,9 +322,7 @@ def test_what_changes_nothing(kind: str, variation: str) -> None:
 # --- the user's optimizer and arguments ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", VIEWS)
-@pytest.mark.parametrize("size", [1, 2])
-@on_ranks()
+@on_ranks([1, 2], kind=VIEWS)
 def test_it_is_the_users_optimizer(kind: str) -> None:
     rank, size = start()
     with Checks() as checks, warnings.catch_warnings():
@@ -342,7 +360,12 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         checks.equal("tied", model.decoder.weight.data_ptr(), model.encoder.weight.data_ptr())
         after = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
         for number in range(2):
-            train_step(model, optimizer, rank, number)
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+            optimizer.step()
+            if kind != "gradient":
+                checks.equal("own gradients", [p.grad for p in parameters], gradients)
             before.step()
             after.step()
         if make is torch.optim.Adam:  # the step before is counted
@@ -377,8 +400,7 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         checks.equal("parameters keep their values", snapshot(model), twin)
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
 def test_wrong_arguments(kind: str) -> None:
     start()
     make = VIEWS[kind]
@@ -449,8 +471,7 @@ class WithResult(Scalable):
         return "stepped"
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "atc in backward", "gradient", "put", "GradientTracking"])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc", "atc in backward", "gradient", "put", "GradientTracking"])
 def test_arguments_of_step(kind: str) -> None:
     start()
     model = make_net(0)
@@ -518,7 +539,7 @@ def embedding(rank: int) -> nn.Module:
     return Embedding().double()
 
 
-def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: float | None) -> None:
+def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: float | None = None) -> None:
     """Changes are made to the models, before each step's forward pass, as to the simulated ones."""
     rank, size = start()
     simulation = Simulation(RULES[kind], [model_of(r) for r in range(size)])
@@ -551,22 +572,22 @@ def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: fl
         if change and (change != "unfrozen" or kind not in (*WINDOWS, "wrapper"))  # an error: see below
     ],
 )
-def test_parameters_that_get_other_values_or_memory(worlds, kind, change):
-    worlds(3).run(follow, kind, change, make_net, None)
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_small_buckets(worlds, kind):
-    worlds(3).run(follow, kind, "", make_net, 1e-4)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "atc in backward"])
-def test_a_forward_pass_that_changes_parameters(worlds, kind):
-    worlds(3).run(follow, kind, "", embedding, None)
-
-
-@pytest.mark.parametrize("kind", IN_STEP)
 @on_ranks(3)
+def test_parameters_that_get_other_values_or_memory(kind: str, change: str) -> None:
+    follow(kind, change, make_net)
+
+
+@on_ranks(3, kind=RULES)
+def test_small_buckets(kind: str) -> None:
+    follow(kind, "", make_net, 1e-4)
+
+
+@on_ranks(3, kind=[kind for kind in RULES if kind != "atc in backward"])
+def test_a_forward_pass_that_changes_parameters(kind: str) -> None:
+    follow(kind, "", embedding)
+
+
+@on_ranks(3, kind=IN_STEP)
 def test_parameters_that_are_unfrozen(kind: str) -> None:
     """A parameter takes part from the step on in which it is unfrozen; what was kept of others stays."""
     rank, _ = start()
@@ -593,8 +614,7 @@ def test_parameters_that_are_unfrozen(kind: str) -> None:
     torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@on_ranks(2)
+@on_ranks(2, kind=WINDOWS)
 def test_parameters_that_are_unfrozen_in_windows(kind: str) -> None:
     start()
     model = make_net(0)
@@ -604,8 +624,7 @@ def test_parameters_that_are_unfrozen_in_windows(kind: str) -> None:
             loss_of(model, 0, 0).backward()
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "put", "GradientTracking", "wrapper"])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc", "cta", "put", "GradientTracking", "wrapper"])
 def test_a_model_that_is_converted_later(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
@@ -618,8 +637,7 @@ def test_a_model_that_is_converted_later(kind: str) -> None:
     end(called, optimizer)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in RULES if kind != "wrapper"])
-@on_ranks(3)
+@on_ranks([1, 3], kind=[kind for kind in RULES if kind != "wrapper"])
 def test_several_models_and_what_is_added(kind: str) -> None:
     """Several models, groups that are added, parameters that a model gets later: what the optimizer holds is mixed."""
     rank, size = start()
@@ -674,8 +692,7 @@ class Large(nn.Module):
         return self.layers(x.repeat(1, 50))[:, :3]
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "cta", "wrapper"])
-@on_ranks(3)
+@on_ranks(3, kind=["awc", "atc", "cta", "wrapper"])
 def test_an_average_is_not_copied(kind: str) -> None:
     """The average's memory becomes the parameters'; a state dict in hand stays what the parameters are."""
     rank, size = start()
@@ -695,8 +712,7 @@ def test_an_average_is_not_copied(kind: str) -> None:
     simulation.check(rank, model)
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "cta", "put", "GradientTracking", "wrapper"])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc", "gradient", "cta", "put", "GradientTracking", "wrapper"])
 def test_ranks_with_other_parameters(kind: str) -> None:
     rank, _ = start()
     with Checks() as checks:
@@ -731,8 +747,7 @@ def test_ranks_with_other_parameters(kind: str) -> None:
 OWNERS = ["awc", "atc", "put", "ExactDiffusion", "wrapper"]
 
 
-@pytest.mark.parametrize("kind", OWNERS)
-@on_ranks(2)
+@on_ranks(2, kind=OWNERS)
 def test_a_model_has_one_owner(kind: str) -> None:
     start(topologies.FullyConnectedGraph)
     model = make_net(0)
@@ -761,7 +776,8 @@ def test_a_model_has_one_owner(kind: str) -> None:
         distribute("atc", sgd(twin), twin)
 
 
-def changed_in_flight(kind: str, how: str) -> list[str]:
+@on_ranks(2, kind=["awc", "wrapper"], how=["in place", "data"])
+def test_values_that_change_while_they_travel(kind: str, how: str) -> None:
     """Values that change while older ones travel are lost, which is said once."""
     rank, size = start()
     model = make_net(rank)
@@ -786,16 +802,10 @@ def changed_in_flight(kind: str, how: str) -> list[str]:
             simulation.train(step)
         if how != "in place":  # there the neighbors may have seen either value
             simulation.check(rank, model)
-    assert all(each.filename == __file__ for each in caught)
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize(("how", "which"), [("in place", "'head.weight'"), ("data", "a parameter")])
-@pytest.mark.parametrize("kind", ["awc", "wrapper"])
-def test_values_that_change_while_they_travel(worlds, kind, how, which):
-    for messages in worlds(2).run(changed_in_flight, kind, how):
-        assert len(messages) == 1
-        assert messages[0].startswith(f"{which} was changed between the forward pass and step()")
+    (warning,) = caught
+    which = "'head.weight'" if how == "in place" else "a parameter"
+    assert str(warning.message).startswith(f"{which} was changed between the forward pass and step()")
+    assert warning.filename == __file__
 
 
 # --- when ranks exchange ------------------------------------------------------------------------------------
@@ -859,7 +869,8 @@ def test_exchanges_begin_with_the_forward_pass() -> None:
         assert model.bias[0] == 0.5 and not optimizer.is_in_round and optimizer.rounds == 1
 
 
-def too_many_passes(kind: str) -> list[str]:
+@on_ranks(2, kind=[*FACTORIES, *WINDOWS])
+def test_too_many_passes_warn_once(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
     with (
@@ -877,18 +888,11 @@ def too_many_passes(kind: str) -> list[str]:
         for _ in range(5):
             with torch.no_grad():
                 loss_of(model, rank, 0)
-    return [str(warning.message) for warning in caught]
+    (warning,) = caught
+    assert str(warning.message).startswith("Unexpected behavior: more than local_steps=2")
 
 
-@pytest.mark.parametrize("kind", [*FACTORIES, *WINDOWS])
-def test_too_many_passes_warn_once(worlds, kind):
-    for messages in worlds(2).run(too_many_passes, kind):
-        assert len(messages) == 1
-        assert messages[0].startswith("Unexpected behavior: more than local_steps=2")
-
-
-@pytest.mark.parametrize("kind", RULES)
-@on_ranks(3)
+@on_ranks(3, kind=RULES)
 def test_a_rank_without_data_for_one_step(kind: str) -> None:
     rank, size = start()
     simulation = Simulation(RULES[kind], map(make_net, range(size)), lambda m: sgd(m, momentum=0.0))
@@ -915,6 +919,7 @@ def test_a_rank_without_data_for_one_step(kind: str) -> None:
 def warm_up(kind: str, factor: float) -> Tensor:
     rank, _ = start()
     model = make_net(rank)
+    del model.unused  # all have gradients, as torch gives them for its checkpoints
     with distributed(kind, sgd(model, momentum=0.0), model) as (called, optimizer):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: k / 4)
         for k in range(4):
@@ -939,9 +944,7 @@ def test_a_step_of_a_warm_up_is_no_checkpoint(worlds, kind):
 OVERFLOWS = {(0, 1), (2, 1), (1, 3), (0, 4)}  # rank and step, which is the last one
 
 
-@pytest.mark.parametrize("form", ["scaled", "unscaled", "fused"])
-@pytest.mark.parametrize("kind", ["awc", "atc", "cta", *WINDOWS, "wrapper"])
-@on_ranks(3)
+@on_ranks(3, kind=["awc", "atc", "cta", *WINDOWS, "wrapper"], form=["scaled", "unscaled", "fused"])
 def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
     """Ranks whose gradients overflow leave out their own step, each by itself, but not the average."""
     rank, size = start()
@@ -957,8 +960,12 @@ def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
         warnings.simplefilter("error")
         with distributed(kind, base, model) as (called, optimizer):
             for step in range(5):
+                accumulates = kind == "wrapper" and form == "unscaled" and step % 2 == 1
                 if step % 2:
                     optimizer.zero_grad()
+                if accumulates:
+                    with called.no_sync():
+                        scaler.scale(loss_of(called, rank, 100 + step)).backward()
                 loss = loss_of(called, rank, step) * (float("inf") if (rank, step) in OVERFLOWS else 1.0)
                 if step % 2 == 0:
                     optimizer.zero_grad()
@@ -968,14 +975,21 @@ def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 scaler.step(optimizer)
                 scaler.update()
+                numbers = [100 + step, step] if accumulates else [step]
                 simulation.step(
-                    lambda m, r, k=step: loss_of(m, r, k).backward(),
+                    lambda m, r, numbers=numbers: [loss_of(m, r, k).backward() for k in numbers],
                     skips=[r for r in range(size) if (r, step) in OVERFLOWS],
                     clips=0.5 if form == "unscaled" else None,
                 )
                 simulation.check(rank, model, rtol=1e-9, atol=1e-9)
             assert scaler.get_scale() == 1024.0 / 2 ** sum(r == rank for r, _ in OVERFLOWS)
             assert not hasattr(optimizer, "found_inf") and not hasattr(base, "found_inf")
+            if kind == "wrapper":  # nothing is left of the last step, which was skipped
+                assert not called._mixing.has_begun
+                called.global_average()
+                simulation.matrix = np.full((size, size), 1 / size)
+                simulation.mix()
+                simulation.check(rank, model, rtol=1e-9, atol=1e-9)
 
 
 def one_overflow(kind: str, overflows: bool) -> tuple[Tensor, int]:
@@ -1015,8 +1029,7 @@ def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, 
         assert one[1] == two[1] == 6
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "put", "GossipPGA", "wrapper"])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc", "put", "GossipPGA", "wrapper"])
 def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
     """What a scaler has left for a step that raised is not for the next one."""
     rank, _ = start()
@@ -1054,10 +1067,15 @@ def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
-def checkpoints(kind: str, of_sgd: bool, folder: str) -> None:
+@on_ranks(
+    2,
+    kind=["awc", "atc", "gradient", "put", "GradientTracking", "PushSumSGD", "wrapper"],
+    of_sgd=[False, True],
+)
+def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
     """Training that was interrupted goes on as if it were not, from each kind of checkpoint."""
     rank, _ = start()
-    own = Path(folder) / kind / str(rank)
+    own = tmp_path / str(rank)
 
     def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
         model = make_net(seed)
@@ -1102,20 +1120,10 @@ def checkpoints(kind: str, of_sgd: bool, folder: str) -> None:
         assert torch.equal(snapshot(other), snapshot(model))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("of_sgd", [False, True], ids=["adam", "sgd"])
-@pytest.mark.parametrize(
-    "kind", ["awc", "atc", "gradient", "put", "GradientTracking", "PushSumSGD", "wrapper"]
-)
-def test_checkpoints(worlds, kind, of_sgd, tmp_path):
-    worlds(2).run(checkpoints, kind, of_sgd, str(tmp_path))
-
-
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ENTRIES)
-@on_ranks(2)
+@on_ranks(2, kind=ENTRIES)
 def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
@@ -1153,8 +1161,7 @@ def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
     assert twin.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", *WINDOWS])
-@on_ranks(2)
+@on_ranks(2, kind=["awc", "atc", "gradient", *WINDOWS])
 def test_shutdown_with_an_exchange_in_flight(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
@@ -1174,8 +1181,7 @@ def test_shutdown_with_an_exchange_in_flight(kind: str) -> None:
 # --- timeline -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*FACTORIES, "put", "ExactDiffusion"])
-@on_ranks(2)
+@on_ranks(2, kind=[*FACTORIES, "put", "ExactDiffusion"])
 def test_timeline(kind: str) -> None:
     start()
     events: list[str] = []

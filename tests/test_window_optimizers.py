@@ -365,8 +365,7 @@ def test_push_sum_before_anything_came() -> None:
     optimizer.unregister_window()
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@on_ranks(3)
+@on_ranks(3, kind=WINDOWS)
 def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
     graph = nx.DiGraph([(0, 1), (1, 0)])
     graph.add_node(2)  # talks to nobody
@@ -427,9 +426,7 @@ def test_gets_see_no_step_half_done(worlds):
 # --- the user's optimizer and model -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("size", [1, 2])
-@on_ranks()
+@on_ranks([1, 2], kind=WINDOWS)
 def test_windows_come_and_go(kind: str) -> None:
     rank, size = start()
     with Checks() as checks, warnings.catch_warnings():
