@@ -54,7 +54,10 @@ class _Communicating(Algorithm):
     @property
     def communication_type(self) -> CommunicationType:
         """Whom parameters are averaged with; can be set between iterations, on all ranks alike."""
-        return next(kind for kind, mixing in _MIXING.items() if type(self.mixing) is mixing)
+        kinds = [kind for kind, mixing in _MIXING.items() if type(self.mixing) is mixing]
+        if not kinds:
+            raise AttributeError(f"communication_type has no name for mixing={self.mixing!r}, which was set")
+        return kinds[0]
 
     @communication_type.setter
     def communication_type(self, value: CommunicationType) -> None:
@@ -73,6 +76,8 @@ class AdaptWithCombineOptimizer(_Communicating, DecentralizedSGD):
 
 class AdaptThenCombineOptimizer(_Communicating, AdaptThenCombine):
     """See `DistributedAdaptThenCombineOptimizer`, which makes it."""
+
+    saves_state: ClassVar[bool] = False
 
 
 def DistributedAdaptWithCombineOptimizer(

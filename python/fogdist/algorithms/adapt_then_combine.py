@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ class AdaptThenCombine(DecentralizedSGD):
         TypeError: As `Algorithm`.
         ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS.
     """
-
-    counts_passes: ClassVar[bool] = True
-    saves_state: ClassVar[bool] = False
 
     _in_backward: bool
     _counter: BackwardPasses
@@ -110,9 +107,12 @@ class AdaptThenCombine(DecentralizedSGD):
             raise
         applied = self._backward.applied
         groups = self._fog_wrapped.param_groups
-        return step_of(
+        result = step_of(
             self._fog_wrapped, {p for group in groups for p in group["params"] if p not in applied}
         )
+        for number in self._backward.left:
+            self.buckets.load(number)
+        return result
 
     def count_step(self) -> bool:
         """Counts a step's passes and returns whether ranks are to communicate in it."""

@@ -36,6 +36,10 @@ class AsynchronousDiffusion(WindowAlgorithm):
         own, others = self._shift(window, *(self._given_weights() or self._mean))
         window.update(self_weight=own, neighbor_weights=others)
 
+    def check_weights(self) -> None:
+        """See `WindowAlgorithm.check_weights`."""
+        self._given_weights()
+
     def _given_weights(self) -> tuple[float, dict[int, float]] | None:
         """The weights that the user has set for the average, if any.
 
@@ -137,7 +141,8 @@ class PullGet(AsynchronousDiffusion):
         return window.get_nonblocking(src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost))
 
     def begin(self) -> None:
-        """Nothing: what is got then is old in `step`."""
+        """Nothing but a look at the weights: what is got then is old in `step`."""
+        self.check_weights()
 
     def finish(self) -> None:
         """Gets what the neighbors have now, and averages with it."""
@@ -153,6 +158,6 @@ class PullGet(AsynchronousDiffusion):
     def _locking(self) -> Iterator[None]:
         # Whoever gets holds one mutex, and waits for nothing else meanwhile.
         with ExitStack() as stack:
-            for window in self.windows:
+            for window in self.windows if self._pace is not None else []:  # not after they were freed
                 stack.enter_context(window.lock())
             yield  # a lock's end waits for the device, if it is one that steps

@@ -127,7 +127,9 @@ class AsynchronousGossip(Algorithm):
         self._windows.tell()
         barrier(group=self._group)
         with torch.no_grad():
+            self.buckets.reattach()
             self._windows.collect(self.values)
+            self.buckets.write_back()
         windows, self._windows = self._windows, None
         windows.free()
 

@@ -35,7 +35,8 @@ class DecentralizedAdamW(Algorithm):
     library's own. docs/training.md has the numbers.)
 
     It sends three times the bytes of `DecentralizedSGD`, in two exchanges a round; in local steps W is I. A parameter without
-    a gradient on this rank is moved by averages only.
+    a gradient on this rank is moved by averages only. The bias corrections count this rank's updates, so a parameter that
+    is unfrozen late begins with moments that they do not correct. Parameters are real.
 
     Args:
         optimizer: A torch.optim.AdamW or Adam (then without weight decay), whose learning rates, betas, eps and weight
@@ -45,10 +46,11 @@ class DecentralizedAdamW(Algorithm):
 
     Raises:
         TypeError: `optimizer` is of another class; and as `Algorithm`.
-        ValueError: It has amsgrad or maximize set; and as `Algorithm`. In `step`: a gradient is sparse.
+        ValueError: It has amsgrad or maximize set; a parameter is complex; and as `Algorithm`. In `step`: a gradient is sparse.
     """
 
     state_vectors: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment", "mean_square")
+    state_numbers: ClassVar[dict[str, float]] = {"updates": 0.0}
     needs_rates: ClassVar[bool] = True
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
@@ -57,6 +59,8 @@ class DecentralizedAdamW(Algorithm):
                 f"optimizer must be a torch.optim.AdamW or Adam, got {type(self._fog_wrapped).__name__}"
             )
         for group in optimizer.param_groups:
+            if any(parameter.is_complex() for parameter in group["params"]):
+                raise ValueError("optimizer must have real parameters, got a complex one")
             if group.get("amsgrad") or group.get("maximize"):
                 raise ValueError("optimizer must have neither amsgrad nor maximize set, got one that has")
             if group["weight_decay"] and not group.get("decoupled_weight_decay"):
@@ -69,7 +73,7 @@ class DecentralizedAdamW(Algorithm):
         for key, state in saved["state"].items():
             if "fog_first_moment" in state:
                 moments = {"exp_avg": state["fog_first_moment"], "exp_avg_sq": state["fog_second_moment"]}
-                step = torch.tensor(float(self.steps), device="cpu")
+                step = torch.tensor(self.numbers["updates"], device="cpu")
                 ours = {name: value for name, value in state.items() if name.startswith("fog_")}
                 saved["state"][key] = {"step": step, **moments, **ours}
         return saved
@@ -78,12 +82,14 @@ class DecentralizedAdamW(Algorithm):
         """See the class."""
         first, second = self.vectors["first_moment"], self.vectors["second_moment"]
         groups = [self._fog_wrapped.param_groups[place] for place in self.buckets.group_of]
+        gradients = [] if self.overflowed else self.gradients()
         is_due = self.count_step()
         if not self.overflowed:
-            for m, v, g, group in zip(first, second, self.gradients(), groups, strict=True):
+            self.numbers["updates"] += 1
+            for m, v, g, group in zip(first, second, gradients, groups, strict=True):
                 beta1, beta2 = group["betas"]
                 m.lerp_(g, 1 - beta1)
-                v.mul_(beta2).addcmul_(g, g.conj(), value=1 - beta2)
+                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         if is_due:
             self.average([*first, *second], in_place=True)
         if not self.overflowed:
@@ -99,9 +105,10 @@ class DecentralizedAdamW(Algorithm):
         vectors = (self.values, *(self.vectors[name] for name in self.state_vectors), groups)
         for x, m, v, s, group in zip(*vectors, strict=True):
             (beta1, beta2), rate = group["betas"], float(group["lr"])
-            of_first, of_second = 1 - beta1**self.steps, 1 - beta2**self.steps
+            updates = self.numbers["updates"]
+            of_first, of_second = 1 - beta1**updates, 1 - beta2**updates
             mean = m / of_first
-            s.mul_(beta2).addcmul_(mean, mean.conj(), value=1 - beta2)
+            s.mul_(beta2).addcmul_(mean, mean, value=1 - beta2)
             square = (v / ranks).add_(s, alpha=1 - 1 / ranks).div_(of_second)
             change = mean.div_(square.sqrt_().add_(group["eps"])).mul_(-rate)
             changes.append(change.add_(x, alpha=-rate * group["weight_decay"]))

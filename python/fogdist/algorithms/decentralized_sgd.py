@@ -73,7 +73,8 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self.order = order
         self.takes_lbfgs = order == "atc"
         self._mixer = Mixer()
-        super().__init__(optimizer, model, compare={"order": order}, **options)
+        options["compare"] = {**options.get("compare", {}), "order": order}
+        super().__init__(optimizer, model, **options)
         if order != "atc":
             self.hook_forward("with forward" if order == "awc" else "before forward")
 

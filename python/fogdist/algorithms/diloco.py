@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -63,16 +62,19 @@ class DiLoCo(Algorithm):
         *,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        compare: Mapping[str, object] | None = None,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
         self.outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
         self.outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
-        compare = {**(compare or {}), "outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+        options["compare"] = {
+            **options.get("compare", {}),
+            "outer_lr": self.outer_lr,
+            "outer_momentum": self.outer_momentum,
+        }
         if options.get("mixing") is None:
             options["mixing"] = self.default_mixing(options.get("group"))
         options.setdefault("local_steps", 100)
-        super().__init__(optimizer, model, compare=compare, **options)
+        super().__init__(optimizer, model, **options)
 
     def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
         """The mixing where none is given."""

@@ -45,7 +45,8 @@ class GossipPGA(Algorithm):
     ) -> None:
         check_count(period, "period")
         self.period = period
-        super().__init__(optimizer, model, compare={"period": period}, **options)
+        options["compare"] = {**options.get("compare", {}), "period": period}
+        super().__init__(optimizer, model, **options)
 
     def combine(self) -> None:
         """See the class."""

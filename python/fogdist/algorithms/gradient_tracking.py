@@ -69,7 +69,8 @@ class GradientTracking(Algorithm):
             allowed = ", ".join(map(repr, get_args(TrackingOrder)))
             raise ValueError(f"order must be one of {allowed}, got {order!r}")
         self.order = order
-        super().__init__(optimizer, model, compare={"order": order}, **options)
+        options["compare"] = {**options.get("compare", {}), "order": order}
+        super().__init__(optimizer, model, **options)
 
     def advance(self) -> Any:
         """See the class."""

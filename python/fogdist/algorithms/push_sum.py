@@ -33,19 +33,33 @@ class PushSumSGD(Algorithm):
 
     state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
 
+    _is_biased: bool
+
     @property
     def p(self) -> float:
         """This rank's weight: 1 at first, and always where graphs are regular."""
         return self.numbers["p"]
+
+    def advance(self) -> Any:
+        """See the class; if it fails the model has z again."""
+        p, self._is_biased = self.p, False
+        try:
+            return super().advance()
+        except BaseException:
+            if self._is_biased:
+                self._scale(1 / p)
+            raise
 
     def adapt(self) -> Any:
         """See the class."""
         p = self.p
         if p != 1.0:
             self._scale(p)
+            self._is_biased = True
         result = super().adapt()
         if p != 1.0 and (self.steps + 1) % self.local_steps != 0:
             self._scale(1 / p)
+            self._is_biased = False
         return result
 
     def _scale(self, factor: float) -> None:
@@ -60,4 +74,5 @@ class PushSumSGD(Algorithm):
         weight = torch.tensor([self.p], dtype=torch.float64, device="cpu")
         self.mixing.begin_push([*self.values, weight], self.this_round(), in_place=True)()
         self.numbers["p"] = float(weight)
+        self._is_biased = False
         self._scale(1 / float(weight))

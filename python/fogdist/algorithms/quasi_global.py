@@ -64,8 +64,12 @@ class QuasiGlobalMomentum(Algorithm):
         self.smoothing = (
             self.momentum if smoothing is None else check_factor(smoothing, "smoothing", below=1.0)
         )
-        compare = {"momentum": self.momentum, "smoothing": self.smoothing}
-        super().__init__(optimizer, model, compare=compare, **options)
+        options["compare"] = {
+            **options.get("compare", {}),
+            "momentum": self.momentum,
+            "smoothing": self.smoothing,
+        }
+        super().__init__(optimizer, model, **options)
 
     def advance(self) -> Any:
         """See the class."""

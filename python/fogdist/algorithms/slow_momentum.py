@@ -65,10 +65,15 @@ class SlowMo(Algorithm):
         self.period = period
         self.slow_momentum = check_factor(slow_momentum, "slow_momentum", below=1.0)
         self.slow_lr = check_factor(slow_lr, "slow_lr", positive=True)
-        compare = {"period": period, "slow_momentum": self.slow_momentum, "slow_lr": self.slow_lr}
+        options["compare"] = {
+            **options.get("compare", {}),
+            "period": period,
+            "slow_momentum": self.slow_momentum,
+            "slow_lr": self.slow_lr,
+        }
         if options.get("mixing") is None:
             options["mixing"] = NoMixing()
-        super().__init__(optimizer, model, compare=compare, **options)
+        super().__init__(optimizer, model, **options)
 
     def initial(self, name: str) -> list[Tensor]:
         """See the class."""

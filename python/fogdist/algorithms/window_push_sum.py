@@ -100,6 +100,11 @@ class WindowPushSum(WindowAlgorithm):
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
         return kept, {rank: weight for rank, weight in given.items() if weight > 0.0}
 
+    def check_weights(self) -> None:
+        """See `WindowAlgorithm.check_weights`."""
+        for window in self.windows:
+            self._shares(self._p[window], self._mean_p[window])
+
     def send(self, window: Window) -> int:
         """See the class."""
         # The window holds z with a p of 1, so x = p z is sent by weights of p times the shares. What autograd
@@ -139,7 +144,8 @@ class WindowPushSum(WindowAlgorithm):
     @contextmanager
     def _on_biased(self) -> Iterator[None]:
         self.buckets.reattach()
-        for window in self.windows:
+        windows = self.windows if self._pace is not None else []  # not after they were freed
+        for window in windows:
             if window not in self._biased:
                 self._biased.add(window)
                 _scale(window, self._p[window])
@@ -147,9 +153,10 @@ class WindowPushSum(WindowAlgorithm):
             yield
         finally:
             self.buckets.reattach()  # an optimizer may have replaced data, too
-            for window in self.windows:
+            for window in windows:
                 self._biased.discard(window)
                 _scale(window, 1.0 / self._p[window])
+            self.buckets.write_back()
 
 
 def _scale(window: Window, factor: float) -> None:

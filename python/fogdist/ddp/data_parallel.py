@@ -23,6 +23,7 @@ from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, on_device, unflatten
+from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import forward_changes_parameters
@@ -161,6 +162,12 @@ class DecentralizedDataParallel(nn.Module):
         self._plans = self._plans_of(topology)
         named = dict(module.named_parameters())
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        sharded = [name for name, parameter in trained.items() if is_sharded(parameter)]
+        if mode == "async" and sharded:
+            raise TypeError(
+                f"module must have ordinary parameters in mode 'async', got the DTensor {sharded[0]!r}; mode 'sync' and "
+                "fogdist.algorithms take these"
+            )
         if not trained:
             raise ValueError("module must have parameters that require gradients, got none")
         if isinstance(optimizer, Optimizer):
@@ -332,6 +339,7 @@ class DecentralizedDataParallel(nn.Module):
             wait(handle)
         for bucket, flat in packed:
             unflatten(bucket, flat, rest)
+        self._flat_parameters.write_back()
         self._mixing.after_global_average()
 
     def synchronize(self) -> None:
@@ -371,9 +379,11 @@ class DecentralizedDataParallel(nn.Module):
         if self._release is not None:
             release, self._release = self._release, None
             release()
-            self._mixing.close()
-            self._flat_parameters.release()
-            self._flat_buffers.release()
+            try:
+                self._mixing.close()
+            finally:
+                self._flat_parameters.release()
+                self._flat_buffers.release()
 
     # --- a module like the wrapped one ---
 
@@ -452,6 +462,7 @@ class DecentralizedDataParallel(nn.Module):
                 wait(handle)
             for bucket, flat in packed:
                 unflatten(bucket, flat, tensors)
+            self._flat_parameters.write_back()
 
     def _before_forward(self) -> None:
         if not self._begins_after_forward:

@@ -67,10 +67,12 @@ class SynchronousMixing:
         if not self.has_begun:
             self.begin()
         sent, self._sent = self._sent, []
-        self._mixer.finish()
+        try:
+            self._mixer.finish()
+        finally:
+            averages = [finish()[0] for _, _, finish in sent]
         self._buffers.reattach()
-        for flat, copy, finish in sent:
-            (average,) = finish()
+        for (flat, copy, _), average in zip(sent, averages, strict=True):
             flat.add_(average.sub_(copy))
 
     def finish(self) -> None:

@@ -58,6 +58,7 @@ class AlgorithmOptions(TypedDict, total=False):
     local_steps: int
     group: dist.ProcessGroup | None
     bucket_cap_mb: float
+    compare: Mapping[str, object]
 
 
 class Algorithm(DistributedOptimizer):
@@ -141,6 +142,14 @@ class Algorithm(DistributedOptimizer):
     _group_numbers: list[int]
     _has_state: bool
     _loaded: dict[str, dict[Tensor, Tensor]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        taken = {"algorithm", "steps", "rounds"}.intersection([*cls.state_vectors, *cls.state_numbers])
+        if taken:
+            raise ValueError(
+                f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
+            )
 
     def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
         return wrap(cls, optimizer, model)
@@ -333,14 +342,17 @@ class Algorithm(DistributedOptimizer):
             self._step_options["closure"] = closure
             closure = None
         loss = evaluated(closure)
-        with self._fog_scaler_forgotten_on_error(), torch.no_grad():
-            self.overflowed = self._fog_unscale()
-            if self.is_running:
-                self.refresh()
-                result = self.advance()
-                self.buckets.write_back()
-            else:
-                result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
+        try:
+            with self._fog_scaler_forgotten_on_error(), torch.no_grad():
+                self.overflowed = self._fog_unscale()
+                if self.is_running:
+                    self.refresh()
+                    result = self.advance()
+                    self.buckets.write_back()
+                else:
+                    result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
+        finally:
+            self._step_options = {}  # a closure may hold a batch
         return result if closure is None else loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,9 +379,6 @@ class Algorithm(DistributedOptimizer):
         Raises:
             ValueError: It is another algorithm's, or as `load_state_dict` of the optimizer.
         """
-        if not self.saves_state:
-            self._fog_wrapped.load_state_dict(state_dict)
-            return
         loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, self.state_vectors)
         self._has_state = False
         self.vectors = {name: [] for name in self.state_vectors}
@@ -417,20 +426,22 @@ class Algorithm(DistributedOptimizer):
 
     def _hold(self, items: Sequence[str]) -> None:
         """Moves the parameters into buckets; collective: ranks compare `items` and what the buckets hold."""
-        parameters, self._group_numbers = self._trained()
-        self.buckets = FlatBuckets(
+        parameters, numbers = self._trained()
+        buckets = FlatBuckets(
             parameters,
             self._bucket_bytes,
             names=[self._fog_names[parameter] for parameter in parameters],
-            groups=self._group_numbers,
+            groups=numbers,
             owner=self,
         )
-        with self.buckets.released_on_error():
+        with buckets.released_on_error():
             context = self.context
             if context.size > 1:
-                check_same_everywhere(context.backend, "model", [*items, *self.buckets.layout()])
+                check_same_everywhere(context.backend, "model", [*items, *buckets.layout()])
                 if self.warns_apart and not self._has_state:
                     _warn_if_apart(context, parameters)
+        # Not before ranks agree: they would not compare again.
+        self.buckets, self._group_numbers = buckets, numbers
 
     def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
         if self._loaded or not self._has_state:

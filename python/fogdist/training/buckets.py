@@ -300,6 +300,13 @@ class FlatBuckets:
             self._move(astray)
         return bool(astray)
 
+    def load(self, bucket: int) -> None:
+        """Copies the values of shards into one bucket, after they were changed where they are."""
+        if self._sharded:
+            for tensor, view in zip(self._tensors[bucket], self._views[bucket], strict=True):
+                if tensor in self._sharded:
+                    view.copy_(local_of(tensor))
+
     def write_back(self) -> None:
         """Copies values into the shards that are not in the buckets' memory; does nothing for other tensors."""
         if self._sharded:

@@ -14,6 +14,7 @@ from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.memory import empty_flat
 from fogdist.packing import Bucket, are_same, make_buckets, on_device
+from fogdist.shards import is_sharded
 from fogdist.streams import StreamJoin
 from fogdist.warn import warn_user
 
@@ -99,6 +100,12 @@ class GradientExchange:
         kinds = [(parameter.shape, parameter.dtype, parameter.device) for parameter in last_first]
         if self._parameters is not None and are_same(self._parameters, last_first) and kinds == self._kinds:
             return self._parameters
+        for parameter in parameters:
+            if is_sharded(parameter):
+                raise TypeError(
+                    f"{self._names[parameter]!r} must be an ordinary tensor for its gradient to be averaged over all "
+                    "ranks, got a DTensor"
+                )
         check_same_everywhere(
             current(self._group).backend,
             "model",

@@ -77,12 +77,15 @@ class Mixer:
     def _arrive(self) -> dict[int, torch.Tensor]:
         in_flight, self._in_flight = self._in_flight, {}
         self._buckets, round, self._round = None, self._round, None
-        averages, failure = {}, None
+        averages: dict[int, torch.Tensor] = {}
+        failure: Exception | None = None
         for number, finish in in_flight.items():
             try:
                 (averages[number],) = finish()
-            except dist.DistBackendError as error:
+            except Exception as error:
                 failure = failure or error
-        if failure is not None and round is not None:
+        if isinstance(failure, dist.DistBackendError) and round is not None:
             raise dist.DistBackendError(f"in round {round.number} of {round.name}: {failure}") from failure
+        if failure is not None:
+            raise failure
         return averages

@@ -80,10 +80,9 @@ class OverlappingAlgorithm(Algorithm):
             self._begin_if_due()
         self._saw_forward = False
         self.synchronize_now()
+        self.steps += 1  # also if the step raises: the neighbors' counts go on, too
         with self.stepping():
-            result = self.adapt()
-        self.steps += 1
-        return result
+            return self.adapt()
 
     def synchronize(self) -> None:
         """Ends an exchange in flight, parameters included; `step` does so by itself."""
@@ -124,8 +123,10 @@ class OverlappingAlgorithm(Algorithm):
         if self.is_in_round:
             self.is_in_round = False
             self._passes = [0] * len(self._passes)
-            self.finish()
-            self.rounds += 1
+            try:
+                self.finish()
+            finally:
+                self.rounds += 1
 
     def _count_forward(self, place: int) -> None:
         self._saw_forward = True

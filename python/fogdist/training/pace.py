@@ -22,6 +22,7 @@ _QUIET_SECONDS = 1.0
 # What is left of the longest exchange after one more: an evaluation between two of them is forgotten soon.
 _FORGETTING = 0.9
 _QUIET_TIMES = 5.0
+_QUIET_MOST_SECONDS = 15.0
 
 
 class Pace:
@@ -32,9 +33,9 @@ class Pace:
     and one that got no core for a while has one that grows. Only a rank with fewer exchanges is waited for, so
     there always is one that waits for nobody, and ranks cannot wait in a circle.
 
-    A neighbor that has been quiet for much longer than its own exchanges take is not waited for: scripts do not say when
-    a rank ends its training, evaluates, or waits in a collective for those that would wait for it here. One that is lost is
-    none of this class's business: the exchange itself says so.
+    A neighbor that has been quiet for much longer than its longest exchange of late, 15 s at most, is not waited for:
+    scripts do not say when a rank ends its training, evaluates, or waits in a collective for those that would wait for it
+    here. One that is lost is none of this class's business: the exchange itself says so.
 
     Nothing is sent: a rank writes its count into its own memory, and a neighbor gets it from there, when this rank may be
     too far behind as far as the neighbor knows, and else never. As nobody looks in between, the last exchange of a
@@ -117,7 +118,8 @@ class Pace:
             staleness, longest = self._look(rank)
             if staleness <= bound:
                 return
-            if time.monotonic() - begin > max(_QUIET_SECONDS, _QUIET_TIMES * longest):
+            patience = min(max(_QUIET_SECONDS, _QUIET_TIMES * longest), _QUIET_MOST_SECONDS)
+            if time.monotonic() - begin > patience:
                 self._passed_over.add(rank)
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)

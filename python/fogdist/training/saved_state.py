@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fogdist.shards import local_of, sharded_as
+
 # What a state dict holds of an algorithm stands beside what the optimizer keeps, under names that begin so.
 _PREFIX = "fog_"
 _NAME = f"{_PREFIX}algorithm"
@@ -35,7 +37,7 @@ def save_state(
     key_of = dict(zip(order, keys, strict=True))
     for name, piece_of in pieces.items():
         for parameter, piece in piece_of.items():
-            state.setdefault(key_of[parameter], {})[_PREFIX + name] = piece
+            state.setdefault(key_of[parameter], {})[_PREFIX + name] = sharded_as(parameter, piece)
     groups = [dict(group) for group in saved["param_groups"]]
     groups[0].update({_PREFIX + name: value for name, value in numbers.items()})
     groups[0][_NAME] = algorithm
@@ -75,7 +77,7 @@ def load_state(
     )
     loaded = {
         name: {
-            parameter: state_dict["state"][key][_PREFIX + name].clone()
+            parameter: local_of(state_dict["state"][key][_PREFIX + name]).clone()
             for parameter, key in zip(order, keys, strict=True)
             if _PREFIX + name in state_dict["state"].get(key, {})
         }

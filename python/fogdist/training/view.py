@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,15 @@ class _Setting:
         vars(instance._fog_view())[self._name] = value
 
 
+def _annotated(cls: type) -> set[str]:
+    """The names that a class's body annotates; what they are annotated with is not evaluated."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return set(annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF))
+    return set(inspect.get_annotations(cls))
+
+
 def setting(default: _Value) -> _Value:
     """Returns what makes an attribute of a view one that users set, whatever has wrapped the view.
 
@@ -94,7 +104,7 @@ class DistributedOptimizer(Optimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         values = {name for name, value in vars(cls).items() if not inspect.isfunction(value)}
-        own = values | inspect.get_annotations(cls).keys()
+        own = values | _annotated(cls)
         inherited = [base._fog_declared for base in cls.__bases__ if issubclass(base, DistributedOptimizer)]
         declared = {name for name in own if not name.startswith("__")}
         cls._fog_declared = frozenset(declared).union(*inherited)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -10,7 +9,8 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import barrier, wait
-from fogdist.packing import BUCKET_CAP_MB
+from fogdist.packing import BUCKET_CAP_MB, on_device
+from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
@@ -98,13 +98,16 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     # --- what a subclass says ---
 
-    @abstractmethod
     def send(self, window: Window) -> int:
         """Begins the exchange of one window; returns its handle."""
+        raise NotImplementedError
 
-    @abstractmethod
     def take(self, window: Window) -> None:
         """Writes what has come into the window's tensor."""
+        raise NotImplementedError
+
+    def check_weights(self) -> None:
+        """Raises ValueError or TypeError for weights that `send` or `take` would refuse."""
 
     # --- what users call ---
 
@@ -117,6 +120,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
             torch.distributed.DistBackendError: A neighbor did not come in time. All windows are freed all the
                 same.
         """
+        if self._pace is not None:
+            self._pace.pause()  # neighbors need not wait for this rank while it waits for them
         for hook in self._hooks:
             hook.remove()
         error = self._wait()
@@ -141,11 +146,22 @@ class WindowAlgorithm(OverlappingAlgorithm):
             ValueError: A parameter is not in the model, or as when the object was made.
         """
         super().add_param_group(param_group)
-        if self.is_running:
-            missing = [parameter for parameter in self._trained()[0] if parameter not in self.buckets]
-            self.buckets.extend(missing, names=[self._fog_names[parameter] for parameter in missing])
-            check_same_everywhere(self.context.backend, "model", self.buckets.layout())
-            self._open()
+        if not self.is_running:
+            return
+        missing = [parameter for parameter in self._trained()[0] if parameter not in self.buckets]
+        names = [self._fog_names[parameter] for parameter in missing]
+        # By these the layout of the buckets is the same, too.
+        items = [
+            f"{name!r}: {local_of(each).dtype} of shape {tuple(local_of(each).shape)}{on_device(local_of(each))}"
+            for name, each in zip(names, missing, strict=True)
+        ]
+        try:
+            check_same_everywhere(self.context.backend, "model", items)
+        except ValueError:
+            self._fog_wrapped.param_groups.pop()
+            raise
+        self.buckets.extend(missing, names=names)
+        self._open()
 
     # --- a round ---
 
@@ -167,6 +183,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def begin(self) -> None:
         """Sends, or asks for, what this round exchanges."""
+        self.check_weights()  # before anything is sent, and before a barrier that others would wait in
         if self.force_barrier:
             barrier(
                 group=self._group
