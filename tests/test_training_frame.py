@@ -294,18 +294,19 @@ def train_plainly(kind: str, variation: str) -> Tensor:
     return train(kind, variation, plainly)
 
 
-# What calls the model in its own way is the same for all algorithms whose step does all: these are one of each form.
+# Algorithms whose step does all are alike in how they hang on model and optimizer: these are one of each form.
 SAMPLE = ("DecentralizedSGD", "LocalSGD", "GradientTracking", "PushSumSGD", "QuasiGlobalMomentum")
 ALIKE = ("other passes", "copies", "transforms", "gradients of functions", "reloads")
 
 
+def marked(*case: str) -> Any:
+    """A case of an entry, the first one, which is for test-all if another one stands for it."""
+    return pytest.param(*case, marks=[pytest.mark.long] * (case[0] in IN_STEP and case[0] not in SAMPLE))
+
+
 def variations() -> list[Any]:
     return [
-        pytest.param(
-            kind,
-            variation,
-            marks=[pytest.mark.long] * (variation in ALIKE and kind in IN_STEP and kind not in SAMPLE),
-        )
+        marked(kind, variation) if variation in ALIKE else (kind, variation)
         for variation, (_, kinds) in VARIATIONS.items()
         for kind in kinds
     ]
@@ -1123,7 +1124,7 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, kind=ENTRIES)
+@on_ranks(2, kind=map(marked, ENTRIES))
 def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     rank, _ = start()
     model = make_net(rank)
@@ -1145,7 +1146,7 @@ def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     fogdist.win_free()
 
 
-@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("kind", map(marked, VIEWS))
 @on_ranks(2)
 def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
     """It may be kept, copied and distributed anew: what is ours is in the view."""
