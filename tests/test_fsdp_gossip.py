@@ -15,7 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 STEPS = 5
+
+
+def atc_in_backward(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Any:
+    make = fogdist.DistributedAdaptThenCombineOptimizer
+    return make(optimizer, model, step_in_backward=True, bucket_cap_mb=1e-4, **options)
+
+
 KINDS: dict[str, Any] = {
+    "atc in backward": atc_in_backward,
     "awc": fogdist.DistributedAdaptWithCombineOptimizer,
     "atc": fogdist.DistributedAdaptThenCombineOptimizer,
     "gradient tracking": fogdist.algorithms.GradientTracking,

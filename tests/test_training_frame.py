@@ -23,6 +23,7 @@ import fogdist
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.context import handles
@@ -1146,7 +1147,7 @@ def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     fogdist.win_free()
 
 
-@pytest.mark.parametrize("kind", map(marked, VIEWS))
+@pytest.mark.parametrize("kind", [marked(kind) for kind in VIEWS])
 @on_ranks(2)
 def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
     """It may be kept, copied and distributed anew: what is ours is in the view."""
@@ -1234,3 +1235,84 @@ def test_timeline(kind: str) -> None:
         optimizer.step()
         assert trace() == plain
     end(model, optimizer)
+
+
+# --- what was refused, or failed ----------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_refused_change_of_parameters_stays_refused() -> None:
+    """Ranks that unfreeze different layers are told in every step; nothing of them is averaged."""
+    fogdist.init()
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+    for layer in list(model)[1:]:
+        layer.requires_grad_(False)
+    optimizer = fogdist.algorithms.LocalSGD(sgd(model), model, local_steps=1)
+    model[0](torch.ones(3)).sum().backward()
+    optimizer.step()
+    model[1 + fogdist.rank()].requires_grad_(True)
+    before = snapshot(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="must be the same on all ranks"):
+            optimizer.step()
+    torch.testing.assert_close(snapshot(model), before, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_weights_that_push_sum_refuses_leave_the_model_as_it_is() -> None:
+    fogdist.init()
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = fogdist.algorithms.PushSumSGD(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    rank = fogdist.rank()
+    given = {"self_weight": 0.75 if rank else 0.25, "src_weights": {1 - rank: 1.0}}
+    optimizer.self_weight, optimizer.src_weights = given["self_weight"], given["src_weights"]
+    optimizer.dst_weights = {1 - rank: 1 - optimizer.self_weight}
+
+    def step() -> None:
+        model(torch.ones(2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    step()
+    assert optimizer.p != 1.0
+    good, optimizer.dst_weights = optimizer.dst_weights, {rank: 0.5}
+    with pytest.raises(ValueError, match="dst_weights"):
+        step()
+    torch.testing.assert_close(model.weight.detach(), torch.ones(1, 2, dtype=torch.float64))
+    optimizer.dst_weights = good
+    step()
+    torch.testing.assert_close(model.weight.detach(), torch.ones(1, 2, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_what_one_rank_makes_alone_is_not_counted_by_the_others() -> None:
+    """Messages are named by how many objects the group's ranks have made: in other groups, or in vain, counts for nothing."""
+    fogdist.init()
+    rank = fogdist.rank()
+    groups = [dist.new_group([each], backend="fog") for each in range(2)]
+    model = make_net(0)
+    if rank == 0:
+        other = make_net(0)
+        fogdist.algorithms.DecentralizedSGD(sgd(other), other, group=groups[0])
+        with pytest.raises(ValueError, match="local_steps"):
+            fogdist.algorithms.DecentralizedSGD(sgd(model), model, local_steps=0)
+    optimizer = fogdist.algorithms.DecentralizedSGD(sgd(model), model)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_parameters_that_a_window_refuses_are_not_in_the_optimizer() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model = make_net(0)
+    optimizer = fogdist.DistributedWinPutOptimizer(sgd(model), model)
+    model.extra = nn.Parameter(torch.zeros(2 + rank, dtype=torch.float64))
+    with pytest.raises(ValueError, match="only on ranks"):
+        optimizer.add_param_group({"params": [model.extra]})
+    assert len(optimizer.param_groups) == 1 and model.extra not in optimizer.buckets
+    model.extra.requires_grad_(False)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    optimizer.unregister_window()

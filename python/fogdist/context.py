@@ -7,13 +7,15 @@ neighbors; only `init` and `shutdown` create or destroy process groups.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,10 @@ class Gossips:
     handles: dict[str, int] = field(default_factory=dict)
 
 
+# By group, and not by context: what is made after the next `init` must not be called as what is still there.
+_made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
 class OpenWindow(Protocol):
     """What a session knows of a one-sided window: how it ends with the session."""
 
@@ -89,6 +95,10 @@ class Context:
     machine_topology: StaticTopology | None = None
     gossips: Gossips = field(default_factory=Gossips)
     windows: dict[str, OpenWindow] = field(default_factory=dict)
+
+    def next_number(self) -> int:
+        """Numbers the objects that the group's ranks make together, in one order: it is in the names of their messages."""
+        return next(_made.setdefault(self.group, itertools.count()))
 
     @cached_property
     def machines(self) -> list[list[int]]:

@@ -4,7 +4,6 @@ torch checks a hook's annotations as objects, so this file does without `from __
 """
 
 import enum
-import itertools
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,6 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
 from fogdist.training.buckets import ALIGNMENT, FlatBuckets
 from fogdist.training.plans import Plans, TopologyLike
-
-# States are made in the same order on all ranks, so their numbers tell their messages apart.
-_numbers = itertools.count()
 
 
 class Gossip(enum.Enum):
@@ -56,7 +52,7 @@ class GossipState:
         self._context = current(group)
         self._plans = Plans(topology, self._context)
         self._what = Gossip(what)
-        self._name = f"fogdist.gossip_hook {next(_numbers)}"
+        self._name = f"fogdist.gossip_hook {self._context.next_number()}"
         self.round = 0
         # By DDP's buckets, which it makes anew after the first backward pass.
         self._flats: dict[int, FlatBuckets] = {}

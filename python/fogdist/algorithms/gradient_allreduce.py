@@ -87,8 +87,9 @@ class GradientAllreduce(DistributedOptimizer):
         self._is_alone = context.is_alone
         self._is_synchronized = self._scaler_synchronized = False
         self._has_warned_passes = self._has_warned_local = False
-        name = f"fogdist.GradientAllreduce {self._fog_number}"
-        self._average = GradientExchange(name, self._fog_names, cap_bytes(bucket_cap_mb), group)
+        bucket_bytes = cap_bytes(bucket_cap_mb)
+        name = f"fogdist.GradientAllreduce {context.next_number()}"
+        self._average = GradientExchange(name, self._fog_names, bucket_bytes, group)
         self._counter = BackwardPasses(self._after_gradient)
         if not self._is_alone:
             self._average.hold(self._fog_parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,9 +40,6 @@ from fogdist.training.view import (
 )
 
 Mode: TypeAlias = Literal["sync", "async"]
-
-# Wrappers are made in the same order on all ranks, so their numbers tell their messages apart.
-_numbers = itertools.count()
 
 
 class DecentralizedDataParallel(nn.Module):
@@ -220,7 +216,7 @@ class DecentralizedDataParallel(nn.Module):
             self._broadcast(others.values())
         self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
         self._mixing: SynchronousMixing | AsynchronousMixing
-        name = f"fogdist.DecentralizedDataParallel {next(_numbers)}"
+        name = f"fogdist.DecentralizedDataParallel {self._context.next_number()}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
                 self._context, self._flat_parameters, self._flat_buffers, self._neighbors(), name

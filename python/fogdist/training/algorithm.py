@@ -137,6 +137,7 @@ class Algorithm(DistributedOptimizer):
     buckets: FlatBuckets
     is_alone: bool
     _group: dist.ProcessGroup | None
+    _number: int
     _bucket_bytes: int
     _step_options: dict[str, Any]
     _group_numbers: list[int]
@@ -178,7 +179,7 @@ class Algorithm(DistributedOptimizer):
         self._group = group
         self.mixing = as_mixing(mixing)
         described = {"local_steps": local_steps, **(compare or {})}
-        items = [self.algorithm_name, *self.mixing.items(context)]
+        items = [*self.mixing.items(context)]
         items += [f"{name}={value!r}" for name, value in described.items()]
         self.local_steps = local_steps
         self.is_alone = context.is_alone
@@ -189,8 +190,10 @@ class Algorithm(DistributedOptimizer):
         self._step_options = {}
         self._has_state = False
         self._loaded = {}
+        # What is refused here alone has no number: ranks would count differently from then on.
+        self._number = context.next_number()
         if self.is_running:
-            self._hold(items)
+            self._hold([self.name, *items])
 
     # --- what a subclass says ---
 
@@ -308,7 +311,7 @@ class Algorithm(DistributedOptimizer):
     @property
     def name(self) -> str:
         """What all ranks call this object."""
-        return f"fogdist.{self.algorithm_name} {self._fog_number}"
+        return f"fogdist.{self.algorithm_name} {self._number}"
 
     @property
     def algorithm_name(self) -> str:
@@ -400,7 +403,7 @@ class Algorithm(DistributedOptimizer):
                 return
         else:
             known = known or self._pieces()
-            self._hold([self.algorithm_name])
+            self._hold([self.name])
         for name in self.state_vectors:
             self.vectors[name] = self.initial(name)
             for parameter, piece in self.buckets.pieces(self.vectors[name]):

@@ -9,7 +9,6 @@ wraps.
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import warnings
 import weakref
@@ -34,8 +33,6 @@ _RENAMED = {
     "neighbor_machine_weights": "src_machine_weights",
     "send_neighbor_machines": "dst_machine_weights",
 }
-# Distributed optimizers are made in the same order on all ranks, so their numbers tell their messages apart.
-_numbers = itertools.count()
 
 _View = TypeVar("_View", bound="DistributedOptimizer")
 _Value = TypeVar("_Value")
@@ -98,7 +95,6 @@ class DistributedOptimizer(Optimizer):
     _fog_wrapped: Optimizer
     _fog_models: tuple[Module, ...]
     _fog_names: dict[Tensor, str]
-    _fog_number: int
     _fog_marks: PassMarks | None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -276,7 +272,6 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     distributed._fog_wrapped = optimizer
     distributed._fog_models = tuple(models)
     distributed._fog_names = held
-    distributed._fog_number = next(_numbers)
     distributed._fog_marks = None
     return distributed
 
