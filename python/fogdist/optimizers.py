@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch.distributed as dist
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
@@ -14,14 +15,9 @@ from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.algorithms.gradient_allreduce import GradientAllreduce
 from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.packing import BUCKET_CAP_MB
-from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class CommunicationType(enum.Enum):
