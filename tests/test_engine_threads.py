@@ -94,9 +94,14 @@ def poll_beside_another_thread(numel: int, rounds: int) -> list[int]:
 
 
 def test_polling_keeps_no_thread_from_python(worlds: WorldPool) -> None:
-    first, second = worlds(2).run(poll_beside_another_thread, 1 << 22, 24)
-    computed = first + second
-    assert not computed or max(computed) > 3, computed  # one may come before the call
+    # On a busy machine the other thread may have had no core meanwhile, but hardly three times.
+    tries = []
+    for _ in range(3):
+        first, second = worlds(2).run(poll_beside_another_thread, 1 << 22, 24)
+        tries.append(first + second)
+        if not tries[-1] or max(tries[-1]) > 3:  # one may come before the call
+            return
+    raise AssertionError(tries)
 
 
 def poll_only(rounds: int) -> list[float]:
