@@ -64,6 +64,11 @@ def on_device(tensor: Tensor) -> str:
     return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
 
 
+def signature_of(tensor: Tensor) -> str:
+    """Returns what ranks compare of a tensor that they exchange: dtype, shape and kind of device."""
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{on_device(tensor)}"
+
+
 def cap_bytes(bucket_cap_mb: float) -> int:
     """Returns a user's size of buckets, which is in MiB as in torch's DistributedDataParallel, in bytes.
 

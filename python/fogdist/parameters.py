@@ -13,7 +13,7 @@ from torch import Tensor
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import Context, PreconditionError, current
-from fogdist.packing import flatten, make_buckets, on_device, unflatten
+from fogdist.packing import flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import local_of
 from fogdist.topology.validation import check_rank
 
@@ -185,8 +185,5 @@ def _check_same_signatures(context: Context, named: list[tuple[str, Tensor]]) ->
     check_same_everywhere(
         context.backend,
         "params",
-        [
-            f"item {place} {name!r}: {tensor.dtype} of shape {tuple(tensor.shape)}{on_device(tensor)}"
-            for place, (name, tensor) in enumerate(named)
-        ],
+        [f"item {place} {name!r}: {signature_of(tensor)}" for place, (name, tensor) in enumerate(named)],
     )

@@ -21,7 +21,7 @@ from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
-from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, on_device, unflatten
+from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.buckets import FlatBuckets
@@ -205,10 +205,7 @@ class DecentralizedDataParallel(nn.Module):
             *self._plans.items(),
             *self._flat_parameters.layout(),
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
-            *(
-                f"{n!r}, not mixed: {t.dtype} of shape {tuple(t.shape)}{on_device(t)}"
-                for n, t in others.items()
-            ),
+            *(f"{n!r}, not mixed: {signature_of(t)}" for n, t in others.items()),
         ]
         with self._flat_parameters.released_on_error(), self._flat_buffers.released_on_error():
             check_same_everywhere(self._context.backend, "module", items)

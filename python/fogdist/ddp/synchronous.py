@@ -11,10 +11,6 @@ from fogdist.training.buckets import FlatBuckets
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import Finish, Mixing, Round
 
-# Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
-# The backend remembers every name, so they come again.
-_ROUND_NAMES = 64
-
 
 class SynchronousMixing:
     """Exchanges of the parameters and buffers of a model, one after the other.
@@ -51,7 +47,7 @@ class SynchronousMixing:
     @torch.no_grad()
     def begin(self) -> None:
         """Starts the next round's exchange, of the values that there are now."""
-        round = Round(self._context, self.round, f"{self._name} round {self.round % _ROUND_NAMES}")
+        round = Round.of(self._context, self.round, self._name)
         self._parameters.reattach()
         self._mixer.begin(self._parameters, self._mixing, round)
         self._buffers.reattach()

@@ -35,9 +35,6 @@ from fogdist.warn import warn_user
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
-# The backend remembers every name, so they come again.
-_ROUND_NAMES = 64
 # The attributes that users set before a round.
 WEIGHTS = frozenset(
     {
@@ -290,7 +287,7 @@ class Algorithm(DistributedOptimizer):
 
     def this_round(self) -> Round:
         """The round that ranks are in, with the weights that the user has set for it."""
-        return Round(self.context, self.rounds, f"{self.name} {self.rounds % _ROUND_NAMES}", self.weights())
+        return Round.of(self.context, self.rounds, self.name, self.weights())
 
     def weights(self) -> DynamicWeights:
         """The weights that the user has set for the next round."""

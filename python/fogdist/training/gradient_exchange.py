@@ -13,7 +13,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.memory import empty_flat
-from fogdist.packing import Bucket, are_same, make_buckets, on_device
+from fogdist.packing import Bucket, are_same, make_buckets, signature_of
 from fogdist.shards import is_sharded
 from fogdist.streams import StreamJoin
 from fogdist.warn import warn_user
@@ -110,8 +110,7 @@ class GradientExchange:
             current(self._group).backend,
             "model",
             [
-                f"{place}: {self._names[parameter]!r}, {parameter.dtype} of shape {tuple(parameter.shape)}"
-                + on_device(parameter)
+                f"{place}: {self._names[parameter]!r}, {signature_of(parameter)}"
                 for place, parameter in enumerate(parameters)
             ],
         )

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 Finish: TypeAlias = "Callable[[], list[Tensor]]"
 
 
+# The backend remembers every name, so those of rounds come again.
+_ROUND_NAMES = 64
+
+
 @dataclass(frozen=True)
 class DynamicWeights:
     """The weights that a user sets before a round, as arguments of the two neighbor operations; None for the topology's."""
@@ -73,6 +77,16 @@ class Round:
     number: int
     name: str
     weights: DynamicWeights = DynamicWeights()
+
+    @classmethod
+    def of(
+        cls, context: Context, number: int, owner: str, weights: DynamicWeights = DynamicWeights()
+    ) -> Round:
+        """Returns a round of what all ranks call `owner`.
+
+        Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
+        """
+        return cls(context, number, f"{owner} round {number % _ROUND_NAMES}", weights)
 
     def part(self, place: int) -> Round:
         """Returns the same round for one of several exchanges."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from fogdist.training.pass_marks import PassMarks
 from fogdist.training.scaler import unscale
+from fogdist.warn import warn_user
 
 Models = Module | Sequence[Module]
 
@@ -122,7 +122,7 @@ class DistributedOptimizer(Optimizer):
             message = f"the attribute {name!r} is called {successor!r} now"
             if successor not in self._fog_declared:
                 raise AttributeError(f"{message}, and this optimizer has none")
-            warnings.warn(f"{message}; the old name will go", DeprecationWarning, stacklevel=2)
+            warn_user(f"{message}; the old name will go", DeprecationWarning)
             setattr(self, successor, value)
             return
         holder = self._fog_holder(name)

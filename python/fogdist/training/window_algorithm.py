@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import barrier, wait
-from fogdist.packing import BUCKET_CAP_MB, on_device
+from fogdist.packing import BUCKET_CAP_MB, signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.overlapping import OverlappingAlgorithm
@@ -152,8 +152,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         names = [self._fog_names[parameter] for parameter in missing]
         # By these the layout of the buckets is the same, too.
         items = [
-            f"{name!r}: {local_of(each).dtype} of shape {tuple(local_of(each).shape)}{on_device(local_of(each))}"
-            for name, each in zip(names, missing, strict=True)
+            f"{name!r}: {signature_of(local_of(each))}" for name, each in zip(names, missing, strict=True)
         ]
         try:
             check_same_everywhere(self.context.backend, "model", items)
@@ -185,9 +184,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
         """Sends, or asks for, what this round exchanges."""
         self.check_weights()  # before anything is sent, and before a barrier that others would wait in
         if self.force_barrier:
-            barrier(
-                group=self._group
-            )  # all have ended their last exchange: what is sent now cannot get into it
+            # All have ended their last exchange: what is sent now cannot get into it.
+            barrier(group=self._group)
         for window in self.windows:
             self._handles.append(self.send(window))
         if self._pace is not None:
