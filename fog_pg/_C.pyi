@@ -436,6 +436,12 @@ class Window:
     def version(self, rank: int) -> int:
         """How many puts and gets the slot of this in-neighbor has taken since the last `update`; at most 2**24 - 1."""
 
+    def slot_p(self, rank: int) -> float:
+        """The p that came with what is in the slot of this in-neighbor; what comes without p leaves it as it was."""
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether a neighbor takes no further part: its process has ended, or it has closed the group."""
+
     def lock(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> None:
         """Takes mutexes, in one order on all ranks; all of them or none.
 

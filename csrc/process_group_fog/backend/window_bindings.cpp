@@ -113,6 +113,8 @@ void bind_windows(py::module_& module, GroupClass& group) {
           py::arg("rank"),
           release_gil)
       .def("version", &Window::version, py::arg("rank"), release_gil)
+      .def("slot_p", &Window::slot_p, py::arg("rank"), release_gil)
+      .def("is_gone", &Window::is_gone, py::arg("rank"), release_gil)
       .def(
           "lock",
           [](Window& self, const Ranks& ranks, bool own, Timeout timeout) {

@@ -95,6 +95,10 @@ class Window final : public std::enable_shared_from_this<Window> {
 
   // Puts and gets into slot [this rank][neighbor] since the last update.
   int64_t version(int neighbor);
+  // The p that came with what is in that slot, or with what was there before, if it was changed without p.
+  double slot_p(int neighbor);
+  // Whether this neighbor takes no further part: its process has ended, or it has closed the group.
+  bool is_gone(int neighbor) const;
   double p();
   void set_p(double p);
 

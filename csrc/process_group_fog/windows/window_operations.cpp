@@ -359,6 +359,20 @@ int64_t Window::version(int rank) {
   return memory_->slot(source.slot).slot.version();
 }
 
+double Window::slot_p(int rank) {
+  constexpr const char* op = "slot_p";
+  const Use use(*this, op, For::kThisRank);
+  const auto& source = neighbor(op, "rank", rank, true, false);
+  if (source.mailbox) {
+    source.mailbox->absorb();
+  }
+  return memory_->slot(source.slot).slot.p();
+}
+
+bool Window::is_gone(int rank) const {
+  return neighbor("is_gone", "rank", rank, true, true).gone;
+}
+
 double Window::p() {
   const std::lock_guard<std::mutex> lock(p_mutex_);
   return p_;

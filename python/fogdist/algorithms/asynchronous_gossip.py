@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,17 @@ from torch.optim import Optimizer
 from fogdist.collectives import barrier
 from fogdist.context import Context, current
 from fogdist.lazy import nx
-from fogdist.memory import empty_flat
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
-from fogdist.windows import Window
+
+if TYPE_CHECKING:
+    from fog_pg._C import Window
+
+# Between two looks whether a move has arrived, in seconds.
+_SLEEP = 50e-6
 
 
 class AsynchronousGossip(Algorithm):
@@ -30,7 +35,7 @@ class AsynchronousGossip(Algorithm):
     step::
 
         x_i = x_i + d(x_i) + inbox_i,      inbox_i = 0
-        m   = w_ij (x_j - x_i)             with x_j as it is after j's last step
+        m   = w_ij (x_j - x_i)             with x_j as it is then
         x_i = x_i + m,                     inbox_j = inbox_j - m
 
     (Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
@@ -42,11 +47,10 @@ class AsynchronousGossip(Algorithm):
     at a time: with a_i the number of neighbors that choose i in a step on average,
     ``w_ij = 1 / (2 + max(a_i, a_j))``, which is 1/3 on regular graphs. A slow rank weighs in the result by
     the steps it makes. Gradients are of the parameters as they are in the model, which only the rank's own
-    `step` changes.
+    `step` changes. x_j is read where it is: on CPUs, a step that j is in the middle of may be in a part of it.
 
-    Neighbors are those of the group's topology, which must not change until `finish`; that puts the last
-    moves into the parameters. To end with one model, average them then (`fogdist.allreduce_parameters`). A
-    neighbor that was lost is passed over.
+    Neighbors are those of the group's topology when it is made. `finish` puts the last moves into the parameters. To
+    end with one model, average them then (`fogdist.allreduce_parameters`). A neighbor that was lost is passed over.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -124,11 +128,11 @@ class AsynchronousGossip(Algorithm):
             return
         if self._pace is not None:
             self._pace.free()
-        self._windows.tell()
+        self._windows.end_moves()
         barrier(group=self._group)
         with torch.no_grad():
             self.buckets.reattach()
-            self._windows.collect(self.values)
+            self._windows.collect()
             self.buckets.write_back()
         windows, self._windows = self._windows, None
         windows.free()
@@ -154,18 +158,17 @@ class AsynchronousGossip(Algorithm):
         windows = self._windows
         if windows is None:
             return result
-        values = self.values
         windows.tell()
         if self._pace is not None:
             self._pace.wait(self.max_staleness)
-        windows.collect(values)
+        windows.collect()
         # By the number of steps, and not by how many draws there were: those depend on the others' speed.
         ready = windows.ready() if is_due else []
         if ready:
             peer = random.Random(f"{self._seed} {self._rank} {self.steps}").choice(ready)
-            windows.move(values, peer, self._shares[peer])
+            windows.move(peer, self._shares[peer])
             self.rounds += 1
-        windows.publish(values)
+        windows.publish()
         if self._pace is not None:
             self._pace.advance()
         return result
@@ -178,96 +181,94 @@ class AsynchronousGossip(Algorithm):
 
 
 class _Windows:
-    """What neighbors see of a rank, and where they leave what is for it.
+    """What neighbors see of a rank, and where they leave what is for it: two windows of each vector of parameters.
 
     Args:
         context: The group.
         name: What all ranks call it.
         peers: Ranks to gossip with.
-        values: The first values, one tensor for each flat vector.
+        values: The flat vectors.
     """
 
     def __init__(self, context: Context, name: str, peers: list[int], values: list[Tensor]) -> None:
+        def window(tensor: Tensor, what: str) -> Window:
+            return context.backend.create_window(tensor, f"{name}.{what}", peers, peers, zero_init=True)
+
         self._rank = context.rank
-        # Moves that were sent to each peer, and moves that were taken of each rank.
+        self._values = [window(x, f"values.{place}") for place, x in enumerate(values)]
+        self._inboxes = [window(x, f"inbox.{place}") for place, x in enumerate(values)]
+        # Moves that were sent to each peer; of these, what it has told to have taken; and those of it that each inbox has got.
         self._sent = dict.fromkeys(peers, 0)
-        self._taken = torch.zeros(context.size, dtype=torch.float64, device="cpu")
-        self._one = torch.zeros(context.size, dtype=torch.float64, device="cpu")
-        self._one[context.rank] = 1.0
-        self._values: list[Window] = []
-        self._inboxes: list[Window] = []
-        for place, x in enumerate(values):
-            shown = empty_flat(x.numel(), x.dtype, x.device).copy_(x)
-            self._values.append(Window(shown, context.group, name=f"{name}.values.{place}"))
-            inbox = empty_flat(x.numel(), x.dtype, x.device).zero_()
-            self._inboxes.append(Window(inbox, context.group, name=f"{name}.inbox.{place}", zero_init=True))
-        # Which moves are in the inboxes, and, told to the others, which of theirs have been taken and shown.
-        self._arrivals = Window(
-            torch.zeros_like(self._one), context.group, name=f"{name}.arrivals", zero_init=True
-        )
-        self._receipts = Window(
-            torch.zeros_like(self._one), context.group, name=f"{name}.receipts", zero_init=True
-        )
-        # What peers have not been told yet: to whom this rank has moved, and whose moves it shows by now. These are
-        # numbers on the CPU, which must not overtake what a device has yet to do.
+        self._told = dict.fromkeys(peers, 0)
+        self._taken = {peer: [0] * len(values) for peer in peers}
+        # Whose moves are in the values that this rank shows, for the others to get.
+        self._receipts = window(torch.zeros(context.size, dtype=torch.float64, device="cpu"), "receipts")
+        # These are numbers on the CPU, which must not overtake what a device has yet to do.
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
-        self._moved_to: list[int] = []
-        self._shown: Tensor | None = None
+        self._moves: list[dist.Work] = []
 
-    def collect(self, values: list[Tensor]) -> None:
-        """Adds to `values` what neighbors have left."""
-        # Before the moves: each that is counted is in the inboxes then.
-        self._taken += self._arrivals.collect()
-        self._arrivals.tensor.zero_()
-        for inbox, x in zip(self._inboxes, values, strict=True):
-            x.add_(inbox.collect())
-            inbox.tensor.zero_()
+    def collect(self) -> None:
+        """Adds to the values what neighbors have left."""
+        for place, inbox in enumerate(self._inboxes):
+            for peer, taken in self._taken.items():
+                if inbox.slot_p(peer) != 0.0:  # as many moves are there
+                    inbox.p = 0.0
+                    inbox.update(1.0, [(peer, 1.0)], reset=True, with_p=True)
+                    taken[place] += int(inbox.p)
+            inbox.p = 1.0
 
     def ready(self) -> list[int]:
         """Returns the peers that have taken all moves of this rank, and show what they became by them."""
-        return [
-            peer
-            for peer, sent in self._sent.items()
-            if self._receipts.update(self_weight=0.0, neighbor_weights={peer: 1.0}, clone=True)[self._rank]
-            == sent
-        ]
+        return [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
 
-    def move(self, values: list[Tensor], peer: int, share: float) -> None:
-        """Moves `values` towards a peer's, and leaves it the opposite."""
-        for shown, inbox, x in zip(self._values, self._inboxes, values, strict=True):
-            shown.get(src_weights=[peer], skip_lost=True)
-            move = shown.update(self_weight=0.0, neighbor_weights={peer: 1.0}, clone=True).sub_(x).mul_(share)
-            x.add_(move)
-            inbox.accumulate(move, dst_weights={peer: -1.0}, skip_lost=True)
-        self._moved_to.append(peer)
+    def move(self, peer: int, share: float) -> None:
+        """Moves the values towards a peer's, and leaves it the opposite."""
+        for shown, inbox in zip(self._values, self._inboxes, strict=True):
+            shown.get([(peer, 1.0)], skip_lost=True).wait()
+            move = shown.update(-share, [(peer, share)], clone=True)
+            shown.tensor.add_(move)
+            inbox.p = -1.0  # so that 1 is sent
+            self._moves.append(inbox.accumulate(move, [(peer, -1.0)], with_p=True, skip_lost=True))
         self._sent[peer] += 1
 
-    def publish(self, values: list[Tensor]) -> None:
+    def publish(self) -> None:
         """Shows the peers this rank's values, and then that their moves are in these.
 
         What a device does is told of with the next step, when it is mostly done, so that the host need not wait.
         """
-        for shown, x in zip(self._values, values, strict=True):
-            shown.tensor.copy_(x)
-            if x.device.type != "cpu":
-                shown.update(self_weight=1.0, neighbor_weights={})  # else it may not be what neighbors get
-        self._shown = self._taken.clone()
+        for shown in self._values:
+            if shown.tensor.device.type != "cpu":
+                shown.update(1.0, [])  # else it is not what neighbors get
         self._marks = [Mark(device) for device in self._devices]
         if not self._devices:
             self.tell()
 
     def tell(self) -> None:
-        """Tells the peers of the last moves, and whose are shown, once the devices have come so far."""
+        """Tells the peers whose moves are in the values, once devices have come so far and this rank's own are sent."""
         for mark in self._marks:
             mark.wait()
-        for peer in self._moved_to:
-            self._arrivals.accumulate(self._one, dst_weights=[peer], skip_lost=True)
-        if self._shown is not None:
-            self._receipts.put(self._shown, dst_weights=list(self._sent), skip_lost=True)
-        self._marks, self._moved_to, self._shown = [], [], None
+        for move in self._moves:
+            move.wait()
+        self._marks, self._moves = [], []
+        for peer, taken in self._taken.items():
+            self._receipts.tensor[peer] = min(taken)
+
+    def end_moves(self) -> None:
+        """Waits until what was left for the peers is there."""
+        while not all(move.is_completed() for move in self._moves):
+            time.sleep(_SLEEP)
 
     def free(self) -> None:
         """Frees the windows; collective."""
-        for window in (*self._values, *self._inboxes, self._arrivals, self._receipts):
+        for window in (*self._values, *self._inboxes, self._receipts):
             window.free()
+
+    def _has_taken(self, peer: int, sent: int) -> bool:
+        if self._receipts.is_gone(peer):
+            return False
+        if self._told[peer] != sent:
+            self._receipts.get([(peer, 1.0)], skip_lost=True).wait()
+            told = self._receipts.update(0.0, [(peer, 1.0)], clone=True)
+            self._told[peer] = int(told[self._rank])
+        return self._told[peer] == sent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,89 +39,135 @@ class Pace:
     scripts do not say when a rank ends its training, evaluates, or waits in a collective for those that would wait for it
     here. One that is lost is none of this class's business: the exchange itself says so.
 
-    Nothing is sent: a rank writes its count into its own memory, and a neighbor gets it from there, when this rank may be
+    A rank writes its count into its own memory, and a neighbor gets it from there, when this rank may be
     too far behind as far as the neighbor knows, and else never. As nobody looks in between, the last exchange of a
-    neighbor may have been up to twice as long ago.
+    neighbor may have been up to twice as long ago. Only that it pauses is sent: a rank that has paused may end.
 
     Args:
         context: The group. Collective among neighbors: the topology's, as of windows.
         name: What all ranks call it.
         in_neighbors: Whose exchanges this rank watches.
         out_neighbors: Who watches this rank's.
+        timeout: Of the making and of news; by default the group's.
     """
 
     def __init__(
-        self, context: Context, name: str, in_neighbors: list[int], out_neighbors: list[int]
+        self,
+        context: Context,
+        name: str,
+        in_neighbors: list[int],
+        out_neighbors: list[int],
+        timeout: timedelta | None = None,
     ) -> None:
-        shown = torch.zeros(3, dtype=torch.float64, device="cpu")
+        self.peers = sorted({*in_neighbors, *out_neighbors})
+        self._name = f"{name} on rank {context.rank}"
+        self._timeout = timeout
+        # What neighbors see: how many exchanges, and the longest time between two of late.
+        shown = torch.zeros(2, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
-            shown, f"{name}.pace", in_neighbors, out_neighbors, zero_init=True
+            shown, f"{name}.pace", self.peers, self.peers, zero_init=True, timeout=timeout
         )
-        # What neighbors see: how many exchanges, the longest time between two of late, and whether it takes part.
+        self._window.p = 0.0  # 1 while it is paused
         self._shown = shown.numpy()
-        self._shown[2] = 1.0
         self._made = 0
         self._last = time.monotonic()
-        self._counts = dict.fromkeys(in_neighbors, 0)  # of the neighbors' exchanges, as last seen
-        self._seen = dict.fromkeys(in_neighbors, 0)  # this rank's own, when it saw the last of these
+        self._in = in_neighbors
+        self._counts = dict.fromkeys(self.peers, 0)  # of the neighbors' exchanges, as last seen
+        self._seen = dict.fromkeys(self.peers, 0)  # this rank's own, when it saw the last of these
         self._passed_over: set[int] = set()
 
-    def advance(self) -> None:
-        """Counts an exchange, once what it sends is on its way."""
+    @property
+    def is_paused(self) -> bool:
+        """Whether this rank takes no part now."""
+        return self._window.p > 0.0
+
+    def takes_part(self, rank: int) -> bool:
+        """Whether a neighbor has not paused, as far as it has said."""
+        return self._window.slot_p(rank) == 0.0
+
+    def advance(self, made: int | None = None) -> None:
+        """Counts an exchange, once what it sends is on its way; a rank that has paused takes part again.
+
+        Args:
+            made: How many there are now; by default one more.
+        """
         now = time.monotonic()
         if self._made:
             self._shown[1] = max(_FORGETTING * self._shown[1], now - self._last)
         self._last = now
-        self._made += 1
-        self._shown[2] = 1.0
+        self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
+        if self.is_paused:
+            self._say(paused=False)
 
-    def wait(self, max_staleness: int | None) -> None:
+    def wait(self, max_staleness: int | None, patience: float | None = None) -> None:
         """Waits for neighbors that are too far behind; called before their values are used.
 
         Args:
             max_staleness: The largest staleness that is not waited for; None for no bound.
+            patience: Where given, it bounds by how many exchanges a neighbor is behind, news or not, and nobody is
+                passed over: seconds after which that is an error.
+
+        Raises:
+            torch.distributed.DistBackendError: A neighbor stays behind for `patience` seconds.
         """
-        if max_staleness is None:
-            return
-        for rank, count in self._counts.items():
-            if self._made - count > max_staleness and self._look(rank)[0] > max_staleness:
-                self._wait_for(rank, max_staleness)
-                self._last = (
-                    time.monotonic()
-                )  # neighbors need not think that this rank's own steps are so long
+        if max_staleness is not None:
+            for rank in self._in:
+                if self._made - self._counts[rank] > max_staleness:
+                    self._wait_for(rank, max_staleness, patience)
 
     def pause(self) -> None:
-        """Tells the neighbors not to wait for this rank until its next exchange."""
-        self._shown[2] = 0.0
+        """Tells the neighbors not to wait for this rank until its next exchange; it may end then."""
+        self._say(paused=True)
+
+    def catch_up(self) -> int:
+        """Returns how many exchanges whoever has made most of this rank and its neighbors has made."""
+        for rank in self.peers:
+            self._look(rank)
+        return max([self._made, *self._counts.values()])
 
     def free(self) -> None:
         """Ends it: nobody waits for this rank from now on. Collective among neighbors."""
         self.pause()
-        self._window.free()
+        self._window.free(self._timeout)
 
-    def _look(self, rank: int) -> tuple[int, float]:
-        """Returns a neighbor's staleness, which is 0 if it takes no part, and how long its exchanges take in seconds."""
+    def _say(self, *, paused: bool) -> None:
+        self._window.p = 1.0 if paused else 0.0
+        with contextlib.suppress(dist.DistBackendError):  # of a neighbor that is lost
+            peers = [(rank, 1.0) for rank in self.peers]
+            self._window.put(
+                self._window.tensor, peers, with_p=True, skip_lost=True, timeout=self._timeout
+            ).wait()
+
+    def _look(self, rank: int) -> float:
+        """Gets news of a neighbor; returns how long its exchanges take in seconds."""
         try:
-            self._window.get([(rank, 1.0)]).wait()
+            self._window.get([(rank, 1.0)], timeout=self._timeout).wait()
         except dist.DistBackendError:  # it is lost
-            return 0, 0.0
-        count, longest, takes_part = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
+            self._passed_over.add(rank)
+            return 0.0
+        count, longest = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
         if count > self._counts[rank]:
             self._counts[rank], self._seen[rank] = int(count), self._made
             self._passed_over.discard(rank)
-        if not takes_part or rank in self._passed_over:
-            return 0, longest
-        return self._made - max(self._seen[rank], self._counts[rank]), longest
+        return float(longest)
 
-    def _wait_for(self, rank: int, bound: int) -> None:
+    def _wait_for(self, rank: int, bound: int, patience: float | None) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
         while True:
-            staleness, longest = self._look(rank)
-            if staleness <= bound:
+            longest = self._look(rank)
+            since = self._counts[rank] if patience is not None else max(self._seen[rank], self._counts[rank])
+            if self._made - since <= bound or rank in self._passed_over or not self.takes_part(rank):
                 return
-            patience = min(max(_QUIET_SECONDS, _QUIET_TIMES * longest), _QUIET_MOST_SECONDS)
-            if time.monotonic() - begin > patience:
-                self._passed_over.add(rank)
+            waited = time.monotonic() - begin
+            if patience is None:
+                if waited > min(max(_QUIET_SECONDS, _QUIET_TIMES * longest), _QUIET_MOST_SECONDS):
+                    self._passed_over.add(rank)
+            elif waited > patience:
+                raise dist.DistBackendError(
+                    f"{self._name} timed out after {patience:g} s: rank {rank} has done {self._counts[rank]} "
+                    f"iterations and this rank {self._made}, which is more than max_staleness={bound} ahead"
+                )
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
+            self._last = time.monotonic()  # neighbors need not think that this rank's own steps are so long
