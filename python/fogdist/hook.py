@@ -59,6 +59,7 @@ class GossipState:
         # The parameters of the one DDP that it serves, all of them after a whole backward pass.
         self._parameters: set[Tensor] = set()
         self._has_all = False
+        self._in_flight: dict[int, tuple[FlatBuckets, dist.Work]] = {}
         items = [f"what: {self._what.value}", *self._plans.items()]
         check_same_everywhere(self._context.backend, "state", items)
 
@@ -80,6 +81,31 @@ class GossipState:
         plan, name = self._plans.plan(self.round), f"{self._name}.{bucket}"
         output = tensor if in_place else None
         return self._context.backend.neighbor_allreduce(tensor, plan, output=output, name=name)
+
+    def _exchange(self, parameters: FlatBuckets, bucket: int) -> None:
+        """Starts the average of a bucket's parameters, which is theirs at the end of the backward pass."""
+        if bucket in self._in_flight:  # of a backward pass that failed
+            self._finish()
+        if not self._in_flight:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._in_flight[bucket] = parameters, self._begin(parameters.flats[0], bucket, in_place=False)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Waits for all averages, and gives them to the parameters; raises what an exchange failed with."""
+        in_flight, self._in_flight = self._in_flight, {}
+        failure: RuntimeError | None = None
+        for parameters, work in in_flight.values():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                failure = failure or error
+                continue
+            (average,) = work.get_future().value()
+            if not parameters.swap(0, average):
+                parameters.flats[0].copy_(average)
+        if failure is not None:
+            raise failure
 
     def _buckets_of(self, bucket: dist.GradBucket) -> FlatBuckets:
         """Returns the one bucket that the parameters of DDP's are views of."""
@@ -132,32 +158,25 @@ def gossip_hook(
         bucket: From DDP.
 
     Returns:
-        A future of the gradients for this rank's optimizer; it fails with torch.distributed.DistBackendError
-        if the exchange does, and then ``backward`` raises. The hook itself waits for nothing.
+        A future of the gradients for this rank's optimizer. The hook itself waits for nothing.
 
     Raises:
+        torch.distributed.DistBackendError: From ``backward``: an exchange failed.
         RuntimeError: The state serves another DDP already; nothing of the bucket is sent.
     """
     state._check_model(bucket)
     gradients: Tensor = bucket.buffer()
-    parameters: FlatBuckets | None = None
     if state._what is Gossip.gradients:
-        work = state._begin(gradients, bucket.index(), in_place=True)
+        future = state._begin(gradients, bucket.index(), in_place=True).get_future()
+        result = future.then(lambda done: done.value()[0])  # raises what the exchange failed with
     else:
         parameters = state._buckets_of(bucket)
         # The rest of the backward pass needs none of them; if it does, autograd is to find out.
         increment_version(bucket.parameters())
-        work = state._begin(parameters.flats[0], bucket.index(), in_place=False)
+        state._exchange(parameters, bucket.index())
+        result = torch.futures.Future()
+        result.set_result(gradients)
     # Once a backward pass, not once a bucket.
     if bucket.is_last():
         state.round += 1
-
-    def result(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-        (average,) = done.value()  # raises what the exchange failed with
-        if parameters is not None:
-            with torch.no_grad():
-                if not parameters.swap(0, average):
-                    parameters.flats[0].copy_(average)
-        return gradients
-
-    return work.get_future().then(result)
+    return result
