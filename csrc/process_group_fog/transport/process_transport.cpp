@@ -12,7 +12,7 @@ namespace {
 // What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
 constexpr auto kDrainTime = std::chrono::milliseconds(50);
 
-// Data between hosts is called flowing so long after it has moved: longer than a part of it takes on a slow link.
+// Data is said to move by RMA so long after a chunk of it has: longer than one takes on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
 bool is_in_order(const Header& header) {
@@ -435,21 +435,25 @@ bool ProcessTransport::poll() {
   progressed =
       links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
   if (must_poll()) {
-    const size_t parts = messages_.parts_moved();
     progressed = messages_.poll() || progressed;
     const bool come = arrivals_ && arrivals_->poll();
     const bool put = (puts_ && puts_->poll()) || come;
-    if (put || messages_.parts_moved() != parts) {
-      moved_ = std::chrono::steady_clock::now();
+    if (put) {
+      put_ = std::chrono::steady_clock::now();
     }
     progressed = put || progressed;
   }
   return progressed;
 }
 
-bool ProcessTransport::flowing() const {
-  return !given_up_ && (messages_.moving() || (puts_ && (puts_->sending() || arrivals_->must_poll()))) &&
-      std::chrono::steady_clock::now() < moved_ + kFlowTime;
+Transport::Flow ProcessTransport::flow() const {
+  if (given_up_) {
+    return Flow::kNone;
+  }
+  if (puts_ && (puts_->sending() || arrivals_->must_poll()) && std::chrono::steady_clock::now() < put_ + kFlowTime) {
+    return Flow::kMoves;
+  }
+  return !messages_.in_parts() ? Flow::kNone : messages_.moved() ? Flow::kMoves : Flow::kStill;
 }
 
 bool ProcessTransport::give_up() {

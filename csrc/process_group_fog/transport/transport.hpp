@@ -188,9 +188,14 @@ class Transport {
   virtual bool poll() = 0;
   // Whether something may come that rings no bell.
   virtual bool must_poll() = 0;
-  // Whether large data is on its way that rings no bell, and has moved just now: more of it will come sooner than any sleep ends.
-  virtual bool flowing() const {
-    return false;
+  // What large data does that rings no bell.
+  enum class Flow {
+    kNone, // there is none on its way
+    kStill, // nothing of it moved at the last look
+    kMoves, // some of it did: more will come sooner than any sleep ends
+  };
+  virtual Flow flow() const {
+    return Flow::kNone;
   }
   // Whether messages of this process may still be on their way out of it.
   virtual bool sending() const = 0;

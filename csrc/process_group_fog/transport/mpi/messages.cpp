@@ -272,6 +272,7 @@ void Messages::make_room() {
 
 void Messages::track(MPI_Request request, Transfer transfer) {
   sending_ += !transfer.data || transfer.data->goes_out ? 1 : 0;
+  parts_ += transfer.data ? 1 : 0;
   requests_.push_back(request);
   transfers_.push_back(std::move(transfer));
 }
@@ -339,8 +340,11 @@ void Messages::abandon(const TransferOwner& owner) {
 }
 
 bool Messages::poll() {
+  const auto begin = Clock::now();
   const bool messages = poll_messages();
-  return poll_transfers() || messages;
+  const bool progressed = poll_transfers() || messages;
+  moved_ = look_times_.has_moved(Clock::now() - begin);
+  return progressed;
 }
 
 bool Messages::give_up() {
@@ -352,6 +356,7 @@ bool Messages::give_up() {
   requests_.clear();
   sources_waiting_.clear();
   sending_ = 0;
+  parts_ = 0;
   return true;
 }
 
@@ -470,7 +475,7 @@ bool Messages::poll_transfers() {
         unsent_[transfer.destination] -= transfer.buffer->size();
         give_buffer(std::move(transfer.buffer));
       } else {
-        ++parts_moved_;
+        --parts_;
         transfer.data->on_part(transfer.part, error == MPI_SUCCESS ? std::string() : error_text(error));
       }
     } catch (const std::exception&) {

@@ -19,6 +19,7 @@
 #include "job/mpi_api.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/mpi_watchdog.hpp"
+#include "transport/mpi/look_times.hpp"
 #include "transport/transport.hpp"
 
 namespace fog::mpi {
@@ -65,12 +66,12 @@ class Messages {
     const auto found = unsent_.find(destination);
     return found == unsent_.end() ? 0 : found->second;
   }
-  // How many parts of data have gone or come; whether others are on their way.
-  size_t parts_moved() const {
-    return parts_moved_;
+  // Whether data is on its way in parts; whether some of it moved at the last look.
+  bool in_parts() const {
+    return parts_ > 0;
   }
-  bool moving() const {
-    return !requests_.empty();
+  bool moved() const {
+    return moved_;
   }
   // Whether a call of MPI has not returned, so that no other can follow.
   bool broken() const {
@@ -137,7 +138,9 @@ class Messages {
   std::vector<std::pair<Transfer, int>> ended_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   size_t sending_ = 0;
-  size_t parts_moved_ = 0;
+  size_t parts_ = 0; // of data, with MPI
+  LookTimes look_times_;
+  bool moved_ = false;
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
   std::unordered_set<IncomingData*> coming_;
