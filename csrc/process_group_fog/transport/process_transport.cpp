@@ -15,6 +15,9 @@ constexpr auto kDrainTime = std::chrono::milliseconds(50);
 // Data is said to move by RMA so long after a chunk of it has: longer than one takes on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
+// Data that may wait does so if it is as large as this. A smaller one holds up MPI's own messages for a moment only.
+constexpr size_t kLeastWaiting = size_t(1) << 20;
+
 bool is_in_order(const Header& header) {
   // News of failures and ends wait for nothing.
   return header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
@@ -194,7 +197,7 @@ Transport::Sent ProcessTransport::send(
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
   if (destinations.size() == 1 && message.bytes <= kInlineBytes) { // most messages
-    const auto& [peer, scale, wants_confirm] = destinations[0];
+    const auto& [peer, scale, wants_confirm, data_waits] = destinations[0];
     if (way_of(peer, message, data, memory) == Way::kInline) {
       auto header = message;
       header.scale = scale;
@@ -236,7 +239,7 @@ Transport::Sent ProcessTransport::send(
     needed()->stream = streams_.open(readers, header.group, data, header.bytes, owner);
   }
   for (size_t i = 0; i < destinations.size(); ++i) {
-    const auto& [peer, scale, wants_confirm] = destinations[i];
+    const auto& [peer, scale, wants_confirm, data_waits] = destinations[i];
     header.scale = scale;
     header.wants_confirm = wants_confirm ? 1 : 0;
     header.delivery = Delivery::kInline;
@@ -295,7 +298,8 @@ Transport::Sent ProcessTransport::send(
         } else {
           messages_.send(peer, header, nullptr, 0);
         }
-        messages_.send_data(peer, header.payload_tag, payload, header.bytes, hold, owner, ended);
+        messages_.send_data(
+            peer, header.payload_tag, payload, header.bytes, hold, data_waits && !local && header.bytes >= kLeastWaiting, owner, ended);
         break;
       }
     }

@@ -53,6 +53,9 @@ class ProcessTransport final : public Transport, private MessageHandler {
       const std::shared_ptr<TransferOwner>& owner) override;
   std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
+  void go(PeerId destination, const TransferOwner& owner) override {
+    messages_.go(owner, destination);
+  }
   void hold_back(PeerId peer, bool hold) override;
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;

@@ -142,6 +142,7 @@ class Transport {
     PeerId peer;
     double scale = 1.0; // the sender's weight for this receiver
     bool wants_confirm = false;
+    bool data_waits = false; // large data by messages, until go() says that it may
   };
   enum class Memory {
     kStays, // the data is untouched until the transfer is done
@@ -168,6 +169,8 @@ class Transport {
   virtual std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) = 0;
 
+  // Data that `owner` sends to `destination` waits no more.
+  virtual void go(PeerId destination, const TransferOwner& owner) {}
   // `peer` has asked for it (or not any more): what is sent there stays here until an operation there takes it.
   virtual void hold_back(PeerId peer, bool hold) = 0;
   // Withdraws what `owner` sends: from now on its memory may change.

@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -37,15 +38,19 @@ class Messages {
   void send(PeerId destination, const Header& header, const void* data, size_t bytes);
   // Number for the data of a message, one after the other: a receiver may take those of one sender in any order.
   uint32_t next_tag(PeerId destination);
-  // Data of a message with that tag. `held`: MPI is not to call it sent before the receiver has asked for it.
+  // Data of a message with that tag. `held`: MPI is not to call it sent before the receiver has asked for it. `waits`: MPI gets it when
+  // go() says so.
   void send_data(
       PeerId destination,
       uint32_t tag,
       const void* data,
       size_t bytes,
       bool held,
+      bool waits,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent);
+  // What `owner` sends, to that peer if there is one, waits no more.
+  void go(const TransferOwner& owner, std::optional<PeerId> destination);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
   // `owner` reads nothing any more.
   void abandon(const TransferOwner& owner);
@@ -144,6 +149,7 @@ class Messages {
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
   std::unordered_set<IncomingData*> coming_;
+  std::vector<std::shared_ptr<Data>> deferred_; // which MPI has not got yet
   std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
 };
 
