@@ -33,7 +33,7 @@ void Allreduce::launch() {
     if (!whole_) {
       // Comes after `other` has all of its slice from here, so nothing that is still to be read is overwritten.
       receive_over(member(other), 1, slice(other), part(other));
-      send(member(other), 0, slice(other), part(other), scale());
+      send_after_theirs({{member(other), scale()}}, 0, slice(other), part(other));
     }
   }
   if (whole_) {
@@ -49,7 +49,7 @@ Operation::Action Allreduce::advance() {
     }
     reduced_ = true;
     if (!whole_) {
-      send(other_members(), 1, slice(own_), part(own_));
+      send_after_theirs(other_members(), 1, slice(own_), part(own_));
     }
   }
   return whole_ || received(1) ? Action::kDone : Action::kWait;

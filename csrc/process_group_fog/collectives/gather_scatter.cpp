@@ -111,10 +111,12 @@ Alltoall::Alltoall(Signature signature, std::vector<Part> inputs, std::vector<Pa
 
 void Alltoall::launch() {
   for (int distance = 1; distance < size(); ++distance) {
-    const int to = (rank() + distance) % size();
     const int from = (rank() - distance + size()) % size();
     receive(from, 0, outputs_[from].data, outputs_[from].bytes);
-    send(to, 0, inputs_[to].data, inputs_[to].bytes);
+  }
+  for (int distance = 1; distance < size(); ++distance) {
+    const int to = (rank() + distance) % size();
+    send_after_theirs({{to}}, 0, inputs_[to].data, inputs_[to].bytes);
   }
 }
 

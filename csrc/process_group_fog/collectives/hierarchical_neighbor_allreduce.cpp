@@ -66,7 +66,7 @@ void HierarchicalNeighborAllreduce::start_mixing() {
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({machines_.rank(destination.rank, machines_.place()), destination.weight});
   }
-  send(destinations, kMix, mean_, own_.numel, true);
+  send(destinations, kMix, mean_, own_.numel, true, Memory::kStays, Order::kAfterTheirs);
 }
 
 // Each rank mixes a slice of its own: with different plans the slices would not belong together.

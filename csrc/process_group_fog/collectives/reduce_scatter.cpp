@@ -16,7 +16,7 @@ void ReduceScatter::launch() {
   }
   for (int distance = 1; distance < size(); ++distance) {
     const int peer = (rank() + distance) % size();
-    send(peer, 0, sends_from_[peer], bytes_[peer], scale());
+    send_after_theirs({{peer, scale()}}, 0, sends_from_[peer], bytes_[peer]);
   }
 }
 

@@ -52,4 +52,33 @@ class Backoff {
   std::chrono::nanoseconds sleep_ = kFirstSleep;
 };
 
+// How long a thread sleeps between looks at large data that rings no bell. Each sleep is a part of the time since the last news, so it is
+// noticed little later than it could be, and what a link brings meanwhile comes in one piece. Where sleeps are too long for the link they
+// become shorter: a sleep is if several looks in a row find something after it.
+class FlowPace {
+ public:
+  using Duration = std::chrono::nanoseconds;
+
+  // A look has found something.
+  void moved() {
+    ++looks_;
+  }
+  // Nothing has moved, and the last news came so long ago: how long to sleep.
+  Duration nap(Duration quiet) {
+    longest_ = looks_ >= kManyLooks ? longest_ / 2 : longest_ * 2;
+    longest_ = std::clamp(longest_, kShortest, kLongest);
+    looks_ = 0;
+    return std::clamp(quiet / kPart, kShortest, longest_);
+  }
+
+ private:
+  static constexpr int kManyLooks = 4;
+  static constexpr int kPart = 8;
+  static constexpr Duration kShortest = std::chrono::microseconds(20);
+  static constexpr Duration kLongest = std::chrono::milliseconds(1);
+
+  int looks_ = 0; // since the last sleep
+  Duration longest_ = kLongest;
+};
+
 } // namespace fog

@@ -218,7 +218,7 @@ bool Engine::make_progress(Lock& lock) {
     check_peers(lock);
   }
   must_poll_ = transport_ && transport_->must_poll();
-  flowing_ = transport_ && transport_->flowing();
+  flow_ = transport_ ? transport_->flow() : Transport::Flow::kNone;
   service_busy_ = service_->busy();
   if (progressed) {
     last_news_ = now;

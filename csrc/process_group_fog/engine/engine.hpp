@@ -247,7 +247,7 @@ class Engine final : public Driver, public MessageHandler {
   std::atomic<int> waiting_{0}; // threads in drive_until()
   std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to
   std::atomic<bool> must_poll_{false};
-  std::atomic<bool> flowing_{false};
+  std::atomic<Transport::Flow> flow_{Transport::Flow::kNone};
   std::atomic<bool> service_busy_{false};
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;

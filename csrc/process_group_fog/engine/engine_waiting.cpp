@@ -14,6 +14,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
+constexpr auto kFlowSpin = std::chrono::microseconds(50); // after news of large data, before the first sleep
 constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none are
 // Where the bell rings for all that comes, sleep lasts until it does, but for a look at deadlines and at other processes.
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
@@ -70,7 +71,9 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
   check_not_forked();
   const WaiterGuard guard(*this);
   Backoff backoff(oversubscribed_);
-  auto next_interrupt_check = Clock::now() + kInterruptInterval;
+  FlowPace pace;
+  auto news = Clock::now();
+  auto next_interrupt_check = news + kInterruptInterval;
   while (!done.load(std::memory_order_acquire)) {
     bool progressed = false;
     Lock lock(mutex_, std::try_to_lock);
@@ -90,10 +93,21 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     }
     if (progressed) {
       backoff.reset();
+      news = now;
       continue;
     }
-    if (flowing_.load()) {
+    const auto flow = flow_.load();
+    if (flow == Transport::Flow::kMoves) {
+      pace.moved();
       sched_yield();
+      continue;
+    }
+    if (flow == Transport::Flow::kStill) {
+      if (now - news < kFlowSpin) {
+        sched_yield();
+      } else {
+        sleep_until_news(done, std::min<std::chrono::nanoseconds>(pace.nap(now - news), deadline - now));
+      }
       continue;
     }
     const bool bell_rings = !must_poll_.load();
@@ -170,6 +184,7 @@ bool Engine::busy() const {
 void Engine::background() {
   c10::setThreadName("fog_progress");
   Backoff backoff(true);
+  FlowPace pace;
   while (!stopping_.load()) {
     const auto ticket = bell().listen(Doorbell::kBackground);
     std::chrono::nanoseconds pause = kLongestSleep;
@@ -206,9 +221,12 @@ void Engine::background() {
           pause = std::clamp<std::chrono::nanoseconds>(quiet / kListeningPart, kListeningShortest, kListeningLongest);
         }
         backoff.reset();
-      } else if (flowing_.load()) {
+      } else if (const auto flow = flow_.load(); flow == Transport::Flow::kMoves) {
+        pace.moved();
         sched_yield(); // who computes beside it has the core while nothing moves
         continue;
+      } else if (flow == Transport::Flow::kStill) {
+        pause = std::max<std::chrono::nanoseconds>(pace.nap(quiet), kBackgroundInterval);
       } else if (poll) {
         pause = std::max<std::chrono::nanoseconds>(backoff.pause(false), kBackgroundInterval);
       }

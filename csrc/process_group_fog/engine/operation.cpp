@@ -61,6 +61,12 @@ bool Operation::expects(int peer) const {
       receives_.begin(), receives_.end(), [peer](const Receive& receive) { return !receive.arrived && receive.peer == peer; });
 }
 
+bool Operation::expects(int peer, uint16_t step) const {
+  return std::any_of(receives_.begin(), receives_.end(), [&](const Receive& receive) {
+    return !receive.arrived && receive.peer == peer && receive.step == step;
+  });
+}
+
 bool Operation::owns(int source, const Header& header) const {
   return (header.key & kNamedKey) == 0 ||
       group_->names.is_of_latest(header.key, source, {header.use, header.generation}, expects(source));
@@ -150,6 +156,9 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     receive.arrived = true;
     receive.peer = source;
     receive.header = header;
+    if (data_waits_) { // before its data is asked for: what MPI says of the data that goes is then ahead of the answer that makes data come
+      group_->transport->go(group_->members[source].peer_id, *this);
+    }
     if (header.wants_confirm != 0) {
       confirm_to(source);
     }

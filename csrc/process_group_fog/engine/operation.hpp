@@ -101,8 +101,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool heard_from(int peer) const;
   // Whether a message is of this operation, not of a later one with its name.
   bool owns(int source, const Header& header) const;
-  // Whether a message from `peer` is still to come.
+  // Whether a message from `peer` is still to come; as message `step`.
   bool expects(int peer) const;
+  bool expects(int peer, uint16_t step) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
   // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
@@ -137,6 +138,12 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     double scale = 1.0;
   };
   using Memory = Transport::Memory;
+  enum class Order {
+    kAtOnce,
+    // Where message `step` of such a rank is still to come, which it sends whatever this rank does, large data waits for that one's header.
+    // Else data that has begun one way would hold up what MPI has to say, on the same connection, for data to begin the other way.
+    kAfterTheirs,
+  };
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
   void send(
       const std::vector<Destination>& destinations,
@@ -144,7 +151,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
       const void* data,
       size_t bytes,
       bool confirm = false,
-      Memory memory = Memory::kStays);
+      Memory memory = Memory::kStays,
+      Order order = Order::kAtOnce);
+  void send_after_theirs(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes) {
+    send(destinations, step, data, bytes, false, Memory::kStays, Order::kAfterTheirs);
+  }
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
     send({{peer, scale}}, step, data, bytes, confirm);
   }
@@ -273,6 +284,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::vector<size_t> to_move_; // receives whose data is to be copied to its place
   std::vector<Move> moves_; // of run()
   int waiting_ = 0; // receives that wait until what they go over has been sent
+  bool data_waits_ = false; // for headers of those that it goes to
   bool moved_ = false; // something has changed in a transfer
   Task task_ = Task::kNone;
   uint16_t input_step_ = 0;

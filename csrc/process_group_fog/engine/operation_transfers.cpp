@@ -22,7 +22,13 @@ std::vector<Operation::Destination> Operation::others() const {
 }
 
 void Operation::send(
-    const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory) {
+    const std::vector<Destination>& destinations,
+    uint16_t step,
+    const void* data,
+    size_t bytes,
+    bool confirm,
+    Memory memory,
+    Order order) {
   if (destinations.empty()) {
     return;
   }
@@ -30,7 +36,9 @@ void Operation::send(
   peers.reserve(destinations.size());
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
-    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_});
+    const bool waits = order == Order::kAfterTheirs && expects(peer, step);
+    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_, waits});
+    data_waits_ = data_waits_ || waits;
   }
   Transport::Sent sent;
   try {

@@ -12,8 +12,11 @@ namespace {
 // What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
 constexpr auto kDrainTime = std::chrono::milliseconds(50);
 
-// Data between hosts is called flowing so long after it has moved: longer than a part of it takes on a slow link.
+// Data is said to move by RMA so long after a chunk of it has: longer than one takes on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
+
+// Data that may wait does so if it is as large as this. A smaller one holds up MPI's own messages for a moment only.
+constexpr size_t kLeastWaiting = size_t(1) << 20;
 
 bool is_in_order(const Header& header) {
   // News of failures and ends wait for nothing.
@@ -194,7 +197,7 @@ Transport::Sent ProcessTransport::send(
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
   if (destinations.size() == 1 && message.bytes <= kInlineBytes) { // most messages
-    const auto& [peer, scale, wants_confirm] = destinations[0];
+    const auto& [peer, scale, wants_confirm, data_waits] = destinations[0];
     if (way_of(peer, message, data, memory) == Way::kInline) {
       auto header = message;
       header.scale = scale;
@@ -236,7 +239,7 @@ Transport::Sent ProcessTransport::send(
     needed()->stream = streams_.open(readers, header.group, data, header.bytes, owner);
   }
   for (size_t i = 0; i < destinations.size(); ++i) {
-    const auto& [peer, scale, wants_confirm] = destinations[i];
+    const auto& [peer, scale, wants_confirm, data_waits] = destinations[i];
     header.scale = scale;
     header.wants_confirm = wants_confirm ? 1 : 0;
     header.delivery = Delivery::kInline;
@@ -295,7 +298,8 @@ Transport::Sent ProcessTransport::send(
         } else {
           messages_.send(peer, header, nullptr, 0);
         }
-        messages_.send_data(peer, header.payload_tag, payload, header.bytes, hold, owner, ended);
+        messages_.send_data(
+            peer, header.payload_tag, payload, header.bytes, hold, data_waits && !local && header.bytes >= kLeastWaiting, owner, ended);
         break;
       }
     }
@@ -435,21 +439,25 @@ bool ProcessTransport::poll() {
   progressed =
       links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
   if (must_poll()) {
-    const size_t parts = messages_.parts_moved();
     progressed = messages_.poll() || progressed;
     const bool come = arrivals_ && arrivals_->poll();
     const bool put = (puts_ && puts_->poll()) || come;
-    if (put || messages_.parts_moved() != parts) {
-      moved_ = std::chrono::steady_clock::now();
+    if (put) {
+      put_ = std::chrono::steady_clock::now();
     }
     progressed = put || progressed;
   }
   return progressed;
 }
 
-bool ProcessTransport::flowing() const {
-  return !given_up_ && (messages_.moving() || (puts_ && (puts_->sending() || arrivals_->must_poll()))) &&
-      std::chrono::steady_clock::now() < moved_ + kFlowTime;
+Transport::Flow ProcessTransport::flow() const {
+  if (given_up_) {
+    return Flow::kNone;
+  }
+  if (puts_ && (puts_->sending() || arrivals_->must_poll()) && std::chrono::steady_clock::now() < put_ + kFlowTime) {
+    return Flow::kMoves;
+  }
+  return !messages_.in_parts() ? Flow::kNone : messages_.moved() ? Flow::kMoves : Flow::kStill;
 }
 
 bool ProcessTransport::give_up() {

@@ -53,6 +53,9 @@ class ProcessTransport final : public Transport, private MessageHandler {
       const std::shared_ptr<TransferOwner>& owner) override;
   std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
+  void go(PeerId destination, const TransferOwner& owner) override {
+    messages_.go(owner, destination);
+  }
   void hold_back(PeerId peer, bool hold) override;
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
@@ -67,7 +70,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
     return !given_up_ &&
         (messages_.must_poll() || (arrivals_ && (arrivals_->must_poll() || puts_->sending())) || !links_.attached_by_all());
   }
-  bool flowing() const override;
+  Flow flow() const override;
   bool sending() const override {
     return messages_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || links_.waiting_for_space();
   }
@@ -129,7 +132,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   std::unordered_set<PeerId> held_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   bool given_up_ = false; // MPI
-  std::chrono::steady_clock::time_point moved_; // when data between hosts moved last
+  std::chrono::steady_clock::time_point put_; // when data moved by RMA last
 };
 
 } // namespace fog

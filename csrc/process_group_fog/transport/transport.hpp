@@ -142,6 +142,7 @@ class Transport {
     PeerId peer;
     double scale = 1.0; // the sender's weight for this receiver
     bool wants_confirm = false;
+    bool data_waits = false; // large data by messages, until go() says that it may
   };
   enum class Memory {
     kStays, // the data is untouched until the transfer is done
@@ -168,6 +169,8 @@ class Transport {
   virtual std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) = 0;
 
+  // Data that `owner` sends to `destination` waits no more.
+  virtual void go(PeerId destination, const TransferOwner& owner) {}
   // `peer` has asked for it (or not any more): what is sent there stays here until an operation there takes it.
   virtual void hold_back(PeerId peer, bool hold) = 0;
   // Withdraws what `owner` sends: from now on its memory may change.
@@ -188,9 +191,14 @@ class Transport {
   virtual bool poll() = 0;
   // Whether something may come that rings no bell.
   virtual bool must_poll() = 0;
-  // Whether large data is on its way that rings no bell, and has moved just now: more of it will come sooner than any sleep ends.
-  virtual bool flowing() const {
-    return false;
+  // What large data does that rings no bell.
+  enum class Flow {
+    kNone, // there is none on its way
+    kStill, // nothing of it moved at the last look
+    kMoves, // some of it did: more will come sooner than any sleep ends
+  };
+  virtual Flow flow() const {
+    return Flow::kNone;
   }
   // Whether messages of this process may still be on their way out of it.
   virtual bool sending() const = 0;

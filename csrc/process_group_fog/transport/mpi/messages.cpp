@@ -5,70 +5,10 @@
 
 #include <c10/util/Exception.h>
 
+#include "transport/mpi/messages_data.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog::mpi {
-namespace {
-
-// Messages handled in one poll: enough to empty a burst, few enough to look at everything else soon.
-constexpr int kMessagesPerPoll = 16;
-// Parts of one message's data that MPI has at a time: enough for the fastest link, few enough that looking after them costs little. They are
-// so large that UCX's TCP brings them straight to their place; up to some 3 MB it sends eagerly and copies once more, which took 1.3 times
-// as long for 16 MiB.
-constexpr size_t kPartBytes = size_t(4) << 20;
-constexpr size_t kPartsAtOnce = 4;
-
-} // namespace
-
-// Data that goes or comes in parts.
-class Messages::Data : public std::enable_shared_from_this<Data> {
- public:
-  Data(Messages& messages, PeerId peer, uint32_t tag, size_t bytes, const std::shared_ptr<TransferOwner>& owner, bool goes_out)
-      : bytes(bytes), goes_out(goes_out), messages_(messages), peer_(peer), tag_(static_cast<int>(tag)), owner_(owner) {}
-  virtual ~Data() = default;
-
-  // Hands parts to MPI, as many as may be there.
-  void start();
-  void on_part(size_t part, const std::string& error);
-  const std::shared_ptr<TransferOwner>& owner() const {
-    return owner_;
-  }
-  void stop() {
-    stopped_ = true;
-  }
-
-  const size_t bytes;
-  const bool goes_out;
-
- protected:
-  size_t parts() const {
-    return (bytes + kPartBytes - 1) / kPartBytes;
-  }
-  // Where the next part is.
-  virtual char* place_of(size_t part) = 0;
-  virtual bool may_start(size_t part) const {
-    return in_flight_ < kPartsAtOnce;
-  }
-  virtual const char* call_name() const = 0;
-  virtual int call(char* place, int count, int peer, int tag, MPI_Comm comm, MPI_Request* request) = 0;
-  virtual void on_complete(size_t part, const std::string& error) = 0;
-  // MPI has no part of it any more, and gets none.
-  virtual void on_end() {}
-  bool is_complete() const {
-    return in_flight_ == 0 && started_ == parts();
-  }
-
-  Messages& messages_;
-  size_t started_ = 0; // parts
-  size_t in_flight_ = 0;
-
- private:
-  const PeerId peer_;
-  const int tag_;
-  std::shared_ptr<TransferOwner> owner_;
-  bool stopped_ = false;
-};
-
 void Messages::Data::start() {
   while (!stopped_ && started_ < parts() && may_start(started_)) {
     const size_t begin = started_ * kPartBytes;
@@ -95,6 +35,10 @@ void Messages::Data::on_part(size_t part, const std::string& error) {
   if (!error.empty()) {
     stop();
   }
+  go_on();
+}
+
+void Messages::Data::go_on() {
   try {
     start();
   } catch (const Unreachable&) { // whoever waits for it hears of the loss
@@ -104,7 +48,7 @@ void Messages::Data::on_part(size_t part, const std::string& error) {
       throw;
     }
     stop(); // it is this transfer's failure
-    on_complete(part, message_of(failure));
+    on_complete(started_, message_of(failure));
   }
   if (in_flight_ == 0 && (started_ == parts() || stopped_)) {
     on_end();
@@ -272,6 +216,7 @@ void Messages::make_room() {
 
 void Messages::track(MPI_Request request, Transfer transfer) {
   sending_ += !transfer.data || transfer.data->goes_out ? 1 : 0;
+  parts_ += transfer.data ? 1 : 0;
   requests_.push_back(request);
   transfers_.push_back(std::move(transfer));
 }
@@ -319,9 +264,28 @@ void Messages::send_data(
     const void* data,
     size_t bytes,
     bool held,
+    bool waits,
     const std::shared_ptr<TransferOwner>& owner,
     Sent sent) {
-  std::make_shared<OutgoingData>(*this, destination, tag, data, bytes, held, owner, std::move(sent))->start();
+  auto outgoing = std::make_shared<OutgoingData>(*this, destination, tag, data, bytes, held, owner, std::move(sent));
+  if (waits) {
+    check_reachable(destination);
+    deferred_.push_back(std::move(outgoing));
+  } else {
+    outgoing->start();
+  }
+}
+
+void Messages::go(const TransferOwner& owner, std::optional<PeerId> destination) {
+  std::vector<std::shared_ptr<Data>> going;
+  const auto goes = [&](const std::shared_ptr<Data>& data) {
+    return data->owner().get() == &owner && (!destination || data->peer() == *destination);
+  };
+  std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(going), goes);
+  deferred_.erase(std::remove_if(deferred_.begin(), deferred_.end(), goes), deferred_.end());
+  for (const auto& data : going) {
+    data->go_on();
+  }
 }
 
 std::shared_ptr<Incoming> Messages::receive(
@@ -332,15 +296,11 @@ std::shared_ptr<Incoming> Messages::receive(
 }
 
 void Messages::abandon(const TransferOwner& owner) {
+  go(owner, std::nullopt); // its receivers may have been told of it, and MPI would hold their receives for ever
   const auto all = coming_;
   for (auto* data : all) {
     data->drain_for(owner);
   }
-}
-
-bool Messages::poll() {
-  const bool messages = poll_messages();
-  return poll_transfers() || messages;
 }
 
 bool Messages::give_up() {
@@ -349,9 +309,14 @@ bool Messages::give_up() {
   }
   std::move(transfers_.begin(), transfers_.end(), std::back_inserter(lost_transfers_));
   transfers_.clear();
+  for (auto& data : deferred_) {
+    lost_transfers_.push_back({nullptr, std::move(data), 0, -1});
+  }
+  deferred_.clear();
   requests_.clear();
   sources_waiting_.clear();
   sending_ = 0;
+  parts_ = 0;
   return true;
 }
 
@@ -359,130 +324,6 @@ bool Messages::test(MPI_Request& request, PeerId peer) {
   int done = 0;
   check(watchdog_.call("MPI_Test", peer, [&] { return api().Test(&request, &done, MPI_STATUS_IGNORE); }), "MPI_Test");
   return done != 0;
-}
-
-bool Messages::poll_messages() {
-  bool progressed = false;
-  for (int handled = 0; handled < kMessagesPerPoll; ++handled) {
-    int found = 0;
-    MPI_Message message = MPI_MESSAGE_NULL;
-    MPI_Status status;
-    const auto probe = [&] { return api().Improbe(MPI_ANY_SOURCE, kControlTag, runtime_.communicator(), &found, &message, &status); };
-    check(watchdog_.call("MPI_Improbe", -1, probe), "MPI_Improbe");
-    if (found == 0) {
-      break;
-    }
-    progressed = true;
-    int length = 0;
-    check(api().Get_count(&status, MPI_BYTE, &length), "MPI_Get_count");
-    const PeerId source = status.MPI_SOURCE;
-    if (length > static_cast<int>(sizeof(Header) + Transport::kInlineBytes)) {
-      refuse_message(source, static_cast<size_t>(length), "it is longer than any");
-    }
-    auto& queue = arriving_[source];
-    sources_waiting_.reserve(arriving_.size());
-    queue.push_back({MPI_REQUEST_NULL, take_buffer(), static_cast<size_t>(length)}); // kept before MPI writes to it
-    const auto receive = [&] { return api().Imrecv(queue.back().buffer->data(), length, MPI_BYTE, &message, &queue.back().request); };
-    const int code = watchdog_.call("MPI_Imrecv", source, receive);
-    if (code != MPI_SUCCESS) {
-      queue.pop_back();
-      check(code, "MPI_Imrecv");
-    }
-    if (queue.size() == 1) {
-      drain(source);
-      if (!queue.empty()) {
-        sources_waiting_.push_back(source);
-      }
-    }
-  }
-  for (size_t i = 0; i < sources_waiting_.size();) {
-    const PeerId source = sources_waiting_[i];
-    progressed = drain(source) || progressed;
-    if (arriving_[source].empty()) {
-      sources_waiting_[i] = sources_waiting_.back();
-      sources_waiting_.pop_back();
-    } else {
-      ++i;
-    }
-  }
-  return progressed;
-}
-
-// Delivers what has come from `source`, in the order in which it was sent.
-bool Messages::drain(PeerId source) {
-  bool progressed = false;
-  auto& queue = arriving_[source];
-  while (!queue.empty()) {
-    if (!test(queue.front().request, source)) {
-      break;
-    }
-    auto next = std::move(queue.front());
-    queue.pop_front();
-    const auto* record = next.buffer->data();
-    const auto header = checked_header(source, record, next.length, false);
-    handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
-    give_buffer(std::move(next.buffer));
-    progressed = true;
-  }
-  return progressed;
-}
-
-bool Messages::poll_transfers() {
-  if (requests_.empty()) {
-    return false;
-  }
-  const int count = static_cast<int>(requests_.size());
-  indices_.resize(requests_.size());
-  statuses_.resize(requests_.size());
-  done_.reserve(requests_.size()); // now: MPI says once what is complete
-  ended_.reserve(requests_.size());
-  released_.reserve(released_.size() + requests_.size());
-  int completed = 0;
-  const int code = watchdog_.call(
-      "MPI_Testsome", -1, [&] { return api().Testsome(count, requests_.data(), &completed, indices_.data(), statuses_.data()); });
-  if (code != MPI_ERR_IN_STATUS) {
-    check(code, "MPI_Testsome");
-  }
-  if (completed == MPI_UNDEFINED || completed == 0) {
-    return false;
-  }
-  done_.clear();
-  for (int i = 0; i < completed; ++i) {
-    done_.emplace_back(indices_[i], code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS);
-  }
-  std::sort(done_.rbegin(), done_.rend()); // from the back, so that filling a gap from there never moves one of these
-  for (const auto& [position, error] : done_) {
-    const auto index = static_cast<size_t>(position);
-    ended_.emplace_back(std::move(transfers_[index]), error);
-    requests_[index] = requests_.back();
-    requests_.pop_back();
-    if (index + 1 < transfers_.size()) {
-      transfers_[index] = std::move(transfers_.back());
-    }
-    transfers_.pop_back();
-  }
-  std::exception_ptr failure; // that of one owner must not keep the others from hearing of theirs
-  auto ended = std::move(ended_); // a part that ends may start another
-  for (auto& [transfer, error] : ended) {
-    sending_ -= !transfer.data || transfer.data->goes_out ? 1 : 0;
-    try {
-      if (transfer.buffer) {
-        unsent_[transfer.destination] -= transfer.buffer->size();
-        give_buffer(std::move(transfer.buffer));
-      } else {
-        ++parts_moved_;
-        transfer.data->on_part(transfer.part, error == MPI_SUCCESS ? std::string() : error_text(error));
-      }
-    } catch (const std::exception&) {
-      failure = std::current_exception();
-    }
-  }
-  ended_ = std::move(ended);
-  ended_.clear();
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
-  return true;
 }
 
 } // namespace fog::mpi

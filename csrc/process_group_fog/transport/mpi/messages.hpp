@@ -10,6 +10,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -19,6 +20,7 @@
 #include "job/mpi_api.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/mpi_watchdog.hpp"
+#include "transport/mpi/look_times.hpp"
 #include "transport/transport.hpp"
 
 namespace fog::mpi {
@@ -36,15 +38,19 @@ class Messages {
   void send(PeerId destination, const Header& header, const void* data, size_t bytes);
   // Number for the data of a message, one after the other: a receiver may take those of one sender in any order.
   uint32_t next_tag(PeerId destination);
-  // Data of a message with that tag. `held`: MPI is not to call it sent before the receiver has asked for it.
+  // Data of a message with that tag. `held`: MPI is not to call it sent before the receiver has asked for it. `waits`: MPI gets it when
+  // go() says so.
   void send_data(
       PeerId destination,
       uint32_t tag,
       const void* data,
       size_t bytes,
       bool held,
+      bool waits,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent);
+  // What `owner` sends, to that peer if there is one, waits no more.
+  void go(const TransferOwner& owner, std::optional<PeerId> destination);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
   // `owner` reads nothing any more.
   void abandon(const TransferOwner& owner);
@@ -65,12 +71,12 @@ class Messages {
     const auto found = unsent_.find(destination);
     return found == unsent_.end() ? 0 : found->second;
   }
-  // How many parts of data have gone or come; whether others are on their way.
-  size_t parts_moved() const {
-    return parts_moved_;
+  // Whether data is on its way in parts; whether some of it moved at the last look.
+  bool in_parts() const {
+    return parts_ > 0;
   }
-  bool moving() const {
-    return !requests_.empty();
+  bool moved() const {
+    return moved_;
   }
   // Whether a call of MPI has not returned, so that no other can follow.
   bool broken() const {
@@ -137,10 +143,13 @@ class Messages {
   std::vector<std::pair<Transfer, int>> ended_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   size_t sending_ = 0;
-  size_t parts_moved_ = 0;
+  size_t parts_ = 0; // of data, with MPI
+  LookTimes look_times_;
+  bool moved_ = false;
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
   std::unordered_set<IncomingData*> coming_;
+  std::vector<std::shared_ptr<Data>> deferred_; // which MPI has not got yet
   std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
 };
 

@@ -133,7 +133,7 @@ void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
     put->done_ = true;
     ended(error);
   };
-  messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, put->owner_, ended);
+  messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, false, put->owner_, ended);
   put->ended_ = nullptr; // it keeps the sender, who keeps the put
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
