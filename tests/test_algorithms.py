@@ -686,6 +686,55 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
         diffusion.load_state_dict(tracking.state_dict())
 
 
+# --- the step that an algorithm makes itself ----------------------------------------------------------------
+
+
+def hooked_adamw(how: str) -> Tensor:
+    """Gradients are halved, and the parameters' memory replaced, before each step: by a hook of it, or by hand."""
+    rank, _ = start()
+    model = Quadratic(rank, rank)
+    base = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1, 0.5)
+    seen: list[Any] = []
+
+    def halve(*_: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+            parameter.data = parameter.data.clone()
+
+    if how == "by a hook":
+        base.register_step_pre_hook(halve)
+        base.register_step_post_hook(lambda *_: seen.append(model.x().clone()))
+    optimizer = algorithms.DecentralizedAdamW(base, model)
+    optimizer.turn_on_timeline()
+    for step in range(3):
+        before = model.x().clone()
+        optimizer.zero_grad()
+        model(step).backward()
+        if how == "by hand":
+            halve()
+        optimizer.step()
+        assert optimizer._fog_marks._open is None  # the range of the gradient ends with the step
+        if (
+            how == "by a hook"
+        ):  # which sees what the rank's own move gave, and not yet the average of the first step
+            assert len(seen) == step + 1 and not torch.equal(seen[-1], before)
+            assert step > 0 or not torch.equal(seen[-1], model.x())
+        scheduler.step()
+    return model.x().clone()
+
+
+@on_ranks(2)
+def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
+        warnings.filterwarnings("ignore", "ranks start from")
+        assert torch.equal(hooked_adamw("by a hook"), hooked_adamw("by hand"))
+    with pytest.raises(TypeError, match="unknown"):
+        model = Quadratic(0, 0)
+        algorithms.DecentralizedAdamW(torch.optim.AdamW(model.parameters()), model).step(unknown=1)
+
+
 # --- parameters ---------------------------------------------------------------------------------------------
 
 
