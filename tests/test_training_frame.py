@@ -402,6 +402,12 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         checks.equal("parameters keep their values", snapshot(model), twin)
 
 
+class Timed(torch.optim.SGD):
+    """Has a method by the name of one that every view has."""
+
+    def turn_on_timeline(self) -> None: ...
+
+
 @on_ranks(2, kind=["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
 def test_wrong_arguments(kind: str) -> None:
     start()
@@ -412,6 +418,8 @@ def test_wrong_arguments(kind: str) -> None:
     overlapping = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     overlapping[1].weight.data = overlapping[0].weight.data
     away = nn.Linear(2, 2, device="meta")
+    named = sgd(model)
+    named.local_steps = 5  # type: ignore[attr-defined]
     is_bluefogs = kind in FACTORIES or kind in WINDOWS
     rows: list[tuple[Any, ...]] = [
         ((model, model), {}, TypeError, "optimizer.*Net"),
@@ -424,6 +432,8 @@ def test_wrong_arguments(kind: str) -> None:
         ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
+        ((named, model), {}, ValueError, "no attributes of its own.*SGD with 'local_steps'; give"),
+        ((Timed(model.parameters()), model), {}, ValueError, "Timed with 'turn_on_timeline'"),
         *(
             ((base, model), {"num_steps_per_communication": value}, error, f"num_steps.*{text}")
             for value, error, text in [(0, ValueError, "0"), (1.0, TypeError, "float")]

@@ -53,8 +53,8 @@ class GradientAllreduce(DistributedOptimizer):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name; `local_steps` is below 1, or
+        ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that this has too, or a
+            parameter that is not in the model; two parameters have the same name; `local_steps` is below 1, or
             `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """

@@ -68,7 +68,8 @@ class Algorithm(DistributedOptimizer):
     Attributes that a subclass sets have to be declared in its body; all others are the user's optimizer's.
 
     The object is a view of the optimizer it was made of, and an instance of its class: learning-rate schedulers,
-    gradient scalers and hooks see the user's optimizer. `state_dict` holds the algorithm's state too, and training
+    gradient scalers and hooks see the user's optimizer. Attributes of the algorithm come before the optimizer's: one
+    that has an attribute or a method by such a name is refused. `state_dict` holds the algorithm's state too, and training
     goes on from it bit for bit; it can be loaded into the plain optimizer as well.
 
     The parameters are views of flat buckets from then on (`fogdist.training.FlatBuckets`): the same tensors with their
@@ -93,9 +94,9 @@ class Algorithm(DistributedOptimizer):
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
-        ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name or overlap in memory; another living optimizer or wrapper has
-            one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
+        ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
+            parameter that is not in the model; two parameters have the same name or overlap in memory; another living
+            optimizer or wrapper has one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
             algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
