@@ -287,7 +287,12 @@ class Algorithm(DistributedOptimizer):
             self.buckets.reattach()
 
     def this_round(self) -> Round:
-        """The round that ranks are in, with the weights that the user has set for it."""
+        """The round that ranks are in, with the weights that the user has set for it.
+
+        Raises:
+            ValueError: The mixing uses none by one of their names.
+        """
+        self.weights().check_taken(self.mixing)
         return Round.of(self.context, self.rounds, self.name, self.weights())
 
     def weights(self) -> DynamicWeights:
@@ -335,6 +340,9 @@ class Algorithm(DistributedOptimizer):
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
+
+        Raises:
+            ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.
         """
         if only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_wrapped.step(**options)
@@ -345,6 +353,7 @@ class Algorithm(DistributedOptimizer):
         loss = evaluated(closure)
         try:
             with self._fog_scaler_forgotten_on_error(), torch.no_grad():
+                self.weights().check_taken(self.mixing)
                 self.overflowed = self._fog_unscale()
                 if self.is_running:
                     self.refresh()
