@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim import Adam, Optimizer
 
+from fogdist.shards import sharded_as
 from fogdist.training.algorithm import Algorithm
+from fogdist.training.saved_state import keys_of
 from fogdist.training.step_hooks import replace_step
 from fogdist.training.view import Models
 
@@ -69,15 +71,17 @@ class DecentralizedAdamW(Algorithm):
                 raise ValueError("optimizer must be an AdamW if it has weight decay, got an Adam")
         super().__init__(optimizer, model, **options)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`; a plain AdamW that loads it goes on with these moments."""
-        saved = super().state_dict()
-        for key, state in saved["state"].items():
-            if "fog_first_moment" in state:
-                moments = {"exp_avg": state["fog_first_moment"], "exp_avg_sq": state["fog_second_moment"]}
+    def plain_state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.plain_state_dict`: a plain AdamW goes on with the averaged moments."""
+        saved = super().plain_state_dict()
+        pieces = self._pieces()
+        for parameter, key in keys_of(saved, self._fog_wrapped).items():
+            if parameter in pieces.get("first_moment", {}):
+                first, second = (
+                    sharded_as(parameter, pieces[n][parameter]) for n in ("first_moment", "second_moment")
+                )
                 step = torch.tensor(self.numbers["updates"], device="cpu")
-                ours = {name: value for name, value in state.items() if name.startswith("fog_")}
-                saved["state"][key] = {"step": step, **moments, **ours}
+                saved["state"][key] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         return saved
 
     def advance(self) -> Any:

@@ -144,7 +144,9 @@ class Algorithm(DistributedOptimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        taken = {"algorithm", "steps", "rounds"}.intersection([*cls.state_vectors, *cls.state_numbers])
+        taken = {"algorithm", "apart", "begun", "steps", "rounds"}.intersection(
+            [*cls.state_vectors, *cls.state_numbers]
+        )
         if taken:
             raise ValueError(
                 f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
@@ -368,18 +370,23 @@ class Algorithm(DistributedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state dict with the algorithm's state beside what the optimizer keeps.
 
-        The state of each parameter, and the first parameter group, have entries that begin with "fog_".
+        The state of each parameter, and the first parameter group, have entries that begin with "fog_". Before the first
+        step its vectors are zeros, which are not loaded: they are there for ``torch.distributed.checkpoint``, which
+        loads nothing but what is.
         """
-        saved = self._fog_wrapped.state_dict()
+        saved = self.plain_state_dict()
         if not self.saves_state:
             return saved
-        return save_state(
-            saved,
-            self._fog_wrapped,
-            self.algorithm_name,
-            self._pieces(),
-            {"steps": self.steps, "rounds": self.rounds, **self.numbers},
-        )
+        pieces, numbers = self._pieces(), {"steps": self.steps, "rounds": self.rounds, **self.numbers}
+        if self.state_vectors:
+            numbers["begun"] = int(bool(pieces))
+        if not pieces and self.is_running:
+            pieces = {name: dict(self.buckets.pieces(self.buckets.zeros())) for name in self.state_vectors}
+        return save_state(saved, self._fog_wrapped, self.algorithm_name, pieces, numbers)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """Returns what the plain optimizer is to go on from: by default its own state dict."""
+        return self._fog_wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this algorithm, or of the plain optimizer: the algorithm then begins anew.
@@ -392,7 +399,7 @@ class Algorithm(DistributedOptimizer):
         loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, self.state_vectors)
         self._has_state = False
         self.vectors = {name: [] for name in self.state_vectors}
-        self._loaded = loaded
+        self._loaded = loaded if numbers.get("begun", True) else {}
         self.steps, self.rounds = int(numbers.get("steps", 0)), int(numbers.get("rounds", 0))
         self.numbers = {name: numbers.get(name, value) for name, value in self.state_numbers.items()}
 
