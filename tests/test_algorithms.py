@@ -686,6 +686,118 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
         diffusion.load_state_dict(tracking.state_dict())
 
 
+# --- the step that an algorithm makes itself ----------------------------------------------------------------
+
+
+def hooked_adamw(how: str) -> Tensor:
+    """Gradients are halved, and the parameters' memory replaced, before each step: by a hook of it, or by hand."""
+    rank, _ = start()
+    model = Quadratic(rank, rank)
+    base = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1, 0.5)
+    seen: list[Any] = []
+
+    def halve(*_: Any) -> None:
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+            parameter.data = parameter.data.clone()
+
+    if how == "by a hook":
+        base.register_step_pre_hook(halve)
+        base.register_step_post_hook(lambda *_: seen.append(model.x().clone()))
+    optimizer = algorithms.DecentralizedAdamW(base, model)
+    optimizer.turn_on_timeline()
+    for step in range(3):
+        before = model.x().clone()
+        optimizer.zero_grad()
+        model(step).backward()
+        if how == "by hand":
+            halve()
+        optimizer.step()
+        assert optimizer._fog_marks._open is None  # the range of the gradient ends with the step
+        if (
+            how == "by a hook"
+        ):  # which sees what the rank's own move gave, and not yet the average of the first step
+            assert len(seen) == step + 1 and not torch.equal(seen[-1], before)
+            assert step > 0 or not torch.equal(seen[-1], model.x())
+        scheduler.step()
+    return model.x().clone()
+
+
+@on_ranks(2)
+def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
+        warnings.filterwarnings("ignore", "ranks start from")
+        assert torch.equal(hooked_adamw("by a hook"), hooked_adamw("by hand"))
+    with pytest.raises(TypeError, match="unknown"):
+        model = Quadratic(0, 0)
+        algorithms.DecentralizedAdamW(torch.optim.AdamW(model.parameters()), model).step(unknown=1)
+
+
+# --- weights ------------------------------------------------------------------------------------------------
+
+FULL = topologies.FullyConnectedGraph(2)
+# An algorithm, its options, and an attribute that its mixing does not use.
+UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
+    ("DecentralizedSGD", {"mixing": FULL}, "self_weight", 0.5),
+    ("DecentralizedSGD", {"mixing": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
+    ("DecentralizedSGD", {"mixing": FULL, "order": "cta"}, "dst_weights", [1]),
+    ("DecentralizedSGD", {}, "dst_machine_weights", []),
+    ("AdaptThenCombine", {"mixing": FULL, "step_in_backward": True}, "src_weights", {}),
+    ("LocalSGD", {"local_steps": 3}, "enable_topo_check", True),
+    ("SlowMo", {}, "self_weight", 0.0),
+    ("PushSumSGD", {}, "src_machine_weights", {}),
+    ("GossipPGA", {"period": 1, "mixing": algorithms.GlobalAverage()}, "dst_weights", [1]),
+    ("DecentralizedAdamW", {"mixing": FULL}, "enable_topo_check", True),
+]
+
+
+def train_with_unused_weights(
+    name: str, options: dict[str, Any], attribute: str, value: Any, wrongly: bool
+) -> Tensor:
+    """Rank 0 sets the attribute in the second step, and takes it back after the error."""
+    rank, _ = start()
+    model = Quadratic(rank, 0)
+    base = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = getattr(algorithms, name)(base, model, **options)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(number).backward()
+        optimizer.step()
+
+    for number in range(4):
+        if number == 1 and rank == 0 and wrongly:
+            before = model.x().clone()
+            kept = getattr(optimizer, attribute)
+            setattr(optimizer, attribute, value)
+            with pytest.raises(ValueError, match=f"^{attribute} must stay {kept} with mixing=.*which takes"):
+                step(number)
+            assert torch.equal(model.x(), before)
+            setattr(optimizer, attribute, kept)
+        step(number)
+    return model.x().clone()
+
+
+@pytest.mark.parametrize("case", UNUSED_WEIGHTS, ids=lambda case: f"{case[0]}-{case[2]}")
+@on_ranks(2)
+def test_weights_that_would_change_nothing_are_refused(case: tuple[str, dict[str, Any], str, Any]) -> None:
+    """Before anything is sent or changed, so the step can be made again."""
+    wrong, right = (train_with_unused_weights(*case, wrongly) for wrongly in (True, False))
+    assert torch.equal(wrong, right)
+
+
+@on_ranks(1)
+def test_gradient_allreduce_has_no_weights() -> None:
+    start()
+    model = Quadratic(0, 0)
+    optimizer = algorithms.GradientAllreduce(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for name in ("self_weight", "src_weights", "enable_topo_check"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            setattr(optimizer, name, None)
+
+
 # --- parameters ---------------------------------------------------------------------------------------------
 
 

@@ -580,7 +580,8 @@ def communication_by_methods() -> list[float]:
         model = torch.nn.Linear(1, 1, bias=False).double()
         model.weight.data.fill_(float(bf.rank()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model)
+        with pytest.warns(PendingDeprecationWarning, match="is fogdist.DistributedAdaptWithCombineOptimizer"):
+            optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model)
         getattr(optimizer, f"use_{kind}_in_communication")()
         model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
         optimizer.step()

@@ -50,7 +50,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from training_cases import EXACT, Net, Simulation, loss_of, make_net, snapshot, start, train_step, trained
+from training_cases import (
+    EXACT,
+    Net,
+    Simulation,
+    batch,
+    loss_of,
+    make_net,
+    sgd,
+    snapshot,
+    start,
+    train_step,
+    trained,
+)
 
 STEPS = 6
 LONG = timedelta(seconds=20)
@@ -630,6 +642,26 @@ def test_transforms_of_functions_exchange_nothing() -> None:
         gradients = torch.func.grad(lambda v: torch.func.functional_call(wrapper, v, (x,)).sum())(values)
         torch.testing.assert_close(gradients["module.weight"], x.sum(0, keepdim=True))
     assert not wrapper._mixing.has_begun and wrapper.round == 0
+
+
+@on_ranks([1, 2])
+def test_functional_calls_of_tied_parameters() -> None:
+    """By the names that the wrapper says: a half of a tied parameter would be computed with otherwise."""
+    rank, _ = start()
+    model = make_net(rank)
+    wrapper = DecentralizedDataParallel(model, sgd(model))
+    x, _ = batch(rank, 0)
+    places = dict(model.named_parameters())
+    values = {name: 2 * parameter.detach() for name, parameter in wrapper.named_parameters()}
+    expected = torch.func.functional_call(model, values, (x,))
+    with torch.no_grad():  # else it is a pass of the training
+        assert torch.equal(torch.func.functional_call(wrapper, values, (x,), strict=True), expected)
+    assert all(parameter is places[name] for name, parameter in model.named_parameters())
+    by_path = {f"module.{name}": value for name, value in values.items()}
+    with pytest.raises(RuntimeError, match=r"'encoder\.weight' and 'decoder\.weight' must stay one tensor"):
+        torch.func.functional_call(wrapper, by_path, (x,))
+    train_step(wrapper, wrapper.optimizer, rank, 0)
+    assert wrapper.round == (0 if fogdist.size() == 1 else 1)
 
 
 @on_ranks(2, mode=["sync", "async"])

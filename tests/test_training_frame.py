@@ -330,8 +330,6 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
     with Checks() as checks, warnings.catch_warnings():
         warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
         model = make_net(rank)
-        if kind in IN_STEP:
-            del model.unused  # Adam loads no entry of a parameter that it has no state of
         parameters = list(model.parameters())
         pointers = [p.data_ptr() for p in parameters]
         make = torch.optim.SGD if kind == "QuasiGlobalMomentum" else torch.optim.Adam
@@ -382,6 +380,10 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         plain = make(copy.deepcopy(model).parameters(), lr=1.0)
         plain.load_state_dict(state)
         checks.equal("to plain", plain.param_groups[0]["lr"], base.param_groups[0]["lr"])
+        for group in plain.param_groups:  # also parameters that only the algorithm had kept something of
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        plain.step()
         state = copy.deepcopy(base.state_dict())
         state["param_groups"][0]["lr"] = 0.125
         optimizer.load_state_dict(state)
@@ -402,6 +404,12 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         checks.equal("parameters keep their values", snapshot(model), twin)
 
 
+class Timed(torch.optim.SGD):
+    """Has a method by the name of one that every view has."""
+
+    def turn_on_timeline(self) -> None: ...
+
+
 @on_ranks(2, kind=["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
 def test_wrong_arguments(kind: str) -> None:
     start()
@@ -412,6 +420,8 @@ def test_wrong_arguments(kind: str) -> None:
     overlapping = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     overlapping[1].weight.data = overlapping[0].weight.data
     away = nn.Linear(2, 2, device="meta")
+    named = sgd(model)
+    named.local_steps = 5  # type: ignore[attr-defined]
     is_bluefogs = kind in FACTORIES or kind in WINDOWS
     rows: list[tuple[Any, ...]] = [
         ((model, model), {}, TypeError, "optimizer.*Net"),
@@ -424,6 +434,8 @@ def test_wrong_arguments(kind: str) -> None:
         ((stranger, model), {}, ValueError, r"parameter \d+ of group 0, of shape \(3,\)"),
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
+        ((named, model), {}, ValueError, "no attributes of its own.*SGD with 'local_steps'; give"),
+        ((Timed(model.parameters()), model), {}, ValueError, "Timed with 'turn_on_timeline'"),
         *(
             ((base, model), {"num_steps_per_communication": value}, error, f"num_steps.*{text}")
             for value, error, text in [(0, ValueError, "0"), (1.0, TypeError, "float")]
@@ -1071,7 +1083,7 @@ def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
 
 @on_ranks(
     2,
-    kind=["awc", "atc", "gradient", "put", "GradientTracking", "PushSumSGD", "wrapper"],
+    kind=["awc", "atc", "gradient", "put", "GradientTracking", "PushSumSGD", "DiLoCo", "wrapper"],
     of_sgd=[False, True],
 )
 def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
@@ -1112,9 +1124,8 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
     with distributed(kind, base, other) as (called, optimizer):
         if rank == 1:
             fogdist.barrier()  # a rank loads when it likes: nothing is exchanged meanwhile
-        if kind not in IN_STEP:
-            weights, state = get_state_dict(called, optimizer)
-            checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
+        weights, state = get_state_dict(called, optimizer)
+        checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
         set_state_dict(called, optimizer, model_state_dict=weights, optim_state_dict=state)
         if rank == 0:
             fogdist.barrier()

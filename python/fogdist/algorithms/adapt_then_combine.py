@@ -148,6 +148,7 @@ class AdaptThenCombine(DecentralizedSGD):
     def _complete(self, parameter: Tensor) -> None:
         """Makes the step of a bucket whose last gradient is that of `parameter`, and starts its average."""
         if self._backward is None:
+            self.weights().check_taken(self.mixing)  # before a step is made that would not be averaged
             self.refresh()
             self._backward = BackwardSteps(self.buckets)
         for number in self._backward.complete(parameter):

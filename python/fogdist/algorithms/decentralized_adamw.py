@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim import Adam, Optimizer
 
+from fogdist.shards import sharded_as
 from fogdist.training.algorithm import Algorithm
+from fogdist.training.saved_state import keys_of
+from fogdist.training.step_hooks import replace_step
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ class DecentralizedAdamW(Algorithm):
 
     Args:
         optimizer: A torch.optim.AdamW or Adam (then without weight decay), whose learning rates, betas, eps and weight
-            decay are taken from its groups in each step. Its own step is not made, nor are hooks of it called.
+            decay are taken from its groups in each step. Its own step is not made, but hooks of it are called: around the
+            average of the moments and the move, before the parameters' average.
         model: As in `Algorithm`.
         **options: As in `Algorithm`.
 
@@ -67,36 +71,48 @@ class DecentralizedAdamW(Algorithm):
                 raise ValueError("optimizer must be an AdamW if it has weight decay, got an Adam")
         super().__init__(optimizer, model, **options)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`; a plain AdamW that loads it goes on with these moments."""
-        saved = super().state_dict()
-        for key, state in saved["state"].items():
-            if "fog_first_moment" in state:
-                moments = {"exp_avg": state["fog_first_moment"], "exp_avg_sq": state["fog_second_moment"]}
+    def plain_state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.plain_state_dict`: a plain AdamW goes on with the averaged moments."""
+        saved = super().plain_state_dict()
+        pieces = self._pieces()
+        for parameter, key in keys_of(saved, self._fog_wrapped).items():
+            if parameter in pieces.get("first_moment", {}):
+                first, second = (
+                    sharded_as(parameter, pieces[n][parameter]) for n in ("first_moment", "second_moment")
+                )
                 step = torch.tensor(self.numbers["updates"], device="cpu")
-                ours = {name: value for name, value in state.items() if name.startswith("fog_")}
-                saved["state"][key] = {"step": step, **moments, **ours}
+                saved["state"][key] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
         return saved
 
     def advance(self) -> Any:
         """See the class."""
-        first, second = self.vectors["first_moment"], self.vectors["second_moment"]
-        groups = [self._fog_wrapped.param_groups[place] for place in self.buckets.group_of]
-        gradients = [] if self.overflowed else self.gradients()
         is_due = self.count_step()
         if not self.overflowed:
-            self.numbers["updates"] += 1
-            for m, v, g, group in zip(first, second, gradients, groups, strict=True):
-                beta1, beta2 = group["betas"]
-                m.lerp_(g, 1 - beta1)
-                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-        if is_due:
-            self.average([*first, *second], in_place=True)
-        if not self.overflowed:
-            self._move(groups)
+            replace_step(self._fog_wrapped, lambda _: self._adapt(is_due), **self._step_options)
+            self.buckets.reattach()
+        elif is_due:
+            self._average_moments()
         if is_due:
             self.average(self.values, in_place=True)
             self.rounds += 1
+
+    def _adapt(self, is_due: bool) -> None:
+        """Takes the gradients into the moments, averages these if ranks communicate, and moves the parameters."""
+        self.buckets.reattach()  # a hook may have given parameters other memory
+        groups = [self._fog_wrapped.param_groups[place] for place in self.buckets.group_of]
+        moments = self.vectors["first_moment"], self.vectors["second_moment"]
+        self.numbers["updates"] += 1
+        for m, v, g, group in zip(*moments, self.gradients(), groups, strict=True):
+            beta1, beta2 = group["betas"]
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if is_due:
+            self._average_moments()
+        self._move(groups)
+        self.buckets.write_back()
+
+    def _average_moments(self) -> None:
+        self.average([*self.vectors["first_moment"], *self.vectors["second_moment"]], in_place=True)
 
     def _move(self, groups: list[dict[str, Any]]) -> None:
         """Changes the parameters along what the moments are now."""

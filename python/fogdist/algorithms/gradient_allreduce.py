@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes
-from fogdist.training.algorithm import check_count
+from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.gradient_exchange import GradientExchange
 from fogdist.training.passes import BackwardPasses, warn_too_many_passes
 from fogdist.training.view import (
@@ -53,8 +53,8 @@ class GradientAllreduce(DistributedOptimizer):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name; `local_steps` is below 1, or
+        ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that this has too, or a
+            parameter that is not in the model; two parameters have the same name; `local_steps` is below 1, or
             `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`.
     """
@@ -94,6 +94,13 @@ class GradientAllreduce(DistributedOptimizer):
         if not self._is_alone:
             self._average.hold(self._fog_parameters())
             self._counter.watch(self._fog_parameters())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in WEIGHTS:
+            raise AttributeError(
+                f"GradientAllreduce has no attribute {name!r}: all ranks' gradients weigh alike"
+            )
+        super().__setattr__(name, value)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

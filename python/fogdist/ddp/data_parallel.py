@@ -40,6 +40,7 @@ from fogdist.training.view import (
 )
 
 Mode: TypeAlias = Literal["sync", "async"]
+_Slot: TypeAlias = tuple[dict[str, Any], str, Tensor, str]
 
 
 class DecentralizedDataParallel(nn.Module):
@@ -79,7 +80,8 @@ class DecentralizedDataParallel(nn.Module):
     what forward changed in them kept.
 
     `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read
-    from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. `module` is the module, which
+    from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. ``torch.func.functional_call`` takes
+    the module's names, and with ``module.`` before them if no parameter has two (else RuntimeError). `module` is the module, which
     is what to copy (``copy.deepcopy``, averaged models) and compile, before it is wrapped: ``module =
     torch.compile(module)``. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer
     without state, to save or load it, exchanges nothing. With one rank it is only the module.
@@ -179,6 +181,7 @@ class DecentralizedDataParallel(nn.Module):
         self._only_makes_state = False  # the step in progress is a checkpoint's
         self._is_iteration = False  # the step in progress exchanges
         self._release: Callable[[], None] | None = None
+        self._ties = _ties_of(module)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
             self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
@@ -254,7 +257,17 @@ class DecentralizedDataParallel(nn.Module):
     # --- training ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
+        """Calls the module.
+
+        Raises:
+            RuntimeError: Parameters that were one are not; or what the class says.
+        """
+        for (members, key, _, name), (others, other, _, tied) in self._ties:
+            if members.get(key) is not others.get(other):
+                raise RuntimeError(
+                    f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
+                    "the names that named_parameters() has, without 'module.'"
+                )
         trains = self._release is not None and is_training_pass(self)
         if trains:
             self._before_forward()
@@ -427,6 +440,16 @@ class DecentralizedDataParallel(nn.Module):
                 raise
         return getattr(module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # As torch.func.functional_call puts tensors in their places, by the names that `named_parameters` has.
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is not None and isinstance(value, Tensor):
+            for members in (module._parameters, module._buffers):
+                if name in members:
+                    members[name] = value
+                    return
+        super().__setattr__(name, value)
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
             "a DecentralizedDataParallel cannot be copied or pickled; copy its attribute `module`"
@@ -579,7 +602,15 @@ def _has_average(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[tuple[dict[str, Any], str, Tensor, str]]:
+def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:
+    """Pairs of places in which the module holds one parameter."""
+    first: dict[Tensor, _Slot] = {}
+    slots = _slots_of(module, set(module.parameters()))
+    pairs = [(first.setdefault(slot[2], slot), slot) for slot in slots]
+    return [(one, other) for one, other in pairs if one is not other]
+
+
+def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[_Slot]:
     """Where the module holds the tensors: dict, key in it, tensor and full name."""
     return [
         (members, key, tensor, f"{path}.{key}" if path else key)

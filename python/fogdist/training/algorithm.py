@@ -68,7 +68,8 @@ class Algorithm(DistributedOptimizer):
     Attributes that a subclass sets have to be declared in its body; all others are the user's optimizer's.
 
     The object is a view of the optimizer it was made of, and an instance of its class: learning-rate schedulers,
-    gradient scalers and hooks see the user's optimizer. `state_dict` holds the algorithm's state too, and training
+    gradient scalers and hooks see the user's optimizer. Attributes of the algorithm come before the optimizer's: one
+    that has an attribute or a method by such a name is refused. `state_dict` holds the algorithm's state too, and training
     goes on from it bit for bit; it can be loaded into the plain optimizer as well.
 
     The parameters are views of flat buckets from then on (`fogdist.training.FlatBuckets`): the same tensors with their
@@ -93,9 +94,9 @@ class Algorithm(DistributedOptimizer):
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
-        ValueError: `optimizer` is an LBFGS, is distributed already or has a parameter that is not in the
-            model; two parameters have the same name or overlap in memory; another living optimizer or wrapper has
-            one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
+        ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
+            parameter that is not in the model; two parameters have the same name or overlap in memory; another living
+            optimizer or wrapper has one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
             algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
@@ -143,7 +144,9 @@ class Algorithm(DistributedOptimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        taken = {"algorithm", "steps", "rounds"}.intersection([*cls.state_vectors, *cls.state_numbers])
+        taken = {"algorithm", "apart", "begun", "steps", "rounds"}.intersection(
+            [*cls.state_vectors, *cls.state_numbers]
+        )
         if taken:
             raise ValueError(
                 f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
@@ -286,7 +289,12 @@ class Algorithm(DistributedOptimizer):
             self.buckets.reattach()
 
     def this_round(self) -> Round:
-        """The round that ranks are in, with the weights that the user has set for it."""
+        """The round that ranks are in, with the weights that the user has set for it.
+
+        Raises:
+            ValueError: The mixing uses none by one of their names.
+        """
+        self.weights().check_taken(self.mixing)
         return Round.of(self.context, self.rounds, self.name, self.weights())
 
     def weights(self) -> DynamicWeights:
@@ -334,6 +342,9 @@ class Algorithm(DistributedOptimizer):
 
         Returns:
             What the closure returned, else what the optimizer's own step returns.
+
+        Raises:
+            ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.
         """
         if only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_wrapped.step(**options)
@@ -344,6 +355,7 @@ class Algorithm(DistributedOptimizer):
         loss = evaluated(closure)
         try:
             with self._fog_scaler_forgotten_on_error(), torch.no_grad():
+                self.weights().check_taken(self.mixing)
                 self.overflowed = self._fog_unscale()
                 if self.is_running:
                     self.refresh()
@@ -358,18 +370,23 @@ class Algorithm(DistributedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state dict with the algorithm's state beside what the optimizer keeps.
 
-        The state of each parameter, and the first parameter group, have entries that begin with "fog_".
+        The state of each parameter, and the first parameter group, have entries that begin with "fog_". Before the first
+        step its vectors are zeros, which are not loaded: they are there for ``torch.distributed.checkpoint``, which
+        loads nothing but what is.
         """
-        saved = self._fog_wrapped.state_dict()
+        saved = self.plain_state_dict()
         if not self.saves_state:
             return saved
-        return save_state(
-            saved,
-            self._fog_wrapped,
-            self.algorithm_name,
-            self._pieces(),
-            {"steps": self.steps, "rounds": self.rounds, **self.numbers},
-        )
+        pieces, numbers = self._pieces(), {"steps": self.steps, "rounds": self.rounds, **self.numbers}
+        if self.state_vectors:
+            numbers["begun"] = int(bool(pieces))
+        if not pieces and self.is_running:
+            pieces = {name: dict(self.buckets.pieces(self.buckets.zeros())) for name in self.state_vectors}
+        return save_state(saved, self._fog_wrapped, self.algorithm_name, pieces, numbers)
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """Returns what the plain optimizer is to go on from: by default its own state dict."""
+        return self._fog_wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this algorithm, or of the plain optimizer: the algorithm then begins anew.
@@ -382,7 +399,7 @@ class Algorithm(DistributedOptimizer):
         loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, self.state_vectors)
         self._has_state = False
         self.vectors = {name: [] for name in self.state_vectors}
-        self._loaded = loaded
+        self._loaded = loaded if numbers.get("begun", True) else {}
         self.steps, self.rounds = int(numbers.get("steps", 0)), int(numbers.get("rounds", 0))
         self.numbers = {name: numbers.get(name, value) for name, value in self.state_numbers.items()}
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -48,18 +48,16 @@ class DynamicWeights:
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None
     enable_topo_check: bool = False
 
-    def check_only(self, operation: str) -> None:
-        """Raises ValueError if the weights that are set are those of the other kind of neighbors only."""
-        ranks = self.src_weights is not None or self.dst_weights is not None
-        machines = self.src_machine_weights is not None or self.dst_machine_weights is not None
-        if operation == "neighbor_allreduce":
-            wrong, names = machines and not ranks, "src_machine_weights or dst_machine_weights"
-        else:
-            wrong, names = ranks and not machines, "src_weights or dst_weights"
-        if wrong:
-            raise ValueError(
-                f"{names} must not be the only weights set with {operation}, which does not use them"
-            )
+    def check_taken(self, mixing: Mixing) -> None:
+        """Raises ValueError for weights that are set and that a mixing would not use."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_set = bool(value) if field.default is False else value is not None
+            if is_set and field.name not in mixing.weights:
+                raise ValueError(
+                    f"{field.name} must stay {field.default} with mixing={mixing!r}, which takes "
+                    f"{', '.join(mixing.weights) or 'no weights'}, got {value!r}"
+                )
 
 
 @dataclass(frozen=True)
@@ -100,9 +98,12 @@ class Mixing(abc.ABC):
 
     Attributes:
         exchanges: Whether ranks communicate at all.
+        weights: Which of the attributes of `Round.weights` it uses. A step with another one set raises ValueError, as
+            that would change nothing.
     """
 
     exchanges: ClassVar[bool] = True
+    weights: Collection[str] = ()
 
     @abc.abstractmethod
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
@@ -152,6 +153,8 @@ class Neighbors(Mixing):
 
     def __init__(self, topology: TopologyLike = None) -> None:
         self._topology = as_topology(topology, "topology")
+        if self._topology is None:
+            self.weights = ("self_weight", "src_weights", "dst_weights", "enable_topo_check")
         self._plans: Plans | None = None
 
     def __repr__(self) -> str:
@@ -186,7 +189,6 @@ class Neighbors(Mixing):
 
     def _along_weights(self, tensors: Sequence[Tensor], round: Round, in_place: bool) -> Finish:
         weights = round.weights
-        weights.check_only("neighbor_allreduce")
         start: Any = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
         return _weighted(
             start, tensors, round, src_weights=weights.src_weights, dst_weights=weights.dst_weights
@@ -200,13 +202,14 @@ class Machines(Mixing):
     weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
     """
 
+    weights = ("self_weight", "src_machine_weights", "dst_machine_weights", "enable_topo_check")
+
     def __repr__(self) -> str:
         return "Machines()"
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         weights = round.weights
-        weights.check_only("hierarchical_neighbor_allreduce")
         start: Any = (
             hierarchical_neighbor_allreduce_nonblocking_
             if in_place
@@ -290,7 +293,13 @@ def _planned(tensors: Sequence[Tensor], plan: NeighborPlan, round: Round, in_pla
 
     def start(those: list[Tensor], name: str) -> int:
         average = Average(those, in_place)
-        work = backend.neighbor_allreduce(average.given, plan, output=average.output, name=name)
+        work = backend.neighbor_allreduce(
+            average.given,
+            plan,
+            output=average.output,
+            name=name,
+            confirm=round.weights.enable_topo_check,
+        )
         return handles().add(work, average.finish, *average.sources)
 
     return _by_device(tensors, round.name, start)

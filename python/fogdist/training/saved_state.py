@@ -13,6 +13,9 @@ from fogdist.shards import local_of, sharded_as
 # What a state dict holds of an algorithm stands beside what the optimizer keeps, under names that begin so.
 _PREFIX = "fog_"
 _NAME = f"{_PREFIX}algorithm"
+# Of parameters that the optimizer has no state of, by name and by the parameter's place. Beside them, an optimizer such as
+# Adam would take theirs for its own, which it makes only where there is none.
+_APART = f"{_PREFIX}apart"
 
 
 def save_state(
@@ -32,15 +35,18 @@ def save_state(
         numbers: What else it keeps.
     """
     state = {key: dict(value) if isinstance(value, dict) else value for key, value in saved["state"].items()}
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keys = [key for group in saved["param_groups"] for key in group["params"]]
-    key_of = dict(zip(order, keys, strict=True))
-    for name, piece_of in pieces.items():
-        for parameter, piece in piece_of.items():
-            state.setdefault(key_of[parameter], {})[_PREFIX + name] = sharded_as(parameter, piece)
+    apart: dict[str, dict[str, Tensor]] = {}
+    for place, (parameter, key) in enumerate(keys_of(saved, optimizer).items()):
+        own = {name: sharded_as(parameter, of[parameter]) for name, of in pieces.items() if parameter in of}
+        if saved["state"].get(key):
+            state[key].update({_PREFIX + name: piece for name, piece in own.items()})
+        elif own:
+            state[key] = {}  # torch.distributed.checkpoint wants an entry of each
+            for name, piece in own.items():
+                apart.setdefault(name, {})[str(place)] = piece
     groups = [dict(group) for group in saved["param_groups"]]
     groups[0].update({_PREFIX + name: value for name, value in numbers.items()})
-    groups[0][_NAME] = algorithm
+    groups[0].update({_NAME: algorithm, **({_APART: apart} if apart else {})})
     return {**saved, "state": state, "param_groups": groups}
 
 
@@ -56,7 +62,7 @@ def load_state(
         names: What it keeps of each parameter.
 
     Returns:
-        By name, copies of what is kept of each parameter; and the numbers.
+        By name, copies of what is kept of each parameter, as far as there is something; and the numbers.
 
     Raises:
         ValueError: The state dict is another algorithm's, or as `load_state_dict` of the optimizer.
@@ -67,23 +73,28 @@ def load_state(
         raise ValueError(
             f"state_dict must be of {algorithm} or of a plain optimizer, got one of {groups[0][_NAME]}"
         )
-    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keys = [key for group in groups for key in group["params"]]
+    apart = numbers.pop(_APART, {})
     state = {key: _without_prefix(value) for key, value in state_dict["state"].items()}
     # A parameter of which only the algorithm knew something has no state for the optimizer.
-    state = {key: value for key, value in state.items() if value or not state_dict["state"][key]}
+    state = {key: value for key, value in state.items() if value or not isinstance(value, dict)}
     optimizer.load_state_dict(
         {**state_dict, "state": state, "param_groups": [_without_prefix(group) for group in groups]}
     )
-    loaded = {
-        name: {
-            parameter: local_of(state_dict["state"][key][_PREFIX + name]).clone()
-            for parameter, key in zip(order, keys, strict=True)
-            if _PREFIX + name in state_dict["state"].get(key, {})
-        }
-        for name in names
-    }
+    loaded: dict[str, dict[Tensor, Tensor]] = {}
+    for place, (parameter, key) in enumerate(keys_of(state_dict, optimizer).items()):
+        entries = state_dict["state"].get(key, {})
+        for name in names:
+            piece = entries.get(_PREFIX + name, apart.get(name, {}).get(str(place)))
+            if piece is not None:
+                loaded.setdefault(name, {})[parameter] = local_of(piece).clone()
     return loaded, {key.removeprefix(_PREFIX): value for key, value in numbers.items()}
+
+
+def keys_of(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[Tensor, Any]:
+    """Returns what an optimizer's parameters, in order, are called in a state dict of it."""
+    order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    return dict(zip(order, keys, strict=True))
 
 
 def _without_prefix(entries: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a wrapper does around an optimizer's steps: once a step, however many `step` methods are in it.
+"""What is done around an optimizer's steps, by hooks of them: once a step, however many `step` methods are in it.
 
 torch puts hooks into the `step` of every class that it makes an optimizer of. So they are called twice where
 the `step` of a class calls that of its base class, of which there is an optimizer too.
@@ -47,6 +47,22 @@ def hook_steps(
             after()
 
     return [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+
+
+def replace_step(optimizer: Optimizer, step: Callable[[Optimizer], Any], **options: Any) -> Any:
+    """Makes a step in place of the optimizer's own: with its hooks around it, and counted by schedulers.
+
+    Args:
+        optimizer: Whose step is not made.
+        step: Given the optimizer.
+        **options: What the step was called with besides; hooks see it.
+
+    Returns:
+        What `step` returns.
+    """
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        vars(optimizer)["_opt_called"] = True  # as a scheduler's own wrapper of `step` does
+    return Optimizer.profile_hook_step(step)(optimizer, **options)
 
 
 def _is_within_step(optimizer: Optimizer, caller: FrameType) -> bool:

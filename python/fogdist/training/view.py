@@ -78,7 +78,8 @@ class DistributedOptimizer(Optimizer):
     """Base of the distributed optimizers; made by `wrap` only.
 
     Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All
-    others are read from, written to and deleted in the wrapped optimizer.
+    others are read from, written to and deleted in the wrapped optimizer. An optimizer that has one of the view's
+    when it is wrapped is refused: its own methods, called on the view, would get the view's.
 
     Frameworks wrap a view in turn, in an object of a class that they derive from the view's (Lightning does), so
     the methods here run on it too. What it writes is its own, but for what lives in the view.
@@ -249,14 +250,19 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: `optimizer` is distributed already or has a parameter that is not in the model; two
-            parameters have the same name.
+        ValueError: `optimizer` is distributed already, has an attribute that `view` has too, or a parameter that is
+            not in the model; two parameters have the same name.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedOptimizer):
         raise ValueError(
             f"optimizer must not be distributed already, got {type(optimizer).__mro__[1].__name__}"
+        )
+    if hidden := _hidden(view, optimizer):
+        raise ValueError(
+            f"optimizer must have no attributes of its own that {view.__name__} has too, got a "
+            f"{type(optimizer).__name__} with {', '.join(map(repr, hidden))}; give them other names"
         )
     models = (model,) if isinstance(model, Module) else model
     if not isinstance(models, (list, tuple)) or not all(isinstance(each, Module) for each in models):
@@ -274,6 +280,15 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     distributed._fog_names = held
     distributed._fog_marks = None
     return distributed
+
+
+def _hidden(view: type[DistributedOptimizer], optimizer: Optimizer) -> list[str]:
+    """The attributes of an optimizer, of its own or its classes', that `view` would hide from its users and methods."""
+    own = set(vars(optimizer)).union(*(vars(base) for base in type(optimizer).__mro__))
+    ours = view._fog_declared.union(*(vars(base) for base in view.__mro__))
+    # What torch gives every optimizer is what a view is there to override.
+    expected = {*dir(Optimizer), "_step_supports_amp_scaling"}
+    return sorted(name for name in own & ours - expected if not name.startswith("__"))
 
 
 def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:

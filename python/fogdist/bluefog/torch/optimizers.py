@@ -54,7 +54,7 @@ def DistributedAllreduceOptimizer(
     models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
     if is_by_name:
         return fogdist.DistributedGradientAllreduceOptimizer(optimizer, models)
-    return _combining(optimizer, models, fogdist.CommunicationType.allreduce, num_steps_per_communication)
+    return _choosable(fogdist.DistributedAllreduceOptimizer(optimizer, models, num_steps_per_communication))
 
 
 def DistributedNeighborAllreduceOptimizer(
@@ -78,8 +78,9 @@ def DistributedNeighborAllreduceOptimizer(
         RuntimeError: As there.
     """
     models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
-    kind = fogdist.CommunicationType.neighbor_allreduce
-    return _combining(optimizer, models, kind, num_steps_per_communication)
+    return _choosable(
+        fogdist.DistributedNeighborAllreduceOptimizer(optimizer, models, num_steps_per_communication)
+    )
 
 
 DistributedConsensusOptimizer = DistributedNeighborAllreduceOptimizer
@@ -89,8 +90,8 @@ def DistributedHierarchicalNeighborAllreduceOptimizer(
     optimizer: Optimizer, model: Module | list[Module], num_steps_per_communication: int = 1
 ) -> Any:
     """As `fogdist.DistributedAdaptWithCombineOptimizer` between machines; arguments and errors of there."""
-    kind = fogdist.CommunicationType.hierarchical_neighbor_allreduce
-    return _combining(optimizer, model, kind, num_steps_per_communication)
+    make = fogdist.DistributedHierarchicalNeighborAllreduceOptimizer
+    return _choosable(make(optimizer, model, num_steps_per_communication))
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -131,16 +132,8 @@ def DistributedBluefogOptimizer(
     return fogdist.DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
 
 
-def _combining(
-    optimizer: Optimizer,
-    models: Module | list[Module],
-    kind: fogdist.CommunicationType,
-    num_steps_per_communication: int,
-) -> Any:
-    """AWC with the methods of BlueFog 0.2.2 that choose `communication_type`."""
-    combining = fogdist.DistributedAdaptWithCombineOptimizer(
-        optimizer, models, kind, num_steps_per_communication
-    )
+def _choosable(combining: Any) -> Any:
+    """Gives AWC the methods of BlueFog 0.2.2 that choose `communication_type`."""
     this = weakref.ref(combining)
     for name, chosen in (
         ("allreduce", fogdist.CommunicationType.allreduce),
