@@ -1039,6 +1039,10 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
         algorithms.AsynchronousGossip(base, model)
     fogdist.set_topology(topologies.RingGraph(fogdist.size()))
     optimizer = algorithms.AsynchronousGossip(base, model)
+    optimizer.self_weight = 0.5
+    with pytest.raises(ValueError, match="self_weight must stay None"):
+        optimizer.step()
+    optimizer.self_weight = None
     model.bias.requires_grad_(False)
     model(0).backward()
     with pytest.raises(RuntimeError, match="finish"):

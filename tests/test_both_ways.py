@@ -59,6 +59,7 @@ def seconds(late: int) -> list[float]:
     return found
 
 
+@pytest.mark.long  # it is timed, by a link that is much slower than the machine; `make test` has no timed tests
 @pytest.mark.parametrize("late", [0, 1])
 def test_both_ways_at_once(tmp_path: Path, late: int) -> None:
     """What MPI says of data to come once waited behind all data on its way out: the two ways took turns."""

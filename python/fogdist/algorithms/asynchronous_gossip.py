@@ -17,6 +17,7 @@ from fogdist.lazy import nx
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark
 from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 
@@ -108,7 +109,14 @@ class AsynchronousGossip(Algorithm):
             for peer in sorted(mutual[context.rank])
         }
         self._windows, self._pace = None, None
-        super().__init__(optimizer, model, local_steps=local_steps, group=group, bucket_cap_mb=bucket_cap_mb)
+        super().__init__(
+            optimizer,
+            model,
+            mixing=NoMixing(),
+            local_steps=local_steps,
+            group=group,
+            bucket_cap_mb=bucket_cap_mb,
+        )
         with torch.no_grad():
             self.refresh()
             if not self.is_alone:
