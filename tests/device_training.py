@@ -23,6 +23,7 @@ import torch
 import training_cases
 from fogdist import algorithms
 from fogdist import topology as topologies
+from fogdist.streams import wait_until_complete
 from host_reads import HostReads
 from torch import Tensor, nn
 
@@ -210,7 +211,8 @@ def asynchronously(device: str, max_staleness: int | None, in_turns: bool) -> Te
                 if turn == rank or not in_turns:
                     base.step()
                 if in_turns:
-                    wrapper._mixing._arrive()
+                    wait_until_complete(wrapper._mixing._puts)
+                    wrapper._mixing.discard()
                     fogdist.barrier()
         trained = [p for p in model.parameters() if p.requires_grad]
         found = torch.cat([p.detach().reshape(-1).cpu() for p in trained])

@@ -1020,6 +1020,36 @@ def test_asynchronous_gossip_passes_over_a_lost_neighbor(new_world):
     assert np.linalg.norm(outcomes[0].value - outcomes[2].value) < 0.2 * np.linalg.norm(alone[0] - alone[1])
 
 
+def lose_the_peer_of_a_move() -> np.ndarray:
+    """Rank 1 ends after rank 0 has chosen it, and before it has got anything of it."""
+    model, optimizer = gossip(max_staleness=None)
+    pids = fogdist.allgather(torch.tensor([os.getpid()])).tolist()
+    if fogdist.rank() == 1:
+        signal.pause()
+    before = model.x().detach().numpy().copy()
+    windows = optimizer._windows
+    choose = windows.ready
+
+    def ready() -> list[int]:
+        peers = choose()
+        if peers:
+            os.kill(pids[1], signal.SIGKILL)
+            while choose():
+                time.sleep(0.01)
+        return peers
+
+    windows.ready = ready
+    optimizer.step()  # without gradients
+    assert not choose()
+    return model.x().detach().numpy() - before
+
+
+def test_asynchronous_gossip_does_not_move_towards_nothing(new_world):
+    outcomes = new_world(2).run_raw(lose_the_peer_of_a_move)
+    assert [outcome.state for outcome in outcomes] == ["returned", "died"], outcomes[0]
+    assert not outcomes[0].value.any()
+
+
 def loss_of_all(x: np.ndarray, size: int) -> float:
     return float(sum(np.sum((A @ x - b) ** 2) for A, b in map(data, range(size))))
 

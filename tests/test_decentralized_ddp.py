@@ -31,6 +31,7 @@ from datetime import timedelta
 from typing import Any
 
 import fogdist
+import networkx as nx
 import numpy as np
 import pytest
 import torch
@@ -1008,14 +1009,16 @@ def test_bounded_staleness(worlds):
     assert max(steps for _, steps, _ in results) <= FEW_STEPS + 60
 
 
-def make_scalar(value: float, **options: Any) -> tuple[nn.Parameter, DecentralizedDataParallel]:
-    """A model of one number that does not learn, on a ring."""
+def make_scalar(
+    value: float, topology: Any = topologies.RingGraph, **options: Any
+) -> tuple[nn.Parameter, DecentralizedDataParallel]:
+    """A model of one number that does not learn, by default on a ring."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, value)
     wrapper = DecentralizedDataParallel(
         model,
         lambda p: torch.optim.SGD(p, lr=0.0),
-        topologies.RingGraph(fogdist.size()),
+        topology(fogdist.size()),
         "async",
         broadcast=False,
         **options,
@@ -1035,7 +1038,7 @@ def test_a_rank_waits_until_the_timeout_only() -> None:
     if rank == 0:
         step(wrapper)
         step(wrapper)  # one iteration ahead
-        with pytest.raises(dist.DistBackendError, match=r"rank 1 has done 0 iterations and this rank 2.*=1"):
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 has done 0 iterations, .* this rank 2.*=1"):
             step(wrapper)
         assert x == 0.0
     fogdist.barrier()
@@ -1081,6 +1084,97 @@ def test_pause() -> None:
     assert wrapper.staleness() == {1 - rank: 0}
     fogdist.barrier()
     wrapper.close()
+
+
+def to_the_last(size: int) -> nx.DiGraph:
+    """All ranks send to the last one, which sends to nobody."""
+    matrix = np.eye(size)
+    matrix[:, -1] = 1 / size
+    return topologies.graph_from_matrix(matrix)
+
+
+@on_ranks(3)
+def test_a_rank_that_comes_back_has_its_bound() -> None:
+    """It counts on from whoever is farthest, and waits for whoever is not."""
+    rank, _ = start()
+    _, wrapper = make_scalar(float(rank), to_the_last, max_staleness=1, timeout=timedelta(seconds=0.3))
+    step(wrapper)
+    fogdist.barrier()
+    if rank == 2:
+        wrapper.pause()
+    fogdist.barrier()
+    if rank == 1:
+        for _ in range(9):
+            step(wrapper)
+    fogdist.barrier()
+    if rank == 2:
+        with pytest.raises(dist.DistBackendError, match=r"rank 0 has done 1 iterations, .* this rank 10"):
+            step(wrapper)
+    fogdist.barrier()
+    wrapper.close()
+
+
+def from_the_first(size: int) -> nx.DiGraph:
+    """The first rank sends to all others."""
+    matrix = np.eye(size)
+    matrix[:, 1:] /= 2
+    matrix[0, 1:] = 0.5
+    return topologies.graph_from_matrix(matrix)
+
+
+def lose_a_neighbor_beside_one_that_pauses() -> None:
+    rank, _ = start()
+    _, wrapper = make_scalar(float(rank), from_the_first)
+    step(wrapper)
+    fogdist.barrier()
+    if rank == 1:
+        wrapper.pause()
+    fogdist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        deadline = time.monotonic() + LONG.total_seconds()
+        with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
+            while time.monotonic() < deadline:
+                step(wrapper)
+
+
+def test_one_that_pauses_hides_no_lost_neighbor(new_world):
+    outcomes = new_world(4).run_raw(lose_a_neighbor_beside_one_that_pauses)
+    assert [o.state for o in outcomes] == ["returned", "returned", "died", "returned"], outcomes[0]
+
+
+def stop_a_neighbor(max_staleness: Any) -> float:
+    """Rank 0 stops, from which rank 1 gets values; returns how long that takes for 30 steps, or until one fails."""
+    rank, _ = start()
+    _, wrapper = make_scalar(
+        float(rank), from_the_first, max_staleness=max_staleness, timeout=timedelta(seconds=2)
+    )
+    step(wrapper)
+    pids = fogdist.allgather(torch.tensor([os.getpid()])).tolist()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0
+    begin = time.monotonic()
+    try:
+        for _ in range(30):
+            step(wrapper)
+    except dist.DistBackendError as error:
+        assert "rank 0 has done" in str(error) and f"max_staleness={max_staleness}" in str(error)
+        assert max_staleness != "auto"
+    else:
+        assert max_staleness == "auto"
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("max_staleness", [2, "auto"])
+def test_a_neighbor_on_another_host_stops(new_world, max_staleness):
+    """A bound is kept until the timeout; by default a rank waits a second, once, and not for each step's news."""
+    world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
+    _, took = world.run(stop_a_neighbor, max_staleness)
+    assert took < 10.0  # the timeout for each step would be 40 s and more
 
 
 @on_ranks(4)

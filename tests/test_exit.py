@@ -276,6 +276,10 @@ def exit_while_a_thread_waits(rank: int) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     assert waiting.wait(5)
+    # Both wait before one leaves and takes the group with it.
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"waits/{rank}", "")
+    store.wait([f"waits/{1 - rank}"])
     time.sleep(0.1 * rank)
 
 

@@ -4,6 +4,7 @@ torch checks a hook's annotations as objects, so this file does without `from __
 """
 
 import enum
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -84,8 +85,6 @@ class GossipState:
 
     def _exchange(self, parameters: FlatBuckets, bucket: int) -> None:
         """Starts the average of a bucket's parameters, which is theirs at the end of the backward pass."""
-        if bucket in self._in_flight:  # of a backward pass that failed
-            self._finish()
         if not self._in_flight:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._in_flight[bucket] = parameters, self._begin(parameters.flats[0], bucket, in_place=False)
@@ -105,7 +104,8 @@ class GossipState:
             if not parameters.swap(0, average):
                 parameters.flats[0].copy_(average)
         if failure is not None:
-            raise failure
+            # After DDP has ended the pass, too, so that the next one can be made.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_fail, failure))
 
     def _buckets_of(self, bucket: dist.GradBucket) -> FlatBuckets:
         """Returns the one bucket that the parameters of DDP's are views of."""
@@ -116,6 +116,10 @@ class GossipState:
             flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
         flats.reattach()
         return flats
+
+
+def _fail(error: RuntimeError) -> None:
+    raise error
 
 
 def gossip_hook(

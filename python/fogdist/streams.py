@@ -8,7 +8,14 @@ it has to come after a `Mark`. A CPU has no streams, and there all of this does 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
+
+# Between two looks whether operations are done, in seconds.
+_SLEEP = 50e-6
 
 
 class StreamJoin:
@@ -69,3 +76,9 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     if accelerator is None or accelerator.type != device.type:
         return None
     return torch.accelerator.current_stream(device)
+
+
+def wait_until_complete(works: Sequence[dist.Work]) -> None:
+    """Waits until operations are done, also where `wait` only orders what a device does; says nothing of failures."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(_SLEEP)

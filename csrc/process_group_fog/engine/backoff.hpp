@@ -54,7 +54,7 @@ class Backoff {
 
 // How long a thread sleeps between looks at large data that rings no bell. Each sleep is a part of the time since the last news, so it is
 // noticed little later than it could be, and what a link brings meanwhile comes in one piece. Where sleeps are too long for the link they
-// become shorter: a sleep is if several looks in a row find something after it.
+// become shorter: one is too long if several looks in a row find something after theirs.
 class FlowPace {
  public:
   using Duration = std::chrono::nanoseconds;

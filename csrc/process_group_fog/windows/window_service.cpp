@@ -267,6 +267,10 @@ void WindowService::fail_all(const std::string& reason) {
 }
 
 void WindowService::on_gone(const Group& group, int peer, const std::string& how) {
+  // First: whoever is told of a failure finds there why. From now on the owners of these windows may take mutexes away.
+  for (const auto& window : windows_of(group)) {
+    window->on_gone(peer, how);
+  }
   fail_those(": " + group.describe_member(peer) + ' ' + how, [&](const WindowRequest& request) {
     return request.group->id == group.id && request.peer == peer;
   });
@@ -281,9 +285,6 @@ void WindowService::on_gone(const Group& group, int peer, const std::string& how
     }
   }
   on_left_group(group.id, group.members[peer].peer_id);
-  for (const auto& window : windows_of(group)) { // whose owner may take mutexes away from now on
-    window->on_gone(peer, how);
-  }
 }
 
 void WindowService::on_left_group(uint64_t group, PeerId peer) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from fogdist.collectives import barrier
 from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.packing import BUCKET_CAP_MB
-from fogdist.streams import Mark
+from fogdist.streams import Mark, wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
@@ -23,9 +22,6 @@ from fogdist.training.view import Models, setting
 
 if TYPE_CHECKING:
     from fog_pg._C import Window
-
-# Between two looks whether a move has arrived, in seconds.
-_SLEEP = 50e-6
 
 
 class AsynchronousGossip(Algorithm):
@@ -214,7 +210,7 @@ class _Windows:
         # These are numbers on the CPU, which must not overtake what a device has yet to do.
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
-        self._moves: list[dist.Work] = []
+        self._moves: list[tuple[int, dist.Work]] = []
 
     def collect(self) -> None:
         """Adds to the values what neighbors have left."""
@@ -231,13 +227,16 @@ class _Windows:
         return [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
 
     def move(self, peer: int, share: float) -> None:
-        """Moves the values towards a peer's, and leaves it the opposite."""
+        """Moves the values towards a peer's, and leaves it the opposite; does nothing if the peer is lost by now."""
+        gets = [shown.get([(peer, 1.0)]) for shown in self._values]
+        arrived = [self._arrives(get, peer) for get in gets]
+        if not all(arrived):
+            return
         for shown, inbox in zip(self._values, self._inboxes, strict=True):
-            shown.get([(peer, 1.0)], skip_lost=True).wait()
             move = shown.update(-share, [(peer, share)], clone=True)
             shown.tensor.add_(move)
             inbox.p = -1.0  # so that 1 is sent
-            self._moves.append(inbox.accumulate(move, [(peer, -1.0)], with_p=True, skip_lost=True))
+            self._moves.append((peer, inbox.accumulate(move, [(peer, -1.0)], with_p=True)))
         self._sent[peer] += 1
 
     def publish(self) -> None:
@@ -256,27 +255,37 @@ class _Windows:
         """Tells the peers whose moves are in the values, once devices have come so far and this rank's own are sent."""
         for mark in self._marks:
             mark.wait()
-        for move in self._moves:
-            move.wait()
+        for peer, move in self._moves:
+            self._arrives(move, peer)
         self._marks, self._moves = [], []
         for peer, taken in self._taken.items():
             self._receipts.tensor[peer] = min(taken)
 
     def end_moves(self) -> None:
         """Waits until what was left for the peers is there."""
-        while not all(move.is_completed() for move in self._moves):
-            time.sleep(_SLEEP)
+        wait_until_complete([move for _, move in self._moves])
 
     def free(self) -> None:
         """Frees the windows; collective."""
         for window in (*self._values, *self._inboxes, self._receipts):
             window.free()
 
+    def _arrives(self, work: dist.Work, peer: int) -> bool:
+        """Waits for an operation on a peer; returns whether that was not lost."""
+        try:
+            work.wait()
+        except dist.DistBackendError:
+            if not self._receipts.is_gone(peer):
+                raise
+            return False
+        return True
+
     def _has_taken(self, peer: int, sent: int) -> bool:
         if self._receipts.is_gone(peer):
             return False
         if self._told[peer] != sent:
-            self._receipts.get([(peer, 1.0)], skip_lost=True).wait()
+            if not self._arrives(self._receipts.get([(peer, 1.0)]), peer):
+                return False
             told = self._receipts.update(0.0, [(peer, 1.0)], clone=True)
             self._told[peer] = int(told[self._rank])
         return self._told[peer] == sent

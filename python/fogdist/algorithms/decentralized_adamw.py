@@ -86,9 +86,13 @@ class DecentralizedAdamW(Algorithm):
 
     def advance(self) -> Any:
         """See the class."""
+        if self._step_options:
+            raise TypeError(
+                f"step() takes nothing but a closure, got {', '.join(sorted(self._step_options))}"
+            )
         is_due = self.count_step()
         if not self.overflowed:
-            replace_step(self._fog_wrapped, lambda _: self._adapt(is_due), **self._step_options)
+            replace_step(self._fog_wrapped, lambda _: self._adapt(is_due))
             self.buckets.reattach()
         elif is_due:
             self._average_moments()

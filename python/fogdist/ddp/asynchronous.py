@@ -1,12 +1,11 @@
 """Mixing at each rank's own pace: neighbors' last values lie in one-sided windows, nobody is waited for.
 
-With the values that a rank puts to a neighbor travels how many iterations it has done, as their p: so a neighbor knows of
-what it has how old that is. Whether a rank pauses, and how far it is by now, `Pace` says.
+Values carry the number of the iteration that they are of as their p, so a neighbor knows their age. Whether a rank pauses, and how far
+it is by now, `Pace` says.
 """
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -16,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
+from fogdist.streams import wait_until_complete
 from fogdist.topology import Topology
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.plans import Plans
 
 if TYPE_CHECKING:
     from fog_pg._C import Window
-
-# Between two looks whether what was put has arrived, in seconds.
-_SLEEP = 50e-6
 
 
 class AsynchronousMixing:
@@ -140,9 +137,8 @@ class AsynchronousMixing:
             try:
                 put.wait()
             except dist.DistBackendError:
-                # Of someone who has paused and ended meanwhile; others have got their values, and one who
-                # is lost besides fails the next put too.
-                if not any(map(self._may_miss, self._out)):
+                gone = [rank for rank in self._out if self._windows[0].is_gone(rank)]
+                if not all(map(self._may_miss, gone or self._out)):
                     raise
         if not self._is_counted:
             self._is_counted = True
@@ -170,8 +166,7 @@ class AsynchronousMixing:
         self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=f"{self._name}.done").wait()
         self._iteration = int(done)
         self._put(self._out)
-        while not all(put.is_completed() for put in self._puts):
-            time.sleep(_SLEEP)
+        wait_until_complete(self._puts)
         self.discard()
         self._context.group.barrier().wait()
 

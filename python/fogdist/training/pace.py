@@ -74,6 +74,8 @@ class Pace:
         self._in = in_neighbors
         self._counts = dict.fromkeys(self.peers, 0)  # of the neighbors' exchanges, as last seen
         self._seen = dict.fromkeys(self.peers, 0)  # this rank's own, when it saw the last of these
+        self._longest = dict.fromkeys(self.peers, 0.0)  # seconds between two of them
+        self._asked: dict[int, dist.Work] = {}  # for news that has not come yet
         self._passed_over: set[int] = set()
 
     @property
@@ -121,10 +123,11 @@ class Pace:
         self._say(paused=True)
 
     def catch_up(self) -> int:
-        """Returns how many exchanges whoever has made most of this rank and its neighbors has made."""
+        """Counts as many exchanges as whoever of this rank and its neighbors has made most; returns how many."""
         for rank in self.peers:
-            self._look(rank)
-        return max([self._made, *self._counts.values()])
+            self._look(rank, _QUIET_SECONDS)
+        self._made = max([self._made, *self._counts.values()])
+        return self._made
 
     def free(self) -> None:
         """Ends it: nobody waits for this rank from now on. Collective among neighbors."""
@@ -139,34 +142,45 @@ class Pace:
                 self._window.tensor, peers, with_p=True, skip_lost=True, timeout=self._timeout
             ).wait()
 
-    def _look(self, rank: int) -> float:
-        """Gets news of a neighbor; returns how long its exchanges take in seconds."""
+    def _look(self, rank: int, seconds: float) -> None:
+        """Gets news of a neighbor, if it comes within so many seconds; else the next look may find it."""
+        asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)], timeout=self._timeout)
+        deadline = time.monotonic() + seconds
+        while not asked.is_completed():
+            if time.monotonic() >= deadline:
+                self._asked[rank] = asked
+                return
+            time.sleep(_FIRST_SLEEP)
         try:
-            self._window.get([(rank, 1.0)], timeout=self._timeout).wait()
-        except dist.DistBackendError:  # it is lost
-            self._passed_over.add(rank)
-            return 0.0
+            asked.wait()
+        except dist.DistBackendError:  # it is lost, or did not answer
+            return
         count, longest = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
         if count > self._counts[rank]:
-            self._counts[rank], self._seen[rank] = int(count), self._made
+            self._counts[rank], self._seen[rank], self._longest[rank] = int(count), self._made, longest
             self._passed_over.discard(rank)
-        return float(longest)
 
     def _wait_for(self, rank: int, bound: int, patience: float | None) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
-        while True:
-            longest = self._look(rank)
+        while self.takes_part(rank) and not self._window.is_gone(rank):
+            most = patience
+            if most is None:
+                most = min(max(_QUIET_SECONDS, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
+                if rank in self._passed_over:  # nothing is waited for, but its next exchange is noticed
+                    most = 0.0
+            left = begin + most - time.monotonic()
+            self._look(rank, max(left, 0.0))
             since = self._counts[rank] if patience is not None else max(self._seen[rank], self._counts[rank])
-            if self._made - since <= bound or rank in self._passed_over or not self.takes_part(rank):
+            if self._made - since <= bound:
                 return
-            waited = time.monotonic() - begin
-            if patience is None:
-                if waited > min(max(_QUIET_SECONDS, _QUIET_TIMES * longest), _QUIET_MOST_SECONDS):
-                    self._passed_over.add(rank)
-            elif waited > patience:
+            if left <= 0.0 and patience is None:
+                self._passed_over.add(rank)
+                return
+            if left <= 0.0:
                 raise dist.DistBackendError(
                     f"{self._name} timed out after {patience:g} s: rank {rank} has done {self._counts[rank]} "
-                    f"iterations and this rank {self._made}, which is more than max_staleness={bound} ahead"
+                    f"iterations, as far as it has said, and this rank {self._made}, which is more than "
+                    f"max_staleness={bound} ahead"
                 )
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
