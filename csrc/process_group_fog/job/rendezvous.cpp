@@ -1,6 +1,10 @@
 #include "job/rendezvous.hpp"
 
+#include <array>
+#include <cstdint>
+#include <cstring>
 #include <exception>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -13,6 +17,39 @@ namespace {
 
 std::string rank_key(const std::string& key, int rank) {
   return key + "/" + std::to_string(rank);
+}
+
+// What a rank appends to a value of all of them: its number, how many bytes follow, and these.
+std::string framed(int rank, const std::string& value) {
+  const std::array<uint64_t, 2> head{static_cast<uint64_t>(rank), value.size()};
+  return std::string(reinterpret_cast<const char*>(head.data()), sizeof(head)) + value;
+}
+
+std::vector<std::pair<int, std::string>> split(const std::string& all) {
+  std::vector<std::pair<int, std::string>> parts;
+  std::array<uint64_t, 2> head{};
+  for (size_t at = 0; at + sizeof(head) <= all.size(); at += sizeof(head) + head[1]) {
+    std::memcpy(head.data(), all.data() + at, sizeof(head));
+    parts.emplace_back(static_cast<int>(head[0]), all.substr(at + sizeof(head), head[1]));
+  }
+  return parts;
+}
+
+// The ranks that are not among these: the first ones by number, of the rest how many.
+std::string list_missing(const std::vector<int>& here, int size) {
+  constexpr int kNamed = 20;
+  std::vector<bool> known(static_cast<size_t>(size));
+  for (const int rank : here) {
+    known.at(static_cast<size_t>(rank)) = true;
+  }
+  std::string text;
+  int missing = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    if (!known[static_cast<size_t>(rank)] && ++missing <= kNamed) {
+      text += (text.empty() ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  return missing <= kNamed ? text : text + " and " + std::to_string(missing - kNamed) + " more";
 }
 
 } // namespace
@@ -71,22 +108,18 @@ std::string Rendezvous::get(const std::string& key) {
   return {value.begin(), value.end()};
 }
 
-void Rendezvous::wait(const std::string& key, const std::vector<int>& ranks) {
-  std::vector<std::string> keys;
-  keys.reserve(ranks.size());
-  for (const int rank : ranks) {
-    keys.push_back(prefix_ + rank_key(key, rank));
+void Rendezvous::wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::vector<int>()>& here) {
+  std::vector<std::string> prefixed;
+  prefixed.reserve(keys.size());
+  for (const auto& each : keys) {
+    prefixed.push_back(prefix_ + each);
   }
   try {
-    store_->wait(keys, for_torch(timeout_));
+    store_->wait(prefixed, for_torch(timeout_));
   } catch (const std::exception& error) {
     std::string missing;
     try {
-      for (const int rank : ranks) {
-        if (!has(rank_key(key, rank))) {
-          missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
-        }
-      }
+      missing = list_missing(here(), size_);
     } catch (const std::exception&) { // the store itself is gone; the first error says so
     }
     C10_THROW_ERROR(
@@ -98,18 +131,51 @@ void Rendezvous::wait(const std::string& key, const std::vector<int>& ranks) {
 }
 
 std::vector<std::string> Rendezvous::allgather(const std::string& key, const std::string& value) {
+  if (!store_->hasExtendedApi()) {
+    return allgather_by_keys(key, value);
+  }
+  const auto all = key + "/all";
+  const auto count = key + "/count";
+  const auto complete = key + "/complete";
+  for (const auto& each : {all, count, complete}) {
+    exchanged_.push_back(each);
+  }
+  const auto mine = framed(rank_, value);
+  store_->append(prefix_ + all, std::vector<uint8_t>(mine.begin(), mine.end()));
+  if (store_->add(prefix_ + count, 1) == size_) {
+    set(complete, "1");
+  }
+  wait(key, {complete}, [&] {
+    std::vector<int> here;
+    for (const auto& [rank, unused] : split(get(all))) {
+      here.push_back(rank);
+    }
+    return here;
+  });
+  std::vector<std::string> values(static_cast<size_t>(size_));
+  for (auto& [rank, text] : split(get(all))) {
+    values.at(static_cast<size_t>(rank)) = std::move(text);
+  }
+  return values;
+}
+
+std::vector<std::string> Rendezvous::allgather_by_keys(const std::string& key, const std::string& value) {
   set(rank_key(key, rank_), value);
-  std::vector<int> everyone;
-  everyone.reserve(size_);
+  std::vector<std::string> keys;
   for (int rank = 0; rank < size_; ++rank) {
-    everyone.push_back(rank);
+    keys.push_back(rank_key(key, rank));
+    exchanged_.push_back(keys.back());
   }
-  wait(key, everyone);
-  for (const int rank : everyone) {
-    exchanged_.push_back(rank_key(key, rank));
-  }
+  wait(key, keys, [&] {
+    std::vector<int> here;
+    for (int rank = 0; rank < size_; ++rank) {
+      if (has(rank_key(key, rank))) {
+        here.push_back(rank);
+      }
+    }
+    return here;
+  });
   std::vector<std::string> values;
-  values.reserve(size_);
   for (int rank = 0; rank < size_; ++rank) {
     values.push_back(rank == rank_ ? value : get(rank_key(key, rank)));
   }
@@ -117,18 +183,25 @@ std::vector<std::string> Rendezvous::allgather(const std::string& key, const std
 }
 
 std::string Rendezvous::from_rank_zero(const std::string& key, const std::function<std::string()>& make) {
-  exchanged_.push_back(rank_key(key, 0));
+  const auto zero = rank_key(key, 0);
+  exchanged_.push_back(zero);
   if (rank_ == 0) {
     auto value = make();
-    set(rank_key(key, 0), value);
+    set(zero, value);
     return value;
   }
-  wait(key, {0});
-  return get(rank_key(key, 0));
+  wait(key, {zero}, [&] {
+    std::vector<int> others; // of which nothing is known
+    for (int rank = 1; rank < size_; ++rank) {
+      others.push_back(rank);
+    }
+    return others;
+  });
+  return get(zero);
 }
 
 void Rendezvous::barrier(const std::string& key) {
-  // One key a rank rather than a counter, so that a time-out can name who is missing.
+  // Not a counter alone, so that a time-out can name who is missing.
   allgather(key, "1");
 }
 

@@ -23,7 +23,8 @@ class Rendezvous {
   // The same rendezvous for use by another thread. A store that cannot be copied (one written in Python) is shared.
   std::unique_ptr<Rendezvous> clone() const;
 
-  // Every rank's value under `key`, in rank order.
+  // Every rank's value under `key`, in rank order. A rank makes five requests at most, however many ranks there are, or one for each rank
+  // where the store cannot append.
   std::vector<std::string> allgather(const std::string& key, const std::string& value);
 
   // Rank 0's value under `key`, made by `make` there.
@@ -56,7 +57,9 @@ class Rendezvous {
 
  private:
   Rendezvous(const Rendezvous& other, c10::intrusive_ptr<c10d::Store> store);
-  void wait(const std::string& key, const std::vector<int>& ranks);
+  std::vector<std::string> allgather_by_keys(const std::string& key, const std::string& value);
+  // Waits for keys without which the step `key` does not go on; `here` says which ranks have come to it, for the error.
+  void wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::vector<int>()>& here);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
