@@ -71,7 +71,6 @@ class AsynchronousGossip(Algorithm):
     _shares: dict[int, float]
     max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
-    _pace: Pace | None
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class AsynchronousGossip(Algorithm):
             peer: 1 / (2 + max(arrivals[context.rank], arrivals[peer]))
             for peer in sorted(mutual[context.rank])
         }
-        self._windows, self._pace = None, None
+        self._windows = None
         super().__init__(
             optimizer,
             model,
@@ -116,9 +115,7 @@ class AsynchronousGossip(Algorithm):
         with torch.no_grad():
             self.refresh()
             if not self.is_alone:
-                peers = list(self._shares)
-                self._windows = _Windows(context, self.name, peers, self.values)
-                self._pace = Pace(context, self.name, peers, peers)
+                self._windows = _Windows(context, self.name, list(self._shares), self.values)
 
     def finish(self) -> None:
         """Takes the last moves of all neighbors into the parameters and frees the windows. Collective.
@@ -130,8 +127,7 @@ class AsynchronousGossip(Algorithm):
         """
         if self._windows is None:
             return
-        if self._pace is not None:
-            self._pace.free()
+        self._windows.pace.free()
         self._windows.end_moves()
         barrier(group=self._group)
         with torch.no_grad():
@@ -163,8 +159,7 @@ class AsynchronousGossip(Algorithm):
         if windows is None:
             return result
         windows.tell()
-        if self._pace is not None:
-            self._pace.wait(self.max_staleness)
+        windows.pace.wait(self.max_staleness)
         windows.collect()
         # By the number of steps, and not by how many draws there were: those depend on the others' speed.
         ready = windows.ready() if is_due else []
@@ -173,8 +168,7 @@ class AsynchronousGossip(Algorithm):
             windows.move(peer, self._shares[peer])
             self.rounds += 1
         windows.publish()
-        if self._pace is not None:
-            self._pace.advance()
+        windows.pace.advance()
         return result
 
     def refresh(self) -> None:
@@ -185,7 +179,7 @@ class AsynchronousGossip(Algorithm):
 
 
 class _Windows:
-    """What neighbors see of a rank, and where they leave what is for it: two windows of each vector of parameters.
+    """What neighbors see of a rank, and where they leave what is for it: two windows of each vector of parameters, and a `Pace`.
 
     Args:
         context: The group.
@@ -207,6 +201,7 @@ class _Windows:
         self._taken = {peer: [0] * len(values) for peer in peers}
         # Whose moves are in the values that this rank shows, for the others to get.
         self._receipts = window(torch.zeros(context.size, dtype=torch.float64, device="cpu"), "receipts")
+        self.pace = Pace(context, name, peers, peers)
         # These are numbers on the CPU, which must not overtake what a device has yet to do.
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
@@ -266,7 +261,7 @@ class _Windows:
         wait_until_complete([move for _, move in self._moves])
 
     def free(self) -> None:
-        """Frees the windows; collective."""
+        """Frees the windows but that of `pace`; collective."""
         for window in (*self._values, *self._inboxes, self._receipts):
             window.free()
 

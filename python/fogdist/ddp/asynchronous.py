@@ -97,9 +97,8 @@ class AsynchronousMixing:
     def mix(self) -> None:
         """Mixes with what neighbors have put; waits for neighbors that are too far behind."""
         self.discard()
-        if (
-            self._pace.is_paused
-        ):  # neighbors went on meanwhile, and need not wait until this rank has caught up
+        if self._pace.is_paused:
+            # Neighbors went on meanwhile, and need not wait until this rank has caught up.
             self._iteration = self._pace.catch_up()
         for rank in self._in:
             if self._windows[0].is_gone(rank) and not self._may_miss(rank):

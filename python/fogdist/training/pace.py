@@ -59,22 +59,22 @@ class Pace:
         out_neighbors: list[int],
         timeout: timedelta | None = None,
     ) -> None:
-        self.peers = sorted({*in_neighbors, *out_neighbors})
+        self._peers = sorted({*in_neighbors, *out_neighbors})
         self._name = f"{name} on rank {context.rank}"
         self._timeout = timeout
         # What neighbors see: how many exchanges, and the longest time between two of late.
         shown = torch.zeros(2, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
-            shown, f"{name}.pace", self.peers, self.peers, zero_init=True, timeout=timeout
+            shown, f"{name}.pace", self._peers, self._peers, zero_init=True, timeout=timeout
         )
         self._window.p = 0.0  # 1 while it is paused
         self._shown = shown.numpy()
         self._made = 0
         self._last = time.monotonic()
         self._in = in_neighbors
-        self._counts = dict.fromkeys(self.peers, 0)  # of the neighbors' exchanges, as last seen
-        self._seen = dict.fromkeys(self.peers, 0)  # this rank's own, when it saw the last of these
-        self._longest = dict.fromkeys(self.peers, 0.0)  # seconds between two of them
+        self._counts = dict.fromkeys(self._peers, 0)  # of the neighbors' exchanges, as last seen
+        self._seen = dict.fromkeys(self._peers, 0)  # this rank's own, when it saw the last of these
+        self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two of them
         self._asked: dict[int, dist.Work] = {}  # for news that has not come yet
         self._passed_over: set[int] = set()
 
@@ -124,7 +124,7 @@ class Pace:
 
     def catch_up(self) -> int:
         """Counts as many exchanges as whoever of this rank and its neighbors has made most; returns how many."""
-        for rank in self.peers:
+        for rank in self._peers:
             self._look(rank, _QUIET_SECONDS)
         self._made = max([self._made, *self._counts.values()])
         return self._made
@@ -137,7 +137,7 @@ class Pace:
     def _say(self, *, paused: bool) -> None:
         self._window.p = 1.0 if paused else 0.0
         with contextlib.suppress(dist.DistBackendError):  # of a neighbor that is lost
-            peers = [(rank, 1.0) for rank in self.peers]
+            peers = [(rank, 1.0) for rank in self._peers]
             self._window.put(
                 self._window.tensor, peers, with_p=True, skip_lost=True, timeout=self._timeout
             ).wait()

@@ -49,20 +49,19 @@ def hook_steps(
     return [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
 
 
-def replace_step(optimizer: Optimizer, step: Callable[[Optimizer], Any], **options: Any) -> Any:
+def replace_step(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Any:
     """Makes a step in place of the optimizer's own: with its hooks around it, and counted by schedulers.
 
     Args:
         optimizer: Whose step is not made.
         step: Given the optimizer.
-        **options: What the step was called with besides; hooks see it.
 
     Returns:
         What `step` returns.
     """
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         vars(optimizer)["_opt_called"] = True  # as a scheduler's own wrapper of `step` does
-    return Optimizer.profile_hook_step(step)(optimizer, **options)
+    return Optimizer.profile_hook_step(step)(optimizer)
 
 
 def _is_within_step(optimizer: Optimizer, caller: FrameType) -> bool:
