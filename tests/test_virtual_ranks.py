@@ -221,6 +221,32 @@ def test_late_messages_change_nothing(seed: int) -> None:
         exchanges(world, numel)
 
 
+@pytest.mark.parametrize(
+    ("size", "per_host"), [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)]
+)
+def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) -> None:
+    """Broadcast from any rank and allgather: in a tree, in steps, in slices and pieces, with hosts of different sizes."""
+    world = VirtualWorld(size, ranks_per_host=per_host, seed=size, most_delay=2, confirm=size % 2 == 1)
+    for numel in (0, 1, 700, 6_000, 70_001):
+        for root in {0, 1, size // 2, size - 1}:
+            x = inputs(size, numel)
+            to_root = dist.BroadcastOptions()
+            to_root.rootRank = root
+            outputs = [tensor.clone() for tensor in x]
+            run(world, lambda rank, group, o=outputs, to=to_root: group.broadcast([o[rank]], to))
+            equal(outputs, [x[root]] * size)
+    for numel in (0, 1, 30, 700, 9_001):
+        x = inputs(size, numel)
+        lists = [[torch.empty(numel, dtype=torch.double) for _ in range(size)] for _ in range(size)]
+        run(world, lambda rank, group, o=lists, x=x: group.allgather([o[rank]], [x[rank]]))
+        for gathered in lists:
+            equal(gathered, x)
+        flat = [torch.empty(size * numel, dtype=torch.double) for _ in range(size)]
+        own = [flat[rank][rank * numel : (rank + 1) * numel].copy_(x[rank]) for rank in range(size)]
+        run(world, lambda rank, group, o=flat, x=own: group._allgather_base(o[rank], x[rank]))
+        equal(flat, [torch.cat(x)] * size)
+
+
 def test_operations_overtake_each_other() -> None:
     """Twenty in flight at once, named ones in another order on each rank."""
     size = 32

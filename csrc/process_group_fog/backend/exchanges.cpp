@@ -5,6 +5,7 @@
 
 #include "backend/arguments.hpp"
 #include "device/neighbors.hpp"
+#include "collectives/allgather.hpp"
 #include "collectives/broadcast.hpp"
 #include "collectives/gather_scatter.hpp"
 #include "core/overlap.hpp"

@@ -1,52 +1,6 @@
 #include "collectives/gather_scatter.hpp"
 
-#include <cstring>
-
-#include <c10/util/Exception.h>
-
-#include "transport/block.hpp"
-
 namespace fog {
-namespace {
-
-void copy_own(const Part& from, const Part& to) {
-  TORCH_CHECK_VALUE(from.bytes == to.bytes, "this rank sends itself ", from.bytes, " bytes and expects ", to.bytes);
-  if (from.data == to.data) {
-    return;
-  }
-  const auto* source = static_cast<const char*>(from.data);
-  const auto* target = static_cast<const char*>(to.data);
-  if (source < target + to.bytes && target < source + from.bytes) {
-    std::memmove(to.data, from.data, from.bytes);
-  } else {
-    copy_result(to.data, from.data, from.bytes);
-  }
-}
-
-} // namespace
-
-Allgather::Allgather(Signature signature, Part input, std::vector<Part> outputs)
-    : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
-
-void Allgather::launch() {
-  for (int distance = 1; distance < size(); ++distance) {
-    const int from = (rank() - distance + size()) % size();
-    receive(from, 0, outputs_[from].data, outputs_[from].bytes);
-  }
-  send(others(), 0, input_.data, input_.bytes);
-}
-
-Operation::Action Allgather::advance() {
-  if (!copied_) {
-    copied_ = true;
-    return Action::kCompute;
-  }
-  return received(0) ? Action::kDone : Action::kWait;
-}
-
-void Allgather::compute() {
-  copy_own(input_, outputs_[rank()]);
-}
 
 Gather::Gather(Signature signature, Part input, std::vector<Part> outputs)
     : Operation(signature), input_(input), outputs_(std::move(outputs)) {}

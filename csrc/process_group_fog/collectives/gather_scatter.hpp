@@ -1,31 +1,12 @@
-// Operations that move tensors between ranks without arithmetic: each message goes straight to where it belongs.
+// Operations in which every rank has other data for, or from, each rank: each message goes straight to where it belongs.
 #pragma once
 
+#include <vector>
+
+#include "collectives/part.hpp"
 #include "engine/operation.hpp"
 
 namespace fog {
-
-// A part of a tensor on its way to or from one rank.
-struct Part {
-  void* data = nullptr;
-  size_t bytes = 0;
-};
-
-// Every rank gets every rank's input: outputs[i] is rank i's.
-class Allgather : public Operation {
- public:
-  Allgather(Signature signature, Part input, std::vector<Part> outputs);
-
- protected:
-  void launch() override;
-  Action advance() override;
-  void compute() override;
-
- private:
-  const Part input_;
-  const std::vector<Part> outputs_;
-  bool copied_ = false;
-};
 
 // The root gets every rank's input; `outputs` is empty elsewhere.
 class Gather : public Operation {

@@ -1,5 +1,7 @@
 #include "core/machines.hpp"
 
+#include <algorithm>
+
 #include <c10/util/Exception.h>
 
 namespace fog {
@@ -23,6 +25,21 @@ Machines::Machines(const char* op, std::vector<std::vector<int>> ranks, int rank
   for (int member = 0; member < size; ++member) {
     TORCH_CHECK_VALUE(seen[member], op, ": machines: rank ", member, " is missing; each rank of the group belongs to one machine");
   }
+}
+
+int Machines::least() const {
+  size_t least = ranks_[0].size();
+  for (const auto& machine : ranks_) {
+    least = std::min(least, machine.size());
+  }
+  return static_cast<int>(least);
+}
+
+int Machines::machine_of(int rank) const {
+  const auto found = std::find_if(ranks_.begin(), ranks_.end(), [rank](const std::vector<int>& machine) {
+    return std::find(machine.begin(), machine.end(), rank) != machine.end();
+  });
+  return static_cast<int>(found - ranks_.begin());
 }
 
 void Machines::check_equal(const char* op) const {

@@ -28,10 +28,17 @@ class Machines {
   int place() const {
     return place_;
   }
-  // The ranks of this rank's machine, by place.
+  // The ranks of a machine, by place; of this rank's.
+  const std::vector<int>& ranks(int machine) const {
+    return ranks_[machine];
+  }
   const std::vector<int>& local() const {
     return ranks_[machine_];
   }
+  // How many ranks the smallest machine has.
+  int least() const;
+  // The machine of any rank.
+  int machine_of(int rank) const;
   int rank(int machine, int place) const {
     return ranks_[machine][place];
   }

@@ -6,6 +6,19 @@
 #include <c10/util/Exception.h>
 
 namespace fog {
+namespace {
+
+std::vector<std::vector<int>> by_host(const std::vector<Member>& members) {
+  std::vector<std::vector<int>> hosts;
+  for (size_t member = 0; member < members.size(); ++member) {
+    const auto host = static_cast<size_t>(members[member].host);
+    hosts.resize(std::max(hosts.size(), host + 1));
+    hosts[host].push_back(static_cast<int>(member));
+  }
+  return hosts;
+}
+
+} // namespace
 
 Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int group_rank, std::vector<Member> group_members)
     : engine(its_engine),
@@ -13,7 +26,7 @@ Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int 
       name(std::move(group_name)),
       rank(group_rank),
       members(std::move(group_members)),
-      one_host(std::all_of(members.begin(), members.end(), [](const Member& member) { return member.host == 0; })) {
+      hosts("group", by_host(members), rank, size()) {
   for (int member = 0; member < size(); ++member) {
     group_ranks_.emplace(members[member].peer_id, member);
   }

@@ -47,8 +47,8 @@ int Operation::size() const {
   return group_->size();
 }
 
-bool Operation::one_host() const {
-  return group_->one_host;
+const Machines& Operation::hosts() const {
+  return group_->hosts;
 }
 
 bool Operation::heard_from(int peer) const {

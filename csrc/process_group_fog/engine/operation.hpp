@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/deadline.hpp"
+#include "core/machines.hpp"
 #include "core/signature.hpp"
 #include "engine/work.hpp"
 #include "transport/transport.hpp"
@@ -131,8 +132,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // --- for algorithms ---
   int rank() const;
   int size() const;
-  // Whether all ranks share one host; the same on every rank.
-  bool one_host() const;
+  // The ranks by host; the same on every rank.
+  const Machines& hosts() const;
   struct Destination {
     int peer;
     double scale = 1.0;
@@ -197,6 +198,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void fetch(size_t receive, void* data);
   // True once every receive with this step number is complete.
   bool received(uint16_t step) const;
+  bool received_all() const;
   const Header& header(size_t receive) const {
     return receives_[receive].header;
   }

@@ -117,6 +117,10 @@ bool Operation::received(uint16_t step) const {
   return step >= receiving_.size() || receiving_[step] == 0;
 }
 
+bool Operation::received_all() const {
+  return std::all_of(receiving_.begin(), receiving_.end(), [](size_t count) { return count == 0; });
+}
+
 void* Operation::scratch(size_t bytes) {
   scratch_.push_back(shared_allocator().allocate(std::max<size_t>(bytes, 1)));
   return scratch_.back().get();
