@@ -3,28 +3,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/cutovers.hpp"
+
 namespace fog {
-namespace {
-
-// Up to so many bytes of all ranks together, or of one rank, a message costs more than its data.
-constexpr size_t kStepsBytes = 64 * 1024;
-constexpr size_t kStepsBlock = 256;
-// So many ranks of one host send each other single messages sooner than some messages one after the other.
-constexpr int kDirectRanks = 8;
-
-} // namespace
-
 Allgather::Allgather(Signature signature, Part input, std::vector<Part> outputs)
     : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
 
-bool Allgather::goes_in_steps() const {
-  const auto ranks = static_cast<size_t>(size());
-  return size() > (hosts().count() == 1 ? kDirectRanks : 2) && input_.bytes > 0 &&
-      (input_.bytes * ranks <= kStepsBytes || input_.bytes <= kStepsBlock);
-}
-
 void Allgather::launch() {
-  if (goes_in_steps()) {
+  if (cutovers::sent_on(input_.bytes, size(), hosts())) {
     launch_steps();
   } else {
     launch_direct();

@@ -23,7 +23,6 @@ class Allgather : public Operation {
   void compute() override;
 
  private:
-  bool goes_in_steps() const;
   void launch_steps();
   void launch_direct();
   void send_step();

@@ -1,22 +1,10 @@
 #include "collectives/broadcast.hpp"
 
+#include "collectives/cutovers.hpp"
+
 namespace fog {
-namespace {
-
-// Up to so many bytes the steps of a tree cost less than what it sends more than once.
-constexpr size_t kTreeBytes = 64 * 1024;
-// A piece smaller than this costs as much as an empty message.
-constexpr size_t kLeastPiece = 8 * 1024;
-
-} // namespace
-
 Broadcast::Broadcast(Signature signature, void* data, size_t bytes)
     : Operation(signature), data_(static_cast<char*>(data)), bytes_(bytes) {}
-
-bool Broadcast::goes_in_slices() const {
-  const auto pieces = static_cast<size_t>(hosts().least()) * static_cast<size_t>(hosts().count() - 1);
-  return pieces > 0 && bytes_ > kTreeBytes && bytes_ / pieces >= kLeastPiece;
-}
 
 Slice Broadcast::slice(int place) const {
   return slice_of(bytes_, place, hosts().least());
@@ -43,10 +31,10 @@ std::vector<int> Broadcast::hosts_across() const {
 
 void Broadcast::launch() {
   announcements_ = host_tree(hosts(), signature_.root);
-  for (const int child : announcements_.children) {
-    expect_announcement(child);
+  for (const auto& child : announcements_.children) {
+    expect_announcement(child.rank);
   }
-  if (goes_in_slices()) {
+  if (cutovers::in_slices(bytes_, hosts())) {
     launch_slices();
     return;
   }
@@ -134,8 +122,8 @@ Operation::Action Broadcast::advance() {
   } else if (!passed_on_ && received(kDown)) {
     passed_on_ = true;
     std::vector<Destination> children;
-    for (const int child : tree_.children) {
-      children.push_back({child});
+    for (const auto& child : tree_.children) {
+      children.push_back({child.rank});
     }
     send(children, kDown, data_, bytes_);
   }

@@ -33,7 +33,6 @@ class Broadcast : public Operation {
   // Messages.
   enum Step : uint16_t { kDown, kAcross, kShared };
 
-  bool goes_in_slices() const;
   void launch_slices();
   void advance_place();
   // The hosts that are neither this rank's nor the root's.
@@ -46,8 +45,8 @@ class Broadcast : public Operation {
   const size_t bytes_;
   Role role_ = Role::kTree;
   HostTree tree_;
-  HostTree announcements_; // the way up it
-  bool announced_ = false;
+  HostTree announcements_;
+  bool announced_ = false; // to the parent there, that all below have come
   bool passed_on_ = false; // down the tree, or across
   bool shared_ = false; // within the host
 };
