@@ -310,10 +310,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_time_out() -> None:
     works = [group.barrier() for rank, group in enumerate(world.groups) if rank != 30]
     while not all(work.is_completed() for work in works):
         world.progress()
-    errors = []
-    for work in works:
-        with pytest.raises(dist.DistBackendError, match=r"timed out.*not there: |reports") as error:
+    for work in works:  # also those that wait for one that waits for it
+        with pytest.raises(dist.DistBackendError, match=r"timed out.*not there: rank 30"):
             work.wait()
-        errors.append(str(error.value))
-    # A rank may be the first to give up that waits for one which waits for rank 30.
-    assert any("not there: rank 30" in error for error in errors), errors

@@ -39,7 +39,7 @@ uint32_t layout() {
         sizeof(PairMutex),
         size_t(Slot::kWriters),
         size_t(Slot::kOwners),
-        static_cast<size_t>(MessageKind::kRelease),
+        static_cast<size_t>(MessageKind::kWanted),
         static_cast<size_t>(Delivery::kMapped),
         static_cast<size_t>(OpKind::kLocalAllreduce)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));

@@ -15,6 +15,7 @@
 #include "core/deadline.hpp"
 #include "core/machines.hpp"
 #include "core/signature.hpp"
+#include "engine/inquiry.hpp"
 #include "engine/work.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
@@ -77,6 +78,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool failing = false; // it takes no further step
   std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
   bool queued = false; // for a step()
+  std::unique_ptr<Inquiry> inquiry; // after its deadline
   uint64_t key() const {
     return key_;
   }
@@ -107,7 +109,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool expects(int peer, uint16_t step) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
-  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
+  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say. By what has come, or by an inquiry.
   std::string describe_awaited() const;
 
   // --- of send and recv, which are matched by tag and source, oldest first, as in MPI ---
