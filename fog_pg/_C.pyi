@@ -234,6 +234,16 @@ class ProcessGroupFog(Backend):
     ) -> Work:
         """All ranks' tensors joined along dimension 0, in rank order; `tensor` as in neighbor_allgather."""
 
+    def agree(self, first: int, second: int, *, name: str = "") -> Work:
+        """The sum of all ranks' two numbers, each modulo 2^64. The caller waits for it at once.
+
+        It is zero if each rank has added what stands for what it gives and subtracted what stands for what it
+        takes, and the ranks agree: a check of 16 bytes, whatever it is of.
+
+        Returns:
+            A Work whose `result()` is `[sums]`, of uint64.
+        """
+
     def allreduce_named(
         self,
         tensor: Tensor,
@@ -559,6 +569,9 @@ class VirtualWorld:
 
     def progress(self) -> None:
         """Drives all ranks until nothing moves and no message is on its way."""
+
+    def sent(self) -> list[tuple[int, int]]:
+        """How many messages each rank has sent so far, and how many bytes of data in them."""
 
     def lose(self, rank: int) -> None:
         """Ends a rank without a goodbye, as if its process had been killed; the others notice at once."""

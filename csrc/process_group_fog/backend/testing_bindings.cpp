@@ -51,6 +51,15 @@ void bind_testing(py::module_& module) {
           py::arg("confirm") = false, py::arg("seed") = 0, py::arg("most_delay") = 0, release_gil)
       .def_property_readonly("groups", &VirtualWorld::groups)
       .def("progress", &VirtualWorld::progress, release_gil)
+      .def(
+          "sent",
+          [](const VirtualWorld& self) {
+            std::vector<std::pair<uint64_t, uint64_t>> sent;
+            for (const auto& count : self.counts()) {
+              sent.emplace_back(count.messages, count.bytes);
+            }
+            return sent;
+          })
       .def("lose", &VirtualWorld::lose, py::arg("rank"), release_gil);
 }
 
