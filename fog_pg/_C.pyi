@@ -301,6 +301,10 @@ class ProcessGroupFog(Backend):
         """A copy of the group's options; changing it changes nothing."""
 
     @property
+    def sent(self) -> tuple[int, int]:
+        """How many messages the operations of this group have sent from here, and how many bytes of data in them."""
+
+    @property
     def local_ranks(self) -> list[int]:
         """Ranks of this group on this rank's host, ascending, itself included."""
 
@@ -539,6 +543,16 @@ def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
         addresses: Bytes of addresses that a process may have.
     """
 
+class Rendezvous:
+    """For tests: how ranks meet in a Store, as every group does."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None: ...
+    def allgather(self, key: str, value: str) -> list[str]:
+        """Every rank's value."""
+
+    def finish(self) -> None:
+        """This rank needs nothing of it any more; the last one that says so deletes what was exchanged."""
+
 class VirtualWorld:
     """For tests: ranks of one process, each with an engine and a group of its own, which exchange messages through its memory.
 
@@ -569,9 +583,6 @@ class VirtualWorld:
 
     def progress(self) -> None:
         """Drives all ranks until nothing moves and no message is on its way."""
-
-    def sent(self) -> list[tuple[int, int]]:
-        """How many messages each rank has sent so far, and how many bytes of data in them."""
 
     def lose(self, rank: int) -> None:
         """Ends a rank without a goodbye, as if its process had been killed; the others notice at once."""

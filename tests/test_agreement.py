@@ -132,10 +132,11 @@ def sent(
     world: VirtualWorld, start: Callable[[int, Any], dist.Work]
 ) -> tuple[list[tuple[int, int]], list[dist.Work]]:
     """Messages and bytes of each rank for one operation."""
-    before = world.sent()
+    before = [group.sent for group in world.groups]
     works = [start(rank, group) for rank, group in enumerate(world.groups)]
     world.progress()
-    counts = [(m - m0, b - b0) for (m, b), (m0, b0) in zip(world.sent(), before, strict=True)]
+    after = [group.sent for group in world.groups]
+    counts = [(m - m0, b - b0) for (m, b), (m0, b0) in zip(after, before, strict=True)]
     assert all(work.is_completed() for work in works)
     return counts, works
 

@@ -106,6 +106,7 @@ def edges(begun: Iterable[Hashable], ended: Iterable[Hashable]) -> Pair:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def ring(place: int, size: int, *which: Hashable) -> Pair:
     """Returns the `edges` of a place in a ring of `size`; `which` names the ring."""
     return edges([("ring", *which, (place + 1) % size)], [("ring", *which, place)])

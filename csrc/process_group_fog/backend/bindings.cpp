@@ -306,6 +306,7 @@ PYBIND11_MODULE(_C, module) {
           "perform_nocolor_split",
           [](ProcessGroupFog&, const at::Device&) {},
           py::arg("device"))
+      .def_property_readonly("sent", &ProcessGroupFog::sent)
       .def_property_readonly(
           "options",
           [](ProcessGroupFog& self) {

@@ -238,6 +238,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> local_ranks() const;
   // Host number of every rank, by first appearance.
   std::vector<int> hosts() const;
+  // Messages that its operations have sent from here, and bytes of data in them.
+  std::pair<uint64_t, uint64_t> sent() const;
   // How large data goes to that rank: "shared memory", "rma" or "messages". Throws ValueError if it is no other rank.
   std::string transport(int rank) const;
 

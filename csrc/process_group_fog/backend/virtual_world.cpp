@@ -48,10 +48,6 @@ void VirtualWorld::progress() {
   }
 }
 
-std::vector<InProcessNetwork::Count> VirtualWorld::counts() const {
-  return engines_->network->counts();
-}
-
 void VirtualWorld::lose(int rank) {
   TORCH_CHECK_VALUE(
       rank >= 0 && rank < static_cast<int>(engines_->lost.size()), "rank: got ", rank, "; allowed are ranks 0 to ",

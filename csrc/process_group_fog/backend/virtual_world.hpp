@@ -27,7 +27,6 @@ class VirtualWorld {
   }
   // Drives all engines until nothing moves and no message is on its way.
   void progress();
-  std::vector<InProcessNetwork::Count> counts() const;
   // This rank's process ends without a goodbye.
   void lose(int rank);
 

@@ -14,6 +14,9 @@ constexpr uint64_t kOwnNumber = uint64_t(1) << 63; // of data that came whole, b
 
 } // namespace
 
+InProcessNetwork::InProcessNetwork(int size, Options options)
+    : size_(size), options_(options), random_(options.seed), boxes_(static_cast<size_t>(size)), looks_(static_cast<size_t>(size), 0) {}
+
 void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (lost_.count(from) > 0 || lost_.count(to) > 0) {
@@ -69,6 +72,11 @@ void InProcessNetwork::lose(PeerId peer) {
     in_flight_ -= box.second.size();
   }
   boxes_[static_cast<size_t>(peer)].clear();
+}
+
+size_t InProcessNetwork::in_flight() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return in_flight_;
 }
 
 class InProcessNetwork::Endpoint final : public Transport {
@@ -304,12 +312,6 @@ Transport::Sent InProcessNetwork::Endpoint::send(
   const auto* bytes = static_cast<const char*>(data);
   std::shared_ptr<Going> going;
   const bool chunked = memory == Memory::kOverwritten || (memory == Memory::kStays && (by_turns_ = !by_turns_));
-  {
-    const std::lock_guard<std::mutex> lock(network_->mutex_);
-    auto& count = network_->counts_[static_cast<size_t>(self_)];
-    count.messages += destinations.size();
-    count.bytes += destinations.size() * message.bytes;
-  }
   for (const auto& [peer, scale, wants_confirm, data_waits] : destinations) {
     if (handler_.has_ended(peer)) {
       throw Unreachable(peer);

@@ -26,34 +26,14 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     unsigned most_delay = 0; // looks of the receiver for news that a message may be late
   };
 
-  InProcessNetwork(int size, Options options)
-      : size_(size),
-        options_(options),
-        random_(options.seed),
-        boxes_(static_cast<size_t>(size)),
-        looks_(static_cast<size_t>(size), 0),
-        counts_(static_cast<size_t>(size)) {}
+  InProcessNetwork(int size, Options options);
   // That of process `self`, whose messages `handler` takes.
   std::unique_ptr<Transport> connect(PeerId self, MessageHandler& handler);
 
   // `peer` ends without a goodbye: it takes and sends nothing any more.
   void lose(PeerId peer);
   // Messages that have not been taken.
-  size_t in_flight() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return in_flight_;
-  }
-
-  // What a process has sent so far; how the data of a message goes is not counted.
-  struct Count {
-    uint64_t messages = 0;
-    uint64_t bytes = 0; // of their data
-  };
-  // By process.
-  std::vector<Count> counts() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return counts_;
-  }
+  size_t in_flight() const;
 
  private:
   class Endpoint;
@@ -74,7 +54,6 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   std::mt19937_64 random_;
   std::vector<std::map<PeerId, std::deque<Parcel>>> boxes_; // by receiver, by sender; none is empty
   std::vector<uint64_t> looks_; // by receiver
-  std::vector<Count> counts_; // by sender
   std::set<PeerId> lost_;
   std::unordered_set<uint64_t> standing_; // transfers that have not been withdrawn
   uint64_t next_transfer_ = 1;
