@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap clean FORCE
+.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -50,6 +50,7 @@ help:
 	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
+	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
@@ -149,6 +150,10 @@ benchmark-cuda: build
 benchmark-overlap: build
 	@echo "== benchmark of overlap"
 	@$(IN_VENV) python benchmarks/overlap.py --json overlap.json --plot overlap.png $(ARGS)
+
+benchmark-scale: build
+	@echo "== benchmark of many ranks"
+	@$(IN_VENV) python benchmarks/scale.py --json scale.json --plot scale.png $(ARGS)
 
 # Exits with an error if something could not be installed, after the tests of what could.
 test-mpi: build

@@ -60,18 +60,19 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def facts() -> dict[str, object]:
-    """What a reader of the numbers wants to know about the run; in a rank."""
+    """What a reader of the numbers wants to know about the run; in a rank, if raw MPI is part of it."""
     import torch
-    from mpi4py import MPI
 
     from fog_pg import _C
+
+    raw = sys.modules.get("mpi4py.MPI")
 
     return {
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "mpi": MPI.Get_library_version().splitlines()[0],
+        **({"mpi": raw.Get_library_version().splitlines()[0]} if raw else {}),
         "mpi of fog": _C.mpi_version().splitlines()[0],
     }
 

@@ -234,6 +234,16 @@ class ProcessGroupFog(Backend):
     ) -> Work:
         """All ranks' tensors joined along dimension 0, in rank order; `tensor` as in neighbor_allgather."""
 
+    def agree(self, first: int, second: int, *, name: str = "") -> Work:
+        """The sum of all ranks' two numbers, each modulo 2^64. The caller waits for it at once.
+
+        It is zero if each rank has added what stands for what it gives and subtracted what stands for what it
+        takes, and the ranks agree: a check of 16 bytes, whatever it is of.
+
+        Returns:
+            A Work whose `result()` is `[sums]`, of uint64.
+        """
+
     def allreduce_named(
         self,
         tensor: Tensor,
@@ -289,6 +299,10 @@ class ProcessGroupFog(Backend):
     @property
     def options(self) -> ProcessGroupFog.Options:
         """A copy of the group's options; changing it changes nothing."""
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """How many messages the operations of this group have sent from here, and how many bytes of data in them."""
 
     @property
     def local_ranks(self) -> list[int]:
@@ -528,6 +542,16 @@ def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
         local_ranks: How many ranks map each other's.
         addresses: Bytes of addresses that a process may have.
     """
+
+class Rendezvous:
+    """For tests: how ranks meet in a Store, as every group does."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None: ...
+    def allgather(self, key: str, value: str) -> list[str]:
+        """Every rank's value."""
+
+    def finish(self) -> None:
+        """This rank needs nothing of it any more; the last one that says so deletes what was exchanged."""
 
 class VirtualWorld:
     """For tests: ranks of one process, each with an engine and a group of its own, which exchange messages through its memory.

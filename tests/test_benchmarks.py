@@ -134,6 +134,14 @@ def test_rma(tmp_path: Path) -> None:
     assert goals.count("at most") == 5, goals
 
 
+def test_scale(tmp_path: Path) -> None:
+    rows, _ = run_benchmark("scale.py", tmp_path, "--ranks", "3", "--rounds", "1", "--sizes", "8", "4K")
+    names = ["start", "group", "barrier", *["allreduce"] * 2, *["neighbors"] * 2]
+    assert [row["operation"] for row in rows] == [*names, "private MiB", "mapped MiB", "descriptors", "end"]
+    for row in rows:
+        assert list(row["times"]) == (["fog"] if row["operation"] == "mapped MiB" else ["fog", "gloo"]), row
+
+
 def test_training(tmp_path: Path) -> None:
     modes = ["none", "ddp gloo", "ddp", "awc", "awc one-peer", "ddp_async", "win_put one-peer", "diloco"]
     options = ["--ranks", *RANKS, "--models", "mlp", "--iterations", "1", "--back-to-back", "2"]

@@ -118,7 +118,7 @@ class CountedStore(dist.Store):
     def wait(self, *arguments: Any) -> Any:
         return self._ask("wait", *arguments)
 
-    def delete_key(self, *arguments: Any) -> Any:
+    def deleteKey(self, *arguments: Any) -> Any:
         return self._ask("delete_key", *arguments)
 
 

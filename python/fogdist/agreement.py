@@ -1,22 +1,28 @@
-"""What all ranks of a group must have given alike: one small exchange that says whether they did.
+"""Do the ranks of a group agree? One sum of fixed size says so; only if they do not is anything gathered.
 
-A rank sends 8 bytes. Only if ranks differ do they send more, so that the error can say how; it is then the
-same error on all ranks.
+What two ranks must agree on is an edge: the one adds what stands for it, the other subtracts what stands for it
+there. The sum over the group is zero if both ends of all edges fit, and else with odds of 2^-128. That all
+ranks give the same is a matter of edges too: of those of a ring of the ranks.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fog_pg._C import ProcessGroupFog
+
+# Two numbers of 64 bits, which are added and multiplied each by itself, modulo 2^64.
+Pair: TypeAlias = "tuple[int, int]"
+# What stands for ends of edges, and what stands for what is to fit there.
+Claim: TypeAlias = "tuple[Pair, Pair]"
 
 # What a message shows of a difference: versions, and of each version the items that not all others have.
 _SHOWN_VERSIONS = 4
@@ -37,22 +43,15 @@ def check_same_everywhere(backend: ProcessGroupFog, argument: str, items: Sequen
         torch.distributed.DistBackendError: A rank has not come to this check within the group's timeout, or
             has called something else.
     """
-    if backend.size() == 1:
-        return
-    text = _SEPARATOR.join(items)
     try:
-        versions: dict[int, list[int]] = {}
-        for rank, number in enumerate(gather_numbers(backend, [digest(text)])):
-            versions.setdefault(number[0], []).append(rank)
-        if len(versions) == 1:
+        ranks_of = different_ranks(backend, digest(_SEPARATOR.join(items)))
+        if not ranks_of:
             return
-        ranks_of = list(versions.values())
         shown = ranks_of[:_SHOWN_VERSIONS]
         speaks = backend.rank() in [ranks[0] for ranks in shown]
-        texts = gather_texts(backend, text if speaks else "")
+        items_of = [each for each in gather(backend, list(items) if speaks else None) if each is not None]
     except dist.DistBackendError as error:
         raise dist.DistBackendError(f"while all ranks compare their {argument}: {error}") from error
-    items_of = [texts[ranks[0]].split(_SEPARATOR) for ranks in shown]
     common = set(items_of[0]).intersection(*items_of[1:])
     lines = [
         f"only on ranks {ranks}: {_some(special)}"
@@ -67,43 +66,72 @@ def check_same_everywhere(backend: ProcessGroupFog, argument: str, items: Sequen
     )
 
 
-def digest(text: str) -> int:
-    """Returns 64 bits that stand for a text, the same in every process, as a signed integer."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+def different_ranks(backend: ProcessGroupFog, text: str) -> list[list[int]]:
+    """Returns the ranks of each version of a text, in order of their first ranks; none if all give the same one."""
+    if agree(backend, [(ring(backend.rank(), backend.size()), mark(text))]):
+        return []
+    versions: dict[str, list[int]] = {}
+    for rank, version in enumerate(gather(backend, text)):
+        versions.setdefault(version, []).append(rank)
+    return list(versions.values())
 
 
-def gather_numbers(backend: ProcessGroupFog, numbers: Iterable[int], name: str = "") -> list[list[int]]:
-    """Returns what every rank gave, in order of ranks. Collective and blocking.
+def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> bool:
+    """Returns whether both ends of all edges claim the same, on all ranks alike. Collective and blocking.
 
     Args:
         backend: The group's.
-        numbers: 64-bit integers; each rank may give as many as it likes.
+        claims: What this rank says of the edges that it is an end of.
         name: As of an operation; "" for the order of calls.
     """
-    mine = list(numbers)
-    counted = torch.tensor([len(mine), *mine], dtype=torch.int64, device="cpu")
-    table = iter(_gather(backend, counted, name).tolist())
-    return [[next(table) for _ in range(length)] for length in table]
-
-
-def gather_texts(backend: ProcessGroupFog, text: str, name: str = "") -> list[str]:
-    """Returns the text of every rank, in order of ranks; collective, arguments as of `gather_numbers`."""
-    data = text.encode()
-    lengths = [length for (length,) in gather_numbers(backend, [len(data)], name)]
-    mine = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
-    table = bytes(_gather(backend, mine, name).tolist())
-    texts, place = [], 0
-    for length in lengths:
-        texts.append(table[place : place + length].decode())
-        place += length
-    return texts
-
-
-def _gather(backend: ProcessGroupFog, numbers: Tensor, name: str) -> Tensor:
-    work = backend.allgather_concat(numbers, name=name)
+    work = backend.agree(*total(claims), name=name)
     work.wait()
-    result: Tensor = work.get_future().value()[0]
-    return result
+    return not any(work.result()[0].tolist())
+
+
+def total(claims: Iterable[Claim]) -> Pair:
+    """Returns what a rank adds to the sum for its claims."""
+    first = second = 0
+    for ends, content in claims:
+        first += ends[0] * content[0]
+        second += ends[1] * content[1]
+    return first % 2**64, second % 2**64
+
+
+def edges(begun: Iterable[Hashable], ended: Iterable[Hashable]) -> Pair:
+    """Returns what stands for the edges that begin at a rank and those that end there, each by its name."""
+    begins, ends = [mark(edge) for edge in begun], [mark(edge) for edge in ended]
+    return sum(m[0] for m in begins) - sum(m[0] for m in ends), sum(m[1] for m in begins) - sum(
+        m[1] for m in ends
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def ring(place: int, size: int, *which: Hashable) -> Pair:
+    """Returns the `edges` of a place in a ring of `size`; `which` names the ring."""
+    return edges([("ring", *which, (place + 1) % size)], [("ring", *which, place)])
+
+
+@functools.lru_cache(maxsize=4096)
+def mark(*what: Hashable) -> Pair:
+    """Returns what stands for `what`, the same in every process."""
+    number = int(digest(repr(what)), 16)
+    # Odd, so that a product with it keeps all bits of the other.
+    return number % 2**64 | 1, number >> 64 | 1
+
+
+def digest(text: str) -> str:
+    """Returns 128 bits that stand for a text, the same in every process, as hexadecimal digits."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def gather(backend: ProcessGroupFog, value: Any, name: str = "") -> list[Any]:
+    """Returns what every rank gave, of JSON's types, in order of ranks; collective, arguments as of `agree`."""
+    line = list(json.dumps(value).encode() + b"\n")
+    work = backend.allgather_concat(torch.tensor(line, dtype=torch.uint8, device="cpu"), name=name)
+    work.wait()
+    table: torch.Tensor = work.get_future().value()[0]
+    return [json.loads(line) for line in bytes(table.tolist()).splitlines()]
 
 
 def _some(items: list[str]) -> str:

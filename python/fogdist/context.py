@@ -271,7 +271,7 @@ def set_topology(
 ) -> bool:
     """Sets the topology that exchanges without weights of their own follow. Collective.
 
-    Every rank must set the same one: the ranks compare what they were given, in 8 bytes each, and keep the
+    Every rank must set the same one: the ranks compare what they were given, in 16 bytes each, and keep the
     topology they had if it differs. While a group has windows its topology stays, as the windows have memory for
     these neighbors: free them first.
 

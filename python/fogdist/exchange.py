@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
 
-from fogdist.agreement import digest
+from fogdist.agreement import Pair, edges
 from fogdist.topology import check_neighbor_ranks
 
 if TYPE_CHECKING:
@@ -105,10 +105,18 @@ class Exchange:
         """Whether a sender waits until the receivers have accepted its tensor; None for the group's option."""
         return True if self.check and not self.is_dynamic else None
 
+    @property
+    def weights(self) -> tuple[float, Peers, Peers]:
+        """All that nodes may differ in."""
+        return self.self_weight, self.sources, self.destinations
+
     @functools.cached_property
-    def digest(self) -> int:
-        """64 bits that stand for peers and weights, the same in every process."""
-        return digest(str((self.self_weight, self.sources, self.destinations)))
+    def edges(self) -> Pair:
+        """What stands for its edges at this node, see `fogdist.agreement`."""
+        return edges(
+            [(self.nodes.node, self.node, destination) for destination, _ in self.destinations],
+            [(self.nodes.node, source, self.node) for source, _ in self.sources],
+        )
 
 
 class Exchanges:

@@ -76,9 +76,9 @@ def hierarchical_neighbor_allreduce(
         self_weight: Weight of this machine's own mean.
         src_machine_weights: {source machine: weight}.
         dst_machine_weights: {destination machine: weight}, or destination machines that all weigh 1.
-        enable_topo_check: True to check an exchange with weights first: all ranks tell each other their
-            machine's peers, and raise the same ValueError if machines disagree, or ranks of one machine. That
-            is a small exchange more. Along the machine topology, as in `neighbor_allreduce`.
+        enable_topo_check: True to check an exchange with weights first: all ranks raise the same ValueError if
+            machines disagree, or ranks of one machine. That is one more allreduce, of 16 bytes. Along
+            the machine topology, as in `neighbor_allreduce`.
         name: As in `neighbor_allreduce`.
         group: The group of ranks; by default that of `init`.
         **removed: `neighbor_machine_weights` and `send_neighbor_machines` of older scripts, to say what they

@@ -8,7 +8,7 @@ from typing import SupportsIndex
 import numpy as np
 import torch.distributed as dist
 
-from fogdist.agreement import gather_numbers
+from fogdist.agreement import gather
 from fogdist.context import Context, current
 from fogdist.topology import (
     check_neighbor_ranks,
@@ -77,4 +77,4 @@ def InferDestinationFromSourceRanks(
 
 def _gather_lists(context: Context, ranks: Iterable[SupportsIndex], argument: str) -> list[list[int]]:
     peers = check_neighbor_ranks(ranks, context.rank, context.size, argument)
-    return gather_numbers(context.backend, peers)
+    return gather(context.backend, peers)

@@ -270,6 +270,16 @@ PYBIND11_MODULE(_C, module) {
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
       .def(
+          "agree",
+          [](ProcessGroupFog& self, uint64_t first, uint64_t second, std::string name) -> WorkPtr {
+            return self.agree(first, second, call_options(std::move(name), std::nullopt, std::nullopt, true));
+          },
+          py::arg("first"),
+          py::arg("second"),
+          py::kw_only(),
+          py::arg("name") = "",
+          py::call_guard<py::gil_scoped_release>())
+      .def(
           "allreduce_named",
           [](ProcessGroupFog& self, at::Tensor tensor, const c10d::ReduceOp& op, std::string name, Timeout timeout) -> WorkPtr {
             return self.allreduce_named(tensor, op, call_options(std::move(name), std::nullopt, timeout));
@@ -296,6 +306,7 @@ PYBIND11_MODULE(_C, module) {
           "perform_nocolor_split",
           [](ProcessGroupFog&, const at::Device&) {},
           py::arg("device"))
+      .def_property_readonly("sent", &ProcessGroupFog::sent)
       .def_property_readonly(
           "options",
           [](ProcessGroupFog& self) {

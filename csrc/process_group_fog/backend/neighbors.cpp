@@ -12,7 +12,7 @@
 #include "device/neighbors.hpp"
 #include "device/reduce.hpp"
 #include "core/machines.hpp"
-#include "collectives/agreement.hpp"
+#include "collectives/barrier.hpp"
 #include "collectives/gather_concat.hpp"
 #include "collectives/hierarchical_neighbor_allreduce.hpp"
 #include "collectives/neighbor_allreduce.hpp"
@@ -174,25 +174,31 @@ std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char
   return neighbors;
 }
 
-std::vector<int64_t> ProcessGroupFog::compare(
-    const Signature& signature, int64_t number, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
-  auto operation = std::make_shared<Agreement>(signature, number, std::move(sources), std::move(destinations));
+std::vector<Signature> ProcessGroupFog::compare(
+    const Signature& signature, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
+  const auto nothing = at::empty({signature.shape[0], 0}, at::TensorOptions(at::kCPU).dtype(at::kByte));
+  const auto operation = std::make_shared<GatherConcat>(signature, nothing, std::move(sources), std::move(destinations));
   auto call = options;
   call.confirm = true;
   call.waits = true;
-  const auto work = submit(operation, {OpType::UNKNOWN, nullptr, {}, {}}, call);
-  work->wait();
-  const auto numbers = work->result().at(0);
-  const auto* begin = numbers.const_data_ptr<int64_t>();
-  return {begin, begin + numbers.numel()};
+  submit(operation, {OpType::UNKNOWN, nullptr, {}, {}}, call)->wait();
+  return operation->signatures();
 }
 
 void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallOptions& options) {
   if (confirms(options)) {
-    std::vector<int> everyone(size_);
-    std::iota(everyone.begin(), everyone.end(), 0);
-    compare(signature, 0, everyone, everyone, options);
+    auto call = options;
+    call.waits = true;
+    submit(std::make_shared<Barrier>(signature), {OpType::UNKNOWN, nullptr, {}, {}}, call)->wait();
   }
+}
+
+WorkPtr ProcessGroupFog::agree(uint64_t first, uint64_t second, const CallOptions& options) {
+  auto sum = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kUInt64));
+  sum.mutable_data_ptr<uint64_t>()[0] = first;
+  sum.mutable_data_ptr<uint64_t>()[1] = second;
+  const auto signature = reduction_signature(OpKind::kAgree, sum, c10d::ReduceOp::SUM);
+  return allreduce_among(signature, "fog:agree", sum, c10d::ReduceOp::SUM, {}, options);
 }
 
 WorkPtr ProcessGroupFog::mix(
@@ -250,7 +256,7 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
     const auto parts = by_dtype(tensors);
     if (confirms(options)) {
       const auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
-      compare(signature, 0, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
+      compare(signature, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
     }
     return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
@@ -262,7 +268,7 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
 
 // Each rank of a machine mixes a slice of its own: with different plans the slices would not belong together.
 void ProcessGroupFog::compare_plans(
-    const Signature& signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options) {
+    Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options) {
   auto sources = machines.local();
   auto destinations = machines.local();
   for (const auto& source : plan.sources()) {
@@ -271,12 +277,12 @@ void ProcessGroupFog::compare_plans(
   for (const auto& destination : plan.destinations()) {
     destinations.push_back(machines.rank(destination.rank, machines.place()));
   }
-  const int64_t own = mark(hash_of(plan));
-  const auto plans = compare(signature, own, std::move(sources), std::move(destinations), options);
+  signature.plan = mark(hash_of(plan));
+  const auto peers = compare(signature, std::move(sources), std::move(destinations), options);
   for (size_t place = 0; place < machines.local().size(); ++place) {
     TORCH_CHECK_WITH(
-        DistBackendError, plans[place] == own, "ranks disagree: this rank called ", name_of(signature.kind), " with ", plan.describe(),
-        " for its machine, rank ", machines.local()[place], " of the same machine with another plan");
+        DistBackendError, peers[place].plan == signature.plan, "ranks disagree: this rank called ", name_of(signature.kind), " with ",
+        plan.describe(), " for its machine, rank ", machines.local()[place], " of the same machine with another plan");
   }
 }
 
@@ -290,7 +296,7 @@ WorkPtr ProcessGroupFog::local_allreduce(
   if (const auto device = neighbors_of(kOp, tensor)) {
     device::check_reduction_on_device(kOp, op.op_, tensor);
     if (confirms(options)) {
-      compare(signature, 0, layout.local(), layout.local(), options);
+      compare(signature, layout.local(), layout.local(), options);
     }
     return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
   }
@@ -338,7 +344,10 @@ WorkPtr ProcessGroupFog::gather_concat(
   const char* title = all ? "fog:allgather_concat" : "fog:neighbor_allgather";
   const auto signature = Signature::of(kind, tensor);
   if (const auto device = neighbors_of(op, tensor)) {
-    const auto rows = compare(signature, tensor.size(0), sources, destinations, options);
+    std::vector<int64_t> rows;
+    for (const auto& peer : compare(signature, sources, destinations, options)) {
+      rows.push_back(peer.shape[0]);
+    }
     return device->gather(op, title, type, tensor, sources, rows, destinations);
   }
   Staging staging;

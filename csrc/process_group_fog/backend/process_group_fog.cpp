@@ -306,6 +306,10 @@ std::string ProcessGroupFog::transport(int rank) const {
   return group_->engine.way_to(group_, rank);
 }
 
+std::pair<uint64_t, uint64_t> ProcessGroupFog::sent() const {
+  return group_->engine.sent(group_);
+}
+
 std::vector<int> ProcessGroupFog::local_ranks() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < size_; ++rank) {

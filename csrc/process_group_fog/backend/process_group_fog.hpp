@@ -215,6 +215,9 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
   // The Work's result is all ranks' tensors along dimension 0; first dimensions may differ.
   c10::intrusive_ptr<c10d::Work> allgather_concat(const at::Tensor& tensor, const CallOptions& options);
+  // The Work's result is the sum of all ranks' two numbers, each modulo 2^64: 0 and 0 says that they agree, if each has added what stands
+  // for what it gives and subtracted what stands for what it takes.
+  c10::intrusive_ptr<c10d::Work> agree(uint64_t first, uint64_t second, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> broadcast_named(at::Tensor& tensor, int root, const CallOptions& options);
 
@@ -235,6 +238,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> local_ranks() const;
   // Host number of every rank, by first appearance.
   std::vector<int> hosts() const;
+  // Messages that its operations have sent from here, and bytes of data in them.
+  std::pair<uint64_t, uint64_t> sent() const;
   // How large data goes to that rank: "shared memory", "rma" or "messages". Throws ValueError if it is no other rank.
   std::string transport(int rank) const;
 
@@ -278,12 +283,13 @@ class ProcessGroupFog : public c10d::Backend {
     return neighbors_serving(op, tensors);
   }
   std::shared_ptr<device::Neighbors> neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors);
-  // What this rank's `sources` give as numbers; the peers' signatures agree. Blocks.
-  std::vector<int64_t> compare(
-      const Signature& signature, int64_t number, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
+  // Before an exchange that somebody else carries: its peers see that they ask for the same, as they would in an operation of fog's own.
+  // What the sources ask for. Blocks.
+  std::vector<Signature> compare(
+      const Signature& signature, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
   // Among all ranks, where calls are to be confirmed.
   void compare_everywhere(const Signature& signature, const CallOptions& options);
-  void compare_plans(const Signature& signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
+  void compare_plans(Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
   bool confirms(const CallOptions& options) const {
     return options.confirm.value_or(options_->confirm);
   }

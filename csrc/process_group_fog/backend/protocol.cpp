@@ -41,7 +41,7 @@ uint32_t layout() {
         size_t(Slot::kOwners),
         static_cast<size_t>(MessageKind::kWanted),
         static_cast<size_t>(Delivery::kMapped),
-        static_cast<size_t>(OpKind::kLocalAllreduce)}) {
+        static_cast<size_t>(OpKind::kAgree)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));
   }
   return mark(hash);

@@ -11,6 +11,7 @@
 #include "backend/virtual_world.hpp"
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
+#include "job/rendezvous.hpp"
 #include "transport/shared_memory/machine.hpp"
 #include "windows/deferred_free.hpp"
 
@@ -41,6 +42,12 @@ void bind_testing(py::module_& module) {
             {"deferred_windows", DeferredFree::size()}};
       },
       release_gil);
+  py::class_<Rendezvous>(module, "Rendezvous")
+      .def(
+          py::init<c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds>(), py::arg("store"), py::arg("rank"),
+          py::arg("size"), py::arg("timeout"), release_gil)
+      .def("allgather", &Rendezvous::allgather, py::arg("key"), py::arg("value"), release_gil)
+      .def("finish", &Rendezvous::finish, release_gil);
   py::class_<VirtualWorld>(module, "VirtualWorld")
       .def(
           py::init([](int size, int ranks_per_host, std::chrono::milliseconds timeout, bool confirm, uint64_t seed,

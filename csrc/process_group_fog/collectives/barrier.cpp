@@ -1,17 +1,6 @@
 #include "collectives/barrier.hpp"
 
 namespace fog {
-namespace {
-
-Signature barrier_signature() {
-  Signature signature;
-  signature.kind = OpKind::kBarrier;
-  return signature;
-}
-
-} // namespace
-
-Barrier::Barrier() : Operation(barrier_signature()) {}
 
 void Barrier::launch() {
   for (int distance = 1; distance < size(); distance <<= 1) {

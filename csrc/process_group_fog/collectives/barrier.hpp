@@ -9,7 +9,8 @@ namespace fog {
 // doi:10.1007/BF01379320).
 class Barrier : public Operation {
  public:
-  Barrier();
+  // Of a signature of the ranks' own it compares, for somebody else's operation: each rank sees that of the one before it.
+  explicit Barrier(Signature signature = {}) : Operation(signature) {}
 
  protected:
   void launch() override;

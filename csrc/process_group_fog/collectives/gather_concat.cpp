@@ -54,7 +54,10 @@ void GatherConcat::compute() {
   size_t receive = 0;
   std::vector<size_t> bytes;
   for (const int source : sources_) {
-    bytes.push_back(source == rank() ? tensor_.nbytes() : header(receive++).bytes);
+    const bool is_own = source == rank();
+    bytes.push_back(is_own ? tensor_.nbytes() : header(receive).bytes);
+    signatures_.push_back(is_own ? signature_ : header(receive).signature);
+    receive += is_own ? 0 : 1;
     total += bytes.back();
   }
   auto sizes = tensor_.sizes().vec();
@@ -63,9 +66,8 @@ void GatherConcat::compute() {
     row *= sizes[dim];
   }
   int64_t first = 0;
-  receive = 0;
-  for (const int source : sources_) {
-    first += source == rank() ? sizes[0] : header(receive++).signature.shape[0];
+  for (const auto& signature : signatures_) {
+    first += signature.shape[0];
   }
   TORCH_CHECK_WITH(
       DistBackendError, static_cast<int64_t>(total) == first * row, "the neighbors' tensors have ", total, " bytes for ", first,

@@ -15,6 +15,11 @@ class GatherConcat : public Operation {
   // has one dimension or more. The Work's result is the one concatenated tensor.
   GatherConcat(Signature signature, at::Tensor tensor, std::vector<int> sources, std::vector<int> destinations);
 
+  // What the sources called, once it is done.
+  const std::vector<Signature>& signatures() const {
+    return signatures_;
+  }
+
  protected:
   void launch() override;
   Action advance() override;
@@ -28,6 +33,7 @@ class GatherConcat : public Operation {
   const std::vector<int> destinations_;
   Phase phase_ = Phase::kHeaders;
   at::Tensor result_;
+  std::vector<Signature> signatures_; // by source
   std::vector<char*> places_; // by source
 };
 

@@ -42,6 +42,8 @@ const char* name_of(OpKind kind) {
       return "hierarchical_neighbor_allreduce";
     case OpKind::kLocalAllreduce:
       return "local_allreduce";
+    case OpKind::kAgree:
+      return "agree";
   }
   return "unknown op";
 }

@@ -30,6 +30,7 @@ enum class OpKind : uint8_t {
   kMonitoredBarrier,
   kHierarchicalNeighborAllreduce,
   kLocalAllreduce,
+  kAgree,
 };
 
 const char* name_of(OpKind kind);

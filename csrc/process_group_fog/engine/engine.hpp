@@ -70,6 +70,8 @@ class Engine final : public Driver, public MessageHandler {
   void close(const std::shared_ptr<Group>& group);
   Failure failure(const std::shared_ptr<Group>& group);
   uint64_t sequence(const std::shared_ptr<Group>& group);
+  // What the group's operations have sent from here: messages, and bytes of data in them.
+  std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);
   std::string describe(const std::shared_ptr<Operation>& operation);
 
   // Sizes of what grows with what a program does, for tests.

@@ -122,6 +122,11 @@ Failure Engine::failure(const std::shared_ptr<Group>& group) {
   return group->failure;
 }
 
+std::pair<uint64_t, uint64_t> Engine::sent(const std::shared_ptr<Group>& group) {
+  Lock lock(mutex_);
+  return {group->sent_messages, group->sent_bytes};
+}
+
 uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
   check_not_forked();
   Lock lock(mutex_);

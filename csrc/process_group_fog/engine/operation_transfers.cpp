@@ -43,6 +43,8 @@ void Operation::send(
   Transport::Sent sent;
   try {
     sent = group_->transport->send(peers, header_for(step, bytes), data, memory, shared_from_this());
+    group_->sent_messages += peers.size();
+    group_->sent_bytes += peers.size() * bytes;
   } catch (const Unreachable& error) {
     const auto lost = std::find_if(destinations.begin(), destinations.end(), [&](const Destination& destination) {
       return group_->members[destination.peer].peer_id == error.peer();
@@ -331,6 +333,7 @@ void Operation::confirm_to(int peer) {
   header.signature = signature_;
   try {
     group_->transport->send(group_->members[peer].peer_id, header);
+    ++group_->sent_messages;
   } catch (const Unreachable&) { // nobody waits for it
   }
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.agreement import gather_numbers
 from fogdist.context import Context
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.mixer import Mixer
@@ -73,11 +73,12 @@ class SynchronousMixing:
 
     def finish(self) -> None:
         """Mixes if an exchange is in flight, here or on another rank only; collective."""
-        numbers = gather_numbers(self._context.backend, [self._begun], f"{self._name}.begun")
+        most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
+        self._context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=f"{self._name}.begun").wait()
         if self.has_begun:
             self.mix()
         # Those who have begun one more than this rank cannot end it alone.
-        while [self._begun] < max(numbers):
+        while self._begun < most.item():
             self.mix()
 
     def accept_changes(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from fogdist.agreement import check_same_everywhere, gather_numbers
+from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
@@ -510,17 +510,14 @@ def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
 
 def _warn_if_apart(context: Context, parameters: Sequence[Tensor]) -> None:
     """Warns if ranks do not start from one point."""
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         values: Any = plain(local_of(parameter.detach())).reshape(-1).view(torch.uint8).cpu().numpy()
         digest.update(values)
-    mine = int.from_bytes(digest.digest(), "big") >> 1
-    versions: dict[int, list[int]] = {}
-    for rank, (number,) in enumerate(gather_numbers(context.backend, [mine])):
-        versions.setdefault(number, []).append(rank)
-    if len(versions) > 1:
+    versions = different_ranks(context.backend, digest.hexdigest())
+    if versions:
         warn_user(
             f"ranks start from {len(versions)} different sets of parameters, rank 0 from that of the ranks "
-            f"{next(iter(versions.values()))}; broadcast_parameters(dict(model.named_parameters()), 0) gives "
+            f"{versions[0]}; broadcast_parameters(dict(model.named_parameters()), 0) gives "
             "them one"
         )

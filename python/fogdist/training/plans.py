@@ -57,7 +57,7 @@ class Plans:
         if topology is None:
             return [f"{self._argument}: the group's topology"]
         count = _COMPARED_ROUNDS if topology.period is None else min(topology.period, _COMPARED_ROUNDS)
-        rounds = (f"{digest(topology.matrix(t).tobytes().hex()):x}" for t in range(count))
+        rounds = (digest(topology.matrix(t).tobytes().hex()) for t in range(count))
         return [
             f"{self._argument}: {topology.name!r} of period {topology.period}",
             *(f"{self._argument}: round {t} has the matrix {matrix}" for t, matrix in enumerate(rounds)),

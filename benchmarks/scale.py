@@ -1,0 +1,364 @@
+"""Many ranks on one machine: start, small operations and end, memory and descriptors, fog beside Gloo.
+
+    python benchmarks/scale.py                                  # 4, 16 and 32 ranks, some minutes
+    python benchmarks/scale.py --ranks 64 --rounds 3 --json scale.json --plot scale.png
+
+Ranks are forked from this process, which has imported torch, fogdist and fog's extension: imports count nowhere. In each
+round a world of each system starts, works and ends, in an order drawn anew; kept are the median and the quartiles over
+the rounds. Rows, in milliseconds but for the last three:
+
+    start           from the word to begin, given to all ranks, until the last one has its first allreduce (8 B)
+    group           new_group of all ranks until the last one has its first allreduce in it
+    barrier, allreduce, neighbors
+                    one of several in a row; neighbors is the mean with the two ranks beside this one, in Gloo's world
+                    by its sends and receives
+    end             from the word to end until the last process has gone: destroy_process_group and what is
+                    registered for the exit, without the finalization of Python, which is the same for all
+    private MiB     memory of a rank that is its own, the largest of all ranks: what fork has not had to copy is not
+    mapped MiB      shared memory that it maps, but for fog's arenas, which are addresses only
+    descriptors     open ones, but for those that it was forked with
+
+Ranks outnumber the cores, so times are those of the whole machine: n ranks of two cores take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+# Pools of threads would not outlive a fork.
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+
+import atexit
+import gc
+import multiprocessing
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import numpy as np
+import program
+import torch
+import torch.distributed as dist
+import torch.testing
+from goals import Goal, print_goals
+from interleaved import Times
+from report import Row, Table, size_text, write_json
+
+SYSTEMS = {"fog": "fog", "gloo": "Gloo"}
+TABLE = Table(SYSTEMS, [("fog", "gloo")])
+GOALS = [Goal("start", ranks, 0, "fog", "gloo", 1.5) for ranks in (32, 64)]
+# Operations in a row, by bytes of the tensor.
+SIZES = {8: 20, 4 << 10: 20, 1 << 20: 4}
+TIMEOUT = timedelta(minutes=4)
+_context = multiprocessing.get_context("fork")
+
+# An operation and the bytes of its tensor.
+Key = tuple[str, int]
+
+
+class Rank:
+    """What a forked process does when it is told to; each phase returns when it began and ended, in seconds."""
+
+    def __init__(self, system: str, rank: int, size: int, port: int) -> None:
+        self.system, self.rank, self.size, self.port = system, rank, size, port
+        self.descriptors = len(os.listdir("/proc/self/fd"))
+
+    def start(self) -> list[float]:
+        """Joins the others."""
+        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=TIMEOUT)
+        dist.init_process_group(
+            self.system, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+        )
+        dist.all_reduce(torch.ones(2))
+        return [0.0, time.perf_counter()]  # it began with the word
+
+    def group(self) -> list[float]:
+        """Makes a group of all ranks."""
+        begin = time.perf_counter()
+        group = dist.new_group(timeout=TIMEOUT)
+        dist.all_reduce(torch.ones(2), group=group)
+        return [begin, time.perf_counter()]
+
+    def call(self, operation: str, x: torch.Tensor) -> Callable[[], object]:
+        """The operation, on ones."""
+        if operation == "barrier":
+            return dist.barrier
+        if operation == "allreduce":
+            return lambda: dist.all_reduce(x.fill_(1))
+        ring = {(self.rank + hop) % self.size: 1 / 3 for hop in (1, -1)}
+        if self.system != "fog":
+            return lambda: exchange(x, list(ring))
+        fogdist.init()
+        return lambda: fogdist.neighbor_allreduce(
+            x, self_weight=1 / 3, src_weights=ring, dst_weights=list(ring), enable_topo_check=False
+        )
+
+    def repeat(self, operation: str, size: int) -> list[float]:
+        """Operations in a row, on tensors of so many bytes."""
+        x = torch.ones(size // 4)
+        call = self.call(operation, x)
+        result = call()
+        expected = torch.ones_like(x) * (self.size if operation == "allreduce" else 1)
+        torch.testing.assert_close(x if operation != "neighbors" else result, expected)
+        dist.barrier()
+        count = SIZES.get(size, 20)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        end = time.perf_counter()
+        return [begin / count, end / count]
+
+    def memory(self) -> list[float]:
+        """Private and mapped MiB, and descriptors."""
+        rollup = dict(
+            line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+        )
+        mapped = 0
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            addresses, permissions, *_ = line.split()
+            if permissions.endswith("s") and "fog_arena" not in line:
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                mapped += last - first
+        private = sum(int(rollup[name]) for name in ("Private_Clean:", "Private_Dirty:"))
+        return [private / 1024, mapped / 2**20, len(os.listdir("/proc/self/fd")) - self.descriptors]
+
+
+def exchange(x: torch.Tensor, peers: Sequence[int]) -> torch.Tensor:
+    """The mean with these ranks, who do the same, by sends and receives."""
+    others = [torch.empty_like(x) for _ in peers]
+    work = [dist.irecv(other, peer) for other, peer in zip(others, peers, strict=True)]
+    work += [dist.isend(x, peer) for peer in peers]
+    for each in work:
+        each.wait()
+    return torch.stack([x, *others]).mean(0)
+
+
+def serve(connection: Connection, system: str, rank: int, size: int, port: int) -> None:
+    """The life of a forked rank."""
+    torch.set_num_threads(1)
+    me = Rank(system, rank, size, port)
+    while (word := connection.recv()) is not None:
+        name, *arguments = word
+        try:
+            connection.send(getattr(me, name)(*arguments))
+        except BaseException:
+            connection.send(f"rank {rank}, {name}: {traceback.format_exc()}")
+            os._exit(1)
+    dist.destroy_process_group()
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def keep_store(connection: Connection) -> None:
+    """The process that has the Store, as torchrun does: no rank waits for another one to make it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+    os._exit(0)
+
+
+class World:
+    """Ranks of one system, from their fork to their end.
+
+    Args:
+        system: Of torch.distributed.
+        size: How many ranks.
+    """
+
+    def __init__(self, system: str, size: int) -> None:
+        self.processes: list[Any] = []
+        self.connections: list[Connection] = []
+        self._fork(keep_store)
+        port = self.connections[0].recv()
+        for rank in range(size):
+            self._fork(serve, system, rank, size, port)
+
+    def _fork(self, function: Callable[..., None], *arguments: object) -> None:
+        here, there = _context.Pipe()
+        process = _context.Process(target=function, args=(there, *arguments), daemon=True)
+        process.start()
+        there.close()
+        self.processes.append(process)
+        self.connections.append(here)
+
+    def ask(self, *word: object) -> tuple[float, np.ndarray]:
+        """Lets all ranks do something; returns when, and what each of them has answered."""
+        ranks = self.connections[1:]
+        answered: set[Any] = set()
+        begin = time.perf_counter()
+        for rank in ranks:
+            rank.send(word)
+        answers = []
+        while len(answers) < len(ranks):
+            ready = wait([rank for rank in ranks if rank not in answered], 2 * TIMEOUT.total_seconds())
+            if not ready:
+                raise RuntimeError(f"{len(ranks) - len(answers)} ranks do not answer: {word}")
+            for rank in ready:
+                answered.add(rank)
+                answers.append(rank.recv())
+                if isinstance(answers[-1], str):
+                    raise RuntimeError(answers[-1])
+        return begin, np.array(answers)
+
+    def time(self, *word: object) -> float:
+        """Milliseconds of a phase of all ranks together."""
+        told, times = self.ask(*word)
+        begins, ends = times.T
+        return 1e3 * (ends.max() - (begins.min() if begins.any() else told))
+
+    def end(self) -> float:
+        """Lets all ranks end; milliseconds until the last one has."""
+        begin = time.perf_counter()
+        for rank in self.connections[1:]:
+            rank.send(None)
+        living = [process.sentinel for process in self.processes[1:]]
+        while living:
+            ended = wait(living, TIMEOUT.total_seconds())
+            if not ended:
+                raise RuntimeError(f"{len(living)} ranks do not end")
+            living = [sentinel for sentinel in living if sentinel not in ended]
+        return 1e3 * (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """Ends whatever is left."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for connection in self.connections:
+            connection.close()
+
+
+@contextmanager
+def world_of(system: str, size: int) -> Iterator[World]:
+    """A world that is gone afterwards, whatever happens."""
+    world = World(system, size)
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+def measure(system: str, size: int, sizes: Sequence[int]) -> dict[Key, float]:
+    """One world's life."""
+    with world_of(system, size) as world:
+        found: dict[Key, float] = {("start", 0): world.time("start"), ("group", 0): world.time("group")}
+        keys: list[Key] = [
+            ("barrier", 0),
+            *((name, each) for name in ("allreduce", "neighbors") for each in sizes),
+        ]
+        for key in keys:
+            found[key] = world.time("repeat", *key)
+        memory = world.ask("memory")[1].max(0)
+        for name, value in zip(("private MiB", "mapped MiB", "descriptors"), memory, strict=True):
+            found[name, 0] = float(value)
+        found["end", 0] = world.end()
+        return found
+
+
+def rows_of(size: int, sizes: Sequence[int], rounds: int) -> list[Row]:
+    """Rounds of both systems' worlds, one after the other."""
+    samples: dict[str, list[dict[Key, float]]] = {system: [] for system in SYSTEMS}
+    draw = random.Random(size)
+    for _ in range(rounds):
+        for system in draw.sample(list(SYSTEMS), len(SYSTEMS)):
+            samples[system].append(measure(system, size, sizes))
+
+    def row(name: str, count: int) -> Row:
+        found = {}
+        for system in SYSTEMS:
+            lower, median, upper = np.percentile([s[name, count] for s in samples[system]], [25, 50, 75])
+            if lower > 0:  # else it has none
+                found[system] = Times(float(median), float(lower), float(upper))
+        return Row(name, size, "float32", count // 4, count, 0, rounds, found)
+
+    return [row(name, count) for name, count in samples["fog"][0]]
+
+
+def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
+    """Draws each operation over the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    keys = list(dict.fromkeys((row.operation, row.bytes) for row in rows))
+    columns = 4
+    lines = -(-len(keys) // columns)
+    figure, panels = plt.subplots(
+        lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, layout="constrained"
+    )
+    for panel, (name, count) in zip(panels.flat, keys, strict=False):
+        shown = sorted(
+            (row for row in rows if (row.operation, row.bytes) == (name, count)), key=lambda r: r.ranks
+        )
+        x = [row.ranks for row in shown]
+        for system, title in systems.items():
+            each = [row.times[system] for row in shown if system in row.times]
+            if len(each) < len(x):
+                continue
+            (line,) = panel.plot(x, [t.median for t in each], marker=".", label=title)
+            panel.fill_between(
+                x, [t.lower for t in each], [t.upper for t in each], color=line.get_color(), alpha=0.2
+            )
+        panel.set_title(f"{name} {size_text(count)}" if count else name)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(x, list(map(str, x)))
+        panel.set_ylim(bottom=0)
+        panel.set_ylabel("" if name.startswith(("private", "mapped", "descriptors")) else "ms")
+        panel.grid(alpha=0.3)
+    for panel in panels.flat[len(keys) :]:
+        panel.set_visible(False)
+    panels.flat[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """The program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[4, 16, 32], help="numbers of ranks")
+    add(
+        "--sizes",
+        type=program.parse_size,
+        nargs="+",
+        metavar="BYTES",
+        default=list(SIZES),
+        help="such as 8, 4K, 1M",
+    )
+    add("--rounds", type=int, default=5, help="worlds of each system")
+    add("--json", type=Path, help="file for the numbers")
+    add("--plot", type=Path, help="file for a picture")
+    arguments = parser.parse_args()
+    if arguments.rounds < 1 or min(arguments.ranks) < 3:
+        parser.error("--rounds must be 1 or more, --ranks 3 or more")
+    load = os.getloadavg()[0]
+    if load > program.BUSY:
+        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    # Forked processes then neither traverse nor copy these objects.
+    gc.collect()
+    gc.freeze()
+    rows: list[Row] = []
+    for ranks in arguments.ranks:
+        found = rows_of(ranks, arguments.sizes, arguments.rounds)
+        print(f"\n{ranks} ranks on {os.cpu_count()} cores\n{TABLE.heading()}")
+        print("\n".join(map(TABLE.line, found)), flush=True)
+        rows += found
+    print_goals(GOALS, rows, SYSTEMS)
+    if arguments.json:
+        write_json(arguments.json, {**program.facts(), "load average before": load}, rows)
+    if arguments.plot:
+        plot(arguments.plot, rows, SYSTEMS)
+
+
+if __name__ == "__main__":
+    main()
