@@ -294,7 +294,11 @@ WorkPtr ProcessGroupFog::local_allreduce(
     }
     return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
   }
-  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+  std::vector<int> hosts;
+  for (const int member : layout.local()) {
+    hosts.push_back(group_->members[member].host);
+  }
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout_of(layout.local(), hosts, rank_), options);
 }
 
 WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
