@@ -561,6 +561,7 @@ class VirtualWorld:
     Args:
         size: How many ranks.
         ranks_per_host: Every so many consecutive ranks pretend to share a host.
+        hosts: The number of each rank's host, instead.
         timeout: Of operations.
         confirm: Whether senders wait until receivers have accepted their messages, see `ProcessGroupFog.Options`.
         seed: Of the delays.
@@ -572,11 +573,15 @@ class VirtualWorld:
         size: int,
         *,
         ranks_per_host: int = 1,
+        hosts: Sequence[int] = (),
         timeout: timedelta = ...,
         confirm: bool = False,
         seed: int = 0,
         most_delay: int = 0,
     ) -> None: ...
+    @property
+    def sent(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Messages of operations, and their bytes, from rank to rank."""
     @property
     def groups(self) -> list[ProcessGroupFog]:
         """The group of each rank."""

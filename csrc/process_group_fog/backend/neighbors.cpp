@@ -198,7 +198,7 @@ WorkPtr ProcessGroupFog::agree(uint64_t first, uint64_t second, const CallOption
   sum.mutable_data_ptr<uint64_t>()[0] = first;
   sum.mutable_data_ptr<uint64_t>()[1] = second;
   const auto signature = reduction_signature(OpKind::kAgree, sum, c10d::ReduceOp::SUM);
-  return allreduce_among(signature, "fog:agree", sum, c10d::ReduceOp::SUM, {}, options);
+  return allreduce_among(signature, "fog:agree", sum, c10d::ReduceOp::SUM, group_->layout, options);
 }
 
 WorkPtr ProcessGroupFog::mix(
@@ -300,7 +300,11 @@ WorkPtr ProcessGroupFog::local_allreduce(
     }
     return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
   }
-  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+  std::vector<int> hosts;
+  for (const int member : layout.local()) {
+    hosts.push_back(group_->members[member].host);
+  }
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout_of(layout.local(), hosts, rank_), options);
 }
 
 WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(

@@ -20,6 +20,7 @@ namespace fog {
 
 class Machines;
 class Window;
+struct Part;
 
 namespace device {
 class Neighbors;
@@ -298,7 +299,17 @@ class ProcessGroupFog : public c10d::Backend {
       const char* title,
       at::Tensor& tensor,
       const c10d::ReduceOp& op,
-      std::vector<int> members,
+      const Layout& layout,
+      const CallOptions& options);
+  // `inputs` are by rank, in the memory of `kept`; these and the output are contiguous.
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_parts(
+      const Signature& signature,
+      const std::vector<Part>& inputs,
+      const Tensors& kept,
+      const at::Tensor& output,
+      const c10d::ReduceOp& op,
+      const std::function<void()>& epilogue,
+      const Call& call,
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
       const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);

@@ -1,6 +1,7 @@
 #include "engine/group.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 
 #include <c10/util/Exception.h>
@@ -8,14 +9,14 @@
 namespace fog {
 namespace {
 
-std::vector<std::vector<int>> by_host(const std::vector<Member>& members) {
-  std::vector<std::vector<int>> hosts;
-  for (size_t member = 0; member < members.size(); ++member) {
-    const auto host = static_cast<size_t>(members[member].host);
-    hosts.resize(std::max(hosts.size(), host + 1));
-    hosts[host].push_back(static_cast<int>(member));
+Layout layout_of_members(const std::vector<Member>& members, int rank) {
+  std::vector<int> ranks(members.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::vector<int> hosts;
+  for (const auto& member : members) {
+    hosts.push_back(member.host);
   }
-  return hosts;
+  return layout_of(std::move(ranks), hosts, rank);
 }
 
 } // namespace
@@ -26,7 +27,7 @@ Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int 
       name(std::move(group_name)),
       rank(group_rank),
       members(std::move(group_members)),
-      hosts("group", by_host(members), rank, size()) {
+      layout(layout_of_members(members, group_rank)) {
   for (int member = 0; member < size(); ++member) {
     group_ranks_.emplace(members[member].peer_id, member);
   }

@@ -39,7 +39,7 @@ class Group {
   const std::string name;
   const int rank;
   const std::vector<Member> members; // by group rank
-  const Machines hosts; // the members by host, in the order of their ranks
+  const Layout layout; // all members, by group rank
 
   int size() const {
     return static_cast<int>(members.size());

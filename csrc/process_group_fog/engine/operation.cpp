@@ -54,7 +54,7 @@ int Operation::size() const {
 }
 
 const Machines& Operation::hosts() const {
-  return group_->hosts;
+  return group_->layout.hosts;
 }
 
 bool Operation::heard_from(int peer) const {

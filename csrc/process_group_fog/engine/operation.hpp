@@ -166,13 +166,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   size_t sent(size_t bytes) const;
   // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
   std::vector<Destination> others() const;
-  // Expects exactly `bytes` from `peer` as message `step`, into `data`.
+  // Expects exactly `bytes` from `peer` as message `step`, into `data`. That may be memory which this operation sends, and which those it goes to
+  // have in whole when `peer` sends this message. But MPI may not have said so, and must not be asked to write to what it still reads: the
+  // message waits for that.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
-  // The same into memory that is about to be sent to `peer` as message 0, which the peer has in whole when it sends this one. But
-  // MPI may not have said so, and must not be asked to write to what it still reads: the message waits for that.
-  void receive_over(int peer, uint16_t step, void* data, size_t bytes) {
-    receives_[receive(peer, step, data, bytes)].over_sent = true;
-  }
   // Expects exactly `bytes` from `peer`, which are read where they lie: compute() finds them as input().
   size_t receive_input(int peer, uint16_t step, size_t bytes);
   const Input& input(size_t receive) const {
@@ -239,8 +236,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     bool complete = false;
     Header header;
     std::vector<char> stash; // inline data whose place is not known yet
-    bool over_sent = false; // into memory that is sent to the peer as message 0
-    bool waits = false; // until that has been sent
+    bool waits = false; // until what it overwrites has been sent
     bool in_place = false; // to be read where it is
     std::shared_ptr<Incoming> incoming; // null: it has come with its header
     Input input; // what of it compute() may read
@@ -249,7 +245,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   struct Going {
     std::shared_ptr<Outgoing> data;
     std::vector<int> peers;
-    uint16_t step;
+    const char* memory;
+    size_t bytes;
   };
   // What run() copies: into a chunk, or to its place.
   struct Move {
@@ -269,7 +266,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Header header_for(uint16_t step, size_t bytes) const;
   bool plan_moves();
   void finish_moves();
-  bool is_sending(int peer, uint16_t step) const;
+  bool is_sending(const void* memory, size_t bytes) const;
   void check_transfers() const;
   void release_inputs();
   void tell_taken(Receive& receive, size_t taken);

@@ -58,7 +58,7 @@ void Operation::send(
     }
   }
   if (sent.outgoing) {
-    Going going{std::move(sent.outgoing), {}, step};
+    Going going{std::move(sent.outgoing), {}, static_cast<const char*>(data), bytes};
     for (const auto& destination : destinations) {
       going.peers.push_back(destination.peer);
     }
@@ -74,10 +74,11 @@ size_t Operation::sent(size_t bytes) const {
   return bytes;
 }
 
-bool Operation::is_sending(int peer, uint16_t step) const {
+// Whether others may still read some of this memory.
+bool Operation::is_sending(const void* memory, size_t bytes) const {
+  const auto* begin = static_cast<const char*>(memory);
   return std::any_of(going_.begin(), going_.end(), [&](const Going& going) {
-    return going.step == step && std::find(going.peers.begin(), going.peers.end(), peer) != going.peers.end() &&
-        !going.data->done(group_->members[peer].peer_id);
+    return begin < going.memory + going.bytes && going.memory < begin + bytes && !going.data->done();
   });
 }
 
@@ -151,7 +152,7 @@ void Operation::take(size_t index, const char* data) {
   }
   // MPI must not be asked to write to what it still reads: on_progress() goes on.
   const bool waited =
-      std::exchange(receive.waits, header.delivery == Delivery::kPayload && receive.over_sent && is_sending(receive.peer, 0));
+      std::exchange(receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
   waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
   if (receive.waits) {
     return;

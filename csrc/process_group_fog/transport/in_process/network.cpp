@@ -28,6 +28,10 @@ void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
     parcel.due = std::max(parcel.due, box.back().due);
   }
   parcel.number = parcels_++;
+  if (parcel.header.kind == MessageKind::kData || parcel.header.kind == MessageKind::kPointToPoint) {
+    auto& sent = sent_[{from, to}];
+    sent = {sent.messages + 1, sent.bytes + parcel.header.bytes};
+  }
   box.push_back(std::move(parcel));
   ++in_flight_;
 }
@@ -72,11 +76,6 @@ void InProcessNetwork::lose(PeerId peer) {
     in_flight_ -= box.second.size();
   }
   boxes_[static_cast<size_t>(peer)].clear();
-}
-
-size_t InProcessNetwork::in_flight() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return in_flight_;
 }
 
 class InProcessNetwork::Endpoint final : public Transport {
