@@ -144,6 +144,20 @@ def test_equal_bits_on_every_layout(size: int) -> None:
             check(f"reduce_scatter, {label}", first, inputs, "SUM")
 
 
+@pytest.mark.parametrize("hosts", [[0, 1, 1, 0, 1, 2], [*range(11), 0, 3, 0]], ids=len)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parts_side_by_side(hosts: list[int], seed: int) -> None:
+    """A tensor large enough to go in three parts, whose messages overtake each other."""
+    size, numel = len(hosts), 1_700_001
+    plain, late = VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=seed, most_delay=7)
+    inputs = [make_input(rank, torch.float32, (numel,), seed=seed) for rank in range(size)]
+    first, second = (
+        check_all_alike(allreduce(world, inputs, dist.ReduceOp.SUM), str(size)) for world in (plain, late)
+    )
+    assert same_bits(first, second)
+    check(f"{size} ranks", first, inputs, "SUM")
+
+
 def reductions(dtype: torch.dtype) -> list[str]:
     names = ["SUM", "PRODUCT"]
     if dtype != torch.bool:
@@ -202,6 +216,51 @@ def test_parts_of_a_group() -> None:
         for members in machines:
             result = check_all_alike([outputs[rank] for rank in members], f"{members} of {numel}")
             check(f"{members} of {numel}", result, [inputs[rank] for rank in members], "SUM")
+
+
+# --- failures ---
+
+FAILING = {"one host": [0] * 20, "many hosts": [*range(11), *range(9)], "uneven": [0] * 9 + [1] * 3 + [2]}
+
+
+@pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(
+    ("numel", "other"), [(5, 6), (5, 300_000), (300_000, 5), (3_000, 4_000), (20_000, 0)]
+)
+def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> None:
+    """Also where sums of the two sizes go different ways; on the others, and on the one that is different."""
+    size = len(hosts)
+    for different in (0, size // 2, size - 1):
+        for call in ("allreduce", "reduce"):
+            world = VirtualWorld(size, hosts=hosts, confirm=True)
+            works = [
+                getattr(group, call)([torch.ones(other if rank == different else numel)])
+                for rank, group in enumerate(world.groups)
+            ]
+            world.progress()
+            for rank, work in enumerate(works):
+                assert work.is_completed(), f"{call}: rank {rank} waits, where rank {different} is different"
+                with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
+                    work.wait()
+                assert all(f"float32[{count}]" in str(error.value) for count in (numel, other)), error.value
+
+
+@pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize("numel", [3, 20_000])
+def test_a_lost_rank_ends_a_sum(hosts: list[int], numel: int) -> None:
+    size = len(hosts)
+    for lost in (0, 1, size // 2, size - 1):
+        world = VirtualWorld(size, hosts=hosts, seed=lost, most_delay=3)
+        works = [
+            group.allreduce([torch.ones(numel)]) for rank, group in enumerate(world.groups) if rank != lost
+        ]
+        world.progress()
+        assert not any(work.is_completed() for work in works)
+        world.lose(lost)
+        world.progress()
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match=rf"rank {lost} .*was lost"):
+                work.wait()
 
 
 # --- what is sent ---

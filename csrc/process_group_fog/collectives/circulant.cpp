@@ -42,9 +42,8 @@ void scatter(Schedule& schedule, const std::vector<int>& ranks, int place, uint1
     const int hop = half(left);
     const int next = ranks[(place + hop) % count];
     const int previous = ranks[(place - hop + count) % count];
-    for_pieces_of(slices, place + hop, left - hop, [&](uint16_t piece, Slice elements) {
-      schedule.send({next}, first + piece, elements);
-    });
+    for_pieces_of(
+        slices, place + hop, left - hop, [&](uint16_t piece, Slice elements) { schedule.send({next}, first + piece, elements); });
     for_pieces_of(slices, place, left - hop, [&](uint16_t piece, Slice elements) {
       schedule.combine({previous, ranks[place]}, first + piece, elements, false, hop == 1);
     });
@@ -62,12 +61,10 @@ void gather(Schedule& schedule, const std::vector<int>& ranks, int place, uint16
     const int hop = half(left);
     const int next = ranks[(place + hop) % count];
     const int previous = ranks[(place - hop + count) % count];
-    for_pieces_of(slices, place, left - hop, [&](uint16_t piece, Slice elements) {
-      schedule.send({previous}, first + piece, elements);
-    });
-    for_pieces_of(slices, place + hop, left - hop, [&](uint16_t piece, Slice elements) {
-      schedule.await(next, first + piece, elements);
-    });
+    for_pieces_of(
+        slices, place, left - hop, [&](uint16_t piece, Slice elements) { schedule.send({previous}, first + piece, elements); });
+    for_pieces_of(
+        slices, place + hop, left - hop, [&](uint16_t piece, Slice elements) { schedule.await(next, first + piece, elements); });
     first += 2;
   }
 }

@@ -22,7 +22,8 @@ void exchange(Schedule& schedule, const std::vector<int>& ranks, int place, uint
   schedule.combine(ranks, message, elements, given, true);
 }
 
-void scatter(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices, Terms terms, bool last) {
+void scatter(
+    Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices, Terms terms, bool last) {
   const bool given = terms == Terms::kGiven;
   const int count = static_cast<int>(ranks.size());
   for (int distance = 1; distance < count; ++distance) {

@@ -106,7 +106,7 @@ Schedule schedule_of(const Layout& layout, size_t numel, size_t item, int root) 
 } // namespace
 
 Reduce::Reduce(const Terms& terms, void* data, size_t numel)
-    : Reduction(terms, schedule_of(terms.layout, numel, c10::elementSize(terms.dtype), terms.signature.root)),
+    : Reduction(terms, {schedule_of(terms.layout, numel, c10::elementSize(terms.dtype), terms.signature.root)}),
       data_(static_cast<char*>(data)) {}
 
 void Reduce::launch() {

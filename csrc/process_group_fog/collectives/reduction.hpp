@@ -16,13 +16,15 @@ class Reduction : public Operation {
   // What is summed.
   struct Terms {
     Signature signature;
-    c10::ScalarType dtype; // of the tensors here, and of what travels; wider than the signature's where partial sums are not to be rounded
+    c10::ScalarType
+        dtype; // of the tensors here, and of what travels; wider than the signature's where partial sums are not to be rounded
     double scale; // this rank's factor for PREMUL_SUM
     const Layout& layout; // of the ranks that take part
   };
 
  protected:
-  Reduction(const Terms& terms, Schedule schedule);
+  // The schedules go on side by side: none of them waits for another.
+  Reduction(const Terms& terms, std::vector<Schedule> schedules);
 
   void launch() override;
   Action advance() override;
@@ -42,18 +44,29 @@ class Reduction : public Operation {
   using Step = Schedule::Step;
 
   void send_step(const Step& step);
+  // How far one schedule is.
+  struct Strand {
+    std::vector<Step> steps;
+    size_t next = 0; // step
+    size_t used = 0; // bytes of its inputs
+    std::vector<size_t> coming; // receives of what is combined, in the order of the schedule
+    size_t combined = 0; // of them
+
+    bool ended() const {
+      return next == steps.size();
+    }
+  };
+
+  Action go_on(Strand& strand);
   bool changes_nothing(const Step& step) const;
   void announce();
 
-  const Schedule schedule_;
+  std::vector<Strand> strands_;
   const c10::ScalarType dtype_;
   const size_t item_; // bytes of an element
   const double scale_;
   const size_t count_; // ranks that take part
-  size_t next_ = 0; // step
-  bool combining_ = false; // that step has begun
-  std::vector<size_t> coming_; // receives of what is combined, in the order of the schedule
-  size_t combined_ = 0; // of them
+  Strand* computing_ = nullptr;
 };
 
 } // namespace fog
