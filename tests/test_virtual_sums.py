@@ -239,10 +239,14 @@ def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> No
             ]
             world.progress()
             for rank, work in enumerate(works):
-                assert work.is_completed(), f"{call}: rank {rank} waits, where rank {different} is different"
+                where = f"{call}, rank {different} is different: rank {rank}"
+                assert work.is_completed(), f"{where} waits"
+                # Who only sends learns what the root has called, and need not wait for more.
+                if call == "reduce" and different != 0 and rank not in (0, different):
+                    continue
                 with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
                     work.wait()
-                assert all(f"float32[{count}]" in str(error.value) for count in (numel, other)), error.value
+                assert all(f"float32[{count}]" in str(error.value) for count in (numel, other)), where
 
 
 @pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)

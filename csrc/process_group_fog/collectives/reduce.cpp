@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "collectives/cutovers.hpp"
-#include "collectives/tree.hpp"
 #include "collectives/two_level.hpp"
 
 namespace fog {
@@ -117,6 +116,27 @@ void Reduce::launch() {
     sums_ = static_cast<char*>(scratch(sums.numel * item()));
   }
   Reduction::launch();
+}
+
+tree::Family Reduce::family() const {
+  return tree::family_of((rank() - signature_.root + size()) % size(), size());
+}
+
+void Reduce::announce() {
+  const int parent = family().parent;
+  if (parent >= 0) {
+    expect_announcement(from_root(parent));
+  }
+}
+
+Operation::Action Reduce::advance() {
+  if (!told_ && announced()) {
+    told_ = true;
+    for (const int child : family().children) {
+      announce_to(from_root(child));
+    }
+  }
+  return Reduction::advance();
 }
 
 } // namespace fog

@@ -46,7 +46,7 @@ void Reduction::launch() {
   }
 }
 
-// Ranks that only send to another one, or only receive from it.
+// Ranks of which one only sends to the other.
 void Reduction::announce() {
   std::set<int> to;
   std::set<int> from;

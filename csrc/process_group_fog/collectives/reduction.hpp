@@ -34,6 +34,8 @@ class Reduction : public Operation {
   virtual const char* given(size_t begin) const = 0;
   virtual char* place(size_t begin) const = 0;
 
+  // Between those that would not learn otherwise what the other one has called; at the beginning.
+  virtual void announce();
   // What the steps change at place().
   Slice changed() const;
   size_t item() const {
@@ -59,7 +61,6 @@ class Reduction : public Operation {
 
   Action go_on(Strand& strand);
   bool changes_nothing(const Step& step) const;
-  void announce();
 
   std::vector<Strand> strands_;
   const c10::ScalarType dtype_;

@@ -10,6 +10,13 @@
 
 namespace fog::tree {
 
+// Places of those next to a rank in the tree.
+struct Family {
+  std::vector<int> children; // ascending
+  int parent = -1; // of the first rank
+};
+Family family_of(int place, int count);
+
 // The first rank gets the sum.
 void reduce(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, Slice elements, Terms terms, bool last);
 
