@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py                              # 2 and 4 ranks, some five minutes
     python benchmarks/collectives.py --ranks 4 --ops allreduce --sizes 4K 64M --plot allreduce.png
+    python benchmarks/collectives.py --ranks 4 --hosts 2 --ops allreduce     # as root: emulated hosts, two ranks on each
 
 Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
 turns, operation by operation and size by size (see interleaved.py). Columns, in milliseconds:
@@ -24,6 +25,9 @@ ranks together move
 and in the column "memory" each rank copies 1/n of half of that. No algorithm through memory is faster, except
 where data stay in a cache. All systems work on the same tensors; first, each one's result is checked.
 
+With --hosts the ranks are on emulated hosts (emulated_hosts.py), whose links tc limits to --rate. All three systems then
+go by TCP between hosts; within one only fog goes through its memory.
+
 A barrier stands before each measurement, so a small operation also pays for ranks that leave the barrier
 late, most where ranks outnumber cores. --back-to-back 100 shows what an operation takes in a loop; there the
 root of a broadcast may run ahead.
@@ -33,13 +37,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import program
 import side_by_side
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
 from interleaved import Times, take_turns
 from report import Row, Table, write_json
 
@@ -252,7 +259,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
 
 def measure_all(arguments: argparse.Namespace) -> None:
     """What a rank does."""
-    systems = side_by_side.join()
+    systems = side_by_side.join(address(0)) if arguments.hosts else side_by_side.join()
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -261,7 +268,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
             print(TABLE.line(row), flush=True)
 
     if systems.rank == 0:
-        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
+        where = f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts else ""
+        print(f"\n{systems.size} ranks{where}, {os.cpu_count()} cores, milliseconds")
         print(TABLE.heading(), flush=True)
     for operation in arguments.ops:
         if operation == "barrier":
@@ -296,17 +304,36 @@ def parse_arguments() -> argparse.Namespace:
         default=["float32"],
         help="of allreduce, all with as many elements as float32",
     )
+    add("--hosts", type=int, help="emulated hosts, each with as many ranks")
+    add("--rate", default="10gbit", help="of each host's link, in the words of tc: 400mbit")
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
     for ranks in arguments.ranks:
         if ranks < 1 or (ranks % 2 and "send/recv" in arguments.ops):
             parser.error(f"--ranks: {ranks}; send/recv needs an even number, the others 1 or more")
+        if arguments.hosts and (arguments.hosts < 1 or ranks % arguments.hosts):
+            parser.error(f"--hosts: {arguments.hosts}; {ranks} ranks must be a multiple of it")
     return arguments
+
+
+def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
+    """As `side_by_side.run_ranks`, on emulated hosts: the first ranks on the first, and so on."""
+    environment = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    try:
+        with emulated_hosts(number, rate) as names:
+            hosts = [names[rank * number // ranks] for rank in range(ranks)]
+            side_by_side.run_ranks(ranks, script, arguments, hosts, environment)
+    except Unavailable as reason:
+        sys.exit(f"emulated hosts: {reason}")
 
 
 def main() -> None:
     """Starts the ranks of each world in turn; in a rank, measures."""
-    program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
+    arguments = parse_arguments()
+    run_ranks = (
+        partial(run_on_hosts, arguments.hosts, arguments.rate) if arguments.hosts else side_by_side.run_ranks
+    )
+    program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=run_ranks)
 
 
 if __name__ == "__main__":

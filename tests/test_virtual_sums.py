@@ -111,12 +111,19 @@ def check(label: str, actual: Tensor, inputs: list[Tensor], name: str, factor: f
     assert worst <= 0, f"{label}: off by {worst} more than rounding explains"
 
 
-@pytest.mark.parametrize("size", range(2, 41))
+def some(count: int) -> Any:
+    """A number of ranks; all but a few of each kind are left to the long tests."""
+    return (
+        count if count in (2, 3, 5, 8, 9, 13, 17, 24, 32, 39) else pytest.param(count, marks=pytest.mark.long)
+    )
+
+
+@pytest.mark.parametrize("size", [some(count) for count in range(2, 41)])
 def test_equal_bits_on_every_layout(size: int) -> None:
     """In a second run as well, in which messages come in another order."""
     for name, hosts in layouts(size).items():
         worlds = [VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=size, most_delay=5)]
-        for numel in NUMELS if size % 4 == 1 else NUMELS[:3]:
+        for numel in NUMELS if size in (5, 9, 39) else NUMELS[:3]:
             label = f"{size} ranks, {name}, {numel}"
             inputs = [make_input(rank, torch.float32, (numel,), seed=numel) for rank in range(size)]
             first, second = (
@@ -135,6 +142,20 @@ def test_equal_bits_on_every_layout(size: int) -> None:
             first, second = (scatter(world, inputs, numels, dist.ReduceOp.SUM) for world in worlds)
             assert same_bits(first, second), f"reduce_scatter, {label}: another run gave other bits"
             check(f"reduce_scatter, {label}", first, inputs, "SUM")
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 1, 0, 1, 2], [*range(11), 0, 3, 0]], ids=len)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parts_side_by_side(hosts: list[int], seed: int) -> None:
+    """A tensor large enough to go in three parts, whose messages overtake each other."""
+    size, numel = len(hosts), 1_700_001
+    plain, late = VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=seed, most_delay=7)
+    inputs = [make_input(rank, torch.float32, (numel,), seed=seed) for rank in range(size)]
+    first, second = (
+        check_all_alike(allreduce(world, inputs, dist.ReduceOp.SUM), str(size)) for world in (plain, late)
+    )
+    assert same_bits(first, second)
+    check(f"{size} ranks", first, inputs, "SUM")
 
 
 def reductions(dtype: torch.dtype) -> list[str]:
@@ -197,6 +218,55 @@ def test_parts_of_a_group() -> None:
             check(f"{members} of {numel}", result, [inputs[rank] for rank in members], "SUM")
 
 
+# --- failures ---
+
+FAILING = {"one host": [0] * 20, "many hosts": [*range(11), *range(9)], "uneven": [0] * 9 + [1] * 3 + [2]}
+
+
+@pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(
+    ("numel", "other"), [(5, 6), (5, 300_000), (300_000, 5), (3_000, 4_000), (20_000, 0)]
+)
+def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> None:
+    """Also where sums of the two sizes go different ways; on the others, and on the one that is different."""
+    size = len(hosts)
+    for different in (0, size // 2, size - 1):
+        for call in ("allreduce", "reduce"):
+            world = VirtualWorld(size, hosts=hosts, confirm=True)
+            works = [
+                getattr(group, call)([torch.ones(other if rank == different else numel)])
+                for rank, group in enumerate(world.groups)
+            ]
+            world.progress()
+            for rank, work in enumerate(works):
+                where = f"{call}, rank {different} is different: rank {rank}"
+                assert work.is_completed(), f"{where} waits"
+                # Who only sends learns what the root has called, and need not wait for more.
+                if call == "reduce" and different != 0 and rank not in (0, different):
+                    continue
+                with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
+                    work.wait()
+                assert all(f"float32[{count}]" in str(error.value) for count in (numel, other)), where
+
+
+@pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize("numel", [3, 20_000])
+def test_a_lost_rank_ends_a_sum(hosts: list[int], numel: int) -> None:
+    size = len(hosts)
+    for lost in (0, 1, size // 2, size - 1):
+        world = VirtualWorld(size, hosts=hosts, seed=lost, most_delay=3)
+        works = [
+            group.allreduce([torch.ones(numel)]) for rank, group in enumerate(world.groups) if rank != lost
+        ]
+        world.progress()
+        assert not any(work.is_completed() for work in works)
+        world.lose(lost)
+        world.progress()
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match=rf"rank {lost} .*was lost"):
+                work.wait()
+
+
 # --- what is sent ---
 
 
@@ -224,12 +294,17 @@ def rounds(count: int) -> int:
     return math.ceil(math.log2(count)) if count > 1 else 0
 
 
-@pytest.mark.parametrize(("hosts", "local"), [(16, 1), (9, 3), (64, 4), (128, 8), (1, 64), (3, 40)])
+@pytest.mark.parametrize(
+    ("hosts", "local"),
+    [(16, 1), (9, 3), (64, 4), (1, 64), (3, 40), pytest.param(128, 8, marks=pytest.mark.long)],
+)
 def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> None:
     size = hosts * local
     world = VirtualWorld(size, ranks_per_host=local)
     # Up and down a tree of eight, and a round for each bit, two more where hosts are no power of 2.
-    whole = 2 * 7 * math.ceil(math.log(local, 8) - 1e-9) + (min(7, hosts - 1) if hosts <= 8 else rounds(hosts) + 1)
+    whole = 2 * 7 * math.ceil(math.log(local, 8) - 1e-9) + (
+        min(7, hosts - 1) if hosts <= 8 else rounds(hosts) + 1
+    )
     # To each other on the host and back; each round there and back, in two pieces.
     between = 2 * (hosts - 1) if hosts <= 8 else 4 * rounds(hosts)
     cut = 2 * (local - 1) + between
@@ -260,7 +335,15 @@ def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> N
 
 @pytest.mark.parametrize(
     "hosts",
-    [[0, 1], [0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 2], [0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 2], [*range(12), *range(9)]],
+    [
+        [0, 1],
+        [0, 0, 1, 1],
+        [0, 0, 0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 0, 1, 2],
+        [0, 0, 0, 1, 1, 2],
+        [*range(12), *range(9)],
+    ],
     ids=str,
 )
 def test_a_link_carries_no_more_than_the_least(hosts: list[int]) -> None:

@@ -275,9 +275,9 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
   return reduce_scatter_parts(
-      reduction_signature(OpKind::kReduceScatter, input, options.reduceOp), parts_of(staged_input, size_), {staged_input}, staged_output,
-      options.reduceOp, staging.copy_back(), {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}},
-      call_options(options));
+      reduction_signature(OpKind::kReduceScatter, input, options.reduceOp), parts_of(staged_input, size_), {staged_input},
+      staged_output, options.reduceOp, staging.copy_back(),
+      {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

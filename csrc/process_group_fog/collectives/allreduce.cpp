@@ -24,10 +24,8 @@ void between_hosts(Schedule& schedule, const Machines& hosts, const Cut& lanes, 
   }
 }
 
-Schedule schedule_of(const Layout& layout, size_t numel, size_t item) {
-  const Slice all{0, numel};
-  const auto path = cutovers::of_allreduce(numel * item, layout);
-  Schedule schedule;
+Schedule schedule_of(const Layout& layout, Slice all, const cutovers::Path& path, uint16_t first_message) {
+  Schedule schedule{{}, first_message};
   if (path.direct) {
     direct::exchange(schedule, layout.ranks, layout.place, 0, all, Terms::kGiven);
     return schedule;
@@ -51,9 +49,20 @@ Schedule schedule_of(const Layout& layout, size_t numel, size_t item) {
   return schedule;
 }
 
+std::vector<Schedule> schedules_of(const Layout& layout, size_t numel, size_t item) {
+  const auto path = cutovers::of_allreduce(numel * item, layout);
+  const int count = cutovers::parts(numel * item, layout, path);
+  const auto parts = cut({0, numel}, count);
+  std::vector<Schedule> schedules;
+  for (int part = 0; part < count; ++part) {
+    schedules.push_back(schedule_of(layout, parts.part(part), path, static_cast<uint16_t>(part * Schedule::kMessagesOfPart)));
+  }
+  return schedules;
+}
+
 } // namespace
 
 Allreduce::Allreduce(const Terms& terms, void* data, size_t numel)
-    : Reduction(terms, schedule_of(terms.layout, numel, c10::elementSize(terms.dtype))), data_(static_cast<char*>(data)) {}
+    : Reduction(terms, schedules_of(terms.layout, numel, c10::elementSize(terms.dtype))), data_(static_cast<char*>(data)) {}
 
 } // namespace fog

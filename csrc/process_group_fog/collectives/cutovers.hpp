@@ -26,6 +26,9 @@ constexpr int kFewHosts = 8;
 // The least that a rank takes of a tensor that is cut, in its host and between hosts.
 constexpr size_t kLeastSlice = size_t(2) << 10;
 constexpr size_t kLeastLane = size_t(16) << 10;
+// Parts of a tensor that go on side by side.
+constexpr size_t kLeastPart = size_t(2) << 20;
+constexpr size_t kMostParts = 8;
 
 struct Path {
   bool direct; // all ranks to all, or to the root, in one sum; else by hosts:
@@ -64,6 +67,11 @@ inline Path path_of(size_t bytes, size_t most_whole, const Layout& layout) {
 
 inline Path of_allreduce(size_t bytes, const Layout& layout) {
   return path_of(bytes, kWhole, layout);
+}
+
+// In how many parts an allreduce goes, so that a host's memory works on some while the links carry others.
+inline int parts(size_t bytes, const Layout& layout, const Path& path) {
+  return layout.hosts.count() == 1 || path.trees ? 1 : static_cast<int>(std::clamp(bytes / kLeastPart, size_t(1), kMostParts));
 }
 
 inline Path of_reduce(size_t bytes, const Layout& layout) {

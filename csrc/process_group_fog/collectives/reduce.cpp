@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "collectives/cutovers.hpp"
-#include "collectives/tree.hpp"
 #include "collectives/two_level.hpp"
 
 namespace fog {
@@ -106,7 +105,7 @@ Schedule schedule_of(const Layout& layout, size_t numel, size_t item, int root) 
 } // namespace
 
 Reduce::Reduce(const Terms& terms, void* data, size_t numel)
-    : Reduction(terms, schedule_of(terms.layout, numel, c10::elementSize(terms.dtype), terms.signature.root)),
+    : Reduction(terms, {schedule_of(terms.layout, numel, c10::elementSize(terms.dtype), terms.signature.root)}),
       data_(static_cast<char*>(data)) {}
 
 void Reduce::launch() {
@@ -117,6 +116,27 @@ void Reduce::launch() {
     sums_ = static_cast<char*>(scratch(sums.numel * item()));
   }
   Reduction::launch();
+}
+
+tree::Family Reduce::family() const {
+  return tree::family_of((rank() - signature_.root + size()) % size(), size());
+}
+
+void Reduce::announce() {
+  const int parent = family().parent;
+  if (parent >= 0) {
+    expect_announcement(from_root(parent));
+  }
+}
+
+Operation::Action Reduce::advance() {
+  if (!told_ && announced()) {
+    told_ = true;
+    for (const int child : family().children) {
+      announce_to(from_root(child));
+    }
+  }
+  return Reduction::advance();
 }
 
 } // namespace fog

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "collectives/reduction.hpp"
+#include "collectives/tree.hpp"
 
 namespace fog {
 
@@ -11,6 +12,9 @@ class Reduce : public Reduction {
 
  protected:
   void launch() override;
+  Action advance() override;
+  // The root's word goes to all: most only send.
+  void announce() override;
   const char* given(size_t begin) const override {
     return data_ + begin * item();
   }
@@ -19,9 +23,15 @@ class Reduce : public Reduction {
   }
 
  private:
+  tree::Family family() const;
+  int from_root(int place) const {
+    return (place + signature_.root) % size();
+  }
+
   char* const data_;
   char* sums_ = nullptr;
   size_t first_ = 0; // element there
+  bool told_ = false; // the others
 };
 
 } // namespace fog

@@ -99,13 +99,13 @@ std::vector<int> ReduceScatter::order(const Layout& layout, size_t bytes) {
 }
 
 ReduceScatter::ReduceScatter(const Terms& terms, std::vector<const void*> inputs, const std::vector<size_t>& numels, void* out)
-    : Reduction(terms, directly(terms.layout, cut_in(by_rank(numels.size()), numels))),
+    : Reduction(terms, {directly(terms.layout, cut_in(by_rank(numels.size()), numels))}),
       inputs_(std::move(inputs)),
       slices_(cut_in(by_rank(numels.size()), numels)),
       data_(static_cast<char*>(out) - slices_.bounds[static_cast<size_t>(terms.layout.place)] * item()) {}
 
 ReduceScatter::ReduceScatter(const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels)
-    : Reduction(terms, by_hosts(hosts_of(terms.layout), order, cut_in(order, numels))),
+    : Reduction(terms, {by_hosts(hosts_of(terms.layout), order, cut_in(order, numels))}),
       slices_(cut_in(order, numels)),
       data_(static_cast<char*>(data)) {}
 

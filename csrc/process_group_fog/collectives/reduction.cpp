@@ -12,38 +12,45 @@ namespace fog {
 using RedOp = c10d::ReduceOp::RedOpType;
 using Kind = Schedule::Step::Kind;
 
-Reduction::Reduction(const Terms& terms, Schedule schedule)
+Reduction::Reduction(const Terms& terms, std::vector<Schedule> schedules)
     : Operation(terms.signature),
-      schedule_(std::move(schedule)),
       dtype_(terms.dtype),
       item_(c10::elementSize(terms.dtype)),
       scale_(terms.scale),
-      count_(terms.layout.ranks.size()) {}
+      count_(terms.layout.ranks.size()) {
+  for (auto& schedule : schedules) {
+    strands_.push_back({std::move(schedule.steps)});
+  }
+}
 
 void Reduction::launch() {
-  for (const auto& step : schedule_.steps) {
-    const size_t bytes = step.elements.numel * item_;
-    if (step.kind == Kind::kAwait) {
-      receive(step.ranks[0], step.message, place(step.elements.begin), bytes);
-    } else if (step.kind == Kind::kCombine) {
-      for (const int peer : step.ranks) {
-        if (peer != rank()) {
-          coming_.push_back(receive_input(peer, step.message, bytes));
+  for (auto& strand : strands_) {
+    for (const auto& step : strand.steps) {
+      const size_t bytes = step.elements.numel * item_;
+      if (step.kind == Kind::kAwait) {
+        receive(step.ranks[0], step.message, place(step.elements.begin), bytes);
+      } else if (step.kind == Kind::kCombine) {
+        for (const int peer : step.ranks) {
+          if (peer != rank()) {
+            strand.coming.push_back(receive_input(peer, step.message, bytes));
+          }
         }
       }
     }
   }
   announce();
-  for (; next_ < schedule_.steps.size() && schedule_.steps[next_].kind == Kind::kSend; ++next_) {
-    send_step(schedule_.steps[next_]);
+  for (auto& strand : strands_) {
+    for (; !strand.ended() && strand.steps[strand.next].kind == Kind::kSend; ++strand.next) {
+      send_step(strand.steps[strand.next]);
+    }
   }
 }
 
-// Ranks that only send to another one, or only receive from it.
+// Ranks of which one only sends to the other.
 void Reduction::announce() {
   std::set<int> to;
   std::set<int> from;
-  for (const auto& step : schedule_.steps) {
+  for (const auto& step : strands_[0].steps) { // the same in all
     (step.kind == Kind::kSend ? to : from).insert(step.ranks.begin(), step.ranks.end());
   }
   for (const int peer : to) {
@@ -72,10 +79,12 @@ void Reduction::send_step(const Step& step) {
 Slice Reduction::changed() const {
   size_t begin = SIZE_MAX;
   size_t end = 0;
-  for (const auto& step : schedule_.steps) {
-    if (step.kind != Kind::kSend) {
-      begin = std::min(begin, step.elements.begin);
-      end = std::max(end, step.elements.begin + step.elements.numel);
+  for (const auto& strand : strands_) {
+    for (const auto& step : strand.steps) {
+      if (step.kind != Kind::kSend) {
+        begin = std::min(begin, step.elements.begin);
+        end = std::max(end, step.elements.begin + step.elements.numel);
+      }
     }
   }
   return end > begin ? Slice{begin, end - begin} : Slice{0, 0};
@@ -87,8 +96,24 @@ bool Reduction::changes_nothing(const Step& step) const {
 }
 
 Operation::Action Reduction::advance() {
-  for (; next_ < schedule_.steps.size(); ++next_) {
-    const auto& step = schedule_.steps[next_];
+  if (computing_ != nullptr) {
+    std::exchange(computing_, nullptr)->used = used();
+  }
+  bool ended = true;
+  for (auto& strand : strands_) {
+    const auto action = go_on(strand);
+    if (action == Action::kCompute) {
+      computing_ = &strand;
+      return action;
+    }
+    ended = ended && action == Action::kDone;
+  }
+  return ended && announced() ? Action::kDone : Action::kWait;
+}
+
+Operation::Action Reduction::go_on(Strand& strand) {
+  for (; !strand.ended(); ++strand.next) {
+    const auto& step = strand.steps[strand.next];
     switch (step.kind) {
       case Kind::kSend:
         send_step(step);
@@ -102,36 +127,35 @@ Operation::Action Reduction::advance() {
         if (changes_nothing(step)) {
           break;
         }
-        if (!std::exchange(combining_, true)) {
-          select_input_step(step.message);
-        }
+        select_input_step(step.message, strand.used);
         const auto action = use_inputs(step.elements.numel * item_);
         if (action != Action::kDone) {
           return action;
         }
-        combining_ = false;
-        combined_ += step.ranks.size() - 1;
+        strand.used = 0;
+        strand.combined += step.ranks.size() - 1;
         break;
       }
     }
   }
-  return announced() ? Action::kDone : Action::kWait;
+  return Action::kDone;
 }
 
 void Reduction::compute() {
-  const auto& step = schedule_.steps[next_];
+  const auto& strand = *computing_;
+  const auto& step = strand.steps[strand.next];
   const size_t first = step.elements.begin;
   std::vector<Input> inputs;
   std::vector<double> scales;
   bool scaled = false;
-  size_t receive = combined_;
+  size_t receive = strand.combined;
   for (const int peer : step.ranks) {
     if (peer == rank()) {
       inputs.push_back({step.given ? given(first) : place(first), {}});
       scales.push_back(step.given ? scale_ : 1.0);
     } else {
-      inputs.push_back(input(coming_[receive]));
-      scales.push_back(header(coming_[receive]).scale);
+      inputs.push_back(input(strand.coming[receive]));
+      scales.push_back(header(strand.coming[receive]).scale);
       ++receive;
     }
     scaled = scaled || scales.back() != 1.0;

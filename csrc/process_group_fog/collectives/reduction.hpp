@@ -23,7 +23,8 @@ class Reduction : public Operation {
   };
 
  protected:
-  Reduction(const Terms& terms, Schedule schedule);
+  // The schedules go on side by side: none of them waits for another.
+  Reduction(const Terms& terms, std::vector<Schedule> schedules);
 
   void launch() override;
   Action advance() override;
@@ -33,6 +34,8 @@ class Reduction : public Operation {
   virtual const char* given(size_t begin) const = 0;
   virtual char* place(size_t begin) const = 0;
 
+  // Between those that would not learn otherwise what the other one has called; at the beginning.
+  virtual void announce();
   // What the steps change at place().
   Slice changed() const;
   size_t item() const {
@@ -43,18 +46,28 @@ class Reduction : public Operation {
   using Step = Schedule::Step;
 
   void send_step(const Step& step);
-  bool changes_nothing(const Step& step) const;
-  void announce();
+  // How far one schedule is.
+  struct Strand {
+    std::vector<Step> steps;
+    size_t next = 0; // step
+    size_t used = 0; // bytes of its inputs
+    std::vector<size_t> coming; // receives of what is combined, in the order of the schedule
+    size_t combined = 0; // of them
 
-  const Schedule schedule_;
+    bool ended() const {
+      return next == steps.size();
+    }
+  };
+
+  Action go_on(Strand& strand);
+  bool changes_nothing(const Step& step) const;
+
+  std::vector<Strand> strands_;
   const c10::ScalarType dtype_;
   const size_t item_; // bytes of an element
   const double scale_;
   const size_t count_; // ranks that take part
-  size_t next_ = 0; // step
-  bool combining_ = false; // that step has begun
-  std::vector<size_t> coming_; // receives of what is combined, in the order of the schedule
-  size_t combined_ = 0; // of them
+  Strand* computing_ = nullptr;
 };
 
 } // namespace fog

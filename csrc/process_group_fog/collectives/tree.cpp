@@ -5,10 +5,7 @@ namespace {
 
 constexpr int kFan = 8;
 
-struct Family {
-  std::vector<int> children; // places, ascending
-  int parent = -1;
-};
+} // namespace
 
 // In base 8 a place's parent has a zero in place of its last digit that is not zero.
 Family family_of(int place, int count) {
@@ -24,8 +21,6 @@ Family family_of(int place, int count) {
   }
   return family;
 }
-
-} // namespace
 
 void reduce(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, Slice elements, Terms terms, bool last) {
   const auto family = family_of(place, static_cast<int>(ranks.size()));

@@ -181,10 +181,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Action use_inputs(size_t bytes) {
     return use_inputs(bytes, bytes);
   }
-  // The inputs are those that come as message `step` from now on, none of them used yet. They were those of step 0.
-  void select_input_step(uint16_t step) {
+  // The inputs are those that come as message `step` from now on, of which so many bytes have been used. They were those of step 0.
+  void select_input_step(uint16_t step, size_t used = 0) {
     input_step_ = step;
-    used_ = usable_ = 0;
+    used_ = usable_ = used;
   }
   size_t used() const {
     return used_;

@@ -151,8 +151,8 @@ void Operation::take(size_t index, const char* data) {
     return;
   }
   // MPI must not be asked to write to what it still reads: on_progress() goes on.
-  const bool waited =
-      std::exchange(receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
+  const bool waited = std::exchange(
+      receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
   waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
   if (receive.waits) {
     return;
