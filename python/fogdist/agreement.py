@@ -84,9 +84,9 @@ def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> 
         claims: What this rank says of the edges that it is an end of.
         name: As of an operation; "" for the order of calls.
     """
-    work = backend.agree(*total(claims), name=name)
-    work.wait()
-    return not any(work.result()[0].tolist())
+    sums = torch.tensor(total(claims), dtype=torch.uint64, device="cpu")
+    backend.agree(sums, name=name).wait()
+    return not any(sums.tolist())
 
 
 def total(claims: Iterable[Claim]) -> Pair:
