@@ -74,6 +74,10 @@ class Rank:
         self.system, self.rank, self.size, self.port = system, rank, size, port
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
+    def ready(self) -> list[float]:
+        """The fork is done."""
+        return []
+
     def start(self) -> list[float]:
         """Joins the others."""
         store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=TIMEOUT)
@@ -263,6 +267,7 @@ def facts() -> dict[str, object]:
 def measure(system: str, size: int, sizes: Sequence[int]) -> dict[Key, float]:
     """One world's life."""
     with world_of(system, size) as world:
+        world.ask("ready")
         found: dict[Key, float] = {("start", 0): world.time("start"), ("group", 0): world.time("group")}
         keys: list[Key] = [
             ("barrier", 0),
