@@ -60,6 +60,9 @@ SIZES = {8: 20, 4 << 10: 20, 1 << 20: 4}
 TIMEOUT = timedelta(minutes=4)
 _context = multiprocessing.get_context("fork")
 
+# How names of shared memory begin: anonymous files but for fog's arenas, files of MPI, segments of System V.
+_SHARED = ("/memfd:fog_inbox", "/dev/shm/", "/dev/zero", "/SYSV")
+
 # An operation and the bytes of its tensor.
 Key = tuple[str, int]
 
@@ -70,6 +73,10 @@ class Rank:
     def __init__(self, system: str, rank: int, size: int, port: int) -> None:
         self.system, self.rank, self.size, self.port = system, rank, size, port
         self.descriptors = len(os.listdir("/proc/self/fd"))
+
+    def ready(self) -> list[float]:
+        """The fork is done."""
+        return []
 
     def start(self) -> list[float]:
         """Joins the others."""
@@ -116,6 +123,10 @@ class Rank:
         end = time.perf_counter()
         return [begin / count, end / count]
 
+    def facts(self) -> dict[str, object]:
+        """About the run."""
+        return program.facts()
+
     def memory(self) -> list[float]:
         """Private and mapped MiB, and descriptors."""
         rollup = dict(
@@ -123,8 +134,8 @@ class Rank:
         )
         mapped = 0
         for line in Path("/proc/self/maps").read_text().splitlines():
-            addresses, permissions, *_ = line.split()
-            if permissions.endswith("s") and "fog_arena" not in line:
+            addresses, permissions, _, _, _, *name = line.split()
+            if permissions.endswith("s") and name and name[0].startswith(_SHARED):
                 first, last = (int(address, 16) for address in addresses.split("-"))
                 mapped += last - first
         private = sum(int(rollup[name]) for name in ("Private_Clean:", "Private_Dirty:"))
@@ -189,7 +200,7 @@ class World:
         self.processes.append(process)
         self.connections.append(here)
 
-    def ask(self, *word: object) -> tuple[float, np.ndarray]:
+    def ask(self, *word: object) -> tuple[float, list[Any]]:
         """Lets all ranks do something; returns when, and what each of them has answered."""
         ranks = self.connections[1:]
         answered: set[Any] = set()
@@ -206,12 +217,12 @@ class World:
                 answers.append(rank.recv())
                 if isinstance(answers[-1], str):
                     raise RuntimeError(answers[-1])
-        return begin, np.array(answers)
+        return begin, answers
 
     def time(self, *word: object) -> float:
         """Milliseconds of a phase of all ranks together."""
         told, times = self.ask(*word)
-        begins, ends = times.T
+        begins, ends = np.array(times).T
         return 1e3 * (ends.max() - (begins.min() if begins.any() else told))
 
     def end(self) -> float:
@@ -246,9 +257,17 @@ def world_of(system: str, size: int) -> Iterator[World]:
         world.close()
 
 
+def facts() -> dict[str, object]:
+    """About the run, from ranks of fog: this process must not load MPI."""
+    with world_of("fog", 3) as world:
+        world.ask("start")
+        return world.ask("facts")[1][0]
+
+
 def measure(system: str, size: int, sizes: Sequence[int]) -> dict[Key, float]:
     """One world's life."""
     with world_of(system, size) as world:
+        world.ask("ready")
         found: dict[Key, float] = {("start", 0): world.time("start"), ("group", 0): world.time("group")}
         keys: list[Key] = [
             ("barrier", 0),
@@ -256,7 +275,7 @@ def measure(system: str, size: int, sizes: Sequence[int]) -> dict[Key, float]:
         ]
         for key in keys:
             found[key] = world.time("repeat", *key)
-        memory = world.ask("memory")[1].max(0)
+        memory = np.max(world.ask("memory")[1], 0)
         for name, value in zip(("private MiB", "mapped MiB", "descriptors"), memory, strict=True):
             found[name, 0] = float(value)
         found["end", 0] = world.end()
@@ -355,7 +374,7 @@ def main() -> None:
         rows += found
     print_goals(GOALS, rows, SYSTEMS)
     if arguments.json:
-        write_json(arguments.json, {**program.facts(), "load average before": load}, rows)
+        write_json(arguments.json, {**facts(), "load average before": load}, rows)
     if arguments.plot:
         plot(arguments.plot, rows, SYSTEMS)
 

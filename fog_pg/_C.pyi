@@ -234,14 +234,11 @@ class ProcessGroupFog(Backend):
     ) -> Work:
         """All ranks' tensors joined along dimension 0, in rank order; `tensor` as in neighbor_allgather."""
 
-    def agree(self, first: int, second: int, *, name: str = "") -> Work:
-        """The sum of all ranks' two numbers, each modulo 2^64. The caller waits for it at once.
+    def agree(self, sums: Tensor, *, name: str = "") -> Work:
+        """Sums all ranks' uint64 numbers, modulo 2^64, in place. The caller waits for it at once.
 
-        It is zero if each rank has added what stands for what it gives and subtracted what stands for what it
-        takes, and the ranks agree: a check of 16 bytes, whatever it is of.
-
-        Returns:
-            A Work whose `result()` is `[sums]`, of uint64.
+        They are zero if each rank has added what stands for what it gives and subtracted what stands for what
+        it takes, and the ranks agree.
         """
 
     def allreduce_named(

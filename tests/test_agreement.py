@@ -128,36 +128,35 @@ def test_all_the_same_or_not() -> None:
 # --- what it costs ------------------------------------------------------------------------------------------
 
 
-def sent(
-    world: VirtualWorld, start: Callable[[int, Any], dist.Work]
-) -> tuple[list[tuple[int, int]], list[dist.Work]]:
+def sent(world: VirtualWorld, start: Callable[[int, Any], dist.Work]) -> list[tuple[int, int]]:
     """Messages and bytes of each rank for one operation."""
     before = [group.sent for group in world.groups]
     works = [start(rank, group) for rank, group in enumerate(world.groups)]
     world.progress()
-    after = [group.sent for group in world.groups]
-    counts = [(m - m0, b - b0) for (m, b), (m0, b0) in zip(after, before, strict=True)]
     assert all(work.is_completed() for work in works)
-    return counts, works
+    after = [group.sent for group in world.groups]
+    return [(m - m0, b - b0) for (m, b), (m0, b0) in zip(after, before, strict=True)]
 
 
 @pytest.mark.parametrize("size", [2, 5, 64])
 def test_it_is_one_allreduce_of_16_bytes_whatever_the_degree(size: int) -> None:
     world = VirtualWorld(size)
-    numbers, _ = sent(world, lambda rank, group: group.allreduce([torch.zeros(2, dtype=torch.int64)]))
+    numbers = sent(world, lambda rank, group: group.allreduce([torch.zeros(2, dtype=torch.int64)]))
     for most in (0, 1, size - 1):
         asked = exchanges(RANKS, size, most)
         pairs = [total(claims(each, [torch.empty(3)], rank, size, None)) for rank, each in enumerate(asked)]
-        counts, works = sent(world, lambda rank, group, pairs=pairs: group.agree(*pairs[rank]))
+        sums = [torch.tensor(pair, dtype=torch.uint64) for pair in pairs]
+        counts = sent(world, lambda rank, group, sums=sums: group.agree(sums[rank]))
         assert counts == numbers
         assert all(data == NUMBERS * messages for messages, data in counts)
-        assert all(work.result()[0].tolist() == [0, 0] for work in works)
+        assert all(each.tolist() == [0, 0] for each in sums)
 
 
 def test_sums_wrap() -> None:
     world = VirtualWorld(3)
-    works = sent(world, lambda rank, group: group.agree(2**64 - 1, 2**63))[1]
-    assert [work.result()[0].tolist() for work in works] == [[2**64 - 3, 2**63]] * 3
+    sums = [torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64) for _ in range(3)]
+    sent(world, lambda rank, group: group.agree(sums[rank]))
+    assert [each.tolist() for each in sums] == [[2**64 - 3, 2**63]] * 3
 
 
 def agreeing() -> None:

@@ -65,7 +65,10 @@ COSTS = {
         most=128,
     ),
     "agreement, as the first": Cost(
-        lambda group: group.agree(1, 2), lambda n: n - 1, lambda n: 16 * (n - 1), most=256
+        lambda group: group.agree(torch.ones(2, dtype=torch.uint64)),
+        lambda n: n - 1,
+        lambda n: 16 * (n - 1),
+        most=256,
     ),
     "neighbor_allreduce": Cost(
         lambda group: group.neighbor_allreduce(torch.ones(5), ring(group.rank(), group.size())),

@@ -84,9 +84,9 @@ def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> 
         claims: What this rank says of the edges that it is an end of.
         name: As of an operation; "" for the order of calls.
     """
-    work = backend.agree(*total(claims), name=name)
-    work.wait()
-    return not any(work.result()[0].tolist())
+    sums = torch.tensor(total(claims), dtype=torch.uint64, device="cpu")
+    backend.agree(sums, name=name).wait()
+    return not any(sums.tolist())
 
 
 def total(claims: Iterable[Claim]) -> Pair:
@@ -100,10 +100,13 @@ def total(claims: Iterable[Claim]) -> Pair:
 
 def edges(begun: Iterable[Hashable], ended: Iterable[Hashable]) -> Pair:
     """Returns what stands for the edges that begin at a rank and those that end there, each by its name."""
-    begins, ends = [mark(edge) for edge in begun], [mark(edge) for edge in ended]
-    return sum(m[0] for m in begins) - sum(m[0] for m in ends), sum(m[1] for m in begins) - sum(
-        m[1] for m in ends
-    )
+    first = second = 0
+    for sign, names in ((1, begun), (-1, ended)):
+        for name in names:
+            stands = mark(name)
+            first += sign * stands[0]
+            second += sign * stands[1]
+    return first, second
 
 
 @functools.lru_cache(maxsize=64)

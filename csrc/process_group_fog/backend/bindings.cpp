@@ -271,11 +271,10 @@ PYBIND11_MODULE(_C, module) {
           py::call_guard<py::gil_scoped_release>())
       .def(
           "agree",
-          [](ProcessGroupFog& self, uint64_t first, uint64_t second, std::string name) -> WorkPtr {
-            return self.agree(first, second, call_options(std::move(name), std::nullopt, std::nullopt, true));
+          [](ProcessGroupFog& self, at::Tensor sums, std::string name) -> WorkPtr {
+            return self.agree(sums, call_options(std::move(name), std::nullopt, std::nullopt, true));
           },
-          py::arg("first"),
-          py::arg("second"),
+          py::arg("sums"),
           py::kw_only(),
           py::arg("name") = "",
           py::call_guard<py::gil_scoped_release>())

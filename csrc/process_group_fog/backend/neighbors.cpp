@@ -193,12 +193,11 @@ void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallO
   }
 }
 
-WorkPtr ProcessGroupFog::agree(uint64_t first, uint64_t second, const CallOptions& options) {
-  auto sum = at::empty({2}, at::TensorOptions(at::kCPU).dtype(at::kUInt64));
-  sum.mutable_data_ptr<uint64_t>()[0] = first;
-  sum.mutable_data_ptr<uint64_t>()[1] = second;
-  const auto signature = reduction_signature(OpKind::kAgree, sum, c10d::ReduceOp::SUM);
-  return allreduce_among(signature, "fog:agree", sum, c10d::ReduceOp::SUM, group_->layout, options);
+WorkPtr ProcessGroupFog::agree(at::Tensor& sums, const CallOptions& options) {
+  check_output(name_of(OpKind::kAgree), "sums", sums);
+  TORCH_CHECK_VALUE(sums.scalar_type() == at::kUInt64, "agree: sums: got dtype ", sums.scalar_type(), "; allowed is uint64");
+  const auto signature = reduction_signature(OpKind::kAgree, sums, c10d::ReduceOp::SUM);
+  return allreduce_among(signature, "fog:agree", sums, c10d::ReduceOp::SUM, group_->layout, options);
 }
 
 WorkPtr ProcessGroupFog::mix(

@@ -216,9 +216,9 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
   // The Work's result is all ranks' tensors along dimension 0; first dimensions may differ.
   c10::intrusive_ptr<c10d::Work> allgather_concat(const at::Tensor& tensor, const CallOptions& options);
-  // The Work's result is the sum of all ranks' two numbers, each modulo 2^64: 0 and 0 says that they agree, if each has added what stands
-  // for what it gives and subtracted what stands for what it takes.
-  c10::intrusive_ptr<c10d::Work> agree(uint64_t first, uint64_t second, const CallOptions& options);
+  // Sums all ranks' numbers, unsigned ones of 64 bits that wrap, in place. Zeros say that the ranks agree, if each has added what stands for
+  // what it gives and subtracted what stands for what it takes.
+  c10::intrusive_ptr<c10d::Work> agree(at::Tensor& sums, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> broadcast_named(at::Tensor& tensor, int root, const CallOptions& options);
 
