@@ -30,7 +30,8 @@ go by TCP between hosts; within one only fog goes through its memory.
 
 A barrier stands before each measurement, so a small operation also pays for ranks that leave the barrier
 late, most where ranks outnumber cores. --back-to-back 100 shows what an operation takes in a loop; there the
-root of a broadcast may run ahead.
+root of a broadcast may run ahead. --pause 5 shows what it takes when all ranks have slept for 5 ms before, from
+when the last of them calls it.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from typing import TYPE_CHECKING
 import program
 import side_by_side
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from goals import Goal, print_goals
 from interleaved import Times, take_turns
 from report import Row, Table, write_json
 
@@ -60,6 +62,15 @@ DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
+# So many calls in a row are a loop.
+MANY_CALLS = 100
+# On a machine of two cores. What torch's own layers take does not count.
+SMALL = [("barrier", 0), ("broadcast", 4), ("allreduce", 4 << 10)]
+GOALS_IN_A_LOOP = [
+    *(Goal(op, 2, size, "fog", "mpi", 1.5, above="nothing", plus=0.002) for op, size in SMALL),
+    *(Goal(op, ranks, size, "fog", "gloo", 1 / 5) for ranks in (2, 4) for op, size in SMALL),
+]
+GOALS_AFTER_A_PAUSE = [Goal(op, 2, size, "fog", "mpi", 2.0, above="nothing") for op, size in SMALL]
 
 
 @dataclass(frozen=True)
@@ -239,6 +250,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
         seconds=arguments.seconds,
         iterations=arguments.iterations,
         back_to_back=arguments.back_to_back,
+        pause=arguments.pause / 1e3,
     )
     if case.parts != 1:
         times = {
@@ -294,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    program.add_options(parser, ranks=[2, 4], seconds=1.5)
+    program.add_options(parser, ranks=[2, 4], seconds=1.5, has_pause=True)
     add = parser.add_argument
     add("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
     add(
@@ -333,7 +345,11 @@ def main() -> None:
     run_ranks = (
         partial(run_on_hosts, arguments.hosts, arguments.rate) if arguments.hosts else side_by_side.run_ranks
     )
-    program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=run_ranks)
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=run_ranks)
+    if arguments.pause:
+        print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
+    elif arguments.back_to_back >= MANY_CALLS:
+        print_goals(GOALS_IN_A_LOOP, rows, SYSTEMS)
 
 
 if __name__ == "__main__":

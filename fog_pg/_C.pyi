@@ -149,7 +149,6 @@ class ProcessGroupFog(Backend):
         self,
         tensor: Tensor | Sequence[Tensor],
         plan: NeighborPlan,
-        *,
         output: Tensor | Sequence[Tensor] | None = None,
         name: str = "",
         confirm: bool | None = None,

@@ -209,7 +209,6 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("tensor"),
           py::arg("plan"),
-          py::kw_only(),
           py::arg("output") = py::none(),
           py::arg("name") = "",
           py::arg("confirm") = py::none(),

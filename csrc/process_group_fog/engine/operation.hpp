@@ -12,6 +12,9 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
 #include "core/deadline.hpp"
 #include "core/machines.hpp"
 #include "core/signature.hpp"
@@ -149,18 +152,18 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   };
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
   void send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       uint16_t step,
       const void* data,
       size_t bytes,
       bool confirm = false,
       Memory memory = Memory::kStays,
       Order order = Order::kAtOnce);
-  void send_after_theirs(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes) {
+  void send_after_theirs(c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes) {
     send(destinations, step, data, bytes, false, Memory::kStays, Order::kAfterTheirs);
   }
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
-    send({{peer, scale}}, step, data, bytes, confirm);
+    send(Destination{peer, scale}, step, data, bytes, confirm);
   }
   // How much of `bytes` that are to be overwritten has been sent.
   size_t sent(size_t bytes) const;
@@ -235,7 +238,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     bool arrived = false;
     bool complete = false;
     Header header;
-    std::vector<char> stash; // inline data whose place is not known yet
+    std::vector<char> stash; // inline data that is read here, or whose place is not known yet
     bool waits = false; // until what it overwrites has been sent
     bool in_place = false; // to be read where it is
     std::shared_ptr<Incoming> incoming; // null: it has come with its header
@@ -280,7 +283,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::chrono::milliseconds timeout_{0};
   bool confirm_ = true;
   bool has_outputs_ = false;
-  std::vector<Receive> receives_;
+  c10::SmallVector<Receive, 1> receives_;
   std::vector<Going> going_; // what peers, or the transport, still read
   std::vector<size_t> to_move_; // receives whose data is to be copied to its place
   std::vector<Move> moves_; // of run()
@@ -291,9 +294,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   uint16_t input_step_ = 0;
   size_t used_ = 0;
   size_t usable_ = 0;
-  std::vector<size_t> receiving_; // by step: receives not complete
+  c10::SmallVector<size_t, 4> receiving_; // by step: receives not complete
   std::multiset<int> unconfirmed_;
-  std::vector<at::Tensor> kept_;
+  c10::SmallVector<at::Tensor, 4> kept_;
   std::vector<at::Tensor> outputs_;
   std::vector<c10::DataPtr> scratch_;
   std::function<void()> epilogue_;

@@ -22,18 +22,11 @@ std::vector<Operation::Destination> Operation::others() const {
 }
 
 void Operation::send(
-    const std::vector<Destination>& destinations,
-    uint16_t step,
-    const void* data,
-    size_t bytes,
-    bool confirm,
-    Memory memory,
-    Order order) {
+    c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory, Order order) {
   if (destinations.empty()) {
     return;
   }
-  std::vector<Transport::Destination> peers;
-  peers.reserve(destinations.size());
+  c10::SmallVector<Transport::Destination, 8> peers;
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
     const bool waits = order == Order::kAfterTheirs && expects(peer, step);
@@ -141,10 +134,9 @@ void Operation::take(size_t index, const char* data) {
   const auto& header = receive.header;
   if (header.delivery == Delivery::kInline) {
     if (receive.in_place) {
-      receive.data = scratch(header.bytes);
-      receive.input.data = receive.data;
-    }
-    if (header.bytes > 0) {
+      receive.stash.assign(data, data + header.bytes);
+      receive.input.data = receive.stash.data();
+    } else if (header.bytes > 0) {
       std::memcpy(receive.data, data, header.bytes);
     }
     complete_receive(receive);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <c10/util/SmallVector.h>
+
 #include "job/between_hosts.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
@@ -191,12 +193,12 @@ void ProcessTransport::send_inline(PeerId peer, const Header& header, const void
 }
 
 Transport::Sent ProcessTransport::send(
-    const std::vector<Destination>& destinations,
+    c10::ArrayRef<Destination> destinations,
     const Header& message,
     const void* data,
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
-  if (destinations.size() == 1 && message.bytes <= kInlineBytes) { // most messages
+  if (destinations.size() == 1 && message.bytes <= kLocalInlineBytes) { // most messages
     const auto& [peer, scale, wants_confirm, data_waits] = destinations[0];
     if (way_of(peer, message, data, memory) == Way::kInline) {
       auto header = message;
@@ -217,7 +219,7 @@ Transport::Sent ProcessTransport::send(
     }
     return outgoing;
   };
-  std::vector<Way> ways;
+  c10::SmallVector<Way, 8> ways;
   std::vector<PeerId> readers;
   for (const auto& destination : destinations) {
     ways.push_back(way_of(destination.peer, header, data, memory));

@@ -46,7 +46,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
 
   using Transport::send;
   Sent send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       const Header& header,
       const void* data,
       Memory memory,

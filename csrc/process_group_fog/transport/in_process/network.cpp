@@ -99,7 +99,7 @@ class InProcessNetwork::Endpoint final : public Transport {
 
   using Transport::send;
   Sent send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       const Header& header,
       const void* data,
       Memory memory,
@@ -302,7 +302,7 @@ void InProcessNetwork::Endpoint::say(
 }
 
 Transport::Sent InProcessNetwork::Endpoint::send(
-    const std::vector<Destination>& destinations,
+    c10::ArrayRef<Destination> destinations,
     const Header& message,
     const void* data,
     Memory memory,
