@@ -492,18 +492,25 @@ class WindowHold:
     def release(self) -> None:
         """Gives the mutexes back; once more does nothing."""
 
-def load_mpi(path: str) -> None:
-    """Opens the MPI library without starting MPI. Once one is open, another call does nothing.
+def set_version(version: str) -> None:
+    """Tells the extension the package's version, before `load_mpi`; ranks of a job must have the same one."""
+
+def choose_mpi(path: str) -> None:
+    """Says which MPI library `load_mpi` opens. Once one is open, another call does nothing.
 
     Args:
         path: What dlopen takes; not used if `native_mpi`.
+    """
+
+def load_mpi() -> None:
+    """Opens the MPI library without starting MPI. Ranks that have to use MPI do so themselves.
 
     Raises:
         RuntimeError: If it cannot be opened or does not follow the MPI standard ABI.
     """
 
 def mpi_library() -> str:
-    """Path of the library that is open; empty if none is."""
+    """Path of the library that was chosen; empty if none was."""
 
 def mpi_version() -> str:
     """What MPI_Get_library_version says; needs an open library."""
@@ -528,7 +535,7 @@ def is_shared(tensor: Tensor) -> bool:
     """Whether all of the tensor's storage is in such memory."""
 
 def protocol() -> str:
-    """What all ranks of a job must have alike: number and layout of what they say to each other, and torch's version."""
+    """What all ranks of a job must have alike: the versions of fog, torch and MPI, number and layout of what they say to each other."""
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
     """How large the memory that a rank shares may become.

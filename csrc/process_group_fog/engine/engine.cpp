@@ -30,6 +30,7 @@ void Engine::use(std::unique_ptr<Transport> transport) {
   const Lock lock(mutex_);
   transport_ = std::move(transport);
   linked_ = transport_.get();
+  early_bell_.wake(Doorbell::kBackground); // the background is to listen to the other one
 }
 
 void Engine::check_not_forked() const {

@@ -210,7 +210,7 @@ void Engine::background() {
       Lock lock(mutex_);
       const bool progressed = drive(lock);
       const bool more = busy();
-      const bool poll = transport_->must_poll();
+      const bool poll = transport_ && transport_->must_poll();
       const bool listening = service_->listening();
       const auto quiet = Clock::now() - last_news_;
       unlock_and_deliver(lock);

@@ -50,7 +50,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       if (header.step > static_cast<uint16_t>(WindowOp::kLeave)) {
         return "there is no such operation on a window";
       }
-      if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload) {
+      if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload && header.delivery != Delivery::kStream) {
         return "the data of windows does not come so";
       }
       if (header.kind == MessageKind::kWindowReply && header.flags != 0 && header.delivery != Delivery::kInline) {
