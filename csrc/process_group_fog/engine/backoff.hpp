@@ -58,7 +58,8 @@ class Backoff {
 
  private:
   static constexpr int kLooks = 64; // of one spin()
-  static constexpr std::chrono::nanoseconds kSpinTime = std::chrono::microseconds(50); // what it costs to sleep and be woken
+  // Twice what it costs to sleep and be woken; longer than a peer takes to copy a chunk.
+  static constexpr std::chrono::nanoseconds kSpinTime = std::chrono::microseconds(100);
   static constexpr int kYields = 500;
   static constexpr int kYieldsWithBell = 5;
   static constexpr std::chrono::nanoseconds kFirstSleep = std::chrono::microseconds(20);
