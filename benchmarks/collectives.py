@@ -26,7 +26,7 @@ and in the column "memory" each rank copies 1/n of half of that. No algorithm th
 where data stay in a cache. All systems work on the same tensors; first, each one's result is checked.
 
 With --hosts the ranks are on emulated hosts (emulated_hosts.py), whose links tc limits to --rate. All three systems then
-go by TCP between hosts; within one only fog goes through its memory.
+go by TCP between hosts. Within one raw MPI does so too: it cannot be told which of its ranks are on one.
 
 A barrier stands before each measurement, so a small operation also pays for ranks that leave the barrier
 late, most where ranks outnumber cores. --back-to-back 100 shows what an operation takes in a loop; there the
@@ -330,6 +330,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
     """As `side_by_side.run_ranks`, on emulated hosts: the first ranks on the first, and so on."""
+    # Raw MPI takes ranks of one machine for ranks of one host, whatever their namespaces.
     environment = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     try:
         with emulated_hosts(number, rate) as names:

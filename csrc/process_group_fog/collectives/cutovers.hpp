@@ -24,7 +24,7 @@ constexpr int kFewOnHost = 8;
 constexpr int kFewApart = 4;
 constexpr int kFewHosts = 8;
 // The least that a rank takes of a tensor that is cut, in its host and between hosts.
-constexpr size_t kLeastSlice = size_t(2) << 10;
+constexpr size_t kLeastSlice = size_t(4) << 10;
 constexpr size_t kLeastLane = size_t(16) << 10;
 // Parts of a tensor that go on side by side.
 constexpr size_t kLeastPart = size_t(2) << 20;
