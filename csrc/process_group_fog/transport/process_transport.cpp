@@ -137,10 +137,10 @@ const char* ProcessTransport::way_to(PeerId peer) const {
   return links_.reaches(peer) ? "shared memory" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
 }
 
-std::vector<PeerId> ProcessTransport::peers() const {
+std::vector<PeerId> ProcessTransport::spoken_with() const {
   std::vector<PeerId> peers;
   for (PeerId peer = 0; peer < size_; ++peer) {
-    if (peer != self_) {
+    if (peer != self_ && has_spoken_with(peer)) {
       peers.push_back(peer);
     }
   }
@@ -150,10 +150,10 @@ std::vector<PeerId> ProcessTransport::peers() const {
 std::vector<Transport::Ended> ProcessTransport::ended() {
   std::vector<Ended> ended;
   for (const PeerId peer : processes_.ended()) {
-    ended.push_back({peer, false, std::chrono::milliseconds(0)});
+    ended.push_back({peer, false, links_.has_departed(peer), std::chrono::milliseconds(0)});
   }
-  for (const auto& [peer, silent] : monitor_.poll()) {
-    ended.push_back({peer, silent, silent ? std::chrono::milliseconds(0) : kDrainTime});
+  for (const auto& [peer, silent, departed] : monitor_.poll()) {
+    ended.push_back({peer, silent, departed, silent ? std::chrono::milliseconds(0) : kDrainTime});
   }
   return ended;
 }
