@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "job/between_hosts.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
@@ -131,8 +130,6 @@ ProcessTransport::ProcessTransport(
   }
 }
 
-ProcessTransport::~ProcessTransport() = default;
-
 const char* ProcessTransport::way_to(PeerId peer) const {
   return links_.reaches(peer) ? "shared memory" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
 }
@@ -181,16 +178,10 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
       puts_->reaches(destination)) {
     return Way::kRemote; // held back or not: what nobody takes stays in its slots
   }
-  if (!local) {
-    return Way::kPayload;
-  }
-  if (memory == Memory::kMessages) {
-    return links_.attached_by(destination) ? Way::kCopied : Way::kPayload;
-  }
-  if (memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
+  if (local && memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
     return Way::kMapped;
   }
-  return links_.attached_by(destination) ? Way::kStream : Way::kPayload;
+  return !local || !links_.attached_by(destination) ? Way::kPayload : memory == Memory::kMessages ? Way::kCopied : Way::kStream;
 }
 
 void ProcessTransport::send_inline(PeerId peer, const Header& header, const void* data) {

@@ -33,7 +33,6 @@ class ProcessTransport final : public Transport, private MessageHandler {
       Watchdog& watchdog,
       std::unique_ptr<shared_memory::Links> links,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
-  ~ProcessTransport() override;
 
   std::string address() const override {
     return links_.address(true);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <unordered_map>
 #include <utility>
 
@@ -275,12 +276,9 @@ class InProcessNetwork::Endpoint::Coming final : public Incoming {
 };
 
 std::vector<PeerId> InProcessNetwork::Endpoint::spoken_with() const {
-  std::vector<PeerId> peers;
-  for (PeerId peer = 0; peer < network_->size_; ++peer) {
-    if (peer != self_) {
-      peers.push_back(peer);
-    }
-  }
+  std::vector<PeerId> peers(static_cast<size_t>(network_->size_));
+  std::iota(peers.begin(), peers.end(), 0);
+  peers.erase(peers.begin() + self_);
   return peers;
 }
 
