@@ -122,23 +122,80 @@ class CountedStore(dist.Store):
         return self._ask("delete_key", *arguments)
 
 
-# Of a rank for a group, those that torch makes included.
-MOST_REQUESTS = 20
+# Of a rank for the first group and for a later one, those that torch makes included.
+MOST_REQUESTS = (25, 20)
 
 
-def count_requests() -> int:
-    """Makes a second group, and returns how many requests of a rank that takes."""
+def count_requests() -> tuple[int, int]:
+    """Makes two groups, and returns how many requests of a rank each takes."""
     store = CountedStore(launcher_store())
     join(store)
-    before = store.requests
+    first = store.requests
     check_sum(dist.new_group(backend="fog"))
-    return store.requests - before
+    return first, store.requests - first
 
 
-def test_a_group_takes_as_many_requests_of_a_rank_whatever_its_size(new_world: Callable[..., World]) -> None:
-    few, many = (new_world(size, initialize=False).run(count_requests) for size in (2, 5))
-    # The last one at a step says so, and the last one of all deletes what was exchanged.
-    assert max(*few, *many) <= MOST_REQUESTS, (few, many)
+@pytest.mark.parametrize("links", ["1", "0"], ids=["without MPI", "with MPI"])
+def test_a_group_takes_as_many_requests_of_a_rank_whatever_its_size(
+    new_world: Callable[..., World], links: str
+) -> None:
+    environment = {"FOG_LOCAL_LINKS": links}
+    few, many = (
+        new_world(size, initialize=False, environment=environment).run(count_requests) for size in (2, 5)
+    )
+    # MPI's versions, what it puts at each of its two barriers, who has got so far, and that all have.
+    more = 0 if links == "1" else 30
+    for first, later in few + many:
+        # The last one at a step says so, and the last one of all deletes what was exchanged.
+        assert first <= MOST_REQUESTS[0] + more and later <= MOST_REQUESTS[1], (few, many)
+
+
+def mapped(name: str) -> list[int]:
+    """Bytes of each mapping of this process whose file has that in its name."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if name in line:
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            found.append(last - first)
+    return found
+
+
+def all_sizes_and_a_window() -> bool:
+    """Whether MPI's library is loaded after all that takes other ways on one host."""
+    check_sum()
+    peer = my_size() - 1 - my_rank()
+    tensor = torch.zeros(1 << 20)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.ones(1 << 20), peer), dist.P2POp(dist.irecv, tensor, peer)]
+    ):
+        work.wait()
+    assert tensor.eq(1.0).all()
+    return mapped("libmpi") != []
+
+
+@pytest.mark.parametrize("links", ["1", "0"])
+def test_ranks_that_share_memory_do_without_mpi(new_world: Callable[..., World], links: str) -> None:
+    world = new_world(2, environment={"FOG_LOCAL_LINKS": links})
+    assert world.run(all_sizes_and_a_window) == [links == "0"] * 2
+
+
+def mapped_inboxes(ranks_per_host: int) -> list[int]:
+    from fog_pg import _C
+
+    _C.emulate(host_id=f"host {my_rank() // ranks_per_host}")
+    join(launcher_store())
+    check_sum()
+    return mapped("memfd:fog_inbox")
+
+
+def test_inboxes_are_for_the_ranks_of_the_host(new_world: Callable[..., World]) -> None:
+    """Four ranks as two hosts map two inboxes with two rings each."""
+    ring = 256 << 10
+    whole, halves = (new_world(4, initialize=False).run(mapped_inboxes, ranks) for ranks in (4, 2))
+    for large, small in zip(whole, halves, strict=True):
+        assert len(large) == 4 and len(small) == 2
+        assert len(set(large)) == len(set(small)) == 1
+        assert 2 * ring <= large[0] - small[0] < 3 * ring
 
 
 def start_alone() -> None:

@@ -212,6 +212,7 @@ def make_group(name: str) -> Any:
 
 
 def another_build() -> str:
+    load()
     if my_rank() == 1:
         _C.emulate(protocol="fog 0.0 (protocol 0), torch 2.13.0")
     with pytest.raises(dist.DistBackendError) as failure:
@@ -222,8 +223,12 @@ def another_build() -> str:
 
 def test_two_builds_in_one_job_are_an_error_on_all_ranks(pair: World) -> None:
     for message in pair.run(another_build):
+        load()  # tells the extension its version
         assert f"rank 0 has {_C.protocol()}; rank 1 has fog 0.0 (protocol 0), torch 2.13.0." in message
-        assert _C.protocol().startswith(f"fog {VERSION} (") and f", torch {torch.__version__.partition('+')[0]}" in _C.protocol()
+        assert (
+            _C.protocol().startswith(f"fog {VERSION} (")
+            and f", torch {torch.__version__.partition('+')[0]}" in _C.protocol()
+        )
 
 
 def little_memory() -> None:
@@ -383,3 +388,49 @@ def test_a_damaged_message_is_an_error_that_names_its_sender(pair: World) -> Non
         assert re.search(
             rf"rank 1 of the world sent what is not a message of fog's, \d+ bytes: {text}", error
         ), error
+
+
+# --- the end ------------------------------------------------------------------------------------------------
+
+
+def used_rings() -> int:
+    """How many rings of all inboxes that this process has mapped were ever written to."""
+    page, ranks, found = mmap.PAGESIZE, int(os.environ["WORLD_SIZE"]), 0
+    first = -(-(128 + 8 * 8192) // page) * page
+    for number in os.listdir("/proc/self/fd"):
+        name = f"/proc/self/fd/{number}"
+        if os.path.lexists(name) and "fog_inbox" in os.readlink(name):
+            memory = mmap.mmap(int(number), os.fstat(int(number)).st_size)
+            for writer in range(ranks):
+                place = first + writer * RingTo.SLOT_BYTES + RingTo.WRITTEN
+                found += struct.unpack_from("<Q", memory, place)[0] > 0
+            memory.close()
+    return found
+
+
+def leave_first() -> tuple[int, int]:
+    """Ranks 0 and 1 speak, then rank 0 leaves the job; the others count rings between, and when it has gone."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    if rank < 2:
+        tensor = torch.ones(4)
+        (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+    store.set(f"counted/{rank}", "1")
+    store.wait([f"counted/{each}" for each in range(dist.get_world_size())])
+    between = used_rings()
+    store.set(f"again/{rank}", "1")
+    store.wait([f"again/{each}" for each in range(dist.get_world_size())])
+    if rank == 0:
+        _C.shutdown()
+        store.set("gone", "1")
+    store.wait(["gone"])
+    return between, used_rings()
+
+
+def test_who_ends_says_nothing_to_whom_it_never_spoke_with() -> None:
+    world = World(4, finalizing=0)
+    try:
+        for between, after in world.run(leave_first):
+            # From rank 0 to rank 1, and for a goodbye no other.
+            assert between == after == 1, (between, after)
+    finally:
+        world.close()

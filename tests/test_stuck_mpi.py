@@ -194,7 +194,8 @@ def start_with_a_stuck_rank() -> tuple[str, str]:
 
 
 def test_a_start_that_does_not_return(new_world: Callable[..., World], proxy: str) -> None:
-    world = new_world(2, initialize=False, environment={"FOG_MPI_LIBRARY": proxy})
+    environment = {"FOG_MPI_LIBRARY": proxy, "FOG_LOCAL_LINKS": "0"}
+    world = new_world(2, initialize=False, environment=environment)
     for first, second in world.run(start_with_a_stuck_rank):
         assert "did not start within 3000 ms: MPI_Comm_dup does not return" in first
         assert "cannot be started a second time" in second and "MPI_Comm_dup" in second
@@ -215,7 +216,8 @@ def mpi_of_another(level: int) -> str:
 @pytest.mark.parametrize(("name", "level"), [("FUNNELED", 1024), ("SERIALIZED", 2048), ("MULTIPLE", 4096)])
 def test_mpi_that_another_user_has_started(new_world: Callable[..., World], name: str, level: int) -> None:
     """Each rank is alone in its MPI world here, which the level MULTIPLE gets to hear."""
-    for message in new_world(2, initialize=False).run(mpi_of_another, level):
+    world = new_world(2, initialize=False, environment={"FOG_LOCAL_LINKS": "0"})
+    for message in world.run(mpi_of_another, level):
         if name == "MULTIPLE":
             assert "MPI started as rank 0 of 1" in message
         else:

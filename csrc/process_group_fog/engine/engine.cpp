@@ -44,6 +44,7 @@ void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
 }
 
 void Engine::start_threads(std::chrono::milliseconds patience) {
+  used_ = true;
   try {
     completions_.start();
     watchdog_.start(patience);

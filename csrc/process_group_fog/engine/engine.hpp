@@ -140,9 +140,9 @@ class Engine final : public Driver, public MessageHandler {
   Watchdog& watchdog() {
     return watchdog_;
   }
-  // This process is the fork of one that used the engine.
+  // This process is the fork of one that has the engine. Where that had made no group yet, nothing is shared.
   void set_forked() {
-    forked_ = true;
+    forked_ = used_.load();
   }
   // One round of progress, for who drives engines without threads; true if anything moved.
   bool progress();
@@ -171,6 +171,7 @@ class Engine final : public Driver, public MessageHandler {
   bool is_leaving(int peer) override {
     return departed_.count(peer) > 0;
   }
+  void tell_closed(int source, const Header& header);
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // A disagreement fails the group.
   void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
@@ -188,7 +189,7 @@ class Engine final : public Driver, public MessageHandler {
   void step_ready(Lock& lock);
   bool step_service(Lock& lock);
   void check_peers(Lock& lock);
-  void on_process_end(Lock& lock, int peer, bool silent);
+  void on_process_end(Lock& lock, int peer, bool silent, bool departed);
   void check_deadlines();
   // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -216,6 +217,8 @@ class Engine final : public Driver, public MessageHandler {
   // Asks processes whose early messages take too much memory to hold their data back.
   void tell_early_load();
   void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
+  // Whether a process is told when this rank closes a group: those of other hosts only if there are connections already.
+  bool hears_of_end(int peer_id) const;
   // Takes what has to happen without the lock and does it after unlocking.
   void unlock_and_deliver(Lock& lock);
 
@@ -244,6 +247,9 @@ class Engine final : public Driver, public MessageHandler {
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
   // Groups that are closed here, with those ranks of the world that have not said the same: something may come from them yet.
   std::unordered_map<uint64_t, std::unordered_set<int>> closed_groups_;
+  // Those closed last: ranks that this one never spoke with were not told.
+  std::unordered_set<uint64_t> closed_lately_;
+  std::deque<uint64_t> closed_in_order_;
   std::deque<std::shared_ptr<Operation>> ready_;
   std::vector<std::function<void()>> afterwards_; // news of failures and ends on other ranks, to act on after this round
   std::vector<std::pair<std::shared_ptr<Operation>, std::string>> failed_; // in a step, and why
@@ -265,6 +271,7 @@ class Engine final : public Driver, public MessageHandler {
   bool unhealthy_ = false;
   std::atomic<bool> failing_{false}; // everything is to fail, which has not been possible yet
   bool oversubscribed_ = false;
+  std::atomic<bool> used_{false}; // there was a group, or one in the making
   std::atomic<bool> forked_{false};
   std::thread thread_;
   CompletionPool completions_;
@@ -274,6 +281,7 @@ class Engine final : public Driver, public MessageHandler {
   struct DrainingPeer {
     int peer;
     bool silent;
+    bool departed;
     std::chrono::steady_clock::time_point end;
   };
   std::vector<DrainingPeer> draining_;

@@ -21,7 +21,8 @@ void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const
   header.bytes = std::min(text.size(), Transport::kInlineBytes);
   for (int peer = 0; peer < group->size(); ++peer) {
     const int peer_id = group->members[peer].peer_id;
-    const bool closed = kind != MessageKind::kClosed && group->gone.count(peer) > 0;
+    // Who never spoke with this rank waits for nothing from it, or is told when it does.
+    const bool closed = kind == MessageKind::kClosed ? !hears_of_end(peer_id) : group->gone.count(peer) > 0;
     if (peer == group->rank || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0 || closed) {
       continue;
     }
@@ -30,6 +31,10 @@ void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const
     } catch (const std::exception&) { // it cannot be told; its own time-out will
     }
   }
+}
+
+bool Engine::hears_of_end(int peer_id) const {
+  return transport_->shares_memory(peer_id) || transport_->has_spoken_with(peer_id);
 }
 
 void Engine::fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell) {
@@ -137,9 +142,9 @@ void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const 
 void Engine::check_peers(Lock& lock) {
   const auto now = Clock::now();
   if (transport_) {
-    for (const auto& [peer, silent, drain] : transport_->ended()) {
+    for (const auto& [peer, silent, departed, drain] : transport_->ended()) {
       released_by_.insert(peer);
-      draining_.push_back({peer, silent, now + drain});
+      draining_.push_back({peer, silent, departed, now + drain});
     }
   }
   for (size_t i = 0; i < draining_.size();) {
@@ -149,11 +154,11 @@ void Engine::check_peers(Lock& lock) {
       continue;
     }
     draining_.erase(draining_.begin() + static_cast<ptrdiff_t>(i));
-    on_process_end(lock, ended.peer, ended.silent);
+    on_process_end(lock, ended.peer, ended.silent, ended.departed);
   }
 }
 
-void Engine::on_process_end(Lock& lock, int peer, bool silent) {
+void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   released_by_.insert(peer);
   if (departed_.count(peer) > 0) {
     return;
@@ -168,6 +173,11 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent) {
     step_ready(lock);
   }
   if (departed_.count(peer) > 0) {
+    return;
+  }
+  if (departed) { // without a word, as the two never spoke
+    departed_.insert(peer);
+    lose(peer, kEnded, false);
     return;
   }
   unhealthy_ = true;

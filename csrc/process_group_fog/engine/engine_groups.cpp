@@ -20,6 +20,7 @@ int available_cores() {
 std::shared_ptr<Group> Engine::add_group(
     uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses) {
   auto group = std::make_shared<Group>(*this, id, std::move(name), rank, std::move(members));
+  used_ = true;
   Lock lock(mutex_);
   TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
   group->ready = &ready_;
@@ -98,9 +99,18 @@ void Engine::close(const std::shared_ptr<Group>& group) {
     groups_.erase(group->id);
     for (int peer = 0; peer < group->size(); ++peer) {
       const int peer_id = group->members[peer].peer_id;
-      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
+      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0 &&
+          hears_of_end(peer_id)) {
         closed_groups_[group->id].insert(peer_id);
       }
+    }
+    constexpr size_t kRemembered = 4096;
+    if (group->size() > 1 && closed_lately_.insert(group->id).second) {
+      closed_in_order_.push_back(group->id);
+    }
+    if (closed_in_order_.size() > kRemembered) {
+      closed_lately_.erase(closed_in_order_.front());
+      closed_in_order_.pop_front();
     }
   }
   unlock_and_deliver(lock);

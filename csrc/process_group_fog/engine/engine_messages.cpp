@@ -11,6 +11,9 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   if (header.kind == MessageKind::kGoodbye) {
     departed_.insert(source);
     afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
+    if (header.wants_confirm == 0) {
+      return;
+    }
     Header taken;
     taken.kind = MessageKind::kGoodbyeTaken;
     try {
@@ -29,7 +32,10 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   }
   const auto found = groups_.find(header.group);
   if (found == groups_.end()) {
-    if (closed_groups_.count(header.group) == 0) {
+    if (closed_groups_.count(header.group) == 0 && closed_lately_.count(header.group) > 0) {
+      transport_->ignore(source, header);
+      tell_closed(source, header);
+    } else if (closed_groups_.count(header.group) == 0) {
       early_[header.group].emplace_back(early_load_, source, source, header, data);
     } else if (header.kind == MessageKind::kClosed) {
       transport_->forget(source, header.group);
@@ -50,6 +56,20 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     route(group, peer, header, data);
   } catch (const std::exception& error) {
     fail(group, c10d::ErrorType::COMM_ERROR, message_of(error));
+  }
+}
+
+// Somebody whom this rank never spoke with speaks in a group that is closed here.
+void Engine::tell_closed(int source, const Header& header) {
+  if (header.kind != MessageKind::kData && header.kind != MessageKind::kPointToPoint && header.kind != MessageKind::kWindow) {
+    return; // it waits for no answer
+  }
+  Header closed;
+  closed.kind = MessageKind::kClosed;
+  closed.group = header.group;
+  try {
+    transport_->send(source, closed);
+  } catch (const std::exception&) { // it ends anyway
   }
 }
 

@@ -286,21 +286,26 @@ std::optional<bool> Engine::shutdown() {
   lock.lock();
   Header goodbye;
   goodbye.kind = MessageKind::kGoodbye;
-  const auto peers = transport_->peers();
-  for (const PeerId peer : peers) {
+  const auto spoken_with = transport_->spoken_with();
+  bool elsewhere = false;
+  for (const PeerId peer : spoken_with) {
     if (lost_.count(peer) == 0 && departed_.count(peer) == 0) {
       try {
-        transport_->send(peer, goodbye);
+        goodbye.wants_confirm = transport_->shares_memory(peer) ? 0 : 1;
+        elsewhere = elsewhere || goodbye.wants_confirm != 0;
+        transport_->send({{peer, 1.0, goodbye.wants_confirm != 0}}, goodbye, nullptr, Transport::Memory::kStays, nullptr);
       } catch (const std::exception&) {
         unhealthy_ = true;
       }
     }
   }
-  // MPI may call a message sent and still hold it in this process. So this waits until each peer has said that it has
-  // taken the goodbye, or has ended; after a failure only for a moment.
+  transport_->depart();
+  // MPI may call a message sent and still hold it in this process. So this waits until each peer that it went to by MPI has said that it
+  // has taken the goodbye, or has ended; after a failure only for a moment. On this host what was written stays.
   auto everyone_knows = [&] {
-    return std::all_of(peers.begin(), peers.end(), [this](PeerId peer) {
-      return lost_.count(peer) > 0 || departed_.count(peer) > 0 || released_by_.count(peer) > 0;
+    return std::all_of(spoken_with.begin(), spoken_with.end(), [this](PeerId peer) {
+      return lost_.count(peer) > 0 || departed_.count(peer) > 0 || released_by_.count(peer) > 0 ||
+          (transport_->shares_memory(peer) && !transport_->waits_for_space(peer));
     });
   };
   const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kLeaveTimeout));
@@ -316,7 +321,7 @@ std::optional<bool> Engine::shutdown() {
     }
     lock.lock();
   }
-  for (const auto end = Clock::now() + kAnswerTime; Clock::now() < end;) { // for this rank's own answers
+  for (const auto end = Clock::now() + kAnswerTime; elsewhere && Clock::now() < end;) { // for this rank's own answers
     drive(lock);
     unlock_and_deliver(lock);
     sleep_until_message(std::chrono::milliseconds(1));

@@ -203,7 +203,8 @@ void Meeting::make_transport() {
     runtime.settle(places_[rank].host, static_cast<int>(local), number_nodes(std::move(hosts), ranks_));
   }
   // All ranks decide alike. Those that share a host and its memory have no use for MPI, which takes longer to start than all else.
-  const bool linked = !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
+  const bool linked =
+      !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
   const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
   if (!runtime.started() && (launched || !linked)) {
     runtime.start(rendezvous_, job, timeout_);

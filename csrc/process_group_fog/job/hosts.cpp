@@ -80,7 +80,8 @@ void emulate_host(const std::string& host_id) {
 std::string find_host(const std::vector<Introduction>& ranks, int rank) {
   const auto& id = ranks[static_cast<size_t>(rank)].host_id;
   int first = 0;
-  while (first < rank && (ranks[static_cast<size_t>(first)].host_id != id || !Beacon::is_here(ranks[static_cast<size_t>(first)].beacon))) {
+  while (first < rank &&
+         (ranks[static_cast<size_t>(first)].host_id != id || !Beacon::is_here(ranks[static_cast<size_t>(first)].beacon))) {
     ++first;
   }
   return id + "#rank " + std::to_string(first);

@@ -102,8 +102,8 @@ std::string short_version(const std::string& text) {
 void check_versions(const std::vector<std::string>& versions) {
   for (size_t rank = 1; rank < versions.size(); ++rank) {
     TORCH_CHECK_WITH(
-        DistBackendError, versions[rank] == versions[0], "fog: different versions in one job: rank 0 has ", versions[0], "; rank ", rank,
-        " has ", versions[rank], ". Install the same fog, torch and MPI for all ranks.");
+        DistBackendError, versions[rank] == versions[0], "fog: different versions in one job: rank 0 has ", versions[0], "; rank ",
+        rank, " has ", versions[rank], ". Install the same fog, torch and MPI for all ranks.");
   }
 }
 

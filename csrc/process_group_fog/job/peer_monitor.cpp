@@ -56,6 +56,8 @@ struct Hello {
 };
 constexpr char kWelcome = 'y';
 constexpr char kKept = 'k';
+// What whoever ends in good order says on it at last.
+constexpr char kGoodbye = 'g';
 
 bool put(int fd, const void* data, size_t bytes) { // so few bytes always fit
   return ::send(fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
@@ -266,6 +268,14 @@ bool PeerMonitor::has_ended(int peer) {
   return lines_[peer].state == State::kEnded;
 }
 
+void PeerMonitor::say_goodbye() {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (lines_[peer].state == State::kMade) {
+      put(lines_[peer].fd, &kGoodbye, 1);
+    }
+  }
+}
+
 void PeerMonitor::close_in_child() {
   if (listener_ >= 0) {
     close(listener_);
@@ -365,15 +375,16 @@ void PeerMonitor::on_line(int peer) {
       return;
     }
     case State::kMade: {
-      char nothing = 0;
-      const auto count = recv(line.fd, &nothing, 1, 0);
+      char last = 0;
+      const auto count = recv(line.fd, &last, 1, 0);
+      line.departed = line.departed || (count == 1 && last == kGoodbye);
       if (count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR))) {
         return;
       }
       const bool silent = count < 0 && (errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH);
       drop(line.fd.exchange(-1));
       line.state = State::kEnded;
-      ended_.push_back({peer, silent});
+      ended_.push_back({peer, silent, line.departed});
       return;
     }
     default: // of a descriptor closed since

@@ -1,4 +1,4 @@
-// Connections between processes of different hosts that carry nothing: their systems close them when a process ends.
+// Connections between processes of different hosts that carry next to nothing: their systems close them when a process ends.
 //
 // MPI does not tell that a process of another host has ended: MPICH 5.0.2 crashes in the next send to it (UCX) or does not
 // return from it (OFI). So this is looked at before each such send.
@@ -24,6 +24,7 @@ class PeerMonitor {
   struct Ended {
     int peer;
     bool silent; // its host does not answer any more, rather than its system having said so
+    bool departed; // it has said that it would end
   };
 
   PeerMonitor();
@@ -59,6 +60,9 @@ class PeerMonitor {
   // Whether that process has ended, as far as can be known now: a system call, 0.3 us.
   bool has_ended(int peer);
 
+  // Tells all whom it has a connection with that this process ends in good order.
+  void say_goodbye();
+
   // In a forked child: what it inherited must not outlive the parent.
   void close_in_child();
 
@@ -74,6 +78,7 @@ class PeerMonitor {
     std::atomic<int> fd{-1}; // atomic for close_in_child() only
     std::vector<Address> addresses; // that have not refused, the next one to try first
     size_t tries = 0;
+    bool departed = false;
     Clock::time_point limit; // of this try
   };
   // Somebody who has connected.

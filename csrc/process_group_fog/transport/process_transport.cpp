@@ -5,7 +5,6 @@
 
 #include <c10/util/SmallVector.h>
 
-#include "job/between_hosts.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
@@ -133,16 +132,14 @@ ProcessTransport::ProcessTransport(
   }
 }
 
-ProcessTransport::~ProcessTransport() = default;
-
 const char* ProcessTransport::way_to(PeerId peer) const {
   return links_.reaches(peer) ? "shared memory" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
 }
 
-std::vector<PeerId> ProcessTransport::peers() const {
+std::vector<PeerId> ProcessTransport::spoken_with() const {
   std::vector<PeerId> peers;
   for (PeerId peer = 0; peer < size_; ++peer) {
-    if (peer != self_) {
+    if (peer != self_ && has_spoken_with(peer)) {
       peers.push_back(peer);
     }
   }
@@ -152,10 +149,10 @@ std::vector<PeerId> ProcessTransport::peers() const {
 std::vector<Transport::Ended> ProcessTransport::ended() {
   std::vector<Ended> ended;
   for (const PeerId peer : processes_.ended()) {
-    ended.push_back({peer, false, std::chrono::milliseconds(0)});
+    ended.push_back({peer, false, links_.has_departed(peer), std::chrono::milliseconds(0)});
   }
-  for (const auto& [peer, silent] : monitor_.poll()) {
-    ended.push_back({peer, silent, silent ? std::chrono::milliseconds(0) : kDrainTime});
+  for (const auto& [peer, silent, departed] : monitor_.poll()) {
+    ended.push_back({peer, silent, departed, silent ? std::chrono::milliseconds(0) : kDrainTime});
   }
   return ended;
 }
@@ -183,16 +180,10 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
       puts_->reaches(destination)) {
     return Way::kRemote; // held back or not: what nobody takes stays in its slots
   }
-  if (!local) {
-    return Way::kPayload;
-  }
-  if (memory == Memory::kMessages) {
-    return links_.attached_by(destination) ? Way::kCopied : Way::kPayload;
-  }
-  if (memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
+  if (local && memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
     return Way::kMapped;
   }
-  return links_.attached_by(destination) ? Way::kStream : Way::kPayload;
+  return !local || !links_.attached_by(destination) ? Way::kPayload : memory == Memory::kMessages ? Way::kCopied : Way::kStream;
 }
 
 void ProcessTransport::send_inline(PeerId peer, const Header& header, const void* data) {

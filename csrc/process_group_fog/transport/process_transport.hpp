@@ -33,7 +33,6 @@ class ProcessTransport final : public Transport, private MessageHandler {
       Watchdog& watchdog,
       std::unique_ptr<shared_memory::Links> links,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
-  ~ProcessTransport() override;
 
   std::string address() const override {
     return links_.address(true);
@@ -42,7 +41,17 @@ class ProcessTransport final : public Transport, private MessageHandler {
     processes_.watch(peer, pid);
     links_.attach(peer, address);
   }
-  std::vector<PeerId> peers() const override;
+  std::vector<PeerId> spoken_with() const override;
+  bool has_spoken_with(PeerId peer) const override {
+    return links_.has_spoken_with(peer) || messages_.has_spoken_with(peer);
+  }
+  bool waits_for_space(PeerId peer) const override {
+    return links_.unsent(peer) > 0;
+  }
+  void depart() override {
+    links_.depart();
+    monitor_.say_goodbye();
+  }
   std::vector<Ended> ended() override;
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);

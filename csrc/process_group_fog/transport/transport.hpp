@@ -116,11 +116,19 @@ class Transport {
   virtual ~Transport() = default;
 
   // --- peers ---
-  // All other processes of the job.
-  virtual std::vector<PeerId> peers() const = 0;
+  // The processes of the job that messages went to, or came from.
+  virtual std::vector<PeerId> spoken_with() const = 0;
+  virtual bool has_spoken_with(PeerId peer) const = 0;
+  // Whether a message to that process of this host waits for space on its way out.
+  virtual bool waits_for_space(PeerId peer) const {
+    return false;
+  }
+  // This process ends in good order. Those whom it has not spoken with learn it when it has ended, without a message.
+  virtual void depart() {}
   struct Ended {
     PeerId peer;
     bool silent; // its host does not answer, rather than its system having said so
+    bool departed; // it had said that it would
     std::chrono::milliseconds drain; // what it has sent before may come for so long
   };
   // Those of which it was seen since the last call.

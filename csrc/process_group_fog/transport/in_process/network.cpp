@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <unordered_map>
 #include <utility>
 
@@ -90,7 +91,10 @@ class InProcessNetwork::Endpoint final : public Transport {
   bool shares_memory(PeerId peer) const override {
     return false; // windows go by messages
   }
-  std::vector<PeerId> peers() const override;
+  std::vector<PeerId> spoken_with() const override;
+  bool has_spoken_with(PeerId peer) const override {
+    return true;
+  }
   std::vector<Ended> ended() override;
   void forget(PeerId peer) override {
     forget(peer, 0);
@@ -270,13 +274,10 @@ class InProcessNetwork::Endpoint::Coming final : public Incoming {
   std::weak_ptr<TransferOwner> owner;
 };
 
-std::vector<PeerId> InProcessNetwork::Endpoint::peers() const {
-  std::vector<PeerId> peers;
-  for (PeerId peer = 0; peer < network_->size_; ++peer) {
-    if (peer != self_) {
-      peers.push_back(peer);
-    }
-  }
+std::vector<PeerId> InProcessNetwork::Endpoint::spoken_with() const {
+  std::vector<PeerId> peers(static_cast<size_t>(network_->size_));
+  std::iota(peers.begin(), peers.end(), 0);
+  peers.erase(peers.begin() + self_);
   return peers;
 }
 
@@ -285,7 +286,7 @@ std::vector<Transport::Ended> InProcessNetwork::Endpoint::ended() {
   const std::lock_guard<std::mutex> lock(network_->mutex_);
   for (const PeerId peer : network_->lost_) {
     if (peer != self_ && seen_lost_.insert(peer).second) {
-      ended.push_back({peer, false, std::chrono::milliseconds(0)});
+      ended.push_back({peer, false, false, std::chrono::milliseconds(0)});
     }
   }
   return ended;

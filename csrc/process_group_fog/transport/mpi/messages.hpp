@@ -66,6 +66,10 @@ class Messages {
   bool sending() const {
     return sending_ > 0 || (!given_up_ && polls_further());
   }
+  // Whether anything went there, or came from there.
+  bool has_spoken_with(PeerId peer) const {
+    return unsent_.count(peer) > 0 || arriving_.count(peer) > 0;
+  }
   // Bytes of small messages to a peer that MPI still reads.
   size_t unsent(PeerId destination) const {
     const auto found = unsent_.find(destination);

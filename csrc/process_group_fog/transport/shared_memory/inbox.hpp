@@ -49,6 +49,14 @@ class Inbox {
     return address_;
   }
 
+  // The owner says that it ends in good order; whether it has said so.
+  void depart() const {
+    shared_->departed.store(1);
+  }
+  bool departed() const {
+    return shared_->departed.load() != 0;
+  }
+
   Doorbell& doorbell() const {
     return shared_->doorbell;
   }
@@ -76,6 +84,7 @@ class Inbox {
  private:
   struct Shared {
     uint64_t token; // tells this inbox from another file of the same number
+    std::atomic<uint32_t> departed; // the owner ends in good order
     Doorbell doorbell;
     alignas(64) std::atomic<uint32_t> withdrawals;
     std::atomic<uint64_t> withdrawn[kWithdrawn]; // the last ones, number k at place k % kWithdrawn

@@ -104,10 +104,12 @@ bool Links::attached_by_all() {
   return true;
 }
 
-bool Links::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
+bool Links::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes, bool loud) {
   auto& ring = link.inbox->ring(places_[rank_]);
   if (ring.write(first, first_bytes, second, second_bytes)) {
-    link.inbox->doorbell().ring();
+    if (loud) {
+      link.inbox->doorbell().ring();
+    }
     return true;
   }
   ring.writer_waits.store(1, std::memory_order_relaxed);
@@ -122,7 +124,9 @@ bool Links::write(Link& link, const void* first, size_t first_bytes, const void*
 
 void Links::send(int peer, const Header& header, const void* data, size_t bytes) {
   auto& link = this->link(peer);
-  if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes)) {
+  // Who waits for nothing need not wake up to read of an end; who does looks every now and then.
+  const bool loud = header.kind != MessageKind::kGoodbye && header.kind != MessageKind::kClosed;
+  if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes, loud)) {
     return;
   }
   std::vector<char> record(sizeof(header) + bytes);
@@ -145,7 +149,7 @@ bool Links::flush() {
   }
   const size_t before = queued_;
   for (auto& link : links_) {
-    while (!link.queue.empty() && write(link, link.queue.front().data(), link.queue.front().size(), nullptr, 0)) {
+    while (!link.queue.empty() && write(link, link.queue.front().data(), link.queue.front().size(), nullptr, 0, true)) {
       link.unsent -= link.queue.front().size();
       link.queue.pop_front();
       --queued_;

@@ -51,6 +51,19 @@ class Links {
   void send(int peer, const Header& header, const void* data, size_t bytes);
   // Writes what waits for space; true if something was.
   bool flush();
+  // Whether anything went there, or came from there.
+  bool has_spoken_with(int peer) const {
+    return reaches(peer) && (inbox_->ring(places_[peer]).used() || inbox_of(peer).ring(places_[rank_]).used());
+  }
+  // This process ends in good order; whether `peer` has said so. It costs no message.
+  void depart() const {
+    if (inbox_) {
+      inbox_->depart();
+    }
+  }
+  bool has_departed(int peer) const {
+    return reaches(peer) && inbox_of(peer).departed();
+  }
   // Bytes that wait for space on the way to `peer`.
   size_t unsent(int peer) const {
     return places_[peer] < 0 ? 0 : links_[places_[peer]].unsent;
@@ -126,7 +139,7 @@ class Links {
   bool has_said(int peer, uint32_t what) const {
     return inbox_ && places_[peer] >= 0 && (inbox_->peer(places_[peer]).load(std::memory_order_acquire) & what) != 0;
   }
-  bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);
+  bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes, bool loud);
 
   const int rank_;
   std::unique_ptr<Inbox> inbox_;

@@ -21,6 +21,11 @@ struct Ring {
     return written.load(std::memory_order_acquire) == read.load(std::memory_order_relaxed);
   }
 
+  // Whether there has ever been a record.
+  bool used() const {
+    return written.load(std::memory_order_relaxed) > 0;
+  }
+
   // Appends one record made of two parts; false if there is no space. For the writer only.
   bool write(const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
     const size_t length = first_bytes + second_bytes;
