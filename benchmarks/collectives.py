@@ -2,6 +2,7 @@
 
     python benchmarks/collectives.py                              # 2 and 4 ranks, some five minutes
     python benchmarks/collectives.py --ranks 4 --ops allreduce --sizes 4K 64M --plot allreduce.png
+    python benchmarks/collectives.py --ranks 4 --hosts 2 --ops allreduce     # as root: emulated hosts, two ranks on each
 
 Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
 turns, operation by operation and size by size (see interleaved.py). Columns, in milliseconds:
@@ -24,22 +25,30 @@ ranks together move
 and in the column "memory" each rank copies 1/n of half of that. No algorithm through memory is faster, except
 where data stay in a cache. All systems work on the same tensors; first, each one's result is checked.
 
+With --hosts the ranks are on emulated hosts (emulated_hosts.py), whose links tc limits to --rate. All three systems then
+go by TCP between hosts; within one only fog goes through its memory.
+
 A barrier stands before each measurement, so a small operation also pays for ranks that leave the barrier
 late, most where ranks outnumber cores. --back-to-back 100 shows what an operation takes in a loop; there the
-root of a broadcast may run ahead.
+root of a broadcast may run ahead. --pause 5 shows what it takes when all ranks have slept for 5 ms before, from
+when the last of them calls it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import program
 import side_by_side
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from goals import Goal, print_goals
 from interleaved import Times, take_turns
 from report import Row, Table, write_json
 
@@ -53,6 +62,15 @@ DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
+# So many calls in a row are a loop.
+MANY_CALLS = 100
+# On a machine of two cores. What torch's own layers take does not count.
+SMALL = [("barrier", 0), ("broadcast", 4), ("allreduce", 4 << 10)]
+GOALS_IN_A_LOOP = [
+    *(Goal(op, 2, size, "fog", "mpi", 1.5, above="nothing", plus=0.002) for op, size in SMALL),
+    *(Goal(op, ranks, size, "fog", "gloo", 1 / 5) for ranks in (2, 4) for op, size in SMALL),
+]
+GOALS_AFTER_A_PAUSE = [Goal(op, 2, size, "fog", "mpi", 2.0, above="nothing") for op, size in SMALL]
 
 
 @dataclass(frozen=True)
@@ -232,6 +250,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
         seconds=arguments.seconds,
         iterations=arguments.iterations,
         back_to_back=arguments.back_to_back,
+        pause=arguments.pause / 1e3,
     )
     if case.parts != 1:
         times = {
@@ -252,7 +271,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
 
 def measure_all(arguments: argparse.Namespace) -> None:
     """What a rank does."""
-    systems = side_by_side.join()
+    systems = side_by_side.join(address(0)) if arguments.hosts else side_by_side.join()
     rows: list[Row] = []
 
     def add(row: Row) -> None:
@@ -261,7 +280,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
             print(TABLE.line(row), flush=True)
 
     if systems.rank == 0:
-        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
+        where = f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts else ""
+        print(f"\n{systems.size} ranks{where}, {os.cpu_count()} cores, milliseconds")
         print(TABLE.heading(), flush=True)
     for operation in arguments.ops:
         if operation == "barrier":
@@ -286,7 +306,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    program.add_options(parser, ranks=[2, 4], seconds=1.5)
+    program.add_options(parser, ranks=[2, 4], seconds=1.5, has_pause=True)
     add = parser.add_argument
     add("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
     add(
@@ -296,17 +316,40 @@ def parse_arguments() -> argparse.Namespace:
         default=["float32"],
         help="of allreduce, all with as many elements as float32",
     )
+    add("--hosts", type=int, help="emulated hosts, each with as many ranks")
+    add("--rate", default="10gbit", help="of each host's link, in the words of tc: 400mbit")
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
     for ranks in arguments.ranks:
         if ranks < 1 or (ranks % 2 and "send/recv" in arguments.ops):
             parser.error(f"--ranks: {ranks}; send/recv needs an even number, the others 1 or more")
+        if arguments.hosts and (arguments.hosts < 1 or ranks % arguments.hosts):
+            parser.error(f"--hosts: {arguments.hosts}; {ranks} ranks must be a multiple of it")
     return arguments
+
+
+def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
+    """As `side_by_side.run_ranks`, on emulated hosts: the first ranks on the first, and so on."""
+    environment = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    try:
+        with emulated_hosts(number, rate) as names:
+            hosts = [names[rank * number // ranks] for rank in range(ranks)]
+            side_by_side.run_ranks(ranks, script, arguments, hosts, environment)
+    except Unavailable as reason:
+        sys.exit(f"emulated hosts: {reason}")
 
 
 def main() -> None:
     """Starts the ranks of each world in turn; in a rank, measures."""
-    program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
+    arguments = parse_arguments()
+    run_ranks = (
+        partial(run_on_hosts, arguments.hosts, arguments.rate) if arguments.hosts else side_by_side.run_ranks
+    )
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=run_ranks)
+    if arguments.pause:
+        print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
+    elif arguments.back_to_back >= MANY_CALLS:
+        print_goals(GOALS_IN_A_LOOP, rows, SYSTEMS)
 
 
 if __name__ == "__main__":

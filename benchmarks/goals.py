@@ -20,6 +20,8 @@ class Goal:
         relative_to: System.
         limit: The median should not be more than so many times that of `relative_to`,
         enough: or not more than so many milliseconds, where this is not 0.
+        above: System whose median does not count in that of `system`, as nothing can be done without it; "" if all counts.
+        plus: Milliseconds that may come on top of the limit.
     """
 
     operation: str
@@ -29,6 +31,8 @@ class Goal:
     relative_to: str
     limit: float
     enough: float = 0.0
+    above: str = ""
+    plus: float = 0.0
 
     def line(self, row: Row, titles: Mapping[str, str]) -> str | None:
         """What became of it, for people; None if the row lacks a system.
@@ -37,17 +41,20 @@ class Goal:
             row: The one that it is about.
             titles: Of the systems.
         """
-        ratio = row.ratio(self.system, self.relative_to)
-        if ratio is None:
+        if not {self.system, self.relative_to, self.above or self.system} <= row.times.keys():
             return None
-        median = row.times[self.system].median
-        met = ratio <= self.limit or median <= self.enough
-        aims = [f"{self.limit:.2f}"] if self.limit else []
+        floor = row.times[self.above].median if self.above else 0.0
+        median, other = row.times[self.system].median - floor, row.times[self.relative_to].median
+        ratio = median / other
+        met = median <= self.limit * other + self.plus or median <= self.enough
+        aims = [f"{self.limit:.2f}" + (f" + {self.plus} ms" if self.plus else "")] if self.limit else []
         aims += [f"{self.enough} ms"] if self.enough else []
         what = f"{titles[self.system]} / {titles[self.relative_to]}"
+        if self.above:
+            what = f"({titles[self.system]} - {titles[self.above]}) / {titles[self.relative_to]}"
         where = f"{self.operation}, {self.ranks} ranks, {size_text(self.size)}"
         aim = f"at most {' or '.join(aims)}"
-        return f"{where:40}{what:24}{ratio:6.2f} ({median:.4f} ms)   {aim}: {'met' if met else 'missed'}"
+        return f"{where:40}{what:24} {ratio:5.2f} ({median:.4f} ms)   {aim}: {'met' if met else 'missed'}"
 
 
 def print_goals(goals: Sequence[Goal], rows: Sequence[Row], titles: Mapping[str, str]) -> None:

@@ -56,6 +56,7 @@ def take_turns(
     seconds: float,
     iterations: int | None = None,
     back_to_back: int = 1,
+    pause: float = 0.0,
     are_long: bool = False,
     apart: Mapping[str, MPI.Intracomm | None] | None = None,
 ) -> tuple[dict[str, Times], int]:
@@ -67,6 +68,8 @@ def take_turns(
         seconds: About how long to measure; sets the number of iterations.
         iterations: Their number, instead.
         back_to_back: Calls in one turn.
+        pause: Seconds that all ranks sleep after the barrier, as if they computed. They wake at different times, so a
+            turn then lasts from when the last rank begins until the last one ends, on one host.
         are_long: Whether turns are so long that ranks share the cores within one, though they need not wait for
             each other. A turn then lasts from when the first rank begins until the last one ends, on one host: a
             rank that gets no core after the barrier begins late, and would seem fast by its own clock. And ranks
@@ -91,6 +94,8 @@ def take_turns(
             sleep_until_all_come(mpi, NAP)
         else:
             mpi.Barrier()
+        if pause:
+            time.sleep(pause)
         way = ways[name]
         begin = time.perf_counter()
         for _ in range(back_to_back):
@@ -124,6 +129,8 @@ def take_turns(
 
     if are_long:
         mpi.Allreduce(MPI.IN_PLACE, begins, MPI.MIN)
+    if pause:
+        mpi.Allreduce(MPI.IN_PLACE, begins, MPI.MAX)
     longest = (ends - begins) / back_to_back
     mpi.Allreduce(MPI.IN_PLACE, longest, MPI.MAX)
     lower, median, upper = 1e3 * np.percentile(longest, [25, 50, 75], axis=0)

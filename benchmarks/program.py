@@ -25,6 +25,7 @@ def add_options(
     ranks: Sequence[int],
     seconds: float,
     has_sizes: bool = True,
+    has_pause: bool = False,
     back_to_back: int = 1,
 ) -> None:
     """Adds the options that every benchmark has.
@@ -34,6 +35,7 @@ def add_options(
         ranks: Numbers of ranks to measure by default.
         seconds: Time for one row by default.
         has_sizes: Whether it measures at several sizes.
+        has_pause: Whether it can measure what comes after a pause.
         back_to_back: Operations in one measurement by default.
     """
     add = parser.add_argument
@@ -43,6 +45,14 @@ def add_options(
     add("--seconds", type=float, default=seconds, help="time to measure one row")
     add("--iterations", type=int, help="number of measurements instead")
     add("--back-to-back", type=int, default=back_to_back, metavar="N", help="operations in one measurement")
+    if has_pause:
+        add(
+            "--pause",
+            type=float,
+            default=0.0,
+            metavar="MS",
+            help="milliseconds that ranks sleep before each measurement",
+        )
     add("--json", type=Path, help="file for the numbers")
     add("--plot", type=Path, help="file for a picture")
     # This process is a rank, and here go its rows.

@@ -149,7 +149,6 @@ class ProcessGroupFog(Backend):
         self,
         tensor: Tensor | Sequence[Tensor],
         plan: NeighborPlan,
-        *,
         output: Tensor | Sequence[Tensor] | None = None,
         name: str = "",
         confirm: bool | None = None,
@@ -493,18 +492,25 @@ class WindowHold:
     def release(self) -> None:
         """Gives the mutexes back; once more does nothing."""
 
-def load_mpi(path: str) -> None:
-    """Opens the MPI library without starting MPI. Once one is open, another call does nothing.
+def set_version(version: str) -> None:
+    """Tells the extension the package's version, before `load_mpi`; ranks of a job must have the same one."""
+
+def choose_mpi(path: str) -> None:
+    """Says which MPI library `load_mpi` opens. Once one is open, another call does nothing.
 
     Args:
         path: What dlopen takes; not used if `native_mpi`.
+    """
+
+def load_mpi() -> None:
+    """Opens the MPI library without starting MPI. Ranks that have to use MPI do so themselves.
 
     Raises:
         RuntimeError: If it cannot be opened or does not follow the MPI standard ABI.
     """
 
 def mpi_library() -> str:
-    """Path of the library that is open; empty if none is."""
+    """Path of the library that was chosen; empty if none was."""
 
 def mpi_version() -> str:
     """What MPI_Get_library_version says; needs an open library."""
@@ -529,7 +535,7 @@ def is_shared(tensor: Tensor) -> bool:
     """Whether all of the tensor's storage is in such memory."""
 
 def protocol() -> str:
-    """What all ranks of a job must have alike: number and layout of what they say to each other, and torch's version."""
+    """What all ranks of a job must have alike: the versions of fog, torch and MPI, number and layout of what they say to each other."""
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
     """How large the memory that a rank shares may become.
@@ -558,6 +564,7 @@ class VirtualWorld:
     Args:
         size: How many ranks.
         ranks_per_host: Every so many consecutive ranks pretend to share a host.
+        hosts: The number of each rank's host, instead.
         timeout: Of operations.
         confirm: Whether senders wait until receivers have accepted their messages, see `ProcessGroupFog.Options`.
         seed: Of the delays.
@@ -569,11 +576,15 @@ class VirtualWorld:
         size: int,
         *,
         ranks_per_host: int = 1,
+        hosts: Sequence[int] = (),
         timeout: timedelta = ...,
         confirm: bool = False,
         seed: int = 0,
         most_delay: int = 0,
     ) -> None: ...
+    @property
+    def sent(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Messages of operations, and their bytes, from rank to rank."""
     @property
     def groups(self) -> list[ProcessGroupFog]:
         """The group of each rank."""

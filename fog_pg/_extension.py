@@ -86,7 +86,7 @@ def find_mpi_library() -> str:
 
 @cache
 def load() -> ModuleType:
-    """The extension module, with MPI's library opened; MPI itself is not started.
+    """The extension module, with MPI's library found; opened and started it is where ranks have to use it.
 
     Raises:
         ImportError: If the extension is missing or built for another torch, or if no MPI library can be used.
@@ -103,8 +103,13 @@ def load() -> ModuleType:
             f"fog_pg: the C++ extension cannot be loaded ({error}). Rebuild it in fog's checkout with: "
             "pip install --no-build-isolation --force-reinstall --no-deps ."
         ) from error
+    from fog_pg._build_info import VERSION
+
+    _C.set_version(VERSION)
     try:
-        _C.load_mpi("" if _C.native_mpi else find_mpi_library())
+        _C.choose_mpi("" if _C.native_mpi else find_mpi_library())
+        if _C.native_mpi or os.environ.get("FOG_MPI_LIBRARY"):  # what somebody has named is to be right
+            _C.load_mpi()
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
     _C.set_delegate_factory("cuda", _nccl.create)

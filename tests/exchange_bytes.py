@@ -1,4 +1,4 @@
-"""Counts what exchanges with neighbors put on this host's link; the ranks of tests/test_wire_bytes.py run it.
+"""Counts what exchanges with neighbors, and sums, put on this host's link; the ranks of tests/test_wire_bytes.py run it.
 
 On a busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fogdist
 import torch
+import torch.distributed as dist
 from fogdist import topology
 from torch import Tensor
 
@@ -74,6 +75,32 @@ def measure(nbytes: int, machines: bool) -> dict[str, list[int]]:
         for _ in range(REPETITIONS):
             result, found = counted(exchange)
             torch.testing.assert_close(result, torch.full_like(x, mean))
+            seen.append(found)
+        counts[name] = [min(each) for each in zip(*seen, strict=True)]
+    return counts
+
+
+def measure_sums(nbytes: int) -> dict[str, list[int]]:
+    """The same for sums of all ranks, and of every second one."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    counts = {}
+    for name, ranks in (("all", list(range(size))), ("part", list(range(0, size, 2)))):
+        group = dist.new_group(ranks)
+        x = torch.full((nbytes // 4,), float(rank))
+        seen = []
+        for _ in range(REPETITIONS):
+
+            def allreduce(
+                group: dist.ProcessGroup = group, x: Tensor = x, ranks: list[int] = ranks
+            ) -> Tensor:
+                result = x.clone()
+                if rank in ranks:
+                    dist.all_reduce(result, group=group)
+                return result
+
+            result, found = counted(allreduce)
+            torch.testing.assert_close(result, torch.full_like(x, sum(ranks)) if rank in ranks else x)
             seen.append(found)
         counts[name] = [min(each) for each in zip(*seen, strict=True)]
     return counts

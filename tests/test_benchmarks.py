@@ -207,6 +207,25 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
         assert any(event.get("name") == "fog:neighbor_allreduce" for event in events), rank
 
 
+def test_a_goal_above_what_nobody_can_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from goals import Goal
+    from interleaved import Times
+    from report import Row
+
+    goal = Goal("barrier", 2, 0, "fog", "mpi", 1.5, above="nothing", plus=0.002)
+    titles = {"fog": "fog", "mpi": "MPI", "nothing": "torch"}
+
+    def line(**milliseconds: float) -> str | None:
+        times = {system: Times(median, median, median) for system, median in milliseconds.items()}
+        return goal.line(Row("barrier", 2, "float32", 0, 0, 0, 3, times), titles)
+
+    assert line(fog=0.008, mpi=0.002) is None
+    for fog, outcome in ((0.0089, "met"), (0.0091, "missed")):  # 4 us of torch's, 1.5 x 2 us, 2 us
+        text = line(fog=fog, mpi=0.002, nothing=0.004)
+        assert text is not None and "(fog - torch) / MPI" in text and text.endswith(outcome), text
+
+
 @pytest.fixture
 def cuda_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Imports benchmarks/cuda.py as on a machine with so many GPUs and such an NCCL."""

@@ -57,6 +57,9 @@ def exchanges() -> None:
                     checks.equal(f"{label} on some", fogdist.neighbor_allreduce(some), expected)
                     longer = shared(torch.cat([inputs[rank], inputs[rank]]))
                     checks.equal(f"{label} part", fogdist.neighbor_allreduce(longer[numel:]), expected)
+                    # What travels with its message gains nothing by memory that others can read.
+                    travels = mine.nbytes <= 32 << 10
+                    checks.true(f"{label} result", _C.is_shared(fogdist.neighbor_allreduce(mine)) != travels)
 
 
 @pytest.mark.parametrize("size", sizes([3], [2, 4]))

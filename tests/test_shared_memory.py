@@ -22,6 +22,7 @@ from fogdist import topology as topologies
 from harness import BACKEND, World, init_process_group
 
 from fog_pg import _C
+from fog_pg._build_info import VERSION
 from fog_pg._extension import load
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="memory of backend fog")
@@ -212,7 +213,7 @@ def make_group(name: str) -> Any:
 
 def another_build() -> str:
     if my_rank() == 1:
-        _C.emulate(protocol="fog protocol 0 (layout 1, torch 2.13)")
+        _C.emulate(protocol="fog 0.0 (protocol 0), torch 2.13.0")
     with pytest.raises(dist.DistBackendError) as failure:
         make_group("two builds")
     _C.emulate()
@@ -221,7 +222,8 @@ def another_build() -> str:
 
 def test_two_builds_in_one_job_are_an_error_on_all_ranks(pair: World) -> None:
     for message in pair.run(another_build):
-        assert f"rank 0 has {_C.protocol()}, rank 1 has fog protocol 0 (layout 1, torch 2.13)" in message
+        assert f"rank 0 has {_C.protocol()}; rank 1 has fog 0.0 (protocol 0), torch 2.13.0." in message
+        assert _C.protocol().startswith(f"fog {VERSION} (") and f", torch {torch.__version__.partition('+')[0]}" in _C.protocol()
 
 
 def little_memory() -> None:

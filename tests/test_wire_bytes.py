@@ -1,4 +1,4 @@
-"""Between hosts each link carries each tensor once: bytes counted on the links of emulated hosts."""
+"""Between hosts each link carries each tensor once, and of a sum no more than it must: bytes counted on the links of emulated hosts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ pytestmark = [
 ]
 
 TENSOR = 8 << 20
+SUMMED = 1 << 20
 # Of a tensor: headers of Ethernet, IP and TCP are 66 bytes of each 1514, acknowledgements half as much; where
 # segments are cut and joined behind the link both are far less. fog's own messages are some hundred bytes.
 OVERHEAD = 0.08
@@ -52,3 +53,23 @@ def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
     """However many ranks a machine has."""
     found = counts([0, 0, 1, 1], tmp_path, machines=True)
     check(found, {"hierarchical": 1})
+
+
+@pytest.mark.parametrize(
+    "ranks_on_hosts",
+    [[0, 1], [0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2], [0, 0, 1, 2, 2]],
+    ids=lambda hosts: "".join(map(str, hosts)),
+)
+def test_sums_carry_the_least(ranks_on_hosts: list[int], tmp_path: Path) -> None:
+    """2 (H - 1)/H tensors to and from each host, however many ranks it has; of a group the hosts of its ranks."""
+    results = run_on_hosts(tmp_path, ranks_on_hosts, "exchange_bytes", [("measure_sums", [SUMMED])])
+    for host, found in zip(ranks_on_hosts, (found for (found,) in results), strict=True):
+        for name, members in (("all", ranks_on_hosts), ("part", ranks_on_hosts[::2])):
+            hosts = set(members)
+            least = 2 * (len(hosts) - 1) / len(hosts) * SUMMED if host in hosts else 0
+            # What the barriers around it send is some kilobytes.
+            assert all(least <= count <= least * (1 + OVERHEAD) + (64 << 10) for count in found[name]), (
+                name,
+                found,
+                least,
+            )

@@ -400,6 +400,8 @@ def _ranks_per_machine(size: int) -> int | None:
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
     """Whether torch still knows the group: the user may have destroyed it."""
+    if group is dist.group.WORLD:  # as in most calls, and soonest known
+        return True
     try:
         dist.get_backend(group)
     except ValueError:

@@ -1,8 +1,9 @@
 """Memory that the ranks of a host share: exchanges read a tensor there where it is, without a copy.
 
 An operation on such a tensor holds for its neighbors' reading too: the tensor may be changed as soon as the
-operation is complete, and what it returns is in shared memory again. Results of neighbor exchanges of 1 MiB
-or more are there in any case. Between hosts nothing changes.
+operation is complete, and what a neighbor exchange returns is in shared memory again, if it has more than the
+32 KiB that travel with their message wherever they are. Results of 1 MiB or more are there in any case. Between
+hosts nothing changes.
 """
 
 from __future__ import annotations

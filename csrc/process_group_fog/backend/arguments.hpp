@@ -6,7 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
-#include "collectives/gather_scatter.hpp"
+#include "collectives/part.hpp"
 #include "core/signature.hpp"
 
 namespace fog {

@@ -98,20 +98,12 @@ void without_gil(const std::function<void()>& function) {
   function();
 }
 
-std::string mpi_version() {
-  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
-  int length = 0;
-  fog::check(fog::api().Get_library_version(text, &length), "MPI_Get_library_version");
-  return {text, static_cast<size_t>(length)};
-}
-
 } // namespace
 
 // One argument, one line.
 // clang-format off
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
-  fog::set_protocol(fog::protocol());
   fog::process_engine().serve(std::make_unique<fog::WindowService>(fog::process_engine()));
   fog::process_engine().set_interrupt_check(check_interrupt);
   fog::set_python_lock(without_gil);
@@ -209,7 +201,6 @@ PYBIND11_MODULE(_C, module) {
           },
           py::arg("tensor"),
           py::arg("plan"),
-          py::kw_only(),
           py::arg("output") = py::none(),
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
@@ -336,9 +327,17 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("device_type"),
       py::arg("make"));
-  module.def("load_mpi", &fog::load, py::arg("path"));
+  module.def("choose_mpi", &fog::choose, py::arg("path"));
+  module.def("load_mpi", &fog::load);
+  module.def(
+      "set_version",
+      [](const std::string& version) {
+        fog::set_version(version);
+        fog::set_protocol(fog::protocol());
+      },
+      py::arg("version"));
   module.def("mpi_library", &fog::library_path);
-  module.def("mpi_version", &mpi_version);
+  module.def("mpi_version", &fog::library_version);
   module.def("launcher_world", []() -> std::optional<std::pair<int, int>> {
     const auto world = fog::launcher_world();
     return world.size > 0 ? std::make_optional(std::make_pair(world.rank, world.size)) : std::nullopt;

@@ -5,8 +5,11 @@
 
 #include "backend/arguments.hpp"
 #include "device/neighbors.hpp"
+#include "collectives/allgather.hpp"
 #include "collectives/broadcast.hpp"
-#include "collectives/gather_scatter.hpp"
+#include "collectives/alltoall.hpp"
+#include "collectives/gather.hpp"
+#include "collectives/scatter.hpp"
 #include "core/overlap.hpp"
 #include "backend/staging.hpp"
 

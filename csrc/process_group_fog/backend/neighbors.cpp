@@ -154,7 +154,7 @@ std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
 
 } // namespace
 
-std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors) {
   const auto device = tensors[0]->device();
   TORCH_CHECK_VALUE(
       !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
@@ -197,7 +197,30 @@ WorkPtr ProcessGroupFog::agree(at::Tensor& sums, const CallOptions& options) {
   check_output(name_of(OpKind::kAgree), "sums", sums);
   TORCH_CHECK_VALUE(sums.scalar_type() == at::kUInt64, "agree: sums: got dtype ", sums.scalar_type(), "; allowed is uint64");
   const auto signature = reduction_signature(OpKind::kAgree, sums, c10d::ReduceOp::SUM);
-  return allreduce_among(signature, "fog:agree", sums, c10d::ReduceOp::SUM, {}, options);
+  return allreduce_among(signature, "fog:agree", sums, c10d::ReduceOp::SUM, group_->layout, options);
+}
+
+WorkPtr ProcessGroupFog::mix_part(
+    Signature signature, const char* title, const Tensors& inputs, Tensors& outputs, const CallOptions& options, MakeMix make) {
+  Staging staging;
+  const auto in = staging.input(inputs);
+  at::Tensor out;
+  if (!outputs.empty()) {
+    out = staging.output(outputs);
+  } else {
+    const auto sizes = inputs.size() == 1 ? inputs[0].sizes() : in.sizes();
+    // Where the inputs are in shared memory, so are the results: they may be the next inputs. But those that travel with a header gain nothing
+    // by that. Large results are there anyway: fresh pages of ordinary memory would cost more than the exchange.
+    const bool share = in.nbytes() >= kSharedResult ||
+        (in.nbytes() > Transport::kLocalInlineBytes && std::all_of(inputs.begin(), inputs.end(), is_shared));
+    out = share ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
+    outputs = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
+  }
+  const auto operation = make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
+  operation->keep(in);
+  operation->keep(out);
+  operation->set_epilogue(staging.copy_back());
+  return submit(operation, {OpType::UNKNOWN, title, inputs, outputs}, options);
 }
 
 WorkPtr ProcessGroupFog::mix(
@@ -206,41 +229,25 @@ WorkPtr ProcessGroupFog::mix(
     const Tensors& tensors,
     const std::optional<Tensors>& outputs,
     const CallOptions& options,
-    const MakeMix& make) {
-  const auto parts = by_dtype(tensors);
+    MakeMix make) {
+  if (tensors.size() == 1) {
+    auto results = outputs.value_or(Tensors());
+    return mix_part(Signature::of(kind, tensors[0]), title, tensors, results, options, make);
+  }
   Tensors results(tensors.size());
   std::vector<WorkPtr> works;
-  for (const auto& places : parts) {
+  for (const auto& places : by_dtype(tensors)) {
     const auto inputs = pick(tensors, places);
-    const auto signature = list_signature(kind, inputs, tensors);
-    Staging staging;
-    const auto in = staging.input(inputs);
-    at::Tensor out;
-    Tensors part;
-    if (outputs) {
-      part = pick(*outputs, places);
-      out = staging.output(part);
-    } else {
-      const auto sizes = inputs.size() == 1 ? inputs[0].sizes() : in.sizes();
-      // Where the inputs are in shared memory, so are the results: they may be the next inputs. Large results are there anyway:
-      // fresh pages of ordinary memory would cost more than the exchange.
-      const bool share = in.nbytes() >= kSharedResult || std::all_of(inputs.begin(), inputs.end(), is_shared);
-      out = share ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
-      part = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
-    }
-    for (size_t i = 0; i < places.size(); ++i) {
-      results[places[i]] = part[i];
-    }
-    const auto operation = make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
-    operation->keep(in);
-    operation->keep(out);
-    operation->set_epilogue(staging.copy_back());
+    auto part = outputs ? pick(*outputs, places) : Tensors();
     // The first part goes by the name itself: so ranks whose lists differ in dtypes meet there.
     auto named = options;
     if (!works.empty() && !options.name.empty()) {
       named.name += c10::str(" (", dtype_name(inputs[0].scalar_type()), ")");
     }
-    works.push_back(submit(operation, {OpType::UNKNOWN, title, inputs, part}, named));
+    works.push_back(mix_part(list_signature(kind, inputs, tensors), title, inputs, part, named, make));
+    for (size_t i = 0; i < places.size(); ++i) {
+      results[places[i]] = part[i];
+    }
   }
   return works.size() == 1 ? works[0] : when_all(OpType::UNKNOWN, std::move(works), std::move(results));
 }
@@ -299,7 +306,11 @@ WorkPtr ProcessGroupFog::local_allreduce(
     }
     return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
   }
-  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout.local(), options);
+  std::vector<int> hosts;
+  for (const int member : layout.local()) {
+    hosts.push_back(group_->members[member].host);
+  }
+  return allreduce_among(signature, "fog:local_allreduce", tensor, op, layout_of(layout.local(), hosts, rank_), options);
 }
 
 WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(

@@ -328,15 +328,15 @@ ProcessGroupFog::CallOptions ProcessGroupFog::call_options(std::chrono::millisec
   return options;
 }
 
-WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, const Call& call, const CallOptions& options) {
+WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, Call call, const CallOptions& options) {
   auto& engine = group_->engine;
-  auto work = c10::make_intrusive<WorkFog>(engine, rank_, call.type, call.title, call.inputs, call.outputs);
   for (const auto& tensor : call.inputs) {
     operation->keep(tensor);
   }
   for (const auto& tensor : call.outputs) {
     operation->keep(tensor);
   }
+  auto work = c10::make_intrusive<WorkFog>(engine, rank_, call.type, call.title, call.inputs, std::move(call.outputs));
   operation->set_confirm(options.confirm.value_or(options_->confirm));
   operation->set_work(work);
   const std::weak_ptr<Operation> weak = operation;

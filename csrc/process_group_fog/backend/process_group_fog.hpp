@@ -9,6 +9,8 @@
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
 #include <torch/version.h>
 
 #include "device/device_backends.hpp"
@@ -20,6 +22,7 @@ namespace fog {
 
 class Machines;
 class Window;
+struct Part;
 
 namespace device {
 class Neighbors;
@@ -248,7 +251,7 @@ class ProcessGroupFog : public c10d::Backend {
   struct Call {
     c10d::OpType type;
     const char* title; // in the profiler
-    std::vector<at::Tensor> inputs; // for the profiler
+    at::TensorList inputs; // the caller's, for the profiler
     std::vector<at::Tensor> outputs; // result()
   };
 
@@ -261,28 +264,32 @@ class ProcessGroupFog : public c10d::Backend {
     call.waits = !options.asyncOp;
     return call;
   }
-  c10::intrusive_ptr<c10d::Work> submit(const std::shared_ptr<Operation>& operation, const Call& call, const CallOptions& options);
+  c10::intrusive_ptr<c10d::Work> submit(const std::shared_ptr<Operation>& operation, Call call, const CallOptions& options);
   // With the outputs of all works, one after the other, unless others are given.
   c10::intrusive_ptr<c10d::Work> when_all(
       c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);
   // Makes the operation that mixes `numel` elements of the signature's dtype from `in` into `out`, which may be the same.
-  using MakeMix = std::function<std::shared_ptr<Operation>(Signature signature, const void* in, void* out, size_t numel)>;
+  using MakeMix = c10::function_ref<std::shared_ptr<Operation>(Signature signature, const void* in, void* out, size_t numel)>;
   c10::intrusive_ptr<c10d::Work> mix(
       OpKind kind,
       const char* title,
       const Tensors& tensors,
       const std::optional<Tensors>& outputs,
       const CallOptions& options,
-      const MakeMix& make);
+      MakeMix make);
+  // The same for tensors of one dtype; `outputs` are new ones if there are none.
+  c10::intrusive_ptr<c10d::Work> mix_part(
+      Signature signature, const char* title, const Tensors& inputs, Tensors& outputs, const CallOptions& options, MakeMix make);
+  using Pointers = c10::SmallVector<const at::Tensor*, 8>;
   // What serves fog's own operations on the tensors' device, which is the same for all; null if their transport is fog's. Throws as
   // DeviceBackends::serving(), and ValueError within a coalesced group.
   template <typename... Given>
   std::shared_ptr<device::Neighbors> neighbors_of(const char* op, const Given&... given) {
-    std::vector<const at::Tensor*> tensors;
+    Pointers tensors;
     (collect(tensors, given), ...);
     return neighbors_serving(op, tensors);
   }
-  std::shared_ptr<device::Neighbors> neighbors_serving(const char* op, const std::vector<const at::Tensor*>& tensors);
+  std::shared_ptr<device::Neighbors> neighbors_serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors);
   // Before an exchange that somebody else carries: its peers see that they ask for the same, as they would in an operation of fog's own.
   // What the sources ask for. Blocks.
   std::vector<Signature> compare(
@@ -298,7 +305,17 @@ class ProcessGroupFog : public c10d::Backend {
       const char* title,
       at::Tensor& tensor,
       const c10d::ReduceOp& op,
-      std::vector<int> members,
+      const Layout& layout,
+      const CallOptions& options);
+  // `inputs` are by rank, in the memory of `kept`; these and the output are contiguous.
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_parts(
+      const Signature& signature,
+      const std::vector<Part>& inputs,
+      const Tensors& kept,
+      const at::Tensor& output,
+      const c10d::ReduceOp& op,
+      const std::function<void()>& epilogue,
+      const Call& call,
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
       const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
@@ -311,21 +328,21 @@ class ProcessGroupFog : public c10d::Backend {
   // The call of the delegate that serves the tensors given, in lists or lists of lists; none if this does.
   template <typename... Given>
   DelegateCall delegate_of(const char* op, const Given&... given) {
-    std::vector<const at::Tensor*> tensors;
+    Pointers tensors;
     (collect(tensors, given), ...);
     return device_backends_.serving(op, tensors);
   }
-  static void collect(std::vector<const at::Tensor*>& tensors, const at::Tensor& tensor) {
+  static void collect(Pointers& tensors, const at::Tensor& tensor) {
     tensors.push_back(&tensor);
   }
   template <typename Given>
-  static void collect(std::vector<const at::Tensor*>& tensors, const std::optional<Given>& given) {
+  static void collect(Pointers& tensors, const std::optional<Given>& given) {
     if (given) {
       collect(tensors, *given);
     }
   }
   template <typename Given>
-  static void collect(std::vector<const at::Tensor*>& tensors, const std::vector<Given>& list) {
+  static void collect(Pointers& tensors, const std::vector<Given>& list) {
     for (const auto& each : list) {
       collect(tensors, each);
     }

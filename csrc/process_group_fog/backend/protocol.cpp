@@ -14,7 +14,7 @@ namespace fog {
 namespace {
 
 // Counts up with each change of what processes say to each other, or do in each other's memory, that leaves all sizes as they are.
-constexpr int kProtocol = 2;
+constexpr int kProtocol = 3;
 
 uint32_t layout() {
   using namespace shared_memory;
@@ -39,7 +39,7 @@ uint32_t layout() {
         sizeof(PairMutex),
         size_t(Slot::kWriters),
         size_t(Slot::kOwners),
-        static_cast<size_t>(MessageKind::kRelease),
+        static_cast<size_t>(MessageKind::kWanted),
         static_cast<size_t>(Delivery::kMapped),
         static_cast<size_t>(OpKind::kAgree)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));
@@ -47,12 +47,19 @@ uint32_t layout() {
   return mark(hash);
 }
 
+std::string version = "of no version";
+
 } // namespace
 
+void set_version(const std::string& its_version) {
+  version = its_version;
+}
+
 std::string protocol() {
+  const std::string torch = TORCH_VERSION;
   std::ostringstream text;
-  text << "fog protocol " << kProtocol << " (layout " << std::hex << layout() << std::dec << ", torch " << TORCH_VERSION_MAJOR << '.'
-       << TORCH_VERSION_MINOR << ')';
+  text << "fog " << version << " (protocol " << kProtocol << ", layout " << std::hex << layout() << "), torch "
+       << torch.substr(0, torch.find('+'));
   return text.str();
 }
 

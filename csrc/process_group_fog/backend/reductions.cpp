@@ -1,10 +1,15 @@
 // allreduce, reduce and reduce_scatter in their forms.
 #include "backend/process_group_fog.hpp"
 
+#include <algorithm>
+
+#include <ATen/Functions.h>
+
 #include "backend/arguments.hpp"
 #include "core/arithmetic.hpp"
 #include "device/neighbors.hpp"
 #include "collectives/allreduce.hpp"
+#include "collectives/cutovers.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/reduce_scatter.hpp"
 #include "core/overlap.hpp"
@@ -33,6 +38,47 @@ void check_reduce_scatter_base(
   });
 }
 
+// Contiguous memory for partial sums of a tensor: its own, unless they have another dtype.
+at::Tensor sums_of(const at::Tensor& tensor, c10::ScalarType dtype) {
+  if (tensor.scalar_type() == dtype) {
+    return tensor;
+  }
+  const auto sums = empty_shared(tensor.sizes(), dtype);
+  copy_tensor(sums, tensor);
+  return sums;
+}
+
+// Copies the result to the tensor, where it is not, and then elsewhere.
+void end_with(Operation& operation, const at::Tensor& tensor, const at::Tensor& sums, std::function<void()> epilogue) {
+  operation.keep(tensor);
+  if (sums.is_same(tensor)) {
+    operation.set_epilogue(std::move(epilogue));
+    return;
+  }
+  operation.keep(sums);
+  operation.set_epilogue([tensor, sums, epilogue = std::move(epilogue)] {
+    copy_tensor(tensor, sums);
+    if (epilogue) {
+      epilogue();
+    }
+  });
+}
+
+// In a contiguous tensor.
+std::shared_ptr<Operation> make_allreduce(
+    const Signature& signature,
+    const at::Tensor& tensor,
+    const c10d::ReduceOp& op,
+    const Layout& layout,
+    std::function<void()> epilogue) {
+  const bool once = cutovers::of_allreduce(tensor.nbytes(), layout).sums_once(layout.hosts);
+  const auto sums = sums_of(tensor, cutovers::partial_dtype(tensor.scalar_type(), op.op_, tensor.nbytes(), once));
+  auto operation = std::make_shared<Allreduce>(
+      Reduction::Terms{signature, sums.scalar_type(), factor_of(op), layout}, part_of(sums).data, tensor.numel());
+  end_with(*operation, tensor, sums, std::move(epilogue));
+  return operation;
+}
+
 } // namespace
 
 WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
@@ -53,7 +99,6 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
       options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; with AVG allowed is one a rank");
   const auto reduced = flatten({tensors[0]});
   const auto signature = reduction_signature(OpKind::kAllreduce, tensors[0], options.reduceOp);
-  const double factor = factor_of(options.reduceOp);
   const auto local_op =
       options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM ? c10d::ReduceOp::SUM : options.reduceOp.op_; // the factor comes later
   Staging staging;
@@ -63,9 +108,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
         local_op, reduced.scalar_type(), reduced.mutable_data_ptr(), {reduced.const_data_ptr(), staged.const_data_ptr()}, {},
         static_cast<size_t>(reduced.numel()));
   }
-  auto operation = std::make_shared<Allreduce>(signature, part_of(reduced).data, reduced.numel(), factor);
-  operation->keep(reduced);
-  operation->set_epilogue([reduced, tensors] {
+  const auto operation = make_allreduce(signature, reduced, options.reduceOp, group_->layout, [reduced, tensors] {
     for (const auto& tensor : tensors) {
       unflatten(reduced, {tensor});
     }
@@ -86,7 +129,7 @@ WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceO
           return delegate.allreduce(tensors, given);
         });
   }
-  return allreduce_among(signature, "fog:all_reduce", tensor, op, {}, options);
+  return allreduce_among(signature, "fog:all_reduce", tensor, op, group_->layout, options);
 }
 
 WorkPtr ProcessGroupFog::allreduce_among(
@@ -94,14 +137,11 @@ WorkPtr ProcessGroupFog::allreduce_among(
     const char* title,
     at::Tensor& tensor,
     const c10d::ReduceOp& op,
-    std::vector<int> members,
+    const Layout& layout,
     const CallOptions& options) {
   Staging staging;
-  const double factor = factor_of(op);
   const auto staged = staging.in_place(tensor);
-  auto operation = std::make_shared<Allreduce>(signature, part_of(staged).data, staged.numel(), factor, std::move(members));
-  operation->keep(staged);
-  operation->set_epilogue(staging.copy_back());
+  const auto operation = make_allreduce(signature, staged, op, layout, staging.copy_back());
   return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
 }
 
@@ -117,9 +157,8 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(std::vector<at::Tensor>& tensors, c
   check_disjoint("allreduce_coalesced", {"tensors", tensors}, {});
   const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
-  auto operation = std::make_shared<Allreduce>(signature, part_of(flat).data, flat.numel(), factor_of(options.reduceOp));
-  operation->keep(flat);
-  operation->set_epilogue([flat, tensors] { unflatten(flat, tensors); });
+  const auto operation =
+      make_allreduce(signature, flat, options.reduceOp, group_->layout, [flat, tensors] { unflatten(flat, tensors); });
   return submit(operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
 }
 
@@ -133,10 +172,14 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
   auto signature = reduction_signature(OpKind::kReduce, tensor, options.reduceOp);
   signature.root = static_cast<int32_t>(options.rootRank);
   Staging staging;
-  const auto staged = rank_ == options.rootRank ? staging.in_place(tensor) : staging.input(tensor);
-  auto operation = std::make_shared<Reduce>(signature, part_of(staged).data, staged.numel(), factor_of(options.reduceOp));
-  operation->keep(staged);
-  operation->set_epilogue(staging.copy_back());
+  const bool is_root = rank_ == options.rootRank;
+  const auto staged = is_root ? staging.in_place(tensor) : staging.input(tensor);
+  const auto& layout = group_->layout;
+  const bool once = cutovers::of_reduce(staged.nbytes(), layout).sums_once(layout.hosts);
+  const auto sums = sums_of(staged, cutovers::partial_dtype(staged.scalar_type(), options.reduceOp.op_, staged.nbytes(), once));
+  const auto operation = std::make_shared<Reduce>(
+      Reduction::Terms{signature, sums.scalar_type(), factor_of(options.reduceOp), layout}, part_of(sums).data, staged.numel());
+  end_with(*operation, is_root ? staged : sums, sums, staging.copy_back());
   return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options));
 }
 
@@ -153,15 +196,13 @@ WorkPtr ProcessGroupFog::reduce_scatter(
       " tensors; allowed is one for each of the ", size_, " ranks");
   Staging staging;
   std::vector<at::Tensor> staged_inputs;
-  std::vector<const void*> data;
-  std::vector<size_t> bytes;
+  std::vector<Part> parts;
   int64_t numel = 0;
   for (const auto& input : inputs) {
     check_tensor("reduce_scatter", "inputs", input);
     check_same("reduce_scatter", "inputs", input, output);
     staged_inputs.push_back(staging.input(input));
-    data.push_back(staged_inputs.back().const_data_ptr());
-    bytes.push_back(staged_inputs.back().nbytes());
+    parts.push_back(part_of(staged_inputs.back()));
     numel += input.numel();
   }
   check_numel("reduce_scatter", "outputs", output, inputs[rank_].numel());
@@ -173,14 +214,56 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   signature.numel = numel; // outputs may differ from rank to rank, the whole does not
   signature.dims = 1;
   signature.shape = {numel};
-  auto operation = std::make_shared<ReduceScatter>(
-      signature, std::move(data), std::move(bytes), part_of(staged_output).data, factor_of(options.reduceOp));
-  operation->keep(staged_output);
-  for (const auto& staged : staged_inputs) {
-    operation->keep(staged);
+  return reduce_scatter_parts(
+      signature, parts, staged_inputs, staged_output, options.reduceOp, staging.copy_back(),
+      {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
+}
+
+WorkPtr ProcessGroupFog::reduce_scatter_parts(
+    const Signature& signature,
+    const std::vector<Part>& inputs,
+    const Tensors& kept,
+    const at::Tensor& output,
+    const c10d::ReduceOp& op,
+    const std::function<void()>& epilogue,
+    const Call& call,
+    const CallOptions& options) {
+  const auto& layout = group_->layout;
+  std::vector<size_t> numels;
+  size_t bytes = 0;
+  for (const auto& input : inputs) {
+    numels.push_back(input.bytes / output.element_size());
+    bytes += input.bytes;
   }
-  operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
+  const auto order = ReduceScatter::order(layout, bytes);
+  const auto dtype = cutovers::partial_dtype(output.scalar_type(), op.op_, bytes, order.empty());
+  const Reduction::Terms terms{signature, dtype, factor_of(op), layout};
+  if (order.empty()) {
+    std::vector<const void*> data;
+    for (const auto& input : inputs) {
+      data.push_back(input.data);
+    }
+    const auto operation = std::make_shared<ReduceScatter>(terms, std::move(data), numels, part_of(output).data);
+    for (const auto& tensor : kept) {
+      operation->keep(tensor);
+    }
+    end_with(*operation, output, output, epilogue);
+    return submit(operation, call, options);
+  }
+  std::vector<at::Tensor> ordered;
+  for (const int rank : order) {
+    const auto& input = inputs[static_cast<size_t>(rank)];
+    ordered.push_back(at::from_blob(input.data, {static_cast<int64_t>(numels[static_cast<size_t>(rank)])}, output.options()));
+  }
+  const auto sums = empty_shared({static_cast<int64_t>(bytes / output.element_size())}, dtype);
+  const auto places = views_of(sums, ordered);
+  for (size_t i = 0; i < places.size(); ++i) {
+    copy_tensor(places[i], ordered[i]);
+  }
+  const auto operation = std::make_shared<ReduceScatter>(terms, part_of(sums).data, order, numels);
+  const auto own = static_cast<size_t>(std::find(order.begin(), order.end(), rank_) - order.begin());
+  end_with(*operation, output, places[own].view(output.sizes()), epilogue);
+  return submit(operation, call, options);
 }
 
 WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
@@ -191,19 +274,10 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
-  std::vector<const void*> data;
-  std::vector<size_t> bytes;
-  for (const auto& part : parts_of(staged_input, size_)) {
-    data.push_back(part.data);
-    bytes.push_back(part.bytes);
-  }
-  auto operation = std::make_shared<ReduceScatter>(
-      reduction_signature(OpKind::kReduceScatter, input, options.reduceOp), std::move(data), std::move(bytes),
-      part_of(staged_output).data, factor_of(options.reduceOp));
-  operation->keep(staged_input);
-  operation->keep(staged_output);
-  operation->set_epilogue(staging.copy_back());
-  return submit(operation, {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
+  return reduce_scatter_parts(
+      reduction_signature(OpKind::kReduceScatter, input, options.reduceOp), parts_of(staged_input, size_), {staged_input},
+      staged_output, options.reduceOp, staging.copy_back(),
+      {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

@@ -2,6 +2,8 @@
 
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
@@ -50,14 +52,25 @@ void bind_testing(py::module_& module) {
       .def("finish", &Rendezvous::finish, release_gil);
   py::class_<VirtualWorld>(module, "VirtualWorld")
       .def(
-          py::init([](int size, int ranks_per_host, std::chrono::milliseconds timeout, bool confirm, uint64_t seed,
-                      unsigned most_delay) {
-            return std::make_unique<VirtualWorld>(VirtualWorld::Options{size, ranks_per_host, timeout, confirm, {seed, most_delay}});
+          py::init([](int size, int ranks_per_host, std::vector<int> hosts, std::chrono::milliseconds timeout, bool confirm,
+                      uint64_t seed, unsigned most_delay) {
+            return std::make_unique<VirtualWorld>(
+                VirtualWorld::Options{size, ranks_per_host, std::move(hosts), timeout, confirm, {seed, most_delay}});
           }),
-          py::arg("size"), py::kw_only(), py::arg("ranks_per_host") = 1, py::arg("timeout") = std::chrono::minutes(5),
-          py::arg("confirm") = false, py::arg("seed") = 0, py::arg("most_delay") = 0, release_gil)
+          py::arg("size"), py::kw_only(), py::arg("ranks_per_host") = 1, py::arg("hosts") = std::vector<int>(),
+          py::arg("timeout") = std::chrono::minutes(5), py::arg("confirm") = false, py::arg("seed") = 0, py::arg("most_delay") = 0,
+          release_gil)
       .def_property_readonly("groups", &VirtualWorld::groups)
       .def("progress", &VirtualWorld::progress, release_gil)
+      .def_property_readonly(
+          "sent",
+          [](const VirtualWorld& world) {
+            std::map<std::pair<int, int>, std::pair<uint64_t, uint64_t>> sent;
+            for (const auto& [pair, traffic] : world.sent()) {
+              sent[pair] = {traffic.messages, traffic.bytes};
+            }
+            return sent;
+          })
       .def("lose", &VirtualWorld::lose, py::arg("rank"), release_gil);
 }
 

@@ -18,11 +18,14 @@ struct VirtualWorld::Engines {
 VirtualWorld::VirtualWorld(const Options& options) : engines_(std::make_shared<Engines>()) {
   TORCH_CHECK_VALUE(options.size >= 1, "size: got ", options.size, "; allowed are numbers from 1 up");
   TORCH_CHECK_VALUE(options.ranks_per_host >= 1, "ranks_per_host: got ", options.ranks_per_host, "; allowed are numbers from 1 up");
+  TORCH_CHECK_VALUE(
+      options.hosts.empty() || options.hosts.size() == static_cast<size_t>(options.size), "hosts: got ", options.hosts.size(),
+      " numbers; allowed is one for each of the ", options.size, " ranks");
   engines_->network = std::make_shared<InProcessNetwork>(options.size, options.network);
   engines_->lost.resize(static_cast<size_t>(options.size), false);
   std::vector<Member> members;
   for (int rank = 0; rank < options.size; ++rank) {
-    const int host = rank / options.ranks_per_host;
+    const int host = options.hosts.empty() ? rank / options.ranks_per_host : options.hosts[static_cast<size_t>(rank)];
     members.push_back({rank, static_cast<int>(getpid()), host, "virtual " + std::to_string(host), "host" + std::to_string(host)});
   }
   const std::vector<std::string> addresses(members.size());
@@ -46,6 +49,10 @@ void VirtualWorld::progress() {
       moved = (!engines_->lost[rank] && engines_->engines[rank]->progress()) || moved;
     }
   }
+}
+
+std::map<std::pair<int, int>, InProcessNetwork::Sent> VirtualWorld::sent() const {
+  return engines_->network->sent();
 }
 
 void VirtualWorld::lose(int rank) {

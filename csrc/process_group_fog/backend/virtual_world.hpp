@@ -2,7 +2,9 @@
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "backend/process_group_fog.hpp"
@@ -16,6 +18,7 @@ class VirtualWorld {
   struct Options {
     int size = 1;
     int ranks_per_host = 1; // every so many consecutive ranks pretend to share a host
+    std::vector<int> hosts; // or, if it is not empty, the number of each rank's host
     std::chrono::milliseconds timeout{0};
     bool confirm = false;
     InProcessNetwork::Options network;
@@ -27,6 +30,8 @@ class VirtualWorld {
   }
   // Drives all engines until nothing moves and no message is on its way.
   void progress();
+  // Messages of operations, and their bytes, from rank to rank.
+  std::map<std::pair<int, int>, InProcessNetwork::Sent> sent() const;
   // This rank's process ends without a goodbye.
   void lose(int rank);
 

@@ -1,62 +1,68 @@
 #include "collectives/allreduce.hpp"
 
-#include "collectives/slices.hpp"
+#include "collectives/circulant.hpp"
+#include "collectives/cutovers.hpp"
+#include "collectives/direct.hpp"
+#include "collectives/recursive_doubling.hpp"
+#include "collectives/tree.hpp"
+#include "collectives/two_level.hpp"
 
 namespace fog {
+namespace {
 
-Allreduce::Allreduce(Signature signature, void* data, size_t numel, double scale, std::vector<int> members)
-    : Reduction(signature, scale, std::move(members)), data_(static_cast<char*>(data)), numel_(numel) {}
-
-char* Allreduce::slice(int place) const {
-  return data_ + (whole_ ? 0 : slice_of(numel_, place, count()).begin * item());
-}
-
-size_t Allreduce::part(int place) const {
-  return (whole_ ? numel_ : slice_of(numel_, place, count()).numel) * item();
-}
-
-std::vector<Operation::Destination> Allreduce::other_members(double scale) const {
-  std::vector<Destination> others;
-  for (int distance = 1; distance < count(); ++distance) {
-    others.push_back({member((own_ + distance) % count()), scale}); // the next one first: not everybody sends to the same
-  }
-  return others;
-}
-
-void Allreduce::launch() {
-  whole_ = numel_ * item() <= Transport::kInlineBytes;
-  own_ = place();
-  use_own_input(slice(own_));
-  for (int distance = 1; distance < count(); ++distance) {
-    const int other = (own_ + distance) % count();
-    expect_input(other, part(own_));
-    if (!whole_) {
-      // Comes after `other` has all of its slice from here, so nothing that is still to be read is overwritten.
-      receive_over(member(other), 1, slice(other), part(other));
-      send_after_theirs({{member(other), scale()}}, 0, slice(other), part(other));
-    }
-  }
-  if (whole_) {
-    send(other_members(scale()), 0, data_, part(own_));
+void between_hosts(Schedule& schedule, const Machines& hosts, const Cut& lanes, const cutovers::Path& path) {
+  const auto ranks = two_level::lane_of(hosts);
+  const auto lane = lanes.part(hosts.place());
+  if (!path.whole) {
+    const auto slices = cut(lane, hosts.count());
+    two_level::scatter_between(schedule, hosts, ranks, slices, path.few_hosts);
+    two_level::gather_between(schedule, hosts, ranks, slices, path.few_hosts);
+  } else if (path.few_hosts) {
+    direct::exchange(schedule, ranks, hosts.machine(), two_level::kBetween, lane, Terms::kPartial);
+  } else {
+    recursive_doubling(schedule, ranks, hosts.machine(), two_level::kBetween, lane);
   }
 }
 
-Operation::Action Allreduce::advance() {
-  if (!reduced_) {
-    const auto action = use_inputs(part(own_));
-    if (action != Action::kDone) {
-      return action;
-    }
-    reduced_ = true;
-    if (!whole_) {
-      send_after_theirs(other_members(), 1, slice(own_), part(own_));
-    }
+Schedule schedule_of(const Layout& layout, Slice all, const cutovers::Path& path, uint16_t first_message) {
+  Schedule schedule{{}, first_message};
+  if (path.direct) {
+    direct::exchange(schedule, layout.ranks, layout.place, 0, all, Terms::kGiven);
+    return schedule;
   }
-  return whole_ || received(1) ? Action::kDone : Action::kWait;
+  const auto& hosts = layout.hosts;
+  const auto lanes = cut(all, path.lanes);
+  const bool one_host = hosts.count() == 1;
+  if (path.trees) {
+    tree::reduce(schedule, hosts.local(), hosts.place(), two_level::kUp, all, Terms::kGiven, one_host);
+  } else {
+    two_level::scatter_in_host(schedule, hosts, lanes, one_host);
+  }
+  if (!one_host && hosts.place() < path.lanes) {
+    between_hosts(schedule, hosts, lanes, path);
+  }
+  if (path.trees) {
+    tree::spread(schedule, hosts.local(), hosts.place(), two_level::kDown, all);
+  } else {
+    two_level::gather_in_host(schedule, hosts, lanes);
+  }
+  return schedule;
 }
 
-void Allreduce::compute() {
-  reduce_into(slice(own_));
+std::vector<Schedule> schedules_of(const Layout& layout, size_t numel, size_t item) {
+  const auto path = cutovers::of_allreduce(numel * item, layout);
+  const int count = cutovers::parts(numel * item, layout, path);
+  const auto parts = cut({0, numel}, count);
+  std::vector<Schedule> schedules;
+  for (int part = 0; part < count; ++part) {
+    schedules.push_back(schedule_of(layout, parts.part(part), path, static_cast<uint16_t>(part * Schedule::kMessagesOfPart)));
+  }
+  return schedules;
 }
+
+} // namespace
+
+Allreduce::Allreduce(const Terms& terms, void* data, size_t numel)
+    : Reduction(terms, schedules_of(terms.layout, numel, c10::elementSize(terms.dtype))), data_(static_cast<char*>(data)) {}
 
 } // namespace fog

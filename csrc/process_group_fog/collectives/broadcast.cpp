@@ -1,104 +1,133 @@
 #include "collectives/broadcast.hpp"
 
-#include "collectives/slices.hpp"
+#include "collectives/cutovers.hpp"
 
 namespace fog {
-namespace {
-
-constexpr size_t kTreeBytes = 64 * 1024;
-
-} // namespace
-
 Broadcast::Broadcast(Signature signature, void* data, size_t bytes)
     : Operation(signature), data_(static_cast<char*>(data)), bytes_(bytes) {}
 
-// The rank `distance` places after the root.
-int Broadcast::relative(int distance) const {
-  return (signature_.root + distance) % size();
+Slice Broadcast::slice(int place) const {
+  return slice_of(bytes_, place, hosts().least());
+}
+
+Slice Broadcast::piece(int place, int host) const {
+  const auto whole = slice(place);
+  const int root_host = hosts().machine_of(signature_.root);
+  const auto part = slice_of(whole.numel, (host - root_host + hosts().count()) % hosts().count() - 1, hosts().count() - 1);
+  return {whole.begin + part.begin, part.numel};
+}
+
+std::vector<int> Broadcast::hosts_across() const {
+  std::vector<int> across;
+  const int root_host = hosts().machine_of(signature_.root);
+  for (int distance = 1; distance < hosts().count(); ++distance) {
+    const int host = (hosts().machine() + distance) % hosts().count();
+    if (host != root_host) {
+      across.push_back(host);
+    }
+  }
+  return across;
 }
 
 void Broadcast::launch() {
-  if (one_host() && bytes_ > Transport::kLocalInlineBytes) {
-    shape_ = Shape::kStar;
-  } else {
-    shape_ = bytes_ <= kTreeBytes || size() == 2 ? Shape::kTree : Shape::kSlices;
+  announcements_ = host_tree(hosts(), signature_.root);
+  for (const auto& child : announcements_.children) {
+    expect_announcement(child.rank);
   }
-  if (rank() != signature_.root) {
-    announce_to(signature_.root);
-  } else {
-    for (int other = 1; other < size(); ++other) {
-      expect_announcement(relative(other));
-    }
-  }
-  if (shape_ == Shape::kSlices) {
+  if (cutovers::in_slices(bytes_, hosts())) {
     launch_slices();
     return;
   }
-  const int distance = (rank() - signature_.root + size()) % size();
-  if (distance == 0) {
-    send_down();
-    return;
-  }
-  receive(shape_ == Shape::kStar ? signature_.root : relative(distance & (distance - 1)), 0, data_, bytes_); // the parent
-}
-
-void Broadcast::send_down() {
-  passed_on_ = true;
-  const int distance = (rank() - signature_.root + size()) % size();
-  if (shape_ == Shape::kStar) {
-    if (distance == 0) {
-      send(others(), 0, data_, bytes_);
-    }
-    return;
-  }
-  // A binomial tree: a rank's parent has its distance without the lowest bit.
-  const int lowest = distance == 0 ? size() : distance & -distance;
-  int farthest = 1;
-  while (farthest < lowest && distance + farthest < size()) {
-    farthest <<= 1;
-  }
-  for (int step = farthest; step >= 1; step >>= 1) { // the largest subtree first
-    if (step < lowest && distance + step < size()) {
-      send(relative(distance + step), 0, data_, bytes_);
-    }
+  tree_ = host_tree(hosts(), signature_.root, bytes_ > Transport::kLocalInlineBytes);
+  if (tree_.parent >= 0) {
+    receive(tree_.parent, kDown, data_, bytes_);
   }
 }
 
 void Broadcast::launch_slices() {
-  const int parts = size() - 1;
-  const int distance = (rank() - signature_.root + size()) % size();
-  for (int other = 1; other < size(); ++other) {
-    const auto slice = slice_of(bytes_, other - 1, parts);
-    if (distance == 0) {
-      send(relative(other), 0, data_ + slice.begin, slice.numel);
-    } else if (other == distance) {
-      receive(signature_.root, 0, data_ + slice.begin, slice.numel);
-    } else {
-      receive(relative(other), 1, data_ + slice.begin, slice.numel);
+  const int root = signature_.root;
+  const int root_host = hosts().machine_of(root);
+  const int places = hosts().least();
+  if (rank() == root) {
+    role_ = Role::kRoot;
+    std::vector<Destination> beside;
+    for (const int local : hosts().local()) {
+      if (local != root) {
+        beside.push_back({local});
+      }
+    }
+    send(beside, kDown, data_, bytes_);
+    for (int distance = 1; distance < hosts().count(); ++distance) {
+      const int host = (root_host + distance) % hosts().count();
+      for (int place = 0; place < places; ++place) {
+        const auto part = piece(place, host);
+        send(hosts().rank(host, place), kDown, data_ + part.begin, part.numel);
+      }
+    }
+    return;
+  }
+  if (hosts().machine() == root_host) {
+    role_ = Role::kBesideRoot;
+    receive(root, kDown, data_, bytes_);
+    return;
+  }
+  const int own = hosts().place();
+  role_ = own < places ? Role::kPlace : Role::kLocal;
+  for (int place = 0; place < places; ++place) {
+    if (place != own) {
+      receive(hosts().local()[place], kShared, data_ + slice(place).begin, slice(place).numel);
     }
   }
-  passed_on_ = distance == 0;
+  if (role_ == Role::kPlace) {
+    const auto mine = piece(own, hosts().machine());
+    receive(root, kDown, data_ + mine.begin, mine.numel);
+    for (const int host : hosts_across()) {
+      const auto theirs = piece(own, host);
+      receive(hosts().rank(host, own), kAcross, data_ + theirs.begin, theirs.numel);
+    }
+  }
+}
+
+// Goes on with what a rank that takes part between hosts passes on.
+void Broadcast::advance_place() {
+  const int own = hosts().place();
+  if (!passed_on_ && received(kDown)) {
+    passed_on_ = true;
+    const auto mine = piece(own, hosts().machine());
+    for (const int host : hosts_across()) {
+      send(hosts().rank(host, own), kAcross, data_ + mine.begin, mine.numel);
+    }
+  }
+  if (!shared_ && received(kDown) && received(kAcross)) {
+    shared_ = true;
+    std::vector<Destination> local;
+    for (const int other : hosts().local()) {
+      if (other != rank()) {
+        local.push_back({other});
+      }
+    }
+    send(local, kShared, data_ + slice(own).begin, slice(own).numel);
+  }
 }
 
 Operation::Action Broadcast::advance() {
-  if (!received(0)) {
-    return Action::kWait;
-  }
-  if (!passed_on_) {
-    if (shape_ != Shape::kSlices) {
-      send_down();
-    } else {
-      passed_on_ = true;
-      const int distance = (rank() - signature_.root + size()) % size();
-      const auto slice = slice_of(bytes_, distance - 1, size() - 1);
-      for (int other = 1; other < size(); ++other) {
-        if (other != distance) {
-          send(relative(other), 1, data_ + slice.begin, slice.numel);
-        }
-      }
+  if (!announced_ && announced()) {
+    announced_ = true;
+    if (announcements_.parent >= 0) {
+      announce_to(announcements_.parent);
     }
   }
-  return received(1) && announced() ? Action::kDone : Action::kWait;
+  if (role_ == Role::kPlace) {
+    advance_place();
+  } else if (!passed_on_ && received(kDown)) {
+    passed_on_ = true;
+    std::vector<Destination> children;
+    for (const auto& child : tree_.children) {
+      children.push_back({child.rank});
+    }
+    send(children, kDown, data_, bytes_);
+  }
+  return received_all() ? Action::kDone : Action::kWait;
 }
 
 } // namespace fog

@@ -1,14 +1,17 @@
 #pragma once
 
+#include "collectives/slices.hpp"
+#include "collectives/host_tree.hpp"
 #include "engine/operation.hpp"
 
 namespace fog {
 
 // Every rank gets the root's tensor.
 //
-// Small tensors go down a binomial tree. On one host every rank reads a larger one from the root's memory. Between hosts it
-// is cut into one slice for each rank but the root; each rank passes its slice on to the others, so the root sends the
-// tensor only once (scatter, then allgather; M. Barnett et al., "Building a high-performance collective communication
+// Small tensors go down a tree, from host to host first. On one host every rank reads a larger one from the root's memory. To other hosts
+// it goes in slices, one for each place that all hosts have, so that all ranks of a host bring a part of it: the root sends each other host a
+// different piece of each slice, ranks with the same place pass their pieces on to each other, and then share the slices within their host.
+// So a link carries the tensor once (scatter, then allgather; M. Barnett et al., "Building a high-performance collective communication
 // library", SC 1994, doi:10.1109/SUPERC.1994.344261).
 class Broadcast : public Operation {
  public:
@@ -19,15 +22,33 @@ class Broadcast : public Operation {
   Action advance() override;
 
  private:
-  enum class Shape { kTree, kSlices, kStar };
-  void send_down();
+  // What a rank does with slices.
+  enum class Role {
+    kTree, // there are none: the tensor goes down the tree
+    kRoot,
+    kBesideRoot, // on its host
+    kPlace, // takes part between hosts
+    kLocal, // has a place there that not all hosts have
+  };
+  // Messages.
+  enum Step : uint16_t { kDown, kAcross, kShared };
+
   void launch_slices();
-  int relative(int distance) const;
+  void advance_place();
+  // The hosts that are neither this rank's nor the root's.
+  std::vector<int> hosts_across() const;
+  // In bytes: slice `place`, and the piece of it that the root sends to `host`.
+  Slice slice(int place) const;
+  Slice piece(int place, int host) const;
 
   char* const data_;
   const size_t bytes_;
-  Shape shape_ = Shape::kTree;
-  bool passed_on_ = false;
+  Role role_ = Role::kTree;
+  HostTree tree_;
+  HostTree announcements_;
+  bool announced_ = false; // to the parent there, that all below have come
+  bool passed_on_ = false; // down the tree, or across
+  bool shared_ = false; // within the host
 };
 
 } // namespace fog

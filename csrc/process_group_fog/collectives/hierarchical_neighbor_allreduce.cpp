@@ -43,7 +43,7 @@ void HierarchicalNeighborAllreduce::launch() {
     const auto theirs = slice(place);
     inputs_[place] = receive_input(local[place], kAverage, own_.numel);
     // Comes after that rank has all of its slice from here, so where `out` is `in` nothing is overwritten that is to be read.
-    receive_over(local[place], kGather, out_ + theirs.begin, theirs.numel);
+    receive(local[place], kGather, out_ + theirs.begin, theirs.numel);
     send(local[place], kAverage, in_ + theirs.begin, theirs.numel);
   }
   for (const auto& source : plan_.sources()) {

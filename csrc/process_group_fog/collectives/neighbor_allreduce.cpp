@@ -12,7 +12,7 @@ void NeighborAllreduce::launch() {
   for (const auto& source : plan_.sources()) {
     receive_input(source.rank, 0, bytes_);
   }
-  std::vector<Destination> destinations;
+  c10::SmallVector<Destination, 8> destinations;
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({destination.rank, destination.weight});
   }
@@ -26,7 +26,7 @@ Operation::Action NeighborAllreduce::advance() {
 void NeighborAllreduce::compute() {
   const auto dtype = static_cast<c10::ScalarType>(signature_.dtype);
   const size_t item = c10::elementSize(dtype);
-  std::vector<NeighborTerm> terms;
+  c10::SmallVector<NeighborTerm, 2> terms;
   for (size_t i = 0; i < plan_.sources().size(); ++i) {
     terms.push_back({input(i), header(i).scale});
   }

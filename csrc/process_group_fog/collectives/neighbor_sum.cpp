@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <c10/util/SmallVector.h>
+
 #include "core/arithmetic.hpp"
 
 namespace fog {
@@ -11,7 +13,7 @@ void neighbor_sum(
     const NeighborPlan& plan,
     c10::ScalarType dtype,
     void* out,
-    const std::vector<NeighborTerm>& terms,
+    c10::ArrayRef<NeighborTerm> terms,
     const void* own,
     size_t from,
     size_t to) {
@@ -19,7 +21,7 @@ void neighbor_sum(
   const bool mean = plan.mean() && std::all_of(terms.begin(), terms.end(), [](const NeighborTerm& term) { return term.scale == 1.0; });
   const double share = plan.mean() ? 1.0 / static_cast<double>(terms.size() + 1) : 1.0;
   std::vector<Input> inputs;
-  std::vector<double> weights; // unused for the mean
+  c10::SmallVector<double, 8> weights; // unused for the mean
   auto add = [&](const Input& input, double weight) {
     if (mean || weight != 0.0) {
       inputs.push_back(input);

@@ -1,9 +1,8 @@
 // What a rank makes of its neighbors' tensors and its own.
 #pragma once
 
-#include <vector>
-
 #include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
 
 #include "core/neighbor_plan.hpp"
 #include "transport/block.hpp"
@@ -24,7 +23,7 @@ void neighbor_sum(
     const NeighborPlan& plan,
     c10::ScalarType dtype,
     void* out,
-    const std::vector<NeighborTerm>& terms,
+    c10::ArrayRef<NeighborTerm> terms,
     const void* own,
     size_t from,
     size_t to);

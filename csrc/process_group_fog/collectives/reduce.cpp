@@ -1,67 +1,142 @@
 #include "collectives/reduce.hpp"
 
-#include "collectives/slices.hpp"
+#include <algorithm>
+
+#include "collectives/cutovers.hpp"
+#include "collectives/two_level.hpp"
 
 namespace fog {
 namespace {
 
-constexpr size_t kWholeBytes = 64 * 1024;
+constexpr uint16_t kToHost = 62; // of the root: after all rounds between hosts
+constexpr uint16_t kToRoot = two_level::kDown;
+
+// The ranks of a host, the root first if it is there.
+std::vector<int> from_root(std::vector<int> ranks, int root) {
+  const auto found = std::find(ranks.begin(), ranks.end(), root);
+  if (found != ranks.end()) {
+    std::rotate(ranks.begin(), found, ranks.end());
+  }
+  return ranks;
+}
+
+int place_of(const std::vector<int>& ranks, int rank) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+int host_of(const Machines& hosts, int rank) {
+  for (int host = 0; host < hosts.count(); ++host) {
+    for (int place = 0; place < hosts.size(host); ++place) {
+      if (hosts.rank(host, place) == rank) {
+        return host;
+      }
+    }
+  }
+  return -1;
+}
+
+void by_trees(Schedule& schedule, const Layout& layout, Slice all, int root) {
+  const auto& hosts = layout.hosts;
+  const int self = layout.ranks[layout.place];
+  const auto local = from_root(hosts.local(), root);
+  tree::reduce(schedule, local, place_of(local, self), two_level::kUp, all, Terms::kGiven, hosts.count() == 1);
+  if (hosts.count() > 1 && local[0] == self) {
+    std::vector<int> leaders;
+    const int first = host_of(hosts, root);
+    for (int host = 0; host < hosts.count(); ++host) {
+      leaders.push_back(host == first ? root : hosts.rank(host, 0));
+    }
+    leaders = from_root(std::move(leaders), root);
+    tree::reduce(schedule, leaders, place_of(leaders, self), two_level::kBetween, all, Terms::kPartial, true);
+  }
+}
+
+void by_slices(Schedule& schedule, const Layout& layout, Slice all, int root, const cutovers::Path& path) {
+  const auto& hosts = layout.hosts;
+  const int self = layout.ranks[layout.place];
+  const int home = host_of(hosts, root);
+  const auto lanes = cut(all, path.lanes);
+  two_level::scatter_in_host(schedule, hosts, lanes, hosts.count() == 1);
+  if (hosts.count() > 1 && hosts.place() < path.lanes) {
+    const auto lane = two_level::lane_of(hosts);
+    const auto slices = cut(lanes.part(hosts.place()), hosts.count());
+    two_level::scatter_between(schedule, hosts, lane, slices, path.few_hosts);
+    if (hosts.machine() != home) {
+      schedule.send({lane[home]}, kToHost, slices.part(hosts.machine()));
+    } else {
+      for (int host = 0; host < hosts.count(); ++host) {
+        if (host != home) {
+          schedule.await(lane[host], kToHost, slices.part(host));
+        }
+      }
+    }
+  }
+  if (hosts.machine() != home) {
+    return;
+  }
+  if (self != root && hosts.place() < path.lanes) {
+    schedule.send({root}, kToRoot, lanes.part(hosts.place()));
+  }
+  for (int lane = 0; self == root && lane < path.lanes; ++lane) {
+    if (hosts.local()[lane] != root) {
+      schedule.await(hosts.local()[lane], kToRoot, lanes.part(lane));
+    }
+  }
+}
+
+Schedule schedule_of(const Layout& layout, size_t numel, size_t item, int root) {
+  const Slice all{0, numel};
+  const auto path = cutovers::of_reduce(numel * item, layout);
+  Schedule schedule;
+  if (path.direct) {
+    if (layout.ranks[layout.place] == root) {
+      schedule.combine(layout.ranks, 0, all, true, true);
+    } else {
+      schedule.send({root}, 0, all, true);
+    }
+  } else if (path.trees) {
+    by_trees(schedule, layout, all, root);
+  } else {
+    by_slices(schedule, layout, all, root, path);
+  }
+  return schedule;
+}
 
 } // namespace
 
-Reduce::Reduce(Signature signature, void* data, size_t numel, double scale)
-    : Reduction(signature, scale), data_(static_cast<char*>(data)), numel_(numel) {}
-
-char* Reduce::slice(int rank) const {
-  return data_ + slice_of(numel_, rank, size()).begin * item();
-}
+Reduce::Reduce(const Terms& terms, void* data, size_t numel)
+    : Reduction(terms, {schedule_of(terms.layout, numel, c10::elementSize(terms.dtype), terms.signature.root)}),
+      data_(static_cast<char*>(data)) {}
 
 void Reduce::launch() {
-  whole_ = numel_ * item() <= kWholeBytes || size() == 2;
-  if (whole_ && !at_root()) {
-    send(signature_.root, 0, data_, numel_ * item(), scale());
-    expect_announcement(signature_.root);
-    return;
+  sums_ = data_;
+  if (rank() != signature_.root) {
+    const auto sums = changed();
+    first_ = sums.begin;
+    sums_ = static_cast<char*>(scratch(sums.numel * item()));
   }
-  part_ = whole_ ? numel_ * item() : slice_of(numel_, rank(), size()).numel * item();
-  use_own_input(whole_ ? data_ : slice(rank()));
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer == rank()) {
-      continue;
-    }
-    expect_input(peer, part_);
-    if (whole_) {
-      announce_to(peer);
-    } else {
-      const size_t theirs = slice_of(numel_, peer, size()).numel * item();
-      if (at_root()) {
-        receive_over(peer, 1, slice(peer), theirs);
-      }
-      send(peer, 0, slice(peer), theirs, scale());
-    }
+  Reduction::launch();
+}
+
+tree::Family Reduce::family() const {
+  return tree::family_of((rank() - signature_.root + size()) % size(), size());
+}
+
+void Reduce::announce() {
+  const int parent = family().parent;
+  if (parent >= 0) {
+    expect_announcement(from_root(parent));
   }
-  result_ = at_root() ? (whole_ ? data_ : slice(rank())) : static_cast<char*>(scratch(part_));
 }
 
 Operation::Action Reduce::advance() {
-  if (whole_ && !at_root()) {
-    return announced() ? Action::kDone : Action::kWait;
-  }
-  if (!reduced_) {
-    const auto action = use_inputs(part_);
-    if (action != Action::kDone) {
-      return action;
-    }
-    reduced_ = true;
-    if (!whole_ && !at_root()) {
-      send(signature_.root, 1, result_, part_);
+  if (!told_ && announced()) {
+    told_ = true;
+    for (const int child : family().children) {
+      announce_to(from_root(child));
     }
   }
-  return received(1) && announced() ? Action::kDone : Action::kWait;
-}
-
-void Reduce::compute() {
-  reduce_into(result_);
+  return Reduction::advance();
 }
 
 } // namespace fog

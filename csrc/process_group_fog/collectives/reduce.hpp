@@ -1,33 +1,37 @@
 #pragma once
 
 #include "collectives/reduction.hpp"
+#include "collectives/tree.hpp"
 
 namespace fog {
 
 // The root gets the reduction over all ranks, in place; the others' tensors stay as they are. Arithmetic as in Allreduce.
-//
-// Small tensors go straight to the root. Larger ones are reduced by slices on all ranks, and the slices go to the root.
 class Reduce : public Reduction {
  public:
-  Reduce(Signature signature, void* data, size_t numel, double scale);
+  Reduce(const Terms& terms, void* data, size_t numel);
 
  protected:
   void launch() override;
   Action advance() override;
-  void compute() override;
+  // The root's word goes to all: most only send.
+  void announce() override;
+  const char* given(size_t begin) const override {
+    return data_ + begin * item();
+  }
+  char* place(size_t begin) const override {
+    return sums_ + (begin - first_) * item();
+  }
 
  private:
-  bool at_root() const {
-    return rank() == signature_.root;
+  tree::Family family() const;
+  int from_root(int place) const {
+    return (place + signature_.root) % size();
   }
-  char* slice(int rank) const;
 
   char* const data_;
-  const size_t numel_;
-  bool whole_ = false;
-  bool reduced_ = false;
-  size_t part_ = 0; // bytes that this rank reduces
-  char* result_ = nullptr;
+  char* sums_ = nullptr;
+  size_t first_ = 0; // element there
+  bool told_ = false; // the others
 };
 
 } // namespace fog

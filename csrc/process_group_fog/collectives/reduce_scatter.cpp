@@ -1,31 +1,125 @@
 #include "collectives/reduce_scatter.hpp"
 
-#include <c10/core/ScalarType.h>
+#include <algorithm>
+#include <numeric>
+
+#include "collectives/cutovers.hpp"
+#include "collectives/direct.hpp"
+#include "collectives/two_level.hpp"
 
 namespace fog {
+namespace {
 
-ReduceScatter::ReduceScatter(Signature signature, std::vector<const void*> inputs, std::vector<size_t> bytes, void* out, double scale)
-    : Reduction(signature, scale), sends_from_(std::move(inputs)), bytes_(std::move(bytes)), out_(out) {}
+// The k-th slice is that of the k-th in order.
+Cut cut_in(const std::vector<int>& order, const std::vector<size_t>& numels) {
+  Cut slices{{0}};
+  for (const int rank : order) {
+    slices.bounds.push_back(slices.bounds.back() + numels[rank]);
+  }
+  return slices;
+}
 
-void ReduceScatter::launch() {
-  use_own_input(sends_from_[rank()]);
-  for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank()) {
-      expect_input(peer, bytes_[rank()]);
+std::vector<int> by_rank(size_t count) {
+  std::vector<int> ranks(count);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// Those between which sums go: where one host has many ranks and each gets little, each of them counts as one.
+Machines hosts_of(const Layout& layout) {
+  if (layout.hosts.count() > 1) {
+    return layout.hosts;
+  }
+  std::vector<std::vector<int>> alone;
+  for (const int rank : layout.ranks) {
+    alone.push_back({rank});
+  }
+  return Machines(std::move(alone), layout.ranks[layout.place]);
+}
+
+// The lanes' places, each host's of the first, then of the second, ... Of a host with more ranks than lanes several take one.
+std::vector<int> order_by(const Machines& hosts) {
+  std::vector<int> order;
+  for (int lane = 0; lane < hosts.least(); ++lane) {
+    for (int host = 0; host < hosts.count(); ++host) {
+      for (int place = lane; place < hosts.size(host); place += hosts.least()) {
+        order.push_back(hosts.rank(host, place));
+      }
     }
   }
-  for (int distance = 1; distance < size(); ++distance) {
-    const int peer = (rank() + distance) % size();
-    send_after_theirs({{peer, scale()}}, 0, sends_from_[peer], bytes_[peer]);
+  return order;
+}
+
+Slice slice_for(int rank, const std::vector<int>& order, const Cut& slices) {
+  return slices.part(static_cast<int>(std::find(order.begin(), order.end(), rank) - order.begin()));
+}
+
+Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cut& slices) {
+  const int count = hosts.least();
+  Cut lanes{{0}};
+  Cut own{{}}; // what of this rank's lane is for each host
+  int next = 0; // in order
+  for (int lane = 0; lane < count; ++lane) {
+    for (int host = 0; host < hosts.count(); ++host) {
+      if (lane == hosts.place()) {
+        own.bounds.push_back(slices.bounds[next]);
+      }
+      next += (hosts.size(host) - 1 - lane) / count + 1;
+    }
+    lanes.bounds.push_back(slices.bounds[next]);
+    if (lane == hosts.place()) {
+      own.bounds.push_back(slices.bounds[next]);
+    }
   }
+  Schedule schedule;
+  const auto& local = hosts.local();
+  const int place = hosts.place();
+  two_level::scatter_in_host(schedule, hosts, lanes, false);
+  if (place >= count) {
+    schedule.await(local[place % count], two_level::kDown, slice_for(local[place], order, slices));
+    return schedule;
+  }
+  two_level::scatter_between(schedule, hosts, two_level::lane_of(hosts), own, hosts.count() <= cutovers::kFewHosts);
+  for (int other = place + count; other < static_cast<int>(local.size()); other += count) {
+    schedule.send({local[other]}, two_level::kDown, slice_for(local[other], order, slices));
+  }
+  return schedule;
 }
 
-Operation::Action ReduceScatter::advance() {
-  return use_inputs(bytes_[rank()]);
+Schedule directly(const Layout& layout, const Cut& slices) {
+  Schedule schedule;
+  direct::scatter(schedule, layout.ranks, layout.place, 0, slices, Terms::kGiven, true);
+  return schedule;
 }
 
-void ReduceScatter::compute() {
-  reduce_into(out_);
+} // namespace
+
+std::vector<int> ReduceScatter::order(const Layout& layout, size_t bytes) {
+  return cutovers::scatters_directly(bytes, layout) ? std::vector<int>() : order_by(hosts_of(layout));
+}
+
+ReduceScatter::ReduceScatter(const Terms& terms, std::vector<const void*> inputs, const std::vector<size_t>& numels, void* out)
+    : Reduction(terms, {directly(terms.layout, cut_in(by_rank(numels.size()), numels))}),
+      inputs_(std::move(inputs)),
+      slices_(cut_in(by_rank(numels.size()), numels)),
+      data_(static_cast<char*>(out) - slices_.bounds[static_cast<size_t>(terms.layout.place)] * item()) {}
+
+ReduceScatter::ReduceScatter(const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels)
+    : Reduction(terms, {by_hosts(hosts_of(terms.layout), order, cut_in(order, numels))}),
+      slices_(cut_in(order, numels)),
+      data_(static_cast<char*>(data)) {}
+
+const char* ReduceScatter::given(size_t begin) const {
+  if (inputs_.empty()) {
+    return data_ + begin * item();
+  }
+  const auto& bounds = slices_.bounds;
+  const auto slice = std::upper_bound(bounds.begin(), bounds.end() - 1, begin) - bounds.begin() - 1;
+  return static_cast<const char*>(inputs_[static_cast<size_t>(slice)]) + (begin - bounds[static_cast<size_t>(slice)]) * item();
+}
+
+char* ReduceScatter::place(size_t begin) const {
+  return data_ + begin * item();
 }
 
 } // namespace fog

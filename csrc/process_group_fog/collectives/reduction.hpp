@@ -1,47 +1,73 @@
-// What the operations that reduce over ranks have in common: one input from each rank, combined in the order of the ranks.
+// What the operations that sum over ranks have in common: a schedule, which it follows.
 #pragma once
 
 #include <vector>
 
+#include <c10/core/ScalarType.h>
+
+#include "collectives/schedule.hpp"
+#include "core/machines.hpp"
 #include "engine/operation.hpp"
 
 namespace fog {
 
 class Reduction : public Operation {
+ public:
+  // What is summed.
+  struct Terms {
+    Signature signature;
+    c10::ScalarType
+        dtype; // of the tensors here, and of what travels; wider than the signature's where partial sums are not to be rounded
+    double scale; // this rank's factor for PREMUL_SUM
+    const Layout& layout; // of the ranks that take part
+  };
+
  protected:
-  // `scale` is this rank's factor for PREMUL_SUM. `members` are the ranks that take part, this one among them, in the order
-  // in which their inputs are combined; none stands for all ranks of the group.
-  Reduction(Signature signature, double scale, std::vector<int> members = {});
+  // The schedules go on side by side: none of them waits for another.
+  Reduction(const Terms& terms, std::vector<Schedule> schedules);
 
-  // How many ranks take part, which one has a place among them, and the place of this one.
-  int count() const;
-  int member(int place) const;
-  int place() const;
+  void launch() override;
+  Action advance() override;
+  void compute() override;
 
-  void use_own_input(const void* data);
-  // The input of the rank with this place comes as its message 0.
-  void expect_input(int place, size_t bytes);
-  // For compute(): what use_inputs() has found. `out` may be this rank's own input.
-  void reduce_into(void* out);
+  // Memory of elements from `begin` on: of this rank's tensor as it was given, and of its partial sums and results.
+  virtual const char* given(size_t begin) const = 0;
+  virtual char* place(size_t begin) const = 0;
 
+  // Between those that would not learn otherwise what the other one has called; at the beginning.
+  virtual void announce();
+  // What the steps change at place().
+  Slice changed() const;
   size_t item() const {
     return item_;
   }
-  double scale() const {
-    return scale_;
-  }
 
  private:
-  struct Expected {
-    int place;
-    size_t receive;
+  using Step = Schedule::Step;
+
+  void send_step(const Step& step);
+  // How far one schedule is.
+  struct Strand {
+    std::vector<Step> steps;
+    size_t next = 0; // step
+    size_t used = 0; // bytes of its inputs
+    std::vector<size_t> coming; // receives of what is combined, in the order of the schedule
+    size_t combined = 0; // of them
+
+    bool ended() const {
+      return next == steps.size();
+    }
   };
+
+  Action go_on(Strand& strand);
+  bool changes_nothing(const Step& step) const;
+
+  std::vector<Strand> strands_;
+  const c10::ScalarType dtype_;
   const size_t item_; // bytes of an element
   const double scale_;
-  const std::vector<int> members_;
-  std::vector<Input> inputs_; // by place
-  std::vector<double> scales_; // by place
-  std::vector<Expected> expected_;
+  const size_t count_; // ranks that take part
+  Strand* computing_ = nullptr;
 };
 
 } // namespace fog

@@ -132,18 +132,18 @@ void combine_complex(void* out, Inputs inputs, size_t numel, Prepare prepare, Co
 }
 
 template <typename T>
-void reduce_complex(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel) {
+void reduce_complex(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel, size_t divisor) {
   using Part = typename T::value_type;
   const auto keep = [](T value) { return value; };
   const auto keep_input = [](size_t, T value) { return value; };
   const auto sum = [](T a, T b) { return a + b; };
   switch (op) {
     case RedOp::SUM:
-      return kernels().reduce(op, c10::CppTypeToScalarType<Part>::value, out, inputs, scales, 2 * numel);
+      return kernels().reduce(op, c10::CppTypeToScalarType<Part>::value, out, inputs, scales, 2 * numel, divisor);
     case RedOp::PRODUCT:
       return combine_complex<T>(out, inputs, numel, keep_input, [](T a, T b) { return a * b; }, keep);
     case RedOp::AVG: {
-      const T count = static_cast<T>(static_cast<Part>(inputs.size()));
+      const T count = static_cast<T>(static_cast<Part>(divisor));
       return combine_complex<T>(out, inputs, numel, keep_input, sum, [count](T value) { return value / count; });
     }
     case RedOp::PREMUL_SUM:
@@ -218,16 +218,24 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
   }
 }
 
-void reduce(RedOp op, c10::ScalarType dtype, void* out, c10::ArrayRef<const void*> inputs, c10::ArrayRef<double> scales, size_t numel) {
+void reduce(
+    RedOp op,
+    c10::ScalarType dtype,
+    void* out,
+    c10::ArrayRef<const void*> inputs,
+    c10::ArrayRef<double> scales,
+    size_t numel,
+    size_t divisor) {
+  divisor = divisor == 0 ? inputs.size() : divisor;
   switch (dtype) {
     case c10::ScalarType::Bool:
-      return kernels().reduce(bitwise(op), c10::ScalarType::Byte, out, inputs, scales, numel);
+      return kernels().reduce(bitwise(op), c10::ScalarType::Byte, out, inputs, scales, numel, divisor);
     case c10::ScalarType::ComplexFloat:
-      return reduce_complex<c10::complex<float>>(op, out, inputs, scales, numel);
+      return reduce_complex<c10::complex<float>>(op, out, inputs, scales, numel, divisor);
     case c10::ScalarType::ComplexDouble:
-      return reduce_complex<c10::complex<double>>(op, out, inputs, scales, numel);
+      return reduce_complex<c10::complex<double>>(op, out, inputs, scales, numel, divisor);
     default:
-      return kernels().reduce(op, dtype, out, inputs, scales, numel);
+      return kernels().reduce(op, dtype, out, inputs, scales, numel, divisor);
   }
 }
 

@@ -18,8 +18,8 @@ namespace fog {
 void check_reduction(c10d::ReduceOp::RedOpType op, c10::ScalarType dtype);
 
 // out[i] = inputs[0][i] op inputs[1][i] op ... for `numel` elements of `dtype`. `scales` holds one factor an input for
-// PREMUL_SUM and is ignored otherwise. AVG is the SUM divided by the number of inputs; sums of integers wrap around, and of their
-// quotients the fraction is cut off, as NCCL has it. float16 and bfloat16 are summed in float32 and rounded once. MIN and MAX give
+// PREMUL_SUM and is ignored otherwise. AVG is the SUM divided by `divisor`, or by the number of inputs if that is 0; sums of integers wrap
+// around, and of their quotients the fraction is cut off, as NCCL has it. float16 and bfloat16 are summed in float32 and rounded once. MIN and MAX give
 // NaN where any input is NaN. `out` may be one of the inputs.
 void reduce(
     c10d::ReduceOp::RedOpType op,
@@ -27,7 +27,8 @@ void reduce(
     void* out,
     c10::ArrayRef<const void*> inputs,
     c10::ArrayRef<double> scales,
-    size_t numel);
+    size_t numel,
+    size_t divisor = 0);
 
 // Throws ValueError unless neighbor averages are defined for `dtype`: floating and complex.
 void check_weighted_sum(c10::ScalarType dtype);

@@ -362,8 +362,8 @@ void plain(void* out, Inputs inputs, size_t numel, Combine combine) {
 }
 
 template <typename T, typename A>
-void mean(void* out, Inputs inputs, size_t numel) {
-  combine_all<T, A>(out, inputs, numel, Keep(), Sum(), Divide<A>{static_cast<A>(inputs.size())});
+void mean(void* out, Inputs inputs, size_t numel, size_t divisor) {
+  combine_all<T, A>(out, inputs, numel, Keep(), Sum(), Divide<A>{static_cast<A>(divisor)});
 }
 
 template <typename T, typename A>
@@ -372,14 +372,14 @@ void scaled_sum(void* out, Inputs inputs, Factors factors, size_t numel) {
 }
 
 template <typename T>
-void reduce_floats(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel) {
+void reduce_floats(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel, size_t divisor) {
   switch (op) {
     case RedOp::SUM:
       return plain<T>(out, inputs, numel, Sum());
     case RedOp::PRODUCT:
       return plain<T>(out, inputs, numel, Product());
     case RedOp::AVG:
-      return mean<T, Accumulator<T>>(out, inputs, numel);
+      return mean<T, Accumulator<T>>(out, inputs, numel, divisor);
     case RedOp::PREMUL_SUM:
       return scaled_sum<T, Accumulator<T>>(out, inputs, scales, numel);
     case RedOp::MIN:
@@ -406,13 +406,13 @@ void reduce_bits(RedOp op, void* out, Inputs inputs, size_t bytes) {
 }
 
 template <typename T>
-void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel) {
+void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel, size_t divisor) {
   using Unsigned = std::make_unsigned_t<T>; // wraps around, to the bits that a signed number would have
   switch (op) {
     case RedOp::SUM:
       return plain<Unsigned>(out, inputs, numel, Sum());
     case RedOp::AVG: {
-      const DivideWhole<T> divide{static_cast<typename DivideWhole<T>::Wide>(inputs.size())};
+      const DivideWhole<T> divide{static_cast<typename DivideWhole<T>::Wide>(divisor)};
       return combine_all<Unsigned, Unsigned>(out, inputs, numel, Keep(), Sum(), divide);
     }
     case RedOp::PRODUCT:
@@ -427,32 +427,32 @@ void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel) {
 }
 
 // fog::reduce() but for bool and complex numbers.
-void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors scales, size_t numel) {
+void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors scales, size_t numel, size_t divisor) {
   switch (dtype) {
     case c10::ScalarType::Byte:
-      return reduce_integers<uint8_t>(op, out, inputs, numel);
+      return reduce_integers<uint8_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::Char:
-      return reduce_integers<int8_t>(op, out, inputs, numel);
+      return reduce_integers<int8_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::Short:
-      return reduce_integers<int16_t>(op, out, inputs, numel);
+      return reduce_integers<int16_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::Int:
-      return reduce_integers<int32_t>(op, out, inputs, numel);
+      return reduce_integers<int32_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::Long:
-      return reduce_integers<int64_t>(op, out, inputs, numel);
+      return reduce_integers<int64_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::UInt16:
-      return reduce_integers<uint16_t>(op, out, inputs, numel);
+      return reduce_integers<uint16_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::UInt32:
-      return reduce_integers<uint32_t>(op, out, inputs, numel);
+      return reduce_integers<uint32_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::UInt64:
-      return reduce_integers<uint64_t>(op, out, inputs, numel);
+      return reduce_integers<uint64_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::Half:
-      return reduce_floats<c10::Half>(op, out, inputs, scales, numel);
+      return reduce_floats<c10::Half>(op, out, inputs, scales, numel, divisor);
     case c10::ScalarType::BFloat16:
-      return reduce_floats<c10::BFloat16>(op, out, inputs, scales, numel);
+      return reduce_floats<c10::BFloat16>(op, out, inputs, scales, numel, divisor);
     case c10::ScalarType::Float:
-      return reduce_floats<float>(op, out, inputs, scales, numel);
+      return reduce_floats<float>(op, out, inputs, scales, numel, divisor);
     case c10::ScalarType::Double:
-      return reduce_floats<double>(op, out, inputs, scales, numel);
+      return reduce_floats<double>(op, out, inputs, scales, numel, divisor);
     default:
       no_kernel(dtype);
   }
@@ -461,7 +461,7 @@ void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors s
 template <typename T, typename A>
 void weighted(void* out, Inputs inputs, Factors weights, bool take_mean, size_t numel) {
   if (take_mean) {
-    return mean<T, A>(out, inputs, numel);
+    return mean<T, A>(out, inputs, numel, inputs.size());
   }
   scaled_sum<T, A>(out, inputs, weights, numel);
 }

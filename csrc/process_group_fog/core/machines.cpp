@@ -1,5 +1,8 @@
 #include "core/machines.hpp"
 
+#include <algorithm>
+#include <map>
+
 #include <c10/util/Exception.h>
 
 namespace fog {
@@ -14,15 +17,37 @@ Machines::Machines(const char* op, std::vector<std::vector<int>> ranks, int rank
           " of this group of ", size);
       TORCH_CHECK_VALUE(!seen[member], op, ": machines: rank ", member, " is there twice; each rank belongs to one machine");
       seen[member] = true;
-      if (member == rank) {
-        machine_ = static_cast<int>(machine);
-        place_ = static_cast<int>(place);
-      }
     }
   }
   for (int member = 0; member < size; ++member) {
     TORCH_CHECK_VALUE(seen[member], op, ": machines: rank ", member, " is missing; each rank of the group belongs to one machine");
   }
+  find(rank);
+}
+
+Machines::Machines(std::vector<std::vector<int>> ranks, int rank) : ranks_(std::move(ranks)) {
+  find(rank);
+}
+
+void Machines::find(int rank) {
+  least_ = most_ = static_cast<int>(ranks_[0].size());
+  for (size_t machine = 0; machine < ranks_.size(); ++machine) {
+    const auto& members = ranks_[machine];
+    least_ = std::min(least_, static_cast<int>(members.size()));
+    most_ = std::max(most_, static_cast<int>(members.size()));
+    const auto found = std::find(members.begin(), members.end(), rank);
+    if (found != members.end()) {
+      machine_ = static_cast<int>(machine);
+      place_ = static_cast<int>(found - members.begin());
+    }
+  }
+}
+
+int Machines::machine_of(int rank) const {
+  const auto found = std::find_if(ranks_.begin(), ranks_.end(), [rank](const std::vector<int>& machine) {
+    return std::find(machine.begin(), machine.end(), rank) != machine.end();
+  });
+  return static_cast<int>(found - ranks_.begin());
 }
 
 void Machines::check_equal(const char* op) const {
@@ -43,6 +68,18 @@ void Machines::sign(Signature& signature) const {
   }
   signature.machines = static_cast<uint32_t>(ranks_.size());
   signature.layout = mark(hash);
+}
+
+Layout layout_of(std::vector<int> ranks, const std::vector<int>& hosts, int rank) {
+  std::vector<std::vector<int>> divided;
+  std::map<int, size_t> places; // of hosts, by first appearance
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const size_t place = places.emplace(hosts[i], divided.size()).first->second;
+    divided.resize(std::max(divided.size(), place + 1));
+    divided[place].push_back(ranks[i]);
+  }
+  const int place = static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+  return {std::move(ranks), place, Machines(std::move(divided), rank)};
 }
 
 } // namespace fog

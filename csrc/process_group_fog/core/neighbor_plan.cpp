@@ -23,7 +23,7 @@ NeighborPlan::NeighborPlan(
   destinations_ = checked("destinations", destinations);
 }
 
-std::vector<WeightedPeer> NeighborPlan::checked(const char* argument, const std::vector<std::pair<int, double>>& peers) const {
+NeighborPlan::Peers NeighborPlan::checked(const char* argument, const std::vector<std::pair<int, double>>& peers) const {
   std::vector<bool> seen(static_cast<size_t>(size_), false);
   std::vector<WeightedPeer> result;
   result.reserve(peers.size());
@@ -37,7 +37,7 @@ std::vector<WeightedPeer> NeighborPlan::checked(const char* argument, const std:
     seen[peer] = true;
     result.push_back({peer, weight});
   }
-  return result;
+  return std::make_shared<const std::vector<WeightedPeer>>(std::move(result));
 }
 
 std::string NeighborPlan::describe() const {
@@ -50,8 +50,8 @@ std::string NeighborPlan::describe() const {
     text << "}";
   };
   text << "NeighborPlan(rank=" << rank_ << ", size=" << size_ << ", self_weight=" << self_weight_;
-  list("sources", sources_);
-  list("destinations", destinations_);
+  list("sources", sources());
+  list("destinations", destinations());
   text << (mean_ ? ", mean=True)" : ")");
   return text.str();
 }

@@ -1,6 +1,7 @@
 // Who takes part in one neighbor exchange, and with which weights. No communication here.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,7 +14,7 @@ struct WeightedPeer {
 };
 
 // out = sum_j source_weight[j] * (weight that j sends with) * x_j + self_weight * x, in the order of `sources`; or, with
-// `mean`, the plain mean over the sources and this rank. Weights are doubles all the way.
+// `mean`, the plain mean over the sources and this rank. Weights are doubles all the way. Never changes; copies share their peers.
 class NeighborPlan {
  public:
   // Throws ValueError (naming the argument) for ranks out of range, this rank itself, duplicates, and weights that are not
@@ -36,10 +37,10 @@ class NeighborPlan {
     return self_weight_;
   }
   const std::vector<WeightedPeer>& sources() const {
-    return sources_;
+    return *sources_;
   }
   const std::vector<WeightedPeer>& destinations() const {
-    return destinations_;
+    return *destinations_;
   }
   bool mean() const {
     return mean_;
@@ -47,14 +48,15 @@ class NeighborPlan {
   std::string describe() const;
 
  private:
-  std::vector<WeightedPeer> checked(const char* argument, const std::vector<std::pair<int, double>>& peers) const;
+  using Peers = std::shared_ptr<const std::vector<WeightedPeer>>;
+  Peers checked(const char* argument, const std::vector<std::pair<int, double>>& peers) const;
 
   int rank_;
   int size_;
   double self_weight_;
   bool mean_;
-  std::vector<WeightedPeer> sources_;
-  std::vector<WeightedPeer> destinations_;
+  Peers sources_;
+  Peers destinations_;
 };
 
 } // namespace fog

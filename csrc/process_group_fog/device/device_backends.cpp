@@ -126,7 +126,7 @@ DeviceBackends::~DeviceBackends() {
   });
 }
 
-DelegateCall DeviceBackends::serving(const char* op, const std::vector<const at::Tensor*>& tensors) {
+DelegateCall DeviceBackends::serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors) {
   const at::Tensor* first = nullptr;
   for (const auto* tensor : tensors) {
     if (!tensor->defined()) {

@@ -95,7 +95,7 @@ class DeviceBackends {
   // To call the delegate that serves all of these tensors; none if fog does. `op` is for messages.
   //
   // Throws ValueError if they are on several types of device, or on one that nobody serves, and DistBackendError after close().
-  DelegateCall serving(const char* op, const std::vector<const at::Tensor*>& tensors);
+  DelegateCall serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors);
   // That of a device; none if fog serves it.
   DelegateCall serving(const char* op, const at::Device& device);
   // That of a type of device if there is one already.

@@ -14,24 +14,40 @@ class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Backoff(bool oversubscribed) : spins_(oversubscribed ? 0 : kSpins) {}
+  explicit Backoff(bool oversubscribed) : may_spin_(!oversubscribed), spins_(may_spin_) {}
 
   void reset() {
     polls_ = 0;
     sleep_ = kFirstSleep;
+    spins_ = may_spin_;
+    spinning_since_ = {};
   }
 
-  // Waits a little without sleeping, or returns how long to sleep. `bell`: something will end the sleep in time. Then it
-  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute.
-  std::chrono::nanoseconds pause(bool bell) {
-    ++polls_;
-    if (polls_ <= spins_) {
+  // Before a poll: looks, for a microsecond or two, whether there is something to poll for. That is what spinning is: a poll takes the engine's
+  // lock and reads the clock, a look reads a word that a peer writes to.
+  template <typename Look>
+  void spin(Look&& look) const {
+    for (int looks = 0; spins_ && looks < kLooks && !look(); ++looks) {
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-      return std::chrono::nanoseconds(0);
     }
-    if (polls_ <= spins_ + (bell ? kYieldsWithBell : kYields)) {
+  }
+
+  // Whether it goes on spinning after a poll in vain.
+  bool spins(Clock::time_point now) {
+    if (spins_) {
+      spinning_since_ = spinning_since_ == Clock::time_point() ? now : spinning_since_;
+      spins_ = now - spinning_since_ < kSpinTime;
+    }
+    return spins_;
+  }
+
+  // Gives the core to others, or returns how long to sleep. `bell`: something will end the sleep in time. Then it
+  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute.
+  std::chrono::nanoseconds pause(bool bell) {
+    ++polls_;
+    if (polls_ <= (bell ? kYieldsWithBell : kYields)) {
       sched_yield();
       return std::chrono::nanoseconds(0);
     }
@@ -41,13 +57,16 @@ class Backoff {
   }
 
  private:
-  static constexpr int kSpins = 500;
+  static constexpr int kLooks = 64; // of one spin()
+  static constexpr std::chrono::nanoseconds kSpinTime = std::chrono::microseconds(50); // what it costs to sleep and be woken
   static constexpr int kYields = 500;
   static constexpr int kYieldsWithBell = 5;
   static constexpr std::chrono::nanoseconds kFirstSleep = std::chrono::microseconds(20);
   static constexpr std::chrono::nanoseconds kLongestSleep = std::chrono::milliseconds(1);
 
-  const int spins_;
+  const bool may_spin_;
+  bool spins_;
+  Clock::time_point spinning_since_;
   int polls_ = 0;
   std::chrono::nanoseconds sleep_ = kFirstSleep;
 };

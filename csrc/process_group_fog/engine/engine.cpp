@@ -17,6 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
+constexpr int kMostLeftOut = 8; // of these, one after the other
 constexpr const char* kNoMemory = "fog's engine lacks memory (std::bad_alloc)";
 
 } // namespace
@@ -29,6 +30,7 @@ void Engine::use(std::unique_ptr<Transport> transport) {
   const Lock lock(mutex_);
   transport_ = std::move(transport);
   linked_ = transport_.get();
+  early_bell_.wake(Doorbell::kBackground); // the background is to listen to the other one
 }
 
 void Engine::check_not_forked() const {
@@ -214,8 +216,12 @@ bool Engine::make_progress(Lock& lock) {
   const auto now = Clock::now();
   if (now >= next_check_) {
     next_check_ = now + kCheckInterval;
-    check_deadlines();
-    check_peers(lock);
+    // Where something moves, what does not can wait for another time: a small operation after a pause is not to pay for it.
+    if (!progressed || ++checks_left_out_ > kMostLeftOut) {
+      checks_left_out_ = 0;
+      check_deadlines();
+      check_peers(lock);
+    }
   }
   must_poll_ = transport_ && transport_->must_poll();
   flow_ = transport_ ? transport_->flow() : Transport::Flow::kNone;

@@ -18,6 +18,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include <c10/util/SmallVector.h>
+
 #include "engine/completion_pool.hpp"
 #include "engine/work.hpp"
 #include "engine/group.hpp"
@@ -155,9 +157,9 @@ class Engine final : public Driver, public MessageHandler {
   };
   // What must be destroyed or called without the lock.
   struct Outbox {
-    std::vector<Completion> completions;
+    c10::SmallVector<Completion, 1> completions;
     std::vector<std::shared_ptr<TransferOwner>> released;
-    std::vector<std::shared_ptr<Operation>> retired;
+    c10::SmallVector<std::shared_ptr<Operation>, 4> retired;
     std::vector<std::shared_ptr<void>> of_service;
     std::vector<int> ended; // world ranks
   };
@@ -200,6 +202,13 @@ class Engine final : public Driver, public MessageHandler {
   void fail_everything(const std::string& reason, bool tell);
   // Fails the group if an operation waits for this rank; `announced` as in Operation::awaited().
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
+  // At the operation's time-out: asks whom it waits for, and whom these wait for. False when it knows as much as it will.
+  bool inquire(const std::shared_ptr<Operation>& operation, Deadline now);
+  void ask(const Operation& operation, std::set<int> ranks);
+  void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
+  void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  // To a member of the group, if it can be reached.
+  void send_quietly(const std::shared_ptr<Group>& group, int rank, MessageKind kind, uint64_t key, const std::string& text);
   // The same in all groups: the process has ended.
   void lose(int peer_id, const std::string& how, bool announced);
   // Nothing more comes from there for a group that is closed here.
@@ -245,6 +254,7 @@ class Engine final : public Driver, public MessageHandler {
   std::unordered_set<int> silent_; // those of them whose host merely does not answer: they may still write to this process's memory
   std::chrono::steady_clock::time_point last_news_; // of anything
   std::chrono::steady_clock::time_point next_check_;
+  int checks_left_out_ = 0; // since the last one
   std::atomic<size_t> in_flight_{0};
   std::atomic<int> waiting_{0}; // threads in drive_until()
   std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to

@@ -206,6 +206,10 @@ void Engine::check_deadlines() {
         earliest = std::min(earliest, operation->deadline());
         continue;
       }
+      if (inquire(operation, now)) {
+        earliest = std::min(earliest, operation->inquiry->end());
+        continue;
+      }
       fail(
           group, c10d::ErrorType::TIMEOUT,
           c10::str(

@@ -101,6 +101,12 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       group->early[header.key].emplace_back(early_load_, group->members[source].peer_id, source, header, data);
       return;
     }
+    case MessageKind::kAsk:
+      on_ask(group, source, header);
+      return;
+    case MessageKind::kAnswer:
+      on_answer(group, source, header, data);
+      return;
     case MessageKind::kWindow:
     case MessageKind::kWindowReply:
       service_->on_message(group, source, header, data);

@@ -72,20 +72,30 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
   const WaiterGuard guard(*this);
   Backoff backoff(oversubscribed_);
   FlowPace pace;
-  auto news = Clock::now();
-  auto next_interrupt_check = news + kInterruptInterval;
-  while (!done.load(std::memory_order_acquire)) {
+  Clock::time_point news;
+  Clock::time_point next_interrupt_check;
+  for (bool first = true; !done.load(std::memory_order_acquire); first = false) {
+    if (!must_poll_.load()) {
+      const auto* transport = linked_.load();
+      backoff.spin([&] { return done.load(std::memory_order_acquire) || (transport != nullptr && transport->news()); });
+    }
     bool progressed = false;
     Lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
       progressed = drive(lock);
       unlock_and_deliver(lock);
     }
+    if (done.load(std::memory_order_acquire)) { // as after the first round of most small operations: no look at the clock
+      break;
+    }
     const auto now = Clock::now();
-    if (done.load(std::memory_order_acquire) || now >= deadline) {
+    if (now >= deadline) {
       return done.load(std::memory_order_acquire);
     }
-    if (now >= next_interrupt_check) {
+    if (first) {
+      news = now;
+      next_interrupt_check = now + kInterruptInterval;
+    } else if (now >= next_interrupt_check) {
       next_interrupt_check = now + kInterruptInterval;
       if (interrupt_check_) {
         interrupt_check_();
@@ -108,6 +118,9 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       } else {
         sleep_until_news(done, std::min<std::chrono::nanoseconds>(pace.nap(now - news), deadline - now));
       }
+      continue;
+    }
+    if (backoff.spins(now)) {
       continue;
     }
     const bool bell_rings = !must_poll_.load();
@@ -197,7 +210,7 @@ void Engine::background() {
       Lock lock(mutex_);
       const bool progressed = drive(lock);
       const bool more = busy();
-      const bool poll = transport_->must_poll();
+      const bool poll = transport_ && transport_->must_poll();
       const bool listening = service_->listening();
       const auto quiet = Clock::now() - last_news_;
       unlock_and_deliver(lock);

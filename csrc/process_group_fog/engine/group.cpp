@@ -1,11 +1,25 @@
 #include "engine/group.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 
 #include <c10/util/Exception.h>
 
 namespace fog {
+namespace {
+
+Layout layout_of_members(const std::vector<Member>& members, int rank) {
+  std::vector<int> ranks(members.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::vector<int> hosts;
+  for (const auto& member : members) {
+    hosts.push_back(member.host);
+  }
+  return layout_of(std::move(ranks), hosts, rank);
+}
+
+} // namespace
 
 Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int group_rank, std::vector<Member> group_members)
     : engine(its_engine),
@@ -13,7 +27,7 @@ Group::Group(Engine& its_engine, uint64_t group_id, std::string group_name, int 
       name(std::move(group_name)),
       rank(group_rank),
       members(std::move(group_members)),
-      one_host(std::all_of(members.begin(), members.end(), [](const Member& member) { return member.host == 0; })) {
+      layout(layout_of_members(members, group_rank)) {
   for (int member = 0; member < size(); ++member) {
     group_ranks_.emplace(members[member].peer_id, member);
   }

@@ -12,6 +12,7 @@
 
 #include "engine/early_messages.hpp"
 #include "core/failure.hpp"
+#include "core/machines.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
 #include "engine/operation.hpp"
@@ -38,7 +39,7 @@ class Group {
   const std::string name;
   const int rank;
   const std::vector<Member> members; // by group rank
-  const bool one_host; // all members share it
+  const Layout layout; // all members, by group rank
 
   int size() const {
     return static_cast<int>(members.size());

@@ -1,6 +1,7 @@
 #include "engine/operation.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <sstream>
 
 #include <c10/util/Exception.h>
@@ -10,11 +11,16 @@
 namespace fog {
 namespace {
 
-// "rank 2", "ranks 0, 3"
+// "rank 2", "ranks 0, 3", "ranks 0, 1, 2 and 5 more"
 std::string ranks(const std::set<int>& numbers) {
+  constexpr size_t kNamed = 20;
   std::string text = numbers.size() == 1 ? "rank " : "ranks ";
+  size_t named = 0;
   for (const int number : numbers) {
-    text += (number == *numbers.begin() ? "" : ", ") + std::to_string(number);
+    if (named++ == kNamed) {
+      return text + " and " + std::to_string(numbers.size() - kNamed) + " more";
+    }
+    text += (named == 1 ? "" : ", ") + std::to_string(number);
   }
   return text;
 }
@@ -47,8 +53,8 @@ int Operation::size() const {
   return group_->size();
 }
 
-bool Operation::one_host() const {
-  return group_->one_host;
+const Machines& Operation::hosts() const {
+  return group_->layout.hosts;
 }
 
 bool Operation::heard_from(int peer) const {
@@ -89,7 +95,17 @@ std::string Operation::describe_awaited() const {
   for (const int peer : peers) {
     (heard_from(peer) ? others : absent).insert(peer);
   }
-  return (absent.empty() ? "" : "; not there: " + ranks(absent)) + (others.empty() ? "" : "; waiting for " + ranks(others));
+  std::string silent;
+  if (inquiry && signature_.kind != OpKind::kPointToPoint) { // which knows better, and of more ranks
+    absent = inquiry->absent();
+    absent.insert(inquiry->silent().begin(), inquiry->silent().end());
+    others.clear();
+    std::set_difference(peers.begin(), peers.end(), absent.begin(), absent.end(), std::inserter(others, others.end()));
+    if (!inquiry->silent().empty()) {
+      silent = " (no answer from " + ranks(inquiry->silent()) + ")";
+    }
+  }
+  return (absent.empty() ? "" : "; not there: " + ranks(absent) + silent) + (others.empty() ? "" : "; waiting for " + ranks(others));
 }
 
 std::set<int> Operation::awaited(bool announced) const {

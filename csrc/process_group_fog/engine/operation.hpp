@@ -12,8 +12,13 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
 #include "core/deadline.hpp"
+#include "core/machines.hpp"
 #include "core/signature.hpp"
+#include "engine/inquiry.hpp"
 #include "engine/work.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
@@ -76,6 +81,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool failing = false; // it takes no further step
   std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
   bool queued = false; // for a step()
+  std::unique_ptr<Inquiry> inquiry; // after its deadline
   uint64_t key() const {
     return key_;
   }
@@ -106,7 +112,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool expects(int peer, uint16_t step) const;
   // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
   std::string describe() const;
-  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say.
+  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say. By what has come, or by an inquiry.
   std::string describe_awaited() const;
 
   // --- of send and recv, which are matched by tag and source, oldest first, as in MPI ---
@@ -131,8 +137,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // --- for algorithms ---
   int rank() const;
   int size() const;
-  // Whether all ranks share one host; the same on every rank.
-  bool one_host() const;
+  // The ranks by host; the same on every rank.
+  const Machines& hosts() const;
   struct Destination {
     int peer;
     double scale = 1.0;
@@ -146,30 +152,27 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   };
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
   void send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       uint16_t step,
       const void* data,
       size_t bytes,
       bool confirm = false,
       Memory memory = Memory::kStays,
       Order order = Order::kAtOnce);
-  void send_after_theirs(const std::vector<Destination>& destinations, uint16_t step, const void* data, size_t bytes) {
+  void send_after_theirs(c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes) {
     send(destinations, step, data, bytes, false, Memory::kStays, Order::kAfterTheirs);
   }
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
-    send({{peer, scale}}, step, data, bytes, confirm);
+    send(Destination{peer, scale}, step, data, bytes, confirm);
   }
   // How much of `bytes` that are to be overwritten has been sent.
   size_t sent(size_t bytes) const;
   // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
   std::vector<Destination> others() const;
-  // Expects exactly `bytes` from `peer` as message `step`, into `data`.
+  // Expects exactly `bytes` from `peer` as message `step`, into `data`. That may be memory which this operation sends, and which those it goes to
+  // have in whole when `peer` sends this message. But MPI may not have said so, and must not be asked to write to what it still reads: the
+  // message waits for that.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
-  // The same into memory that is about to be sent to `peer` as message 0, which the peer has in whole when it sends this one. But
-  // MPI may not have said so, and must not be asked to write to what it still reads: the message waits for that.
-  void receive_over(int peer, uint16_t step, void* data, size_t bytes) {
-    receives_[receive(peer, step, data, bytes)].over_sent = true;
-  }
   // Expects exactly `bytes` from `peer`, which are read where they lie: compute() finds them as input().
   size_t receive_input(int peer, uint16_t step, size_t bytes);
   const Input& input(size_t receive) const {
@@ -181,10 +184,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Action use_inputs(size_t bytes) {
     return use_inputs(bytes, bytes);
   }
-  // The inputs are those that come as message `step` from now on, none of them used yet. They were those of step 0.
-  void select_input_step(uint16_t step) {
+  // The inputs are those that come as message `step` from now on, of which so many bytes have been used. They were those of step 0.
+  void select_input_step(uint16_t step, size_t used = 0) {
     input_step_ = step;
-    used_ = usable_ = 0;
+    used_ = usable_ = used;
   }
   size_t used() const {
     return used_;
@@ -197,6 +200,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void fetch(size_t receive, void* data);
   // True once every receive with this step number is complete.
   bool received(uint16_t step) const;
+  bool received_all() const;
   const Header& header(size_t receive) const {
     return receives_[receive].header;
   }
@@ -234,9 +238,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     bool arrived = false;
     bool complete = false;
     Header header;
-    std::vector<char> stash; // inline data whose place is not known yet
-    bool over_sent = false; // into memory that is sent to the peer as message 0
-    bool waits = false; // until that has been sent
+    std::vector<char> stash; // inline data that is read here, or whose place is not known yet
+    bool waits = false; // until what it overwrites has been sent
     bool in_place = false; // to be read where it is
     std::shared_ptr<Incoming> incoming; // null: it has come with its header
     Input input; // what of it compute() may read
@@ -245,7 +248,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   struct Going {
     std::shared_ptr<Outgoing> data;
     std::vector<int> peers;
-    uint16_t step;
+    const char* memory;
+    size_t bytes;
   };
   // What run() copies: into a chunk, or to its place.
   struct Move {
@@ -265,7 +269,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   Header header_for(uint16_t step, size_t bytes) const;
   bool plan_moves();
   void finish_moves();
-  bool is_sending(int peer, uint16_t step) const;
+  bool is_sending(const void* memory, size_t bytes) const;
   void check_transfers() const;
   void release_inputs();
   void tell_taken(Receive& receive, size_t taken);
@@ -279,7 +283,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::chrono::milliseconds timeout_{0};
   bool confirm_ = true;
   bool has_outputs_ = false;
-  std::vector<Receive> receives_;
+  c10::SmallVector<Receive, 1> receives_;
   std::vector<Going> going_; // what peers, or the transport, still read
   std::vector<size_t> to_move_; // receives whose data is to be copied to its place
   std::vector<Move> moves_; // of run()
@@ -290,9 +294,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   uint16_t input_step_ = 0;
   size_t used_ = 0;
   size_t usable_ = 0;
-  std::vector<size_t> receiving_; // by step: receives not complete
+  c10::SmallVector<size_t, 4> receiving_; // by step: receives not complete
   std::multiset<int> unconfirmed_;
-  std::vector<at::Tensor> kept_;
+  c10::SmallVector<at::Tensor, 4> kept_;
   std::vector<at::Tensor> outputs_;
   std::vector<c10::DataPtr> scratch_;
   std::function<void()> epilogue_;

@@ -22,18 +22,11 @@ std::vector<Operation::Destination> Operation::others() const {
 }
 
 void Operation::send(
-    const std::vector<Destination>& destinations,
-    uint16_t step,
-    const void* data,
-    size_t bytes,
-    bool confirm,
-    Memory memory,
-    Order order) {
+    c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory, Order order) {
   if (destinations.empty()) {
     return;
   }
-  std::vector<Transport::Destination> peers;
-  peers.reserve(destinations.size());
+  c10::SmallVector<Transport::Destination, 8> peers;
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
     const bool waits = order == Order::kAfterTheirs && expects(peer, step);
@@ -58,7 +51,7 @@ void Operation::send(
     }
   }
   if (sent.outgoing) {
-    Going going{std::move(sent.outgoing), {}, step};
+    Going going{std::move(sent.outgoing), {}, static_cast<const char*>(data), bytes};
     for (const auto& destination : destinations) {
       going.peers.push_back(destination.peer);
     }
@@ -74,10 +67,11 @@ size_t Operation::sent(size_t bytes) const {
   return bytes;
 }
 
-bool Operation::is_sending(int peer, uint16_t step) const {
+// Whether others may still read some of this memory.
+bool Operation::is_sending(const void* memory, size_t bytes) const {
+  const auto* begin = static_cast<const char*>(memory);
   return std::any_of(going_.begin(), going_.end(), [&](const Going& going) {
-    return going.step == step && std::find(going.peers.begin(), going.peers.end(), peer) != going.peers.end() &&
-        !going.data->done(group_->members[peer].peer_id);
+    return begin < going.memory + going.bytes && going.memory < begin + bytes && !going.data->done();
   });
 }
 
@@ -119,6 +113,10 @@ bool Operation::received(uint16_t step) const {
   return step >= receiving_.size() || receiving_[step] == 0;
 }
 
+bool Operation::received_all() const {
+  return std::all_of(receiving_.begin(), receiving_.end(), [](size_t count) { return count == 0; });
+}
+
 void* Operation::scratch(size_t bytes) {
   scratch_.push_back(shared_allocator().allocate(std::max<size_t>(bytes, 1)));
   return scratch_.back().get();
@@ -136,18 +134,17 @@ void Operation::take(size_t index, const char* data) {
   const auto& header = receive.header;
   if (header.delivery == Delivery::kInline) {
     if (receive.in_place) {
-      receive.data = scratch(header.bytes);
-      receive.input.data = receive.data;
-    }
-    if (header.bytes > 0) {
+      receive.stash.assign(data, data + header.bytes);
+      receive.input.data = receive.stash.data();
+    } else if (header.bytes > 0) {
       std::memcpy(receive.data, data, header.bytes);
     }
     complete_receive(receive);
     return;
   }
   // MPI must not be asked to write to what it still reads: on_progress() goes on.
-  const bool waited =
-      std::exchange(receive.waits, header.delivery == Delivery::kPayload && receive.over_sent && is_sending(receive.peer, 0));
+  const bool waited = std::exchange(
+      receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
   waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
   if (receive.waits) {
     return;

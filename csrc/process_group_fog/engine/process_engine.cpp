@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <random>
+#include <numeric>
 #include <sstream>
 
 #include <c10/util/Exception.h>
@@ -16,11 +16,13 @@
 #include "core/failure.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
+#include "job/introduction.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
 #include "job/rendezvous.hpp"
 #include "transport/process_transport.hpp"
 #include "transport/shared_memory/arena.hpp"
+#include "transport/shared_memory/links.hpp"
 
 namespace fog {
 namespace {
@@ -33,41 +35,216 @@ constexpr auto kMonitorLimit = std::chrono::milliseconds(1000);
 // The engine's, once there is one.
 std::atomic<ProcessTransport*> transport{nullptr};
 
-Member parse_member(const std::string& text, std::string* job, std::string* inbox) {
-  std::istringstream lines(text);
-  Member member;
-  std::string number;
-  std::getline(lines, *job);
-  std::getline(lines, number);
-  member.peer_id = std::stoi(number);
-  std::getline(lines, number);
-  member.pid = std::stoi(number);
-  std::getline(lines, member.host_id);
-  std::getline(lines, member.host_name);
-  std::getline(lines, *inbox);
-  return member;
+// What a rank says when it has heard of all others: in lines.
+struct Place {
+  std::string host;
+  bool linked = false; // it shares memory with all others
+  std::string address; // as in Introduction, with its arena
+};
+
+std::string to_text(const Place& place) {
+  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n';
 }
 
-void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& members, int rank, std::chrono::milliseconds timeout) {
+Place read_place(const std::string& text) {
+  std::istringstream lines(text);
+  Place place;
+  std::string linked;
+  std::getline(lines, place.host);
+  std::getline(lines, linked);
+  place.linked = linked == "1";
+  std::getline(lines, place.address);
+  return place;
+}
+
+// A group in the making.
+class Meeting {
+ public:
+  Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
+      : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout)), timeout_(timeout) {}
+
+  // All ranks tell who they are; the first ones make the world.
+  void meet(const std::string& name);
+
+  uint64_t id() const {
+    return ranks_[0].random;
+  }
+  std::vector<Member> members() const;
+  std::vector<std::string> addresses() const;
+  // Nobody needs what was exchanged any more.
+  void finish() {
+    rendezvous_->finish();
+  }
+
+ private:
+  void check_one_world(const std::string& name) const;
+  // The second step, where hosts are not known yet: ranks find who shares theirs.
+  void find_places();
+  // MPI, where not all ranks share memory, and the transport.
+  void make_transport();
+  // The third one, where they have several.
+  void watch_other_hosts();
+  bool is_new_world() const;
+  bool has_several_hosts() const {
+    return std::any_of(places_.begin(), places_.end(), [&](const Place& place) { return place.host != places_[0].host; });
+  }
+
+  const std::shared_ptr<Rendezvous> rendezvous_;
+  const std::chrono::milliseconds timeout_;
+  const Beacon beacon_; // until all have looked for it
+  std::unique_ptr<shared_memory::Links> links_; // of the transport to be made
+  std::vector<Introduction> ranks_;
+  std::vector<Place> places_;
+};
+
+void Meeting::meet(const std::string& name) {
+  auto& runtime = Runtime::instance();
+  const bool joined = runtime.joined();
+  auto mine = introduce();
+  mine.beacon = beacon_.name();
+  mine.launched = Runtime::launched(rendezvous_->rank(), rendezvous_->size());
+  mine.job = runtime.job();
+  mine.host = runtime.host();
+  if (auto* made = transport.load()) {
+    mine.address = made->address();
+  } else {
+    links_ = std::make_unique<shared_memory::Links>(
+        joined ? runtime.rank() : rendezvous_->rank(), joined ? runtime.size() : rendezvous_->size(), has_local_links());
+    mine.address = links_->address(false);
+  }
+  mine.world_rank = joined ? runtime.rank() : rendezvous_->rank();
+  for (const auto& text : rendezvous_->allgather("rank", to_text(mine))) {
+    ranks_.push_back(read_introduction(text));
+  }
+  check_alike(ranks_);
+  check_one_world(name);
+  for (const auto& rank : ranks_) {
+    places_.push_back({rank.host, false, rank.address});
+  }
+  if (std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return !rank.host.empty(); })) {
+    return;
+  }
+  find_places();
+  if (links_) {
+    make_transport();
+  }
+  if (rendezvous_->size() == runtime.size() && has_several_hosts()) {
+    watch_other_hosts();
+  }
+}
+
+void Meeting::check_one_world(const std::string& name) const {
+  const int rank = rendezvous_->rank();
+  for (size_t peer = 0; peer < ranks_.size(); ++peer) {
+    TORCH_CHECK_WITH(
+        DistBackendError, ranks_[peer].job == ranks_[rank].job, "fog: rank ", peer, " of group '", name,
+        "' belongs to another MPI world than this rank ", rank,
+        ": the first fog group of each process fixes its world, and this group spans two of them. Make a fog group of all ranks first.");
+  }
+}
+
+// Whether all ranks of the world make their first group, so that all know the same of each other.
+bool Meeting::is_new_world() const {
+  const auto& runtime = Runtime::instance();
+  return (!runtime.joined() || runtime.size() == rendezvous_->size()) &&
+      std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
+}
+
+void Meeting::find_places() {
+  const int rank = rendezvous_->rank();
+  std::vector<int> local; // as far as names tell
+  for (size_t peer = 0; peer < ranks_.size(); ++peer) {
+    if (ranks_[peer].host_id == ranks_[rank].host_id) {
+      local.push_back(ranks_[peer].world_rank);
+    }
+  }
+  shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
+  Place mine{find_host(ranks_, rank), false, ranks_[rank].address};
+  if (links_) {
+    if (!is_new_world()) { // others of the world may come later
+      local.resize(static_cast<size_t>(Runtime::instance().size()));
+      std::iota(local.begin(), local.end(), 0);
+    }
+    links_->settle(local);
+    size_t reached = 1;
+    for (int member = 0; member < rendezvous_->size(); ++member) {
+      const auto& peer = ranks_[member];
+      if (member != rank && peer.host_id == ranks_[rank].host_id) {
+        links_->attach(peer.world_rank, peer.address);
+        reached += links_->reaches(peer.world_rank) ? 1 : 0;
+      }
+    }
+    mine.linked = is_new_world() && reached == ranks_.size();
+    mine.address = links_->address(true);
+  }
+  places_.clear();
+  for (const auto& text : rendezvous_->allgather("place", to_text(mine))) {
+    places_.push_back(read_place(text));
+  }
+  for (size_t peer = 0; peer < places_.size() && links_; ++peer) {
+    if (places_[peer].host != mine.host) {
+      links_->detach(ranks_[peer].world_rank);
+    }
+  }
+}
+
+void Meeting::make_transport() {
+  auto& runtime = Runtime::instance();
+  auto& engine = process_engine();
+  const int rank = rendezvous_->rank();
+  const int size = rendezvous_->size();
+  const auto job = runtime.joined() ? runtime.job() : c10::str("fog_", ranks_[0].pid, '_', ranks_[0].random);
+  if (!runtime.joined() || size == runtime.size()) {
+    std::vector<std::string> hosts;
+    for (const auto& place : places_) {
+      hosts.push_back(place.host);
+    }
+    const auto local = std::count(hosts.begin(), hosts.end(), places_[rank].host);
+    runtime.settle(places_[rank].host, static_cast<int>(local), number_nodes(std::move(hosts), ranks_));
+  }
+  // All ranks decide alike. Those that share a host and its memory have no use for MPI, which takes longer to start than all else.
+  const bool linked = !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
+  const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
+  if (!runtime.started() && (launched || !linked)) {
+    runtime.start(rendezvous_, job, timeout_);
+  }
+  if (!runtime.joined()) {
+    runtime.join(job, rank, size);
+  }
+  std::unique_ptr<mpi::RemoteMemory> remote_memory;
+  if (runtime.started()) {
+    try {
+      remote_memory = mpi::RemoteMemory::open(runtime, *rendezvous_, engine.watchdog(), timeout_);
+    } catch (const std::exception& error) {
+      runtime.fail(message_of(error));
+      throw;
+    }
+  }
+  auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog(), std::move(links_), std::move(remote_memory));
+  transport = made.get();
+  engine.use(std::move(made));
+}
+
+void Meeting::watch_other_hosts() {
   auto& engine = process_engine();
   auto& monitor = transport.load()->monitor();
-  const auto addresses = addresses_towards(rendezvous.store_host());
-  const auto mine = engine.with_lock([&] { return monitor.listen(addresses); });
+  const auto own = addresses_towards(rendezvous_->store_host());
+  const auto mine = engine.with_lock([&] { return monitor.listen(own); });
   const auto& runtime = Runtime::instance();
   std::vector<std::string> texts;
   try {
-    texts = rendezvous.allgather("monitor", mine);
+    texts = rendezvous_->allgather("monitor", mine);
   } catch (...) {
     engine.with_lock([&] { monitor.stop_listening(); });
     throw;
   }
   std::map<int, std::string> others;
-  for (size_t member = 0; member < members.size(); ++member) {
-    if (members[member].host != members[rank].host) {
-      others.emplace(members[member].peer_id, texts[member]);
+  for (size_t member = 0; member < places_.size(); ++member) {
+    if (places_[member].host != places_[rendezvous_->rank()].host) {
+      others.emplace(ranks_[member].world_rank, texts[member]);
     }
   }
-  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout, kMonitorLimit);
+  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout_, kMonitorLimit);
   auto missing = engine.with_lock([&] {
     monitor.connect(runtime.rank(), runtime.size(), hash_more(kEmptyHash, runtime.job().data(), runtime.job().size()), others);
     return monitor.missing();
@@ -81,6 +258,28 @@ void watch_other_hosts(Rendezvous& rendezvous, const std::vector<Member>& member
     LOG(INFO) << "fog: world rank " << runtime.rank() << ": no connection yet that would show the end of world ranks "
               << c10::Join(", ", missing);
   }
+}
+
+std::vector<Member> Meeting::members() const {
+  std::vector<std::string> hosts;
+  for (const auto& place : places_) {
+    hosts.push_back(place.host);
+  }
+  const auto numbers = number_hosts(hosts);
+  std::vector<Member> members;
+  for (size_t member = 0; member < ranks_.size(); ++member) {
+    const auto& rank = ranks_[member];
+    members.push_back({rank.world_rank, rank.pid, numbers[member], places_[member].host, rank.host_name});
+  }
+  return members;
+}
+
+std::vector<std::string> Meeting::addresses() const {
+  std::vector<std::string> addresses;
+  for (const auto& place : places_) {
+    addresses.push_back(place.address);
+  }
+  return addresses;
 }
 
 } // namespace
@@ -106,66 +305,22 @@ std::shared_ptr<Group> connect(
   PeerMonitor::host_timeout(); // these throw where the environment is wrong
   check_interface();
   rma_bytes();
-  auto& runtime = Runtime::instance();
-  std::vector<Member> members;
-  std::vector<std::string> inboxes; // by member
-  uint64_t id = 0;
-  if (size == 1 && !runtime.started()) {
-    // Nobody to talk to: no MPI, no messages.
-    members.push_back({0, static_cast<int>(getpid()), 0, host_id(), host_name()});
-  } else {
-    Rendezvous rendezvous(store, rank, size, timeout);
-    runtime.start(rendezvous, timeout);
-    const auto host = runtime.host(rendezvous);
-    shared_memory::Arena::expect_ranks(runtime.local_ranks());
-    std::ostringstream mine;
-    mine << runtime.job() << '\n' << runtime.rank() << '\n' << getpid() << '\n' << host << '\n' << host_name() << '\n';
-    engine.watchdog().check();
-    {
-      static std::mutex making; // two threads may make their first groups at once
-      const std::lock_guard<std::mutex> lock(making);
-      if (transport.load() == nullptr) {
-        std::unique_ptr<mpi::RemoteMemory> remote_memory;
-        try {
-          remote_memory = mpi::RemoteMemory::open(runtime, rendezvous, engine.watchdog(), timeout);
-        } catch (const std::exception& error) {
-          runtime.fail(message_of(error));
-          throw;
-        }
-        auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog(), std::move(remote_memory));
-        transport = made.get();
-        engine.use(std::move(made));
-      }
-      engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
-    }
-    mine << transport.load()->address();
-    std::vector<std::string> host_ids;
-    int peer = 0;
-    for (const auto& text : rendezvous.allgather("member", mine.str())) {
-      std::string job;
-      inboxes.emplace_back();
-      members.push_back(parse_member(text, &job, &inboxes.back()));
-      host_ids.push_back(members.back().host_id);
-      TORCH_CHECK_WITH(
-          DistBackendError, job == runtime.job(), "fog: rank ", peer, " of group '", name,
-          "' belongs to another MPI world than this rank ", rank,
-          ": the first fog group of each process fixes its world, and this group spans two of them. Make a fog group of all ranks first.");
-      ++peer;
-    }
-    const auto hosts = number_hosts(host_ids);
-    for (int member = 0; member < size; ++member) {
-      members[member].host = hosts[member];
-    }
-    if (size == runtime.size() && std::any_of(hosts.begin(), hosts.end(), [](int host) { return host != 0; })) {
-      watch_other_hosts(rendezvous, members, rank, timeout);
-    }
-    id = std::stoull(rendezvous.from_rank_zero("group", [] {
-      std::random_device device;
-      return std::to_string((static_cast<uint64_t>(device()) << 32) | device());
-    }));
-    rendezvous.finish();
+  const auto& runtime = Runtime::instance();
+  if (size == 1 && !runtime.joined()) { // nobody to talk to: no messages
+    return engine.add_group(0, name, rank, {{0, static_cast<int>(getpid()), 0, host_id(), host_name()}}, {});
   }
-  return engine.add_group(id, name, rank, std::move(members), inboxes);
+  static std::mutex first; // two threads may make their first groups at once
+  std::unique_lock<std::mutex> lock(first);
+  if (transport.load() != nullptr) {
+    lock.unlock();
+  }
+  runtime.check_first_start();
+  engine.watchdog().check();
+  Meeting meeting(store, rank, size, timeout);
+  engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
+  meeting.meet(name);
+  meeting.finish();
+  return engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
 }
 
 void leave_job() {

@@ -3,6 +3,7 @@
 #include <new>
 #include <thread>
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
 #include "core/deadline.hpp"
@@ -38,16 +39,15 @@ std::exception_ptr no_memory_for_result(const std::function<std::string()>& desc
 } // namespace
 
 WorkFog::WorkFog(
-    Driver& driver,
-    int rank,
-    c10d::OpType type,
-    const char* profiling_title,
-    const std::vector<at::Tensor>& inputs,
-    std::vector<at::Tensor> outputs)
-    : Work(rank, type, profiling_title, inputs),
+    Driver& driver, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs)
+    // The base makes an object for the profiler, also where there is none.
+    : Work(
+          rank,
+          type,
+          at::hasCallbacks() ? profiling_title : nullptr,
+          at::hasCallbacks() ? std::make_optional(inputs.vec()) : std::nullopt),
       driver_(driver),
-      outputs_(std::move(outputs)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {
+      outputs_(std::move(outputs)) {
   no_memory_at_all();
 }
 
@@ -62,7 +62,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
     std::mutex mutex;
     std::exception_ptr error;
   };
-  auto whole = c10::make_intrusive<WorkFog>(driver, rank, type, nullptr, std::vector<at::Tensor>(), std::vector<at::Tensor>());
+  auto whole = c10::make_intrusive<WorkFog>(driver, rank, type, nullptr, at::TensorList(), std::vector<at::Tensor>());
   if (parts.empty()) {
     whole->complete(nullptr);
     return whole;
@@ -77,7 +77,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
   auto pending = std::make_shared<Pending>();
   pending->count = parts.size();
   for (const auto& part : parts) {
-    part->future_->addCallback([whole, pending, parts, outputs](c10::ivalue::Future& future) {
+    part->future()->addCallback([whole, pending, parts, outputs](c10::ivalue::Future& future) {
       if (future.hasError()) {
         std::lock_guard<std::mutex> lock(pending->mutex);
         if (!pending->error) {
@@ -108,25 +108,42 @@ void WorkFog::complete(std::exception_ptr error) {
   // These refer to the operation, whose life ends here; they go after the lock.
   std::function<std::string()> describe;
   std::function<void()> abort;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     describe.swap(describe_);
     abort.swap(abort_);
+    future = future_;
   }
   c10::IValue value;
   try {
-    if (!error) {
+    if (!error && future) {
       value = c10::IValue(outputs_);
     }
   } catch (const std::bad_alloc&) { // from here on none is needed
     error = no_memory_for_result(describe);
   }
-  // The Work first, then its Future: a callback may wait for the Work. getFuture() says that it is taken, then looks at `done_`;
-  // both are sequentially consistent, so one of the two sees the other.
+  // The Work first, then its Future: a callback may wait for the Work.
   finish(error);
-  done_.store(true);
+  bool is_late = false; // somebody has asked for it meanwhile
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    done_.store(true); // a Future that is asked for from now on is complete when it is made
+    is_late = future_ && !future;
+    future = future_;
+  }
   driver_.wake_waiters();
-  const auto mark = [future = future_, value = std::move(value), error] {
+  if (!future) {
+    return;
+  }
+  try {
+    if (!error && is_late) {
+      value = c10::IValue(outputs_);
+    }
+  } catch (const std::bad_alloc&) {
+    error = no_memory_at_all();
+  }
+  const auto mark = [future, value = std::move(value), error] {
     if (error) {
       future->setErrorIfNeeded(error);
     } else {
@@ -227,9 +244,26 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkFog::getFuture() {
   if (CompletionPool::is_current_thread()) {
     future_taken_by_callback_.store(true);
   }
+  auto taken = future();
   future_taken_.store(true);
   if (done_.load()) {
     wait_for_future();
+  }
+  return taken;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkFog::future() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!future_) {
+    auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
+    if (done_.load()) { // nobody has it, so nobody is called
+      if (exception_) {
+        made->setError(exception_);
+      } else {
+        made->markCompleted(c10::IValue(outputs_));
+      }
+    }
+    future_ = std::move(made);
   }
   return future_;
 }

@@ -36,12 +36,7 @@ class Driver {
 class WorkFog : public c10d::Work {
  public:
   WorkFog(
-      Driver& driver,
-      int rank,
-      c10d::OpType type,
-      const char* profiling_title,
-      const std::vector<at::Tensor>& inputs,
-      std::vector<at::Tensor> outputs);
+      Driver& driver, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs);
 
   // One Work that is complete when all of `parts` are; fails with the first failure among them. Its result is `outputs`, or
   // else those of the parts, one after the other.
@@ -84,6 +79,8 @@ class WorkFog : public c10d::Work {
   }
 
  private:
+  // Made when it is first asked for, as hardly anybody does.
+  c10::intrusive_ptr<c10::ivalue::Future> future();
   std::string describe();
   void wait_for_future();
 
@@ -96,7 +93,7 @@ class WorkFog : public c10d::Work {
   uint64_t sequence_ = 0;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point ended_;
-  std::function<std::string()> describe_; // guarded by mutex_, as is the next
+  std::function<std::string()> describe_; // guarded by mutex_, as are the next two
   std::function<void()> abort_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "job/rendezvous.hpp"
+#include "job/introduction.hpp"
 
 namespace fog {
 
@@ -16,21 +16,34 @@ std::string host_id();
 // The machine's name, for messages to people.
 std::string host_name();
 
-// Of each rank a name of its host that no other host has, the same for all ranks on it. All ranks of the rendezvous call it; it throws
-// DistBackendError on all of them if one runs another build of fog, see set_protocol().
-//
 // That ranks with the same host_id() share a kernel has to be shown: each binds a Unix socket to a random name, which only its own kernel and
-// network namespace know, and finds the one of the lowest rank that it can reach.
-//
-// It throws as well if ranks want different ways between hosts, see between_hosts().
-struct HostsOfRanks {
-  std::vector<std::string> hosts;
-  std::vector<std::string> nodes; // what MPI is to take for hosts
-};
-HostsOfRanks meet_on_hosts(Rendezvous& rendezvous);
+// network namespace know, and the others look whether they find it. The name is in the abstract namespace: it goes with its process, and no
+// file has it.
+class Beacon {
+ public:
+  Beacon();
+  ~Beacon();
+  Beacon(const Beacon&) = delete;
+  Beacon& operator=(const Beacon&) = delete;
 
-// What this build must have in common with those of all other ranks, see protocol(). Set once, before ranks meet.
-void set_protocol(const std::string& protocol);
+  // Empty if this system has no such sockets.
+  const std::string& name() const {
+    return name_;
+  }
+  // Whether there is a beacon of that name here.
+  static bool is_here(const std::string& name);
+
+ private:
+  const int fd_;
+  std::string name_;
+};
+
+// A name of rank `rank`'s host that no other host has, the same for all ranks on it: it is that of the lowest one that it finds there. Who is
+// alone on its host, or whose system has no beacons, finds nobody but itself.
+std::string find_host(const std::vector<Introduction>& ranks, int rank);
+
+// What MPI is to take for hosts, see Runtime::nodes().
+std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<Introduction>& ranks);
 
 // For tests: what host_id() returns from now on, where it is not empty.
 void emulate_host(const std::string& host_id);

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <mutex>
 #include <sstream>
 #include <stdexcept>
 
@@ -11,20 +12,28 @@ namespace fog {
 namespace {
 
 Api table;
+std::mutex loading;
 bool loaded = false;
-std::string loaded_path;
+std::string chosen_path;
 
 } // namespace
 
-void load(const std::string& path) {
+void choose(const std::string& path) {
+  const std::lock_guard<std::mutex> lock(loading);
+  chosen_path = loaded ? chosen_path : path;
+}
+
+void load() {
+  const std::lock_guard<std::mutex> lock(loading);
   if (loaded) {
     return;
   }
+  const auto& path = chosen_path;
 #ifdef FOG_NATIVE_MPI
 #define FOG_MPI_FILL(name) table.name = &MPI_##name;
   FOG_MPI_FUNCTIONS(FOG_MPI_FILL)
 #undef FOG_MPI_FILL
-  loaded_path = path.empty() ? "linked at build time" : path;
+  chosen_path = path.empty() ? "linked at build time" : path;
 #else
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -52,7 +61,6 @@ void load(const std::string& path) {
 #define FOG_MPI_FILL(name) table.name = reinterpret_cast<decltype(table.name)>(symbol("MPI_" #name));
   FOG_MPI_FUNCTIONS(FOG_MPI_FILL)
 #undef FOG_MPI_FILL
-  loaded_path = path;
 #endif
   loaded = true;
 }
@@ -63,7 +71,15 @@ const Api& api() {
 }
 
 const std::string& library_path() {
-  return loaded_path;
+  return chosen_path;
+}
+
+std::string library_version() {
+  load();
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  check(table.Get_library_version(text, &length), "MPI_Get_library_version");
+  return {text, static_cast<size_t>(length)};
 }
 
 std::string error_text(int code) {

@@ -52,15 +52,21 @@ struct Api {
 #undef FOG_MPI_MEMBER
 };
 
-// Opens the library at `path` and fills the table; throws std::runtime_error that names the path and what is missing. An
-// empty path is allowed only in a native build. Calling it again with a library loaded does nothing.
-void load(const std::string& path);
+// Which library load() opens. Once one is open, another path changes nothing. An empty path is allowed only in a native build.
+void choose(const std::string& path);
+
+// Opens the library, which takes 30 ms, and fills the table; throws std::runtime_error that names the path and what is missing. Calling it
+// again with a library loaded does nothing.
+void load();
 
 // The table; load() must have succeeded.
 const Api& api();
 
-// Path of the loaded library, empty before load().
+// Path of the library, empty before choose().
 const std::string& library_path();
+
+// What the library says of itself; loads it.
+std::string library_version();
 
 // MPI's text for an error code, without the trace of its inner calls that MPICH adds.
 std::string error_text(int code);

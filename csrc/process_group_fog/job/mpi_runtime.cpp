@@ -7,15 +7,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <iomanip>
-#include <random>
-#include <sstream>
 
 #include <c10/util/Exception.h>
 
 #include "core/failure.hpp"
-#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
+#include "job/introduction.hpp"
 #include "job/timed_call.hpp"
 
 namespace fog {
@@ -31,16 +28,6 @@ int environment_int(const char* name, int missing) {
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
   return *end == '\0' ? static_cast<int>(value) : missing;
-}
-
-std::string random_name() {
-  std::random_device device;
-  std::ostringstream name;
-  name << "fog_" << getpid() << '_' << std::hex;
-  for (int word = 0; word < 4; ++word) {
-    name << std::setw(8) << std::setfill('0') << device();
-  }
-  return name.str();
 }
 
 // Sets variables for MPI_Init and takes them back afterwards, so that programs which this process starts do not mistake
@@ -166,23 +153,40 @@ void Runtime::adopt_world(Deadline deadline, std::chrono::milliseconds timeout, 
   max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the least that the standard promises
 }
 
-void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
-  const int rank = rendezvous.rank();
-  const int size = rendezvous.size();
-  std::lock_guard<std::mutex> lock(mutex_);
+bool Runtime::launched(int rank, int size) {
+  const auto launcher = launcher_world();
+  return launcher.size == size && launcher.rank == rank;
+}
+
+void Runtime::join(std::string job, int rank, int size) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  job_ = std::move(job);
+  rank_ = rank;
+  size_ = size;
+  joined_ = true;
+}
+
+void Runtime::settle(std::string host, int local_ranks, std::vector<int> nodes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  host_ = std::move(host);
+  local_ranks_ = local_ranks;
+  nodes_ = std::move(nodes);
+}
+
+void Runtime::start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout) {
+  const int rank = rendezvous->rank();
+  const int size = rendezvous->size();
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (started_) {
     return;
   }
   check_first_start();
-  // Everyone is there before MPI starts, so that a missing rank is an error with its number and not a silent MPI_Init.
-  meet(rendezvous);
-  job_ = rendezvous.from_rank_zero("job", random_name);
+  check_versions(rendezvous->allgather("mpi", introduce().protocol + ", MPI " + short_version(library_version())));
   try {
-    const auto launcher = launcher_world();
-    launched_ = launcher.size == size && launcher.rank == rank;
+    launched_ = launched(rank, size);
     ScopedEnvironment environment;
     if (!launched_) {
-      pmi_ = std::make_unique<PmiServer>(rendezvous.clone(), job_, process_mapping(nodes_));
+      pmi_ = std::make_unique<PmiServer>(rendezvous, job, process_mapping(nodes_));
       for (const char* inherited : {"PMI_PORT", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3"}) {
         environment.unset(inherited);
       }
@@ -193,21 +197,16 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
     }
     const auto deadline = deadline_after(timeout);
     initialize(deadline, timeout);
-    const auto at = [](int rank) { return "mpi-initialized/" + std::to_string(rank); };
-    rendezvous.set(at(rank), "1");
+    constexpr const char* kInitialized = "mpi-initialized";
+    rendezvous->note(kInitialized);
     adopt_world(deadline, timeout, [&] {
-      std::string missing;
-      for (int peer = 0; peer < size; ++peer) {
-        if (!rendezvous.has(at(peer))) {
-          missing += (missing.empty() ? "; not there: rank(s) " : ", ") + std::to_string(peer);
-        }
-      }
-      return missing;
+      const auto missing = rendezvous->not_noted(kInitialized);
+      return missing.empty() ? missing : "; not there: rank(s) " + missing;
     });
     TORCH_CHECK_WITH(
         DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_,
         ", the group has this process as rank ", rank, " of ", size);
-    rendezvous.barrier("mpi-started");
+    rendezvous->barrier("mpi-started");
     started_ = true;
   } catch (const std::exception& error) {
     failure_ = message_of(error);
@@ -215,22 +214,6 @@ void Runtime::start(Rendezvous& rendezvous, std::chrono::milliseconds timeout) {
     throw;
   }
   unlink_shared_memory_names();
-}
-
-std::string Runtime::meet(Rendezvous& rendezvous) {
-  const auto ranks = meet_on_hosts(rendezvous);
-  const auto& mine = ranks.hosts[static_cast<size_t>(rendezvous.rank())];
-  if (!started_ || rendezvous.size() == size_) {
-    host_ = mine;
-    local_ranks_ = static_cast<int>(std::count(ranks.hosts.begin(), ranks.hosts.end(), mine));
-    nodes_ = number_hosts(ranks.nodes);
-  }
-  return mine;
-}
-
-std::string Runtime::host(Rendezvous& rendezvous) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return host_.empty() ? meet(rendezvous) : host_;
 }
 
 void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
@@ -242,13 +225,15 @@ void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
     C10_THROW_ERROR(DistBackendError, "fog: no launcher: neither mpiexec nor srun set a rank and a size in the environment");
   }
   check_first_start();
+  load();
   launched_ = true;
   try {
     const auto deadline = deadline_after(timeout);
     initialize(deadline, timeout);
     adopt_world(deadline, timeout, [] { return std::string("; not every rank that the launcher has started is there"); });
-    job_ = broadcast_in_time(random_name(), deadline, timeout);
+    job_ = broadcast_in_time(random_job_name(), deadline, timeout);
     started_ = true;
+    joined_ = true;
   } catch (const std::exception& error) {
     failure_ = message_of(error);
     unlink_shared_memory_names();
@@ -269,6 +254,7 @@ std::string Runtime::broadcast(const std::string& text, std::chrono::millisecond
     throw;
   } catch (const std::exception& error) {
     started_ = false; // the call that has not returned still holds MPI
+    joined_ = false;
     failure_ = message_of(error);
     throw;
   }
@@ -291,6 +277,7 @@ std::string Runtime::broadcast_in_time(const std::string& text, Deadline deadlin
 void Runtime::fail(const std::string& reason) {
   const std::lock_guard<std::mutex> lock(mutex_);
   started_ = false;
+  joined_ = false;
   failure_ = reason;
 }
 

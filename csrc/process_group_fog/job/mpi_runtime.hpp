@@ -23,7 +23,8 @@ struct LauncherWorld {
 };
 LauncherWorld launcher_world();
 
-// MPI is started on all ranks of the first group, which becomes MPI's world; later groups are subsets of it. The thread
+// The ranks of the first group are the process's world; later groups are subsets of it. MPI is started on all of them where it is needed:
+// ranks that share one host and its memory do without. The thread
 // level is MPI_THREAD_SERIALIZED: whoever calls MPI holds the engine's lock. Where somebody else has started MPI it must be
 // MPI_THREAD_MULTIPLE, since he holds other locks.
 class Runtime {
@@ -31,10 +32,16 @@ class Runtime {
   // Lives until the process ends: MPI's threads and mappings must not outlive it.
   static Runtime& instance();
 
-  // Starts MPI on the ranks of `rendezvous` unless it runs already. Under a launcher whose world is this group, MPI starts from
-  // the launcher; else from a PMI server over its store. Throws DistBackendError when a rank does not come within
+  // Throws what the first start of MPI has failed with, if it has.
+  void check_first_start() const;
+  // From now on this process is rank `rank` of a world of that name.
+  void join(std::string job, int rank, int size);
+  // What ranks have found, see meet_on_hosts(); `nodes` is empty where not all of the world have met.
+  void settle(std::string host, int local_ranks, std::vector<int> nodes);
+  // Starts MPI on the ranks of `rendezvous`, which are to be the world, unless it runs already. Under a launcher whose world is this group,
+  // MPI starts from the launcher; else from a PMI server over its store. Throws DistBackendError when a rank does not come within
   // `timeout` or MPI fails.
-  void start(Rendezvous& rendezvous, std::chrono::milliseconds timeout);
+  void start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout);
 
   // Starts MPI from the launcher, without a store. Throws when there is no launcher.
   void start_from_launcher(std::chrono::milliseconds timeout);
@@ -42,7 +49,13 @@ class Runtime {
   bool started() const {
     return started_;
   }
-  // A name that no other MPI world shares; ranks with equal names can reach each other.
+  // Whether a launcher has made the world of so many ranks, this one being that rank, and is to be told of MPI's start.
+  static bool launched(int rank, int size);
+  // Whether this process has a world.
+  bool joined() const {
+    return joined_;
+  }
+  // A name that no other world shares, empty before there is one; ranks with equal names can reach each other.
   const std::string& job() const {
     return job_;
   }
@@ -52,13 +65,15 @@ class Runtime {
   int size() const {
     return size_;
   }
-  // A name of this process's host that its other ranks of the group have as well, and nobody else. All ranks of the group call it.
-  std::string host(Rendezvous& rendezvous);
-  // How many ranks of the world share this process's host, itself among them; 0 until host() was called.
+  // A name of this process's host that its other ranks of the world have as well, and nobody else; empty until settle().
+  const std::string& host() const {
+    return host_;
+  }
+  // How many ranks of the world share this process's host, itself among them; 0 until settle().
   int local_ranks() const {
     return local_ranks_;
   }
-  // Of each rank of the world the node that MPI takes it for, numbered from 0 on by first appearance; empty until host() was called. With
+  // Of each rank of the world the node that MPI takes it for, numbered from 0 on by first appearance; empty until settle(). With
   // FOG_BETWEEN_HOSTS=rma a rank without local links is a node of its own; else hosts are nodes.
   const std::vector<int>& nodes() const {
     return nodes_;
@@ -87,15 +102,12 @@ class Runtime {
   Runtime() = default;
   // What a call of MPI that has not returned in time may be waiting for.
   using Excuse = std::function<std::string()>;
-  // Throws what the first start has failed with, if it has.
-  void check_first_start() const;
   void initialize(Deadline deadline, std::chrono::milliseconds timeout);
   void adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse);
   std::string broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout);
-  // The name of this process's host.
-  std::string meet(Rendezvous& rendezvous);
 
   std::mutex mutex_;
+  bool joined_ = false;
   bool started_ = false;
   bool finalized_ = false;
   bool launched_ = false; // by mpiexec or srun

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <sstream>
+#include <utility>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -37,7 +38,7 @@ std::map<std::string, std::string> parse(const std::string& line) {
 
 } // namespace
 
-PmiServer::PmiServer(std::unique_ptr<Rendezvous> rendezvous, std::string job, std::string mapping)
+PmiServer::PmiServer(std::shared_ptr<Rendezvous> rendezvous, std::string job, std::string mapping)
     : rendezvous_(std::move(rendezvous)), job_(std::move(job)), mapping_(std::move(mapping)) {
   int ends[2];
   TORCH_CHECK(
@@ -109,6 +110,22 @@ void PmiServer::serve() {
   }
 }
 
+// A barrier of all ranks, at which each tells what it has put since the last one.
+void PmiServer::exchange() {
+  std::string mine;
+  for (const auto& entry : std::exchange(put_, {})) {
+    mine += entry + '\n';
+  }
+  for (const auto& theirs : rendezvous_->allgather("pmi-" + std::to_string(barriers_++), mine + '\n')) {
+    std::istringstream lines(theirs);
+    for (std::string line; std::getline(lines, line);) {
+      if (const auto equals = line.find('='); equals != std::string::npos) {
+        values_[line.substr(0, equals)] = line.substr(equals + 1);
+      }
+    }
+  }
+}
+
 std::string PmiServer::answer(const std::string& line) {
   auto fields = parse(line);
   const auto& command = fields["cmd"];
@@ -124,20 +141,20 @@ std::string PmiServer::answer(const std::string& line) {
   } else if (command == "get_universe_size") {
     reply << "cmd=universe_size size=" << rendezvous_->size() << " rc=0";
   } else if (command == "put") {
-    rendezvous_->set("pmi/" + fields["key"], fields["value"]);
+    put_.push_back(fields["key"] + '=' + fields["value"]);
     reply << "cmd=put_result rc=0 msg=success";
   } else if (command == "get") {
     // A key is asked for after the barrier that follows its put, so one that is not there now is one nobody put.
     const auto& key = fields["key"];
     if (key == "PMI_process_mapping") {
       reply << "cmd=get_result rc=0 msg=success value=" << mapping_;
-    } else if (rendezvous_->has("pmi/" + key)) {
-      reply << "cmd=get_result rc=0 msg=success value=" << rendezvous_->get("pmi/" + key);
+    } else if (const auto found = values_.find(key); found != values_.end()) {
+      reply << "cmd=get_result rc=0 msg=success value=" << found->second;
     } else {
       reply << "cmd=get_result rc=-1 msg=key_" << key << "_not_found value=unknown";
     }
   } else if (command == "barrier_in") {
-    rendezvous_->barrier("pmi-barrier-" + std::to_string(barriers_++));
+    exchange();
     reply << "cmd=barrier_out rc=0 msg=success";
   } else if (command == "abort") {
     // MPI_Init has failed; the process waits for nothing any more.

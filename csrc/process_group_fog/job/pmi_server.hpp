@@ -1,5 +1,7 @@
 // A PMI-1 server for one process, backed by the group's Store.
 //
+// What MPI puts stays here until all ranks are at a barrier of theirs; then each rank gets all of it at once, and answers from memory.
+//
 // MPI implementations of the MPICH family start from the PMI-1 wire protocol (lines of "cmd=... key=value\n") on the file
 // descriptor PMI_FD. Under mpiexec the launcher is at the other end; under torchrun nobody is, so this thread answers.
 // It is C++ because MPI_Init may hold the GIL while it waits for an answer.
@@ -9,6 +11,8 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <unordered_map>
+#include <vector>
 
 #include "job/rendezvous.hpp"
 
@@ -16,9 +20,9 @@ namespace fog {
 
 class PmiServer {
  public:
-  // `job` names the job's key-value space; it must be unique, since MPICH names its shared-memory segments after it.
+  // `rendezvous` is the server's alone until MPI_Init has returned. `job` names the job's key-value space; it must be unique, since MPICH names its shared-memory segments after it.
   // `mapping` is the answer to PMI_process_mapping.
-  PmiServer(std::unique_ptr<Rendezvous> rendezvous, std::string job, std::string mapping);
+  PmiServer(std::shared_ptr<Rendezvous> rendezvous, std::string job, std::string mapping);
   ~PmiServer();
   PmiServer(const PmiServer&) = delete;
   PmiServer& operator=(const PmiServer&) = delete;
@@ -36,12 +40,16 @@ class PmiServer {
   void serve();
   std::string answer(const std::string& line);
 
-  const std::unique_ptr<Rendezvous> rendezvous_;
+  void exchange();
+
+  const std::shared_ptr<Rendezvous> rendezvous_;
   const std::string job_;
   const std::string mapping_;
   int client_fd_ = -1;
   int server_fd_ = -1;
   int barriers_ = 0;
+  std::vector<std::string> put_; // "key=value" since the last barrier
+  std::unordered_map<std::string, std::string> values_; // of all ranks
   mutable std::mutex mutex_;
   std::string error_;
   std::thread thread_;

@@ -36,10 +36,10 @@ std::vector<std::pair<int, std::string>> split(const std::string& all) {
 }
 
 // The ranks that are not among these: the first ones by number, of the rest how many.
-std::string list_missing(const std::vector<int>& here, int size) {
+std::string list_missing(const std::vector<std::pair<int, std::string>>& here, int size) {
   constexpr int kNamed = 20;
   std::vector<bool> known(static_cast<size_t>(size));
-  for (const int rank : here) {
+  for (const auto& [rank, text] : here) {
     known.at(static_cast<size_t>(rank)) = true;
   }
   std::string text;
@@ -56,24 +56,11 @@ std::string list_missing(const std::vector<int>& here, int size) {
 
 Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)
     : store_(std::move(store)),
+      appends_(store_->hasExtendedApi()),
       rank_(rank),
       size_(size),
       timeout_(timeout),
       prefix_("fog/" + std::to_string(store_->add("fog/rendezvous/" + std::to_string(rank), 1)) + "/") {}
-
-Rendezvous::Rendezvous(const Rendezvous& other, c10::intrusive_ptr<c10d::Store> store)
-    : store_(std::move(store)), rank_(other.rank_), size_(other.size_), timeout_(other.timeout_), prefix_(other.prefix_) {}
-
-std::unique_ptr<Rendezvous> Rendezvous::clone() const {
-  auto store = store_;
-  try {
-    if (auto copy = store_->clone()) {
-      store = copy;
-    }
-  } catch (const std::exception&) {
-  }
-  return std::unique_ptr<Rendezvous>(new Rendezvous(*this, std::move(store)));
-}
 
 std::string Rendezvous::store_host() const {
   auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store_.get());
@@ -108,7 +95,7 @@ std::string Rendezvous::get(const std::string& key) {
   return {value.begin(), value.end()};
 }
 
-void Rendezvous::wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::vector<int>()>& here) {
+void Rendezvous::wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::string()>& missing) {
   std::vector<std::string> prefixed;
   prefixed.reserve(keys.size());
   for (const auto& each : keys) {
@@ -117,67 +104,73 @@ void Rendezvous::wait(const std::string& key, const std::vector<std::string>& ke
   try {
     store_->wait(prefixed, for_torch(timeout_));
   } catch (const std::exception& error) {
-    std::string missing;
+    std::string names;
     try {
-      missing = list_missing(here(), size_);
+      names = missing();
     } catch (const std::exception&) { // the store itself is gone; the first error says so
     }
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
             "fog: rank ", rank_, " of ", size_, " waited for ", timeout_.count(), " ms at the step '", key, "' of setting up the group",
-            missing.empty() ? "" : "; not there: rank(s) " + missing, ". The store said: ", error.what()));
+            names.empty() ? "" : "; not there: rank(s) " + names, ". The store said: ", error.what()));
   }
 }
 
-std::vector<std::string> Rendezvous::allgather(const std::string& key, const std::string& value) {
-  if (!store_->hasExtendedApi()) {
-    return allgather_by_keys(key, value);
+void Rendezvous::put(const std::string& key, const std::string& value) {
+  if (appends_) {
+    exchanged_.push_back(key + "/all");
+    const auto mine = framed(rank_, value);
+    store_->append(prefix_ + exchanged_.back(), std::vector<uint8_t>(mine.begin(), mine.end()));
+    return;
   }
-  const auto all = key + "/all";
-  const auto count = key + "/count";
-  const auto complete = key + "/complete";
-  for (const auto& each : {all, count, complete}) {
-    exchanged_.push_back(each);
+  for (int rank = 0; rank < size_; ++rank) {
+    exchanged_.push_back(rank_key(key, rank));
   }
-  const auto mine = framed(rank_, value);
-  store_->append(prefix_ + all, std::vector<uint8_t>(mine.begin(), mine.end()));
-  if (store_->add(prefix_ + count, 1) == size_) {
-    set(complete, "1");
+  set(rank_key(key, rank_), value);
+}
+
+std::vector<std::pair<int, std::string>> Rendezvous::there(const std::string& key) {
+  if (appends_) {
+    return has(key + "/all") ? split(get(key + "/all")) : std::vector<std::pair<int, std::string>>();
   }
-  wait(key, {complete}, [&] {
-    std::vector<int> here;
-    for (const auto& [rank, unused] : split(get(all))) {
-      here.push_back(rank);
+  std::vector<std::pair<int, std::string>> values;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (has(rank_key(key, rank))) {
+      values.emplace_back(rank, get(rank_key(key, rank)));
     }
-    return here;
-  });
-  std::vector<std::string> values(static_cast<size_t>(size_));
-  for (auto& [rank, text] : split(get(all))) {
-    values.at(static_cast<size_t>(rank)) = std::move(text);
   }
   return values;
 }
 
-std::vector<std::string> Rendezvous::allgather_by_keys(const std::string& key, const std::string& value) {
-  set(rank_key(key, rank_), value);
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < size_; ++rank) {
-    keys.push_back(rank_key(key, rank));
-    exchanged_.push_back(keys.back());
-  }
-  wait(key, keys, [&] {
-    std::vector<int> here;
-    for (int rank = 0; rank < size_; ++rank) {
-      if (has(rank_key(key, rank))) {
-        here.push_back(rank);
-      }
+void Rendezvous::note(const std::string& key) {
+  put(key, "1"); // not every store takes an empty value
+}
+
+std::string Rendezvous::not_noted(const std::string& key) {
+  return list_missing(there(key), size_);
+}
+
+std::vector<std::string> Rendezvous::allgather(const std::string& key, const std::string& value) {
+  put(key, value);
+  std::vector<std::string> awaited;
+  if (appends_) {
+    const auto count = key + "/count";
+    const auto complete = key + "/complete";
+    exchanged_.insert(exchanged_.end(), {count, complete});
+    if (store_->add(prefix_ + count, 1) == size_) {
+      set(complete, "1");
     }
-    return here;
-  });
-  std::vector<std::string> values;
-  for (int rank = 0; rank < size_; ++rank) {
-    values.push_back(rank == rank_ ? value : get(rank_key(key, rank)));
+    awaited.push_back(complete);
+  } else {
+    for (int rank = 0; rank < size_; ++rank) {
+      awaited.push_back(rank_key(key, rank));
+    }
+  }
+  wait(key, awaited, [&] { return not_noted(key); });
+  std::vector<std::string> values(static_cast<size_t>(size_));
+  for (auto& [rank, text] : appends_ ? split(get(key + "/all")) : there(key)) {
+    values.at(static_cast<size_t>(rank)) = std::move(text);
   }
   return values;
 }
@@ -190,13 +183,7 @@ std::string Rendezvous::from_rank_zero(const std::string& key, const std::functi
     set(zero, value);
     return value;
   }
-  wait(key, {zero}, [&] {
-    std::vector<int> others; // of which nothing is known
-    for (int rank = 1; rank < size_; ++rank) {
-      others.push_back(rank);
-    }
-    return others;
-  });
+  wait(key, {zero}, [] { return std::string("0"); });
   return get(zero);
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -20,9 +21,6 @@ class Rendezvous {
  public:
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
 
-  // The same rendezvous for use by another thread. A store that cannot be copied (one written in Python) is shared.
-  std::unique_ptr<Rendezvous> clone() const;
-
   // Every rank's value under `key`, in rank order. A rank makes five requests at most, however many ranks there are, or one for each rank
   // where the store cannot append.
   std::vector<std::string> allgather(const std::string& key, const std::string& value);
@@ -32,6 +30,10 @@ class Rendezvous {
 
   // Returns once every rank has called it with this key.
   void barrier(const std::string& key);
+
+  // This rank has come so far; and which ranks have not said so, for an error: "" if all have.
+  void note(const std::string& key);
+  std::string not_noted(const std::string& key);
 
   // This rank needs nothing of it any more. Once all have said so, what was exchanged is deleted, where the store can do that.
   void finish();
@@ -56,12 +58,14 @@ class Rendezvous {
   }
 
  private:
-  Rendezvous(const Rendezvous& other, c10::intrusive_ptr<c10d::Store> store);
-  std::vector<std::string> allgather_by_keys(const std::string& key, const std::string& value);
-  // Waits for keys without which the step `key` does not go on; `here` says which ranks have come to it, for the error.
-  void wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::vector<int>()>& here);
+  // Adds this rank's value to those under `key`; which there are.
+  void put(const std::string& key, const std::string& value);
+  std::vector<std::pair<int, std::string>> there(const std::string& key);
+  // Waits for keys without which the step `key` does not go on; `missing` says which ranks have not come to it, for the error.
+  void wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::string()>& missing);
 
   const c10::intrusive_ptr<c10d::Store> store_;
+  const bool appends_; // the store can add to a value
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <c10/util/SmallVector.h>
+
 #include "core/copy.hpp"
 
 namespace fog {
@@ -21,9 +23,9 @@ void for_pieces(
     size_t item,
     size_t from,
     size_t to,
-    const std::function<void(const std::vector<const void*>& where, size_t begin, size_t count)>& use) {
+    c10::function_ref<void(const std::vector<const void*>& where, size_t begin, size_t count)> use) {
   std::vector<const void*> where(inputs.size());
-  std::vector<size_t> block(inputs.size(), 0); // in which each input is
+  c10::SmallVector<size_t, 8> block(inputs.size(), 0); // in which each input is
   for (size_t begin = from; begin < to;) {
     const size_t offset = begin * item;
     size_t end = to * item;

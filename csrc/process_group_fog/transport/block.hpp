@@ -2,8 +2,9 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <vector>
+
+#include <c10/util/FunctionRef.h>
 
 namespace fog {
 
@@ -27,7 +28,7 @@ void for_pieces(
     size_t item,
     size_t from,
     size_t to,
-    const std::function<void(const std::vector<const void*>& where, size_t begin, size_t count)>& use);
+    c10::function_ref<void(const std::vector<const void*>& where, size_t begin, size_t count)> use);
 
 // Copies a part of a result of `total` bytes to its place: past the cache if the whole would not stay there anyway.
 void copy_result(void* to, const void* from, size_t bytes, size_t total);

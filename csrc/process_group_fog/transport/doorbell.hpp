@@ -26,7 +26,10 @@ struct Doorbell {
   // The first half of going to sleep. Afterwards look once more for what would be missed, then sleep() with the result.
   uint32_t listen(Listener listener);
   void stop_listening(Listener listener) {
-    listening.fetch_and(~(1U << listener));
+    const uint32_t bit = 1U << listener;
+    if ((listening.load() & bit) != 0) { // else the line stays where others have it, who look at it with each message
+      listening.fetch_and(~bit);
+    }
   }
   // Sleeps until woken after the listen() that gave `ticket`, or for `limit`; may return early.
   void sleep(Listener listener, uint32_t ticket, std::chrono::nanoseconds limit);

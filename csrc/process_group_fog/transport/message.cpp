@@ -35,12 +35,14 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       }
       [[fallthrough]];
     case MessageKind::kConfirm:
+    case MessageKind::kAsk:
     case MessageKind::kClosed:
     case MessageKind::kGoodbye:
     case MessageKind::kGoodbyeTaken:
     case MessageKind::kHold:
     case MessageKind::kRelease:
       return came != 0 || header.bytes != 0 || header.delivery != Delivery::kInline ? "it carries data" : nullptr;
+    case MessageKind::kAnswer:
     case MessageKind::kError:
       return header.delivery != Delivery::kInline || came != header.bytes ? "its text is not all there" : nullptr;
     case MessageKind::kWindow:
@@ -48,7 +50,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       if (header.step > static_cast<uint16_t>(WindowOp::kLeave)) {
         return "there is no such operation on a window";
       }
-      if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload) {
+      if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload && header.delivery != Delivery::kStream) {
         return "the data of windows does not come so";
       }
       if (header.kind == MessageKind::kWindowReply && header.flags != 0 && header.delivery != Delivery::kInline) {

@@ -26,6 +26,8 @@ enum class MessageKind : uint8_t {
   kRelease, // not any more
   kSlots, // the receiver may put data into `chunk` slots at `address` of the sender's pool, see notified_puts; none if there is no room
   kPlaced, // the data of a transfer is put into `flags` slots from `chunk` on; it goes as payload if these are none
+  kAsk, // the sender's operation is late: does the receiver wait in it, and for whom?
+  kAnswer, // to that: see Standing
   kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
 };
 

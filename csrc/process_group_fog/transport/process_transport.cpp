@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include <c10/util/SmallVector.h>
+
 #include "job/between_hosts.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
@@ -110,12 +112,18 @@ class ProcessTransport::Mapped final : public Incoming {
 };
 
 ProcessTransport::ProcessTransport(
-    Runtime& runtime, MessageHandler& handler, Watchdog& watchdog, std::unique_ptr<mpi::RemoteMemory> remote_memory)
+    Runtime& runtime,
+    MessageHandler& handler,
+    Watchdog& watchdog,
+    std::unique_ptr<shared_memory::Links> links,
+    std::unique_ptr<mpi::RemoteMemory> remote_memory)
     : self_(runtime.rank()),
       size_(runtime.size()),
       handler_(handler),
-      links_(runtime.rank(), runtime.size(), has_local_links()),
+      owned_links_(std::move(links)),
+      links_(*owned_links_),
       streams_(links_),
+      copies_(streams_, links_, released_),
       messages_(runtime, *this, watchdog),
       remote_memory_(std::move(remote_memory)) {
   if (remote_memory_) {
@@ -124,6 +132,8 @@ ProcessTransport::ProcessTransport(
     arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, messages_);
   }
 }
+
+ProcessTransport::~ProcessTransport() = default;
 
 const char* ProcessTransport::way_to(PeerId peer) const {
   return links_.reaches(peer) ? "shared memory" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
@@ -173,8 +183,11 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
       puts_->reaches(destination)) {
     return Way::kRemote; // held back or not: what nobody takes stays in its slots
   }
-  if (!local || memory == Memory::kMessages) {
+  if (!local) {
     return Way::kPayload;
+  }
+  if (memory == Memory::kMessages) {
+    return links_.attached_by(destination) ? Way::kCopied : Way::kPayload;
   }
   if (memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
     return Way::kMapped;
@@ -191,12 +204,12 @@ void ProcessTransport::send_inline(PeerId peer, const Header& header, const void
 }
 
 Transport::Sent ProcessTransport::send(
-    const std::vector<Destination>& destinations,
+    c10::ArrayRef<Destination> destinations,
     const Header& message,
     const void* data,
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
-  if (destinations.size() == 1 && message.bytes <= kInlineBytes) { // most messages
+  if (destinations.size() == 1 && message.bytes <= kLocalInlineBytes) { // most messages
     const auto& [peer, scale, wants_confirm, data_waits] = destinations[0];
     if (way_of(peer, message, data, memory) == Way::kInline) {
       auto header = message;
@@ -217,7 +230,7 @@ Transport::Sent ProcessTransport::send(
     }
     return outgoing;
   };
-  std::vector<Way> ways;
+  c10::SmallVector<Way, 8> ways;
   std::vector<PeerId> readers;
   for (const auto& destination : destinations) {
     ways.push_back(way_of(destination.peer, header, data, memory));
@@ -265,6 +278,7 @@ Transport::Sent ProcessTransport::send(
         mapped_.emplace(header.transfer, Reading{outgoing, owner, peer});
         links_.send(peer, header, nullptr, 0);
         break;
+      case Way::kCopied:
       case Way::kRemote:
       case Way::kPayload: {
         needed()->add(peer);
@@ -278,6 +292,10 @@ Transport::Sent ProcessTransport::send(
             alive->on_progress();
           }
         };
+        if (ways[i] == Way::kCopied) {
+          copies_.send(peer, header, data, owner, [ended] { ended(""); });
+          break;
+        }
         if (ways[i] == Way::kRemote) {
           if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten, owner, ended)) {
             outgoing->puts.push_back(std::move(put));
@@ -311,7 +329,7 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
     PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
   switch (header.delivery) {
     case Delivery::kStream:
-      return streams_.receive(source, header, owner);
+      return is_in_order(header) ? streams_.receive(source, header, owner) : copies_.receive(source, header, place, owner);
     case Delivery::kMapped:
       return std::make_shared<Mapped>(*this, source, header);
     case Delivery::kPayload:
@@ -366,8 +384,10 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
       streams_.on_wanted(source, header);
       return;
     default:
-      if (header.delivery == Delivery::kStream) {
+      if (header.delivery == Delivery::kStream && is_in_order(header)) {
         streams_.on_announcement(source, header);
+      } else if (header.delivery == Delivery::kStream) {
+        copies_.on_announcement(source, header);
       }
       handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
   }
@@ -407,7 +427,7 @@ void ProcessTransport::withdraw(const TransferOwner& owner) {
 
 void ProcessTransport::ignore(PeerId source, const Header& header) {
   if (header.delivery == Delivery::kStream) {
-    streams_.ignore(source, header);
+    streams_.ignore(source, is_in_order(header) ? header : shared_memory::Copies::of_stream(header));
   } else if (header.delivery == Delivery::kRemote) {
     arrivals_->ignore(source, header);
   }
@@ -422,6 +442,7 @@ void ProcessTransport::withdraw_group(uint64_t group) {
 
 void ProcessTransport::forget(PeerId peer, uint64_t group) {
   streams_.forget(peer, group);
+  copies_.forget(peer, group);
 }
 
 void ProcessTransport::forget(PeerId peer) {
@@ -438,6 +459,7 @@ bool ProcessTransport::poll() {
   bool progressed = links_.flush();
   progressed =
       links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
+  progressed = copies_.poll() || progressed;
   if (must_poll()) {
     progressed = messages_.poll() || progressed;
     const bool come = arrivals_ && arrivals_->poll();

@@ -17,6 +17,7 @@
 #include "transport/mpi/notified_puts.hpp"
 #include "transport/mpi/put_arrivals.hpp"
 #include "transport/mpi/remote_memory.hpp"
+#include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/shared_memory/streams.hpp"
 #include "transport/transport.hpp"
@@ -25,11 +26,17 @@ namespace fog {
 
 class ProcessTransport final : public Transport, private MessageHandler {
  public:
-  // `remote_memory` is null where nothing goes by RMA.
-  ProcessTransport(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog, std::unique_ptr<mpi::RemoteMemory> remote_memory);
+  // `links` are settled. `remote_memory` is null where nothing goes by RMA.
+  ProcessTransport(
+      Runtime& runtime,
+      MessageHandler& handler,
+      Watchdog& watchdog,
+      std::unique_ptr<shared_memory::Links> links,
+      std::unique_ptr<mpi::RemoteMemory> remote_memory);
+  ~ProcessTransport() override;
 
   std::string address() const override {
-    return links_.address();
+    return links_.address(true);
   }
   void attach(PeerId peer, int pid, const std::string& address) override {
     processes_.watch(peer, pid);
@@ -46,7 +53,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
 
   using Transport::send;
   Sent send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       const Header& header,
       const void* data,
       Memory memory,
@@ -72,7 +79,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   Flow flow() const override;
   bool sending() const override {
-    return messages_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || links_.waiting_for_space();
+    return messages_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || copies_.sending() || links_.waiting_for_space();
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
@@ -95,7 +102,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
  private:
   class ToSeveral;
   class Mapped;
-  enum class Way { kInline, kMapped, kStream, kRemote, kPayload };
+  enum class Way { kInline, kMapped, kStream, kCopied, kRemote, kPayload };
   struct Reading {
     std::shared_ptr<ToSeveral> outgoing;
     std::shared_ptr<TransferOwner> owner;
@@ -122,8 +129,10 @@ class ProcessTransport final : public Transport, private MessageHandler {
   MessageHandler& handler_;
   ProcessWatch processes_;
   PeerMonitor monitor_;
-  shared_memory::Links links_;
+  const std::unique_ptr<shared_memory::Links> owned_links_;
+  shared_memory::Links& links_;
   shared_memory::Streams streams_;
+  shared_memory::Copies copies_;
   mpi::Messages messages_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory

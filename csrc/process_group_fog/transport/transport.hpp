@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include <c10/util/ArrayRef.h>
+
 #include "core/failure.hpp"
 #include "transport/block.hpp"
 #include "transport/doorbell.hpp"
@@ -156,14 +158,14 @@ class Transport {
   // Sends the same header and data to several peers. Throws Unreachable, or DistBackendError for what MPI reports. `owner` is kept until
   // the transfer is done.
   virtual Sent send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       const Header& header,
       const void* data,
       Memory memory,
       const std::shared_ptr<TransferOwner>& owner) = 0;
   // The same of a header with at most kInlineBytes, which are copied.
   void send(PeerId destination, const Header& header, const void* data = nullptr) {
-    send({{destination, header.scale, header.wants_confirm != 0}}, header, data, Memory::kStays, nullptr);
+    send(Destination{destination, header.scale, header.wants_confirm != 0}, header, data, Memory::kStays, nullptr);
   }
   // The data of a message that does not come with its header. To `place`; where that is null it is to be read where it lies, or will.
   virtual std::shared_ptr<Incoming> receive(

@@ -28,6 +28,10 @@ void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
     parcel.due = std::max(parcel.due, box.back().due);
   }
   parcel.number = parcels_++;
+  if (parcel.header.kind == MessageKind::kData || parcel.header.kind == MessageKind::kPointToPoint) {
+    auto& sent = sent_[{from, to}];
+    sent = {sent.messages + 1, sent.bytes + parcel.header.bytes};
+  }
   box.push_back(std::move(parcel));
   ++in_flight_;
 }
@@ -74,11 +78,6 @@ void InProcessNetwork::lose(PeerId peer) {
   boxes_[static_cast<size_t>(peer)].clear();
 }
 
-size_t InProcessNetwork::in_flight() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return in_flight_;
-}
-
 class InProcessNetwork::Endpoint final : public Transport {
  public:
   Endpoint(std::shared_ptr<InProcessNetwork> network, PeerId self, MessageHandler& handler)
@@ -100,7 +99,7 @@ class InProcessNetwork::Endpoint final : public Transport {
 
   using Transport::send;
   Sent send(
-      const std::vector<Destination>& destinations,
+      c10::ArrayRef<Destination> destinations,
       const Header& header,
       const void* data,
       Memory memory,
@@ -303,7 +302,7 @@ void InProcessNetwork::Endpoint::say(
 }
 
 Transport::Sent InProcessNetwork::Endpoint::send(
-    const std::vector<Destination>& destinations,
+    c10::ArrayRef<Destination> destinations,
     const Header& message,
     const void* data,
     Memory memory,

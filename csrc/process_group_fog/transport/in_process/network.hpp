@@ -13,6 +13,7 @@
 #include <random>
 #include <set>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "transport/transport.hpp"
@@ -33,7 +34,19 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   // `peer` ends without a goodbye: it takes and sends nothing any more.
   void lose(PeerId peer);
   // Messages that have not been taken.
-  size_t in_flight() const;
+  size_t in_flight() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_flight_;
+  }
+  // Of operations, with the bytes that they are of, from rank to rank.
+  struct Sent {
+    uint64_t messages = 0;
+    uint64_t bytes = 0;
+  };
+  std::map<std::pair<PeerId, PeerId>, Sent> sent() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return sent_;
+  }
 
  private:
   class Endpoint;
@@ -59,6 +72,7 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   uint64_t next_transfer_ = 1;
   uint64_t parcels_ = 0; // ever
   size_t in_flight_ = 0;
+  std::map<std::pair<PeerId, PeerId>, Sent> sent_;
 };
 
 } // namespace fog

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstddef>
 #include <random>
 #include <sstream>
 
@@ -33,31 +34,37 @@ Inbox::Slot* Inbox::slots() const {
   return reinterpret_cast<Slot*>(reinterpret_cast<char*>(shared_) + pages(sizeof(Shared)));
 }
 
-Inbox::Inbox(int fd, void* memory, size_t bytes, std::string address)
-    : fd_(fd), shared_(static_cast<Shared*>(memory)), bytes_(bytes), address_(std::move(address)) {}
+Inbox::Inbox(int fd, std::string address) : fd_(fd), address_(std::move(address)) {}
 
 Inbox::~Inbox() {
-  munmap(shared_, bytes_);
+  if (shared_ != nullptr) {
+    munmap(shared_, bytes_);
+  }
   close(fd_);
 }
 
-std::unique_ptr<Inbox> Inbox::create(int ranks) {
-  const size_t bytes = bytes_for(ranks);
-  const int fd = create_memfd("fog_inbox", bytes);
+std::unique_ptr<Inbox> Inbox::create() {
+  const int fd = create_memfd("fog_inbox");
   if (fd < 0) {
-    return nullptr;
-  }
-  void* memory = map(fd, bytes);
-  if (memory == nullptr) {
-    close(fd);
     return nullptr;
   }
   std::random_device device;
   const uint64_t token = (static_cast<uint64_t>(device()) << 32) | device();
-  static_cast<Shared*>(memory)->token = token;
   std::ostringstream address;
-  address << getpid() << ' ' << fd << ' ' << token << ' ' << bytes;
-  return std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address.str()));
+  address << getpid() << ' ' << fd << ' ' << token;
+  auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, address.str()));
+  return pwrite(fd, &token, sizeof(token), offsetof(Shared, token)) == sizeof(token) ? std::move(inbox) : nullptr;
+}
+
+bool Inbox::open(int ranks) {
+  const size_t bytes = bytes_for(ranks);
+  void* memory = fix_size(fd_, bytes) ? map(fd_, bytes) : nullptr;
+  if (memory == nullptr) {
+    return false;
+  }
+  shared_ = static_cast<Shared*>(memory);
+  bytes_ = bytes;
+  return true;
 }
 
 std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
@@ -65,22 +72,17 @@ std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
   int pid = 0;
   int number = 0;
   uint64_t token = 0;
-  size_t bytes = 0;
-  if (!(fields >> pid >> number >> token >> bytes)) {
+  if (!(fields >> pid >> number >> token)) {
     return nullptr;
   }
-  size_t there = 0;
-  const int fd = open_memfd(pid, number, &there);
+  const int fd = open_memfd_of(pid, number);
   if (fd < 0) {
     return nullptr;
   }
-  void* memory = there == bytes && bytes == bytes_for(ranks) ? map(fd, bytes) : nullptr;
-  if (memory == nullptr) {
-    close(fd);
-    return nullptr;
-  }
-  auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, memory, bytes, address));
-  return inbox->shared_->token == token ? std::move(inbox) : nullptr;
+  auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, address));
+  uint64_t its_token = 0; // looked at first: another file is left as it is
+  const bool found = pread(fd, &its_token, sizeof(its_token), offsetof(Shared, token)) == sizeof(its_token) && its_token == token;
+  return found && inbox->open(ranks) ? std::move(inbox) : nullptr;
 }
 
 void Inbox::drop(uint32_t index) const {

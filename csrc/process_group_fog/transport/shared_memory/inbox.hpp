@@ -33,9 +33,12 @@ class Inbox {
 
   // How large an inbox for messages from `ranks` ranks is.
   static size_t bytes_for(int ranks);
-  // An inbox for messages from `ranks` ranks; nullptr where the system has no memfd or no memory.
-  static std::unique_ptr<Inbox> create(int ranks);
-  // The inbox that a process of this host has published as `address`; nullptr if it cannot be mapped, or is not for `ranks` ranks.
+  // An inbox, which nobody can write to before open(); nullptr where the system has no memfd.
+  static std::unique_ptr<Inbox> create();
+  // It is for messages from `ranks` ranks, each with a ring of its own. False if there is no memory.
+  bool open(int ranks);
+  // The inbox that a process of this host has published as `address`, be it open or not; nullptr if it cannot be mapped, or is not for
+  // `ranks` ranks.
   static std::unique_ptr<Inbox> attach(const std::string& address, int ranks);
   ~Inbox();
   Inbox(const Inbox&) = delete;
@@ -82,12 +85,12 @@ class Inbox {
     Ring ring;
   };
 
-  Inbox(int fd, void* memory, size_t bytes, std::string address);
+  Inbox(int fd, std::string address);
   Slot* slots() const;
 
   const int fd_;
-  Shared* const shared_;
-  const size_t bytes_;
+  Shared* shared_ = nullptr;
+  size_t bytes_ = 0;
   const std::string address_;
 };
 

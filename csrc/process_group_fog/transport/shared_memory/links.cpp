@@ -14,10 +14,25 @@ constexpr char kArenaMark = '/';
 
 } // namespace
 
-Links::Links(int rank, int size, bool on) : rank_(rank), inbox_(on ? Inbox::create(size) : nullptr), links_(size), sources_(size) {}
+Links::Links(int rank, int size, bool on) : rank_(rank), inbox_(on ? Inbox::create() : nullptr), places_(size, -1) {}
+
+void Links::settle(const std::vector<int>& local) {
+  for (size_t place = 0; place < local.size(); ++place) {
+    places_[local[place]] = static_cast<int>(place);
+  }
+  links_ = std::vector<Link>(local.size());
+  sources_.resize(local.size());
+  if (inbox_ && !inbox_->open(static_cast<int>(local.size()))) {
+    inbox_ = nullptr;
+  }
+}
 
 void Links::attach(int peer, const std::string& address) {
-  if (!inbox_ || peer == rank_ || reaches(peer) || address.empty()) {
+  if (!inbox_ || peer == rank_ || places_[peer] < 0 || address.empty()) {
+    return;
+  }
+  if (reaches(peer)) {
+    map_arena(peer, address);
     return;
   }
   const int count = source_count_.load();
@@ -29,22 +44,41 @@ void Links::attach(int peer, const std::string& address) {
   if (!inbox) {
     return;
   }
+  inbox->peer(places_[rank_]).fetch_or(Inbox::kAttached);
+  link(peer).inbox = std::move(inbox);
+  map_arena(peer, address);
+}
+
+void Links::map_arena(int peer, const std::string& address) {
   std::istringstream fields(address.substr(address.find(kArenaMark) + 1));
   int pid = 0;
   int fd = -1;
   uint32_t token = 0;
-  if (fields >> pid >> fd >> token) {
-    links_[peer].arena = ForeignArena::map(pid, fd, token);
+  if (link(peer).arena || !(fields >> pid >> fd >> token)) {
+    return;
   }
-  inbox->peer(rank_).fetch_or(Inbox::kAttached | (links_[peer].arena ? Inbox::kMaps : 0U));
-  links_[peer].inbox = std::move(inbox);
+  link(peer).arena = ForeignArena::map(pid, fd, token);
+  if (link(peer).arena) {
+    link(peer).inbox->peer(places_[rank_]).fetch_or(Inbox::kMaps);
+  }
 }
 
-std::string Links::address() const {
+void Links::detach(int peer) {
+  if (!reaches(peer)) {
+    return;
+  }
+  link(peer).inbox->peer(places_[rank_]).store(0);
+  forget(peer);
+  link(peer).inbox = nullptr;
+  const auto last = std::remove(sources_.begin(), sources_.begin() + source_count_.load(), peer);
+  source_count_.store(static_cast<int>(last - sources_.begin()));
+}
+
+std::string Links::address(bool with_arena) const {
   if (!inbox_) {
     return {};
   }
-  const auto* arena = Arena::instance();
+  const auto* arena = with_arena ? Arena::instance() : nullptr;
   return inbox_->address() + kArenaMark +
       (arena != nullptr ? std::to_string(getpid()) + ' ' + std::to_string(arena->fd()) + ' ' + std::to_string(arena->token()) : "");
 }
@@ -58,7 +92,10 @@ bool Links::attached_by_all() {
   if (attached_by_all_ || !inbox_) {
     return attached_by_all_;
   }
-  for (int peer = 0; peer < static_cast<int>(links_.size()); ++peer) {
+  if (links_.size() < places_.size()) { // the others are elsewhere
+    return false;
+  }
+  for (int peer = 0; peer < static_cast<int>(places_.size()); ++peer) {
     if (peer != rank_ && (!reaches(peer) || !attached_by(peer))) {
       return false;
     }
@@ -68,7 +105,7 @@ bool Links::attached_by_all() {
 }
 
 bool Links::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
-  auto& ring = link.inbox->ring(rank_);
+  auto& ring = link.inbox->ring(places_[rank_]);
   if (ring.write(first, first_bytes, second, second_bytes)) {
     link.inbox->doorbell().ring();
     return true;
@@ -84,7 +121,7 @@ bool Links::write(Link& link, const void* first, size_t first_bytes, const void*
 }
 
 void Links::send(int peer, const Header& header, const void* data, size_t bytes) {
-  auto& link = links_[peer];
+  auto& link = this->link(peer);
   if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes)) {
     return;
   }
@@ -118,16 +155,20 @@ bool Links::flush() {
 }
 
 void Links::forget(int peer) {
-  queued_ -= links_[peer].queue.size();
-  links_[peer].queue.clear();
-  links_[peer].unsent = 0;
-  links_[peer].arena = nullptr; // its memory is free once nobody has it mapped
+  if (places_[peer] < 0) {
+    return;
+  }
+  auto& link = this->link(peer);
+  queued_ -= link.queue.size();
+  link.queue.clear();
+  link.unsent = 0;
+  link.arena = nullptr; // its memory is free once nobody has it mapped
 }
 
 bool Links::news() const {
   const int count = source_count_.load();
   for (int index = 0; index < count; ++index) {
-    if (!inbox_->ring(sources_[index]).empty()) {
+    if (!inbox_->ring(places_[sources_[index]]).empty()) {
       return true;
     }
   }

@@ -20,23 +20,29 @@ class Links {
   // FOG_LOCAL_LINKS=0 (not `on`) leaves everything to MPI. Ranks need not agree: without an inbox this one attaches to nobody, and nobody
   // to it.
   Links(int rank, int size, bool on);
+  // Who may share this host, this rank among them; the same on all these. Each has a ring in the inboxes of the others, so what there is for
+  // peers goes by their number and not by the world's.
+  void settle(const std::vector<int>& local);
 
-  // What peers need to attach(); empty where the system cannot do it.
-  std::string address() const;
+  // What peers need to attach(); empty where the system cannot do it. The arena, which takes its size from the number of local ranks, is made
+  // now if it is to be told as well.
+  std::string address(bool with_arena) const;
 
-  // From now on messages to `peer` go through its inbox, if that can be mapped.
+  // From now on messages to `peer` go through its inbox, if that can be mapped. Its address may come twice, first without its arena.
   void attach(int peer, const std::string& address);
+  // Not any more: it is not of this host.
+  void detach(int peer);
   bool reaches(int peer) const {
-    return links_[peer].inbox != nullptr;
+    return places_[peer] >= 0 && links_[places_[peer]].inbox != nullptr;
   }
   // Whether `peer` finds `data` in this process's arena, which it has mapped.
   bool mapped_by(int peer, const void* data, size_t bytes) const;
   bool maps_arena(int peer) const {
-    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kMaps) != 0;
+    return has_said(peer, Inbox::kMaps);
   }
   // Whether `peer` has mapped this process's inbox.
   bool attached_by(int peer) const {
-    return inbox_ && (inbox_->peer(peer).load(std::memory_order_acquire) & Inbox::kAttached) != 0;
+    return has_said(peer, Inbox::kAttached);
   }
   // Whether all other ranks of the world send to this one through its inbox: then nothing comes over MPI unasked.
   bool attached_by_all();
@@ -47,7 +53,7 @@ class Links {
   bool flush();
   // Bytes that wait for space on the way to `peer`.
   size_t unsent(int peer) const {
-    return links_[peer].unsent;
+    return places_[peer] < 0 ? 0 : links_[places_[peer]].unsent;
   }
   bool waiting_for_space() const {
     return queued_ > 0;
@@ -62,7 +68,7 @@ class Links {
     const int count = source_count_.load(std::memory_order_relaxed);
     for (int index = 0; index < count; ++index) {
       const int peer = sources_[index];
-      auto& ring = inbox_->ring(peer);
+      auto& ring = inbox_->ring(places_[peer]);
       bool taken_any = false;
       for (int handled = 0; handled < kMessagesPerPoll; ++handled) {
         if (!ring.take_one([&](const char* record, size_t bytes) { take(peer, record, bytes); })) {
@@ -77,7 +83,7 @@ class Links {
         std::atomic_thread_fence(std::memory_order_seq_cst);
       }
       if (ring.writer_waits.load(std::memory_order_relaxed) != 0 && ring.writer_waits.exchange(0) != 0 && reaches(peer)) {
-        links_[peer].inbox->doorbell().ring();
+        link(peer).inbox->doorbell().ring();
       }
     }
     return any;
@@ -92,7 +98,7 @@ class Links {
     return *inbox_;
   }
   const Inbox& inbox_of(int peer) const {
-    return *links_[peer].inbox;
+    return *links_[places_[peer]].inbox;
   }
   // How many peers of this host there are.
   int peers() const {
@@ -101,7 +107,7 @@ class Links {
 
   // The arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
   std::shared_ptr<const ForeignArena> arena_of(int peer) const {
-    return links_[peer].arena;
+    return places_[peer] < 0 ? nullptr : links_[places_[peer]].arena;
   }
 
  private:
@@ -113,12 +119,20 @@ class Links {
     size_t unsent = 0; // bytes of these
     std::shared_ptr<const ForeignArena> arena;
   };
+  void map_arena(int peer, const std::string& address);
+  Link& link(int peer) {
+    return links_[places_[peer]];
+  }
+  bool has_said(int peer, uint32_t what) const {
+    return inbox_ && places_[peer] >= 0 && (inbox_->peer(places_[peer]).load(std::memory_order_acquire) & what) != 0;
+  }
   bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes);
 
   const int rank_;
-  const std::unique_ptr<Inbox> inbox_;
+  std::unique_ptr<Inbox> inbox_;
   Doorbell own_doorbell_ = {}; // if there is no inbox
-  std::vector<Link> links_; // by peer
+  std::vector<int> places_; // by peer: among those of settle(), or -1
+  std::vector<Link> links_; // by place
   std::vector<int> sources_; // peers that may write to the inbox: the first source_count_, which news() reads without the lock
   std::atomic<int> source_count_{0};
   std::atomic<size_t> queued_{0};

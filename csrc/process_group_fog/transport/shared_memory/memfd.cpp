@@ -19,7 +19,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 } // namespace
 
-int create_memfd(const char* name, size_t bytes) {
+int create_memfd(const char* name) {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int fd = memfd_create(name, kFlags | MFD_NOEXEC_SEAL);
   if (fd < 0) { // an older system has no such flag; then the mode says it, as far as it can
@@ -28,16 +28,34 @@ int create_memfd(const char* name, size_t bytes) {
       fchmod(fd, S_IRUSR | S_IWUSR);
     }
   }
-  if (fd >= 0 && (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, kSeals) != 0)) {
+  return fd;
+}
+
+bool fix_size(int fd, size_t bytes) {
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) { // it has another size for ever
+    return false;
+  }
+  fcntl(fd, F_ADD_SEALS, kSeals);
+  const int seals = fcntl(fd, F_GET_SEALS); // another process may have been first
+  return seals >= 0 && (seals & kSeals) == kSeals;
+}
+
+int create_memfd(const char* name, size_t bytes) {
+  const int fd = create_memfd(name);
+  if (fd >= 0 && !fix_size(fd, bytes)) {
     close(fd);
     return -1;
   }
   return fd;
 }
 
-int open_memfd(pid_t pid, int number, size_t* bytes) {
+int open_memfd_of(pid_t pid, int number) {
   const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
-  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+  return open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+}
+
+int open_memfd(pid_t pid, int number, size_t* bytes) {
+  const int fd = open_memfd_of(pid, number);
   if (fd < 0) {
     return -1;
   }

@@ -34,6 +34,10 @@ class OutgoingStream {
   bool sent_all() const;
   bool sent_all(PeerId peer) const;
   size_t sent() const;
+  // Whether nobody reads it any more.
+  bool closed() const {
+    return closed_;
+  }
   std::optional<Fill> next_fill();
   void filled(const Fill& fill);
 

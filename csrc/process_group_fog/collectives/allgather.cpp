@@ -1,0 +1,123 @@
+#include "collectives/allgather.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/cutovers.hpp"
+
+namespace fog {
+Allgather::Allgather(Signature signature, Part input, std::vector<Part> outputs)
+    : Operation(signature), input_(input), outputs_(std::move(outputs)) {}
+
+void Allgather::launch() {
+  if (cutovers::sent_on(input_.bytes, size(), hosts())) {
+    launch_steps();
+  } else {
+    launch_direct();
+  }
+}
+
+// In step k a rank gets what the one 2^k places after it has got so far, as much as it lacks.
+void Allgather::launch_steps() {
+  const auto ranks = static_cast<size_t>(size());
+  blocks_ = static_cast<char*>(scratch(ranks * input_.bytes));
+  std::memcpy(blocks_, input_.data, input_.bytes);
+  for (int distance = 1; distance < size(); distance <<= 1) {
+    const auto count = static_cast<size_t>(std::min(distance, size() - distance));
+    receive(
+        (rank() + distance) % size(), static_cast<uint16_t>(steps_++), blocks_ + static_cast<size_t>(distance) * input_.bytes,
+        count * input_.bytes);
+  }
+  send_step();
+}
+
+void Allgather::send_step() {
+  if (step_ < steps_) {
+    const int distance = 1 << step_;
+    const auto count = static_cast<size_t>(std::min(distance, size() - distance));
+    send((rank() - distance + size()) % size(), static_cast<uint16_t>(step_), blocks_, count * input_.bytes);
+  }
+}
+
+// A message is numbered by the rank whose input it brings.
+void Allgather::launch_direct() {
+  const auto& local = hosts().local();
+  const int count = static_cast<int>(local.size());
+  const auto own = static_cast<uint16_t>(rank());
+  std::vector<Destination> destinations;
+  for (int distance = 1; distance < hosts().count(); ++distance) {
+    const int from = (hosts().machine() - distance + hosts().count()) % hosts().count();
+    const int to = (hosts().machine() + distance) % hosts().count();
+    const auto& there = hosts().ranks(from);
+    for (size_t place = 0; place < there.size(); ++place) {
+      const int source = there[place];
+      const int bringer = local[place % local.size()];
+      const bool is_own = bringer == rank();
+      receive(is_own ? source : bringer, static_cast<uint16_t>(source), outputs_[source].data, outputs_[source].bytes);
+      if (is_own && count > 1) {
+        to_pass_on_.push_back(source);
+      }
+    }
+    const auto& others = hosts().ranks(to);
+    destinations.push_back({others[static_cast<size_t>(hosts().place()) % others.size()]});
+  }
+  for (int distance = 1; distance < count; ++distance) {
+    const int from = local[(hosts().place() - distance + count) % count];
+    receive(from, static_cast<uint16_t>(from), outputs_[from].data, outputs_[from].bytes);
+  }
+  const auto beside = local_others();
+  destinations.insert(destinations.end(), beside.begin(), beside.end());
+  send(destinations, own, input_.data, input_.bytes);
+}
+
+std::vector<Operation::Destination> Allgather::local_others() const {
+  const auto& local = hosts().local();
+  std::vector<Destination> others;
+  for (size_t distance = 1; distance < local.size(); ++distance) {
+    others.push_back({local[(static_cast<size_t>(hosts().place()) + distance) % local.size()]});
+  }
+  return others;
+}
+
+Operation::Action Allgather::advance() {
+  if (blocks_ != nullptr) {
+    while (step_ < steps_ && received(static_cast<uint16_t>(step_))) {
+      ++step_;
+      send_step();
+    }
+    if (step_ < steps_) {
+      return Action::kWait;
+    }
+  }
+  if (!copied_) {
+    copied_ = true;
+    return Action::kCompute;
+  }
+  to_pass_on_.erase(
+      std::remove_if(
+          to_pass_on_.begin(), to_pass_on_.end(),
+          [&](int source) {
+            const bool is_here = received(static_cast<uint16_t>(source));
+            if (is_here) {
+              send(local_others(), static_cast<uint16_t>(source), outputs_[source].data, outputs_[source].bytes);
+            }
+            return is_here;
+          }),
+      to_pass_on_.end());
+  return received_all() ? Action::kDone : Action::kWait;
+}
+
+void Allgather::compute() {
+  if (blocks_ == nullptr) {
+    copy_own(input_, outputs_[rank()]);
+    return;
+  }
+  for (int distance = 0; distance < size(); ++distance) {
+    const auto& output = outputs_[(rank() + distance) % size()];
+    if (output.data != input_.data) {
+      std::memcpy(output.data, blocks_ + static_cast<size_t>(distance) * input_.bytes, output.bytes);
+    }
+  }
+}
+
+} // namespace fog

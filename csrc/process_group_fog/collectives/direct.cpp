@@ -1,0 +1,45 @@
+#include "collectives/direct.hpp"
+
+namespace fog::direct {
+namespace {
+
+// The next one first: not everybody sends to the same.
+std::vector<int> others(const std::vector<int>& ranks, int place) {
+  const int count = static_cast<int>(ranks.size());
+  std::vector<int> others;
+  others.reserve(ranks.size());
+  for (int distance = 1; distance < count; ++distance) {
+    others.push_back(ranks[(place + distance) % count]);
+  }
+  return others;
+}
+
+} // namespace
+
+void exchange(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, Slice elements, Terms terms) {
+  const bool given = terms == Terms::kGiven;
+  schedule.send(others(ranks, place), message, elements, given);
+  schedule.combine(ranks, message, elements, given, true);
+}
+
+void scatter(
+    Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices, Terms terms, bool last) {
+  const bool given = terms == Terms::kGiven;
+  const int count = static_cast<int>(ranks.size());
+  for (int distance = 1; distance < count; ++distance) {
+    const int other = (place + distance) % count;
+    schedule.send({ranks[other]}, message, slices.part(other), given);
+  }
+  schedule.combine(ranks, message, slices.part(place), given, last);
+}
+
+void gather(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices) {
+  schedule.send(others(ranks, place), message, slices.part(place));
+  for (int other = 0; other < static_cast<int>(ranks.size()); ++other) {
+    if (other != place) {
+      schedule.await(ranks[other], message, slices.part(other));
+    }
+  }
+}
+
+} // namespace fog::direct

@@ -1,0 +1,82 @@
+#include "collectives/two_level.hpp"
+
+#include "collectives/circulant.hpp"
+#include "collectives/direct.hpp"
+
+namespace fog::two_level {
+namespace {
+
+// Places `lane`, `lane` + lanes, ... of a host share a lane.
+Slice share_of(const Cut& lanes, int place, int size) {
+  const int lane = place % lanes.count();
+  const int sharing = (size - 1 - lane) / lanes.count() + 1;
+  const auto whole = lanes.part(lane);
+  const auto share = slice_of(whole.numel, place / lanes.count(), sharing);
+  return {whole.begin + share.begin, share.numel};
+}
+
+} // namespace
+
+void scatter_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes, bool last) {
+  const auto& local = hosts.local();
+  const int size = static_cast<int>(local.size());
+  const int place = hosts.place();
+  for (int distance = 1; distance < size; ++distance) {
+    const int other = (place + distance) % size;
+    schedule.send({local[other]}, kUp, share_of(lanes, other, size), true);
+  }
+  const auto share = share_of(lanes, place, size);
+  schedule.combine(local, kUp, share, true, last);
+  if (place >= lanes.count()) {
+    schedule.send({local[place % lanes.count()]}, kHelp, share);
+    return;
+  }
+  for (int helper = place + lanes.count(); helper < size; helper += lanes.count()) {
+    schedule.await(local[helper], kHelp, share_of(lanes, helper, size));
+  }
+}
+
+void gather_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes) {
+  const auto& local = hosts.local();
+  const int size = static_cast<int>(local.size());
+  const int place = hosts.place();
+  if (place < lanes.count()) {
+    std::vector<int> others;
+    for (int distance = 1; distance < size; ++distance) {
+      others.push_back(local[(place + distance) % size]);
+    }
+    schedule.send(std::move(others), kDown, lanes.part(place));
+  }
+  for (int lane = 0; lane < lanes.count(); ++lane) {
+    if (lane != place) {
+      schedule.await(local[lane], kDown, lanes.part(lane));
+    }
+  }
+}
+
+std::vector<int> lane_of(const Machines& hosts) {
+  std::vector<int> ranks;
+  for (int host = 0; host < hosts.count(); ++host) {
+    ranks.push_back(hosts.rank(host, hosts.place()));
+  }
+  return ranks;
+}
+
+void scatter_between(Schedule& schedule, const Machines& hosts, const std::vector<int>& lane, const Cut& slices, bool few) {
+  if (few) {
+    direct::scatter(schedule, lane, hosts.machine(), kBetween, slices, Terms::kPartial, true);
+  } else {
+    circulant::scatter(schedule, lane, hosts.machine(), kBetween, slices);
+  }
+}
+
+void gather_between(Schedule& schedule, const Machines& hosts, const std::vector<int>& lane, const Cut& slices, bool few) {
+  const auto first = static_cast<uint16_t>(kBetween + circulant::messages(hosts.count()));
+  if (few) {
+    direct::gather(schedule, lane, hosts.machine(), first, slices);
+  } else {
+    circulant::gather(schedule, lane, hosts.machine(), first, slices);
+  }
+}
+
+} // namespace fog::two_level

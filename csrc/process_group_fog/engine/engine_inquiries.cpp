@@ -1,0 +1,63 @@
+// How ranks find out, at a time-out, who has not come.
+#include "engine/engine.hpp"
+#include "engine/inquiry.hpp"
+
+namespace fog {
+
+bool Engine::inquire(const std::shared_ptr<Operation>& operation, Deadline now) {
+  auto& inquiry = operation->inquiry;
+  if (!inquiry) {
+    inquiry = std::make_unique<Inquiry>(now);
+    if (transport_ && operation->signature().kind != OpKind::kPointToPoint) { // which is between two
+      ask(*operation, operation->awaited());
+    }
+  }
+  return !inquiry->is_over(now);
+}
+
+void Engine::ask(const Operation& operation, std::set<int> ranks) {
+  const auto& group = operation.group();
+  ranks.erase(group->rank);
+  for (const int rank : operation.inquiry->next(ranks)) {
+    send_quietly(group, rank, MessageKind::kAsk, operation.key(), "");
+  }
+}
+
+void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, MessageKind kind, uint64_t key, const std::string& text) {
+  Header header;
+  header.kind = kind;
+  header.group = group->id;
+  header.key = key;
+  header.bytes = text.size();
+  const int peer_id = group->members[rank].peer_id;
+  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
+    return;
+  }
+  try {
+    transport_->send(peer_id, header, text.data());
+  } catch (const std::exception&) { // it counts as silent
+  }
+}
+
+void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Header& header) {
+  Standing standing;
+  const auto found = group->by_key.find(header.key);
+  if (found != group->by_key.end()) {
+    standing.waits_for = found->second->awaited();
+    standing.state = Standing::State::kWaits;
+  } else if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
+    standing.state = Standing::State::kEnded;
+  }
+  send_quietly(group, source, MessageKind::kAnswer, header.key, standing.written());
+}
+
+void Engine::on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
+  const auto found = group->by_key.find(header.key);
+  if (found != group->by_key.end() && found->second->inquiry) {
+    const auto standing = Standing::read(std::string(data, header.bytes), group->size());
+    found->second->inquiry->answer(source, standing);
+    ask(*found->second, standing.waits_for);
+  }
+}
+
+} // namespace fog

@@ -1,0 +1,49 @@
+#include "engine/inquiry.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include <c10/util/Exception.h>
+
+namespace fog {
+
+std::string Standing::written() const {
+  std::vector<int32_t> numbers{static_cast<int32_t>(state)};
+  for (const int rank : waits_for) {
+    if (numbers.size() <= kMostNamed) {
+      numbers.push_back(rank);
+    }
+  }
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int32_t)};
+}
+
+Standing Standing::read(const std::string& text, int size) {
+  std::vector<int32_t> numbers(text.size() / sizeof(int32_t));
+  std::memcpy(numbers.data(), text.data(), numbers.size() * sizeof(int32_t));
+  const auto is_rank = [size](int32_t number) { return number >= 0 && number < size; };
+  TORCH_CHECK_WITH(
+      DistBackendError,
+      !numbers.empty() && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(State::kEnded) &&
+          std::all_of(numbers.begin() + 1, numbers.end(), is_rank),
+      "an answer to whom a rank waits for cannot be read");
+  return {static_cast<State>(numbers[0]), {numbers.begin() + 1, numbers.end()}};
+}
+
+std::vector<int> Inquiry::next(const std::set<int>& ranks) {
+  std::vector<int> unasked;
+  for (const int rank : ranks) {
+    if (asked_.size() < kMostAsked && asked_.insert(rank).second) {
+      silent_.insert(rank);
+      unasked.push_back(rank);
+    }
+  }
+  return unasked;
+}
+
+void Inquiry::answer(int rank, const Standing& standing) {
+  if (silent_.erase(rank) > 0 && standing.state == Standing::State::kAbsent) {
+    absent_.insert(rank);
+  }
+}
+
+} // namespace fog

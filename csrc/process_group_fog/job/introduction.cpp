@@ -1,0 +1,124 @@
+#include "job/introduction.hpp"
+
+#include <unistd.h>
+
+#include <array>
+#include <iomanip>
+#include <random>
+#include <sstream>
+
+#include <c10/util/Exception.h>
+
+#include "job/between_hosts.hpp"
+#include "job/hosts.hpp"
+
+namespace fog {
+namespace {
+
+std::string own_protocol;
+
+} // namespace
+
+void set_protocol(const std::string& protocol) {
+  own_protocol = protocol;
+}
+
+std::string random_job_name() {
+  std::random_device device;
+  std::ostringstream name;
+  name << "fog_" << getpid() << '_' << std::hex;
+  for (int word = 0; word < 4; ++word) {
+    name << std::setw(8) << std::setfill('0') << device();
+  }
+  return name.str();
+}
+
+Introduction introduce() {
+  std::random_device device;
+  Introduction mine;
+  mine.protocol = own_protocol;
+  mine.between_hosts = name_of(between_hosts());
+  mine.links = has_local_links();
+  mine.pid = static_cast<int>(getpid());
+  mine.host_id = host_id();
+  mine.host_name = host_name();
+  mine.random = (static_cast<uint64_t>(device()) << 32) | device();
+  return mine;
+}
+
+// The protocol's line comes first in all builds: others may have other lines after it.
+std::string to_text(const Introduction& rank) {
+  std::ostringstream text;
+  text << rank.protocol << '\n'
+       << rank.host_id << '\n'
+       << rank.beacon << '\n'
+       << rank.between_hosts << '\n'
+       << rank.links << '\n'
+       << rank.launched << '\n'
+       << rank.job << '\n'
+       << rank.world_rank << '\n'
+       << rank.pid << '\n'
+       << rank.host_name << '\n'
+       << rank.host << '\n'
+       << rank.address << '\n'
+       << rank.random << '\n';
+  return text.str();
+}
+
+Introduction read_introduction(const std::string& text) {
+  std::istringstream lines(text);
+  const auto next = [&] {
+    std::string line;
+    std::getline(lines, line);
+    return line;
+  };
+  const auto number = [&] { return std::strtoull(next().c_str(), nullptr, 10); };
+  Introduction rank;
+  rank.protocol = next();
+  rank.host_id = next();
+  rank.beacon = next();
+  rank.between_hosts = next();
+  rank.links = next() == "1";
+  rank.launched = next() == "1";
+  rank.job = next();
+  rank.world_rank = static_cast<int>(std::strtol(next().c_str(), nullptr, 10));
+  rank.pid = static_cast<int>(number());
+  rank.host_name = next();
+  rank.host = next();
+  rank.address = next();
+  rank.random = number();
+  return rank;
+}
+
+std::string short_version(const std::string& text) {
+  std::istringstream words(text.substr(0, text.find_first_of(",\n")));
+  std::string all;
+  for (std::string word; words >> word;) {
+    all += word == "Version:" ? "" : (all.empty() ? "" : " ") + word;
+  }
+  return all;
+}
+
+void check_versions(const std::vector<std::string>& versions) {
+  for (size_t rank = 1; rank < versions.size(); ++rank) {
+    TORCH_CHECK_WITH(
+        DistBackendError, versions[rank] == versions[0], "fog: different versions in one job: rank 0 has ", versions[0], "; rank ", rank,
+        " has ", versions[rank], ". Install the same fog, torch and MPI for all ranks.");
+  }
+}
+
+void check_alike(const std::vector<Introduction>& ranks) {
+  std::vector<std::string> versions;
+  for (const auto& rank : ranks) {
+    versions.push_back(rank.protocol);
+  }
+  check_versions(versions);
+  for (size_t rank = 1; rank < ranks.size(); ++rank) {
+    TORCH_CHECK_WITH(
+        DistBackendError, ranks[rank].between_hosts == ranks[0].between_hosts,
+        "fog: ranks disagree on FOG_BETWEEN_HOSTS (or the option between_hosts): rank 0 has '", ranks[0].between_hosts, "', rank ",
+        rank, " has '", ranks[rank].between_hosts, "'");
+  }
+}
+
+} // namespace fog

@@ -1,0 +1,376 @@
+"""Sums over every kind of layout of ranks and hosts, on virtual ranks: equal bits on all of them, and messages and bytes counted.
+
+tests/test_arithmetic.py and tests/test_collectives.py hold the bits of the few ranks that sum directly; here are the ways of the many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from reference import DTYPES, HALVES, make_input, reduce
+from torch import Tensor
+
+from fog_pg._C import ProcessGroupFog, VirtualWorld
+
+# Elements of float32: what goes whole, what is cut in few parts, what every rank has a part of.
+NUMELS = (3, 2_500, 20_000, 120_000)
+FLOAT = 4
+# Of cutovers.hpp.
+WHOLE_BYTES = 8 << 10
+
+
+def layouts(size: int) -> dict[str, list[int]]:
+    """The host of each rank, by first appearance."""
+    random = np.random.default_rng(size)
+    return {
+        "one host": [0] * size,
+        "a host each": list(range(size)),
+        "three a host": [rank // 3 for rank in range(size)],
+        "in turn on two": [rank % 2 for rank in range(size)],
+        "anywhere": by_appearance(random.integers(0, max(1, size // 4), size).tolist()),
+        "one alone": [0] * (size - 1) + [1],
+    }
+
+
+def by_appearance(hosts: Sequence[int]) -> list[int]:
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(host, len(numbers)) for host in hosts]
+
+
+def run(world: VirtualWorld, start: Callable[[int, ProcessGroupFog], Any]) -> None:
+    works = [start(rank, group) for rank, group in enumerate(world.groups)]
+    world.progress()
+    for rank, work in enumerate(works):
+        assert work.is_completed(), f"rank {rank} waits for something"
+        work.wait()
+
+
+def allreduce(world: VirtualWorld, inputs: list[Tensor], op: dist.ReduceOp) -> list[Tensor]:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    outputs = [tensor.clone() for tensor in inputs]
+    run(world, lambda rank, group: group.allreduce([outputs[rank]], options))
+    return outputs
+
+
+def reduce_to(world: VirtualWorld, root: int, inputs: list[Tensor], op: dist.ReduceOp) -> Tensor:
+    options = dist.ReduceOptions()
+    options.reduceOp, options.rootRank = op, root
+    outputs = [tensor.clone() for tensor in inputs]
+    run(world, lambda rank, group: group.reduce([outputs[rank]], options))
+    for rank, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
+        assert rank == root or same_bits(output, given), f"rank {rank}'s tensor has changed"
+    return outputs[root]
+
+
+def scatter(world: VirtualWorld, inputs: list[Tensor], numels: list[int], op: dist.ReduceOp) -> Tensor:
+    """reduce_scatter of unequal parts; their results, joined."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    outputs = [inputs[0].new_zeros(numel) for numel in numels]
+    given = [tensor.clone() for tensor in inputs]
+    run(
+        world,
+        lambda rank, group: group.reduce_scatter([outputs[rank]], [list(given[rank].split(numels))], options),
+    )
+    assert all(same_bits(*pair) for pair in zip(inputs, given, strict=True)), "an input has changed"
+    return torch.cat(outputs)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def check_all_alike(outputs: list[Tensor], label: str) -> Tensor:
+    for rank, output in enumerate(outputs):
+        assert same_bits(output, outputs[0]), f"{label}: rank {rank} has other bits than rank 0"
+    return outputs[0]
+
+
+def check(label: str, actual: Tensor, inputs: list[Tensor], name: str, factor: float = 1.0) -> None:
+    """Exact where the order does not matter; else as near as roundings of log2(n) sums leave it."""
+    expected = reduce(inputs, name, factor)
+    dtype = inputs[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex) or name in ("MIN", "MAX"):
+        assert torch.equal(actual, expected.to(dtype)), f"{label}: wrong"
+        return
+    wide = actual.to(expected.dtype)
+    if name == "PRODUCT":
+        size = expected.abs()
+    else:
+        size = torch.stack([tensor.to(expected.dtype).abs() for tensor in inputs]).sum(0) * factor
+        size = size / len(inputs) if name == "AVG" else size
+    parts = torch.finfo(dtype).eps * (len(inputs) if dtype not in HALVES else math.log2(len(inputs)) + 2)
+    worst = ((wide - expected).abs() - parts * size).max()
+    assert worst <= 0, f"{label}: off by {worst} more than rounding explains"
+
+
+def some(count: int) -> Any:
+    """A number of ranks; all but a few of each kind are left to the long tests."""
+    return (
+        count if count in (2, 3, 5, 8, 9, 13, 17, 24, 32, 39) else pytest.param(count, marks=pytest.mark.long)
+    )
+
+
+@pytest.mark.parametrize("size", [some(count) for count in range(2, 41)])
+def test_equal_bits_on_every_layout(size: int) -> None:
+    """In a second run as well, in which messages come in another order."""
+    for name, hosts in layouts(size).items():
+        worlds = [VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=size, most_delay=5)]
+        for numel in NUMELS if size in (5, 9, 39) else NUMELS[:3]:
+            label = f"{size} ranks, {name}, {numel}"
+            inputs = [make_input(rank, torch.float32, (numel,), seed=numel) for rank in range(size)]
+            first, second = (
+                check_all_alike(allreduce(world, inputs, dist.ReduceOp.SUM), label) for world in worlds
+            )
+            assert same_bits(first, second), f"{label}: another run gave other bits"
+            check(label, first, inputs, "SUM")
+
+            root = numel % size
+            first, second = (reduce_to(world, root, inputs, dist.ReduceOp.SUM) for world in worlds)
+            assert same_bits(first, second), f"reduce, {label}: another run gave other bits"
+            check(f"reduce to {root}, {label}", first, inputs, "SUM")
+
+            cuts = np.sort(np.random.default_rng(size).integers(0, numel + 1, size - 1))
+            numels = np.diff([0, *cuts, numel]).tolist()
+            first, second = (scatter(world, inputs, numels, dist.ReduceOp.SUM) for world in worlds)
+            assert same_bits(first, second), f"reduce_scatter, {label}: another run gave other bits"
+            check(f"reduce_scatter, {label}", first, inputs, "SUM")
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 1, 0, 1, 2], [*range(11), 0, 3, 0]], ids=len)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_parts_side_by_side(hosts: list[int], seed: int) -> None:
+    """A tensor large enough to go in three parts, whose messages overtake each other."""
+    size, numel = len(hosts), 1_700_001
+    plain, late = VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=seed, most_delay=7)
+    inputs = [make_input(rank, torch.float32, (numel,), seed=seed) for rank in range(size)]
+    first, second = (
+        check_all_alike(allreduce(world, inputs, dist.ReduceOp.SUM), str(size)) for world in (plain, late)
+    )
+    assert same_bits(first, second)
+    check(f"{size} ranks", first, inputs, "SUM")
+
+
+def reductions(dtype: torch.dtype) -> list[str]:
+    names = ["SUM", "PRODUCT"]
+    if dtype != torch.bool:
+        names.append("AVG")
+    if dtype.is_floating_point or dtype.is_complex:
+        names.append("PREMUL_SUM")
+    else:
+        names += ["BAND", "BOR", "BXOR"]
+    return names if dtype.is_complex else [*names, "MIN", "MAX"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hosts", [12 * [0], 2 * list(range(11)) + [3, 5], 3 * [0] + 2 * [1] + [2]], ids=len)
+def test_every_reduction(hosts: list[int], dtype: torch.dtype) -> None:
+    """On one host, on many with two ranks or three, and on three with one to three."""
+    size = len(hosts)
+    world = VirtualWorld(size, hosts=hosts)
+    for name in reductions(dtype):
+        op = dist._make_nccl_premul_sum(0.75) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+        factor = 0.75 if name == "PREMUL_SUM" else 1.0
+        for numel in (5, 30_000):
+            label = f"{name} of {numel}"
+            inputs = [make_input(rank, dtype, (numel,), seed=3) for rank in range(size)]
+            check(label, check_all_alike(allreduce(world, inputs, op), label), inputs, name, factor)
+            check(f"reduce, {label}", reduce_to(world, size - 1, inputs, op), inputs, name, factor)
+            numels = [numel // size + (rank < numel % size) for rank in range(size)]
+            check(f"reduce_scatter, {label}", scatter(world, inputs, numels, op), inputs, name, factor)
+
+
+def test_halves_of_few_bytes_are_rounded_once() -> None:
+    """1 + 2^-12 + 2^-12 + ...: in float16 each small one is lost, in float32 none is."""
+    hosts = [rank // 2 for rank in range(24)]
+    world = VirtualWorld(24, hosts=hosts)
+    for numel in (1, 4096):
+        inputs = [torch.full((numel,), 1.0 if rank == 0 else 2.0**-12).half() for rank in range(24)]
+        result = check_all_alike(allreduce(world, inputs, dist.ReduceOp.SUM), str(numel))
+        assert torch.equal(result, torch.full((numel,), 1 + 23 * 2.0**-12).half())
+
+
+@pytest.mark.parametrize("numel", [100, 100_000])
+def test_means_of_float16_do_not_overflow(numel: int) -> None:
+    world = VirtualWorld(24, ranks_per_host=2)
+    inputs = [torch.full((numel,), 40_000.0).half() for _ in range(24)]
+    assert torch.equal(allreduce(world, inputs, dist.ReduceOp.AVG)[7], inputs[0])
+
+
+def test_parts_of_a_group() -> None:
+    """Even and odd ranks for themselves, each with all hosts among them."""
+    size = 30
+    world = VirtualWorld(size, hosts=[rank // 3 for rank in range(size)])
+    machines = [list(range(first, size, 2)) for first in (0, 1)]
+    for numel in NUMELS:
+        inputs = [make_input(rank, torch.float32, (numel,), seed=1) for rank in range(size)]
+        outputs = [tensor.clone() for tensor in inputs]
+        run(world, lambda rank, group: group.local_allreduce(outputs[rank], machines, dist.ReduceOp.SUM))
+        for members in machines:
+            result = check_all_alike([outputs[rank] for rank in members], f"{members} of {numel}")
+            check(f"{members} of {numel}", result, [inputs[rank] for rank in members], "SUM")
+
+
+# --- failures ---
+
+FAILING = {"one host": [0] * 20, "many hosts": [*range(11), *range(9)], "uneven": [0] * 9 + [1] * 3 + [2]}
+
+
+@pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize(
+    ("numel", "other"), [(5, 6), (5, 300_000), (300_000, 5), (3_000, 4_000), (20_000, 0)]
+)
+def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> None:
+    """Also where sums of the two sizes go different ways; on the others, and on the one that is different."""
+    size = len(hosts)
+    for different in (0, size // 2, size - 1):
+        for call in ("allreduce", "reduce"):
+            world = VirtualWorld(size, hosts=hosts, confirm=True)
+            works = [
+                getattr(group, call)([torch.ones(other if rank == different else numel)])
+                for rank, group in enumerate(world.groups)
+            ]
+            world.progress()
+            for rank, work in enumerate(works):
+                where = f"{call}, rank {different} is different: rank {rank}"
+                assert work.is_completed(), f"{where} waits"
+                # Who only sends learns what the root has called, and need not wait for more.
+                if call == "reduce" and different != 0 and rank not in (0, different):
+                    continue
+                with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
+                    work.wait()
+                assert all(f"float32[{count}]" in str(error.value) for count in (numel, other)), where
+
+
+@pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
+@pytest.mark.parametrize("numel", [3, 20_000])
+def test_a_lost_rank_ends_a_sum(hosts: list[int], numel: int) -> None:
+    size = len(hosts)
+    for lost in (0, 1, size // 2, size - 1):
+        world = VirtualWorld(size, hosts=hosts, seed=lost, most_delay=3)
+        works = [
+            group.allreduce([torch.ones(numel)]) for rank, group in enumerate(world.groups) if rank != lost
+        ]
+        world.progress()
+        assert not any(work.is_completed() for work in works)
+        world.lose(lost)
+        world.progress()
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match=rf"rank {lost} .*was lost"):
+                work.wait()
+
+
+# --- what is sent ---
+
+
+def counted(
+    world: VirtualWorld, start: Callable[[int, ProcessGroupFog], Any]
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """Messages and bytes from rank to rank for one operation."""
+    before = world.sent
+    run(world, start)
+    return {
+        pair: (messages - before.get(pair, (0, 0))[0], count - before.get(pair, (0, 0))[1])
+        for pair, (messages, count) in world.sent.items()
+        if messages > before.get(pair, (0, 0))[0]
+    }
+
+
+def most_messages(sent: dict[tuple[int, int], tuple[int, int]]) -> int:
+    of_rank: dict[int, int] = {}
+    for (source, _), (messages, _) in sent.items():
+        of_rank[source] = of_rank.get(source, 0) + messages
+    return max(of_rank.values())
+
+
+def rounds(count: int) -> int:
+    return math.ceil(math.log2(count)) if count > 1 else 0
+
+
+@pytest.mark.parametrize(
+    ("hosts", "local"),
+    [(16, 1), (9, 3), (64, 4), (1, 64), (3, 40), pytest.param(128, 8, marks=pytest.mark.long)],
+)
+def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> None:
+    size = hosts * local
+    world = VirtualWorld(size, ranks_per_host=local)
+    # Up and down a tree of eight, and a round for each bit, two more where hosts are no power of 2.
+    whole = 2 * 7 * math.ceil(math.log(local, 8) - 1e-9) + (
+        min(7, hosts - 1) if hosts <= 8 else rounds(hosts) + 1
+    )
+    # To each other on the host and back; each round there and back, in two pieces.
+    between = 2 * (hosts - 1) if hosts <= 8 else 4 * rounds(hosts)
+    cut = 2 * (local - 1) + between
+
+    def allreduce_of(numel: int) -> Callable[[int, ProcessGroupFog], Any]:
+        outputs = [torch.ones(numel) for _ in range(size)]
+        return lambda rank, group: group.allreduce([outputs[rank]])
+
+    sent = counted(world, allreduce_of(2))
+    assert most_messages(sent) <= whole
+    # Few enough to go through on any machine: a thousand ranks send no million of messages.
+    assert sum(messages for messages, _ in sent.values()) <= 2 * size + hosts * (rounds(hosts) + 2)
+    if size <= 512:
+        assert most_messages(counted(world, allreduce_of(150_000))) <= cut
+    assert most_messages(counted(world, lambda rank, group: group.barrier())) == rounds(size)
+
+    inputs = [torch.ones(size) for _ in range(size)]
+    outputs = [torch.ones(1) for _ in range(size)]
+    scattering = counted(
+        world,
+        lambda rank, group: group._reduce_scatter_base(
+            outputs[rank], inputs[rank], dist.ReduceScatterOptions()
+        ),
+    )
+    assert most_messages(scattering) <= (2 * rounds(size) if hosts == 1 else local - 1 + between)
+    assert all(output.item() == size for output in outputs)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [0, 1],
+        [0, 0, 1, 1],
+        [0, 0, 0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 0, 1, 2],
+        [0, 0, 0, 1, 1, 2],
+        [*range(12), *range(9)],
+    ],
+    ids=str,
+)
+def test_a_link_carries_no_more_than_the_least(hosts: list[int]) -> None:
+    """2 (H - 1)/H tensors of each host for an allreduce, (H - 1)/H for a reduce_scatter."""
+    size, count = len(hosts), max(hosts) + 1
+    world = VirtualWorld(size, hosts=hosts)
+    numel = size * (1 << 20) // FLOAT // 4
+    inputs = [torch.ones(numel) for _ in range(size)]
+
+    def from_hosts(sent: dict[tuple[int, int], tuple[int, int]]) -> list[float]:
+        bytes_of = [0.0] * count
+        for (source, to), (_, sent_bytes) in sent.items():
+            if hosts[source] != hosts[to]:
+                bytes_of[hosts[source]] += sent_bytes / (numel * FLOAT)
+        return bytes_of
+
+    least = (count - 1) / count
+    for tensors in from_hosts(counted(world, lambda rank, group: group.allreduce([inputs[rank]]))):
+        assert tensors == pytest.approx(2 * least, rel=1e-4)
+    outputs = [torch.ones(numel // size) for _ in range(size)]
+    scattered = from_hosts(
+        counted(
+            world,
+            lambda rank, group: group._reduce_scatter_base(
+                outputs[rank], inputs[rank], dist.ReduceScatterOptions()
+            ),
+        )
+    )
+    # What a host's own ranks get does not leave it.
+    assert sum(scattered) == pytest.approx(count - 1, rel=1e-4)
