@@ -30,9 +30,11 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import atexit
+import ctypes
 import gc
 import multiprocessing
 import random
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,8 +154,14 @@ def exchange(x: torch.Tensor, peers: Sequence[int]) -> torch.Tensor:
     return torch.stack([x, *others]).mean(0)
 
 
+def die_with_parent() -> None:
+    """Nobody is left behind if this program is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def serve(connection: Connection, system: str, rank: int, size: int, port: int) -> None:
     """The life of a forked rank."""
+    die_with_parent()
     torch.set_num_threads(1)
     me = Rank(system, rank, size, port)
     while (word := connection.recv()) is not None:
@@ -170,6 +178,7 @@ def serve(connection: Connection, system: str, rank: int, size: int, port: int) 
 
 def keep_store(connection: Connection) -> None:
     """The process that has the Store, as torchrun does: no rank waits for another one to make it."""
+    die_with_parent()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
     connection.recv()

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import harness
 import pytest
@@ -84,70 +83,6 @@ def test_any_store(new_world: Callable[..., World], tmp_path: Path) -> None:
     for number, kind in enumerate(kinds):
         world.run(start_over, kind, str(tmp_path / f"store{number}"))
         world.run(dist.destroy_process_group)
-
-
-class CountedStore(dist.Store):
-    """Another store, with the number of requests that were made of it."""
-
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store, self.requests = store, 0
-
-    def has_extended_api(self) -> bool:
-        return True
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        self.requests += 1
-        return getattr(self.store, method)(*arguments)
-
-    def set(self, *arguments: Any) -> Any:
-        return self._ask("set", *arguments)
-
-    def get(self, *arguments: Any) -> Any:
-        return self._ask("get", *arguments)
-
-    def add(self, *arguments: Any) -> Any:
-        return self._ask("add", *arguments)
-
-    def append(self, *arguments: Any) -> Any:
-        return self._ask("append", *arguments)
-
-    def check(self, *arguments: Any) -> Any:
-        return self._ask("check", *arguments)
-
-    def wait(self, *arguments: Any) -> Any:
-        return self._ask("wait", *arguments)
-
-    def deleteKey(self, *arguments: Any) -> Any:
-        return self._ask("delete_key", *arguments)
-
-
-# Of a rank for the first group and for a later one, those that torch makes included.
-MOST_REQUESTS = (25, 20)
-
-
-def count_requests() -> tuple[int, int]:
-    """Makes two groups, and returns how many requests of a rank each takes."""
-    store = CountedStore(launcher_store())
-    join(store)
-    first = store.requests
-    check_sum(dist.new_group(backend="fog"))
-    return first, store.requests - first
-
-
-@pytest.mark.parametrize("links", ["1", "0"], ids=["without MPI", "with MPI"])
-def test_a_group_takes_as_many_requests_of_a_rank_whatever_its_size(
-    new_world: Callable[..., World], links: str
-) -> None:
-    environment = {"FOG_LOCAL_LINKS": links}
-    few, many = (
-        new_world(size, initialize=False, environment=environment).run(count_requests) for size in (2, 5)
-    )
-    # MPI's versions, what it puts at each of its two barriers, who has got so far, and that all have.
-    more = 0 if links == "1" else 30
-    for first, later in few + many:
-        # The last one at a step says so, and the last one of all deletes what was exchanged.
-        assert first <= MOST_REQUESTS[0] + more and later <= MOST_REQUESTS[1], (few, many)
 
 
 def mapped(name: str) -> list[int]:

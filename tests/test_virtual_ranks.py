@@ -222,7 +222,8 @@ def test_late_messages_change_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "per_host"), [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)]
+    ("size", "per_host"),
+    [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)],
 )
 def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) -> None:
     """By trees, in steps, in slices and pieces, and straight; with hosts of different sizes."""
