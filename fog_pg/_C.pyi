@@ -592,8 +592,12 @@ class VirtualWorld:
     def progress(self) -> None:
         """Drives all ranks until nothing moves and no message is on its way."""
 
-    def lose(self, rank: int) -> None:
-        """Ends a rank without a goodbye, as if its process had been killed; the others notice at once."""
+    @property
+    def failures_told(self) -> list[int]:
+        """Messages that tell of failures, by the rank that sent them."""
+
+    def lose(self, rank: int, *, noticed: bool = True) -> None:
+        """Ends a rank without a goodbye, as if its process had been killed; the others notice at once, or not at all."""
 
 def emulate(*, page_bytes: int = 0, memory_bytes: int = 0, host_id: str = "", protocol: str = "") -> None:
     """For tests: lets this process take itself for one of another machine, or of another build. Before anything is shared.

@@ -314,3 +314,102 @@ def test_a_rank_that_does_not_come_is_named_at_the_time_out() -> None:
     for work in works:  # also those that wait for one that waits for it
         with pytest.raises(dist.DistBackendError, match=r"timed out.*not there: rank 30"):
             work.wait()
+
+
+THOUSAND = 1000
+# Each tells so many members when its group fails.
+STEPS = (THOUSAND - 1).bit_length()
+
+
+def failed_barriers(world: VirtualWorld, dead: set[int], origin: int) -> dict[int, str]:
+    """All living ranks are in a barrier when one fails its group: their errors, where there are any."""
+    world.progress()
+    living = [rank for rank in range(THOUSAND) if rank not in dead]
+    works = {rank: world.groups[rank].barrier() for rank in living if rank != origin}
+    world.groups[origin].abort()
+    world.progress()
+    errors = {}
+    for rank, work in works.items():
+        if work.is_completed():
+            with pytest.raises(dist.DistBackendError) as caught:
+                work.wait()
+            errors[rank] = str(caught.value)
+    return errors
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_a_failure_reaches_a_thousand_ranks_past_dead_ones_that_nobody_knows_of(share: float) -> None:
+    world = VirtualWorld(THOUSAND, ranks_per_host=RANKS_PER_HOST, seed=4, most_delay=2)
+    random = np.random.default_rng(5)
+    dead = {int(rank) for rank in random.permutation(THOUSAND)[: int(share * THOUSAND)]}
+    origin = next(rank for rank in range(THOUSAND) if rank not in dead)
+    for rank in dead:
+        world.lose(rank, noticed=False)
+    errors = failed_barriers(world, dead, origin)
+    assert set(errors) == set(range(THOUSAND)) - dead - {origin}
+    assert all(f"rank {origin} reports: " in error for error in errors.values())
+    told = world.failures_told
+    assert 0 < max(told) <= STEPS
+    assert sum(told) <= (THOUSAND - len(dead)) * STEPS
+
+
+def test_a_failure_reaches_a_thousand_ranks_past_dead_ones() -> None:
+    """Those that are known to be dead are left out, and the next ones told in their places, all the way round."""
+    world = VirtualWorld(THOUSAND, ranks_per_host=RANKS_PER_HOST, seed=6, most_delay=2)
+    # Nobody but the dead is 1, 2, 4, ... behind rank 0, nor is anybody between rank 600 and rank 700.
+    dead = {2**k for k in range(STEPS)} | set(range(601, 700))
+    for rank in dead:
+        world.lose(rank)
+    errors = failed_barriers(world, dead, 0)
+    assert set(errors) == set(range(1, THOUSAND)) - dead
+    assert all("reports: " in error or "was lost" in error for error in errors.values())
+    assert max(world.failures_told) <= STEPS
+
+
+def test_those_who_die_with_the_news_do_not_keep_it() -> None:
+    """A death that is seen after a rank has told its part: in the place of the dead one it tells the next."""
+    world = VirtualWorld(THOUSAND, seed=7)
+    behind = {2**k for k in range(STEPS)}
+    for rank in behind:
+        world.lose(rank, noticed=False)
+    works = {rank: world.groups[rank].barrier() for rank in range(1, THOUSAND) if rank not in behind}
+    world.groups[0].abort()
+    world.progress()
+    assert not any(work.is_completed() for work in works.values())
+    for rank in behind:
+        world.lose(rank)
+    world.progress()
+    assert all(work.is_completed() for work in works.values())
+    assert max(world.failures_told) <= 2 * STEPS
+
+
+@pytest.mark.parametrize("size", [2, 3, 16, 17])
+def test_a_failure_reaches_groups_of_any_size(size: int) -> None:
+    """All are told straight in a small one; from 17 ranks on those that hear of it pass it on."""
+    world = VirtualWorld(size)
+    works = [world.groups[rank].barrier() for rank in range(size - 1)]
+    world.groups[size - 1].abort()
+    world.progress()
+    assert all(work.is_completed() for work in works)
+    told = world.failures_told
+    if size <= 16:
+        assert told == [0] * (size - 1) + [size - 1]
+    else:
+        assert max(told) <= 5
+    for group in world.groups:
+        with pytest.raises(dist.DistBackendError):
+            group.barrier()
+    world.progress()
+    assert world.failures_told == told
+
+
+def test_members_that_have_closed_their_group_do_not_keep_a_failure_from_others() -> None:
+    world = VirtualWorld(THOUSAND, seed=8)
+    left = [0, 300, 999]
+    for rank in set(range(THOUSAND)) - set(left):
+        world.groups[rank].shutdown()
+    waiting = [world.groups[300].recv([torch.ones(1)], 0, 1), world.groups[999].recv([torch.ones(1)], 300, 1)]
+    world.groups[0].abort()
+    world.progress()
+    for work in waiting:
+        assert work.is_completed()

@@ -71,7 +71,8 @@ void bind_testing(py::module_& module) {
             }
             return sent;
           })
-      .def("lose", &VirtualWorld::lose, py::arg("rank"), release_gil);
+      .def_property_readonly("failures_told", &VirtualWorld::failures_told)
+      .def("lose", &VirtualWorld::lose, py::arg("rank"), py::kw_only(), py::arg("noticed") = true, release_gil);
 }
 
 } // namespace fog

@@ -55,13 +55,17 @@ std::map<std::pair<int, int>, InProcessNetwork::Sent> VirtualWorld::sent() const
   return engines_->network->sent();
 }
 
-void VirtualWorld::lose(int rank) {
+std::vector<uint64_t> VirtualWorld::failures_told() const {
+  return engines_->network->failures_told();
+}
+
+void VirtualWorld::lose(int rank, bool noticed) {
   TORCH_CHECK_VALUE(
       rank >= 0 && rank < static_cast<int>(engines_->lost.size()), "rank: got ", rank, "; allowed are ranks 0 to ",
       engines_->lost.size() - 1);
   engines_->lost[static_cast<size_t>(rank)] = true;
-  engines_->network->lose(rank);
-  for (size_t other = 0; other < engines_->engines.size(); ++other) {
+  engines_->network->lose(rank, noticed);
+  for (size_t other = 0; noticed && other < engines_->engines.size(); ++other) {
     if (!engines_->lost[other]) {
       engines_->engines[other]->look_for_ended_peers();
     }

@@ -32,8 +32,10 @@ class VirtualWorld {
   void progress();
   // Messages of operations, and their bytes, from rank to rank.
   std::map<std::pair<int, int>, InProcessNetwork::Sent> sent() const;
-  // This rank's process ends without a goodbye.
-  void lose(int rank);
+  // Messages that tell of failures, by the rank that sent them.
+  std::vector<uint64_t> failures_told() const;
+  // This rank's process ends without a goodbye. The others see it at once, or, where it is not `noticed`, never.
+  void lose(int rank, bool noticed);
 
  private:
   struct Engines; // outlives the groups

@@ -204,6 +204,9 @@ bool Engine::make_progress(Lock& lock) {
   if (!failed_.empty() && transport_) {
     take_messages(); // a peer that has given an operation up has said before why: this comes first
   }
+  if (!afterwards_.empty()) { // what others report may be the end of a process: this rank is to see and say that itself, too
+    check_peers(lock);
+  }
   // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
   for (const auto& act : std::exchange(afterwards_, {})) {
     act();

@@ -193,7 +193,7 @@ class Engine final : public Driver, public MessageHandler {
   void check_deadlines();
   // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
-  // The first failure decides; every rank of the group is told unless it told us. Lacking memory for that, everything fails
+  // The first failure decides; the group is told of it where `tell` is set, or where this rank is to pass it on. Lacking memory for that, everything fails
   // as soon as there is some.
   void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
   void fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell);
@@ -216,7 +216,11 @@ class Engine final : public Driver, public MessageHandler {
   void forget_closed(uint64_t group, int peer_id);
   // Asks processes whose early messages take too much memory to hold their data back.
   void tell_early_load();
-  void notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text);
+  // Tells this rank's part of the group why it failed, but nobody twice.
+  void spread_news(Group& group);
+  void tell_all_closed(const Group& group);
+  // Whether nothing needs to be said to that member any more.
+  bool is_away(const Group& group, int rank) const;
   // Whether a process is told when this rank closes a group: those of other hosts only if there are connections already.
   bool hears_of_end(int peer_id) const;
   // Takes what has to happen without the lock and does it after unlocking.

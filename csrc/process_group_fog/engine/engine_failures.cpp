@@ -12,23 +12,62 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Of a group of so many ranks each that fails it tells all others.
+constexpr int kToldDirectly = 16;
+
 } // namespace
 
-void Engine::notify(const std::shared_ptr<Group>& group, MessageKind kind, const std::string& text) {
+bool Engine::is_away(const Group& group, int rank) const {
+  const int peer_id = group.members[rank].peer_id;
+  return group.gone.count(rank) > 0 || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
+}
+
+void Engine::tell_all_closed(const Group& group) {
   Header header;
-  header.kind = kind;
-  header.group = group->id;
-  header.bytes = std::min(text.size(), Transport::kInlineBytes);
-  for (int peer = 0; peer < group->size(); ++peer) {
-    const int peer_id = group->members[peer].peer_id;
+  header.kind = MessageKind::kClosed;
+  header.group = group.id;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    const int peer_id = group.members[peer].peer_id;
     // Who never spoke with this rank waits for nothing from it, or is told when it does.
-    const bool closed = kind == MessageKind::kClosed ? !hears_of_end(peer_id) : group->gone.count(peer) > 0;
-    if (peer == group->rank || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0 || closed) {
+    if (peer == group.rank || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0 || !hears_of_end(peer_id)) {
       continue;
     }
     try {
-      transport_->send(peer_id, header, text.data());
-    } catch (const std::exception&) { // it cannot be told; its own time-out will
+      transport_->send(peer_id, header);
+    } catch (const std::exception&) { // its end is seen elsewhere
+    }
+  }
+}
+
+// Who fails a large group, or hears of it, tells the members at distances 1, 2, 4, ... behind it: about log2(n) messages a rank and steps in
+// all. Each member is told by as many, so that those that are dead or stuck without anybody knowing hold up nobody. In the place of one that
+// is known to be away the next one that is not is told, so that the steps of distance 1 go round all that are left.
+void Engine::spread_news(Group& group) {
+  auto& news = *group.news;
+  const int size = group.size();
+  const bool direct = size <= kToldDirectly;
+  if (direct && news.origin != group.rank) {
+    return;
+  }
+  Header header;
+  header.kind = MessageKind::kError;
+  header.group = group.id;
+  header.key = static_cast<uint64_t>(news.origin);
+  header.bytes = std::min(news.text.size(), Transport::kInlineBytes);
+  for (int distance = 1; distance < size; distance = direct ? distance + 1 : 2 * distance) {
+    for (int behind = distance; behind < size; ++behind) {
+      const int peer = (group.rank + behind) % size;
+      if (is_away(group, peer)) {
+        continue;
+      }
+      if (!news.told.insert(peer).second) {
+        break;
+      }
+      try {
+        transport_->send(group.members[peer].peer_id, header, news.text.data());
+        break;
+      } catch (const std::exception&) { // it cannot be told; the next one can
+      }
     }
   }
 }
@@ -67,8 +106,11 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
   if (!group->failure.reason.empty() && group->operations.empty()) {
     return;
   }
-  if (tell && transport_ && !group->closed) {
-    notify(group, MessageKind::kError, reason);
+  if (tell && !group->news) {
+    group->news = Group::News{group->rank, reason, {}};
+  }
+  if (group->news && transport_ && !group->closed) {
+    spread_news(*group);
   }
   // Each operation's error names itself, and later ones are refused with the text of the first.
   auto text = [&](const Operation& operation) {
@@ -126,6 +168,9 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
     }
     group->gone.emplace(peer, how);
     service_->on_gone(*group, peer, how);
+    if (group->news && transport_ && !group->closed) { // it may not have passed them on
+      spread_news(*group);
+    }
     fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
   }
 }

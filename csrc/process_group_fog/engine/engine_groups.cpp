@@ -82,7 +82,7 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
     }
     if (group->size() > 1 && !stopping_) {
-      notify(group, MessageKind::kClosed, ""); // also to those that have closed it: they forget it now
+      tell_all_closed(*group); // also to those that have closed it: they forget it now
     }
     group->closed = true;
     for (const auto& message : group->unexpected) {

@@ -32,7 +32,9 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   }
   const auto found = groups_.find(header.group);
   if (found == groups_.end()) {
-    if (closed_groups_.count(header.group) == 0 && closed_lately_.count(header.group) > 0) {
+    const auto closed = closed_groups_.find(header.group);
+    const bool told = closed != closed_groups_.end() && (closed->second.count(source) > 0 || header.kind == MessageKind::kClosed);
+    if (!told && closed_lately_.count(header.group) > 0) {
       transport_->ignore(source, header);
       tell_closed(source, header);
     } else if (closed_groups_.count(header.group) == 0) {
@@ -61,7 +63,8 @@ void Engine::on_message(int source, const Header& header, const char* data) {
 
 // Somebody whom this rank never spoke with speaks in a group that is closed here.
 void Engine::tell_closed(int source, const Header& header) {
-  if (header.kind != MessageKind::kData && header.kind != MessageKind::kPointToPoint && header.kind != MessageKind::kWindow) {
+  if (header.kind != MessageKind::kData && header.kind != MessageKind::kPointToPoint && header.kind != MessageKind::kWindow &&
+      header.kind != MessageKind::kError) {
     return; // it waits for no answer
   }
   Header closed;
@@ -75,16 +78,25 @@ void Engine::tell_closed(int source, const Header& header) {
 
 void Engine::route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   switch (header.kind) {
-    case MessageKind::kError:
-      afterwards_.emplace_back(
-          [this, group, reason = "rank " + std::to_string(source) + " reports: " + std::string(data, header.bytes)] {
-            fail(group, c10d::ErrorType::REMOTE_ERROR, reason, false);
-          });
+    case MessageKind::kError: {
+      TORCH_CHECK_WITH(
+          DistBackendError, header.key < group->members.size(), "rank ", source, " reports a failure of no rank of the group");
+      Group::News news{static_cast<int>(header.key), std::string(data, header.bytes), {source, static_cast<int>(header.key)}};
+      afterwards_.emplace_back([this, group, news = std::move(news)] {
+        if (group->failure.reason.empty() && !group->news) {
+          group->news = news;
+        }
+        fail(group, c10d::ErrorType::REMOTE_ERROR, "rank " + std::to_string(news.origin) + " reports: " + news.text, false);
+      });
       return;
+    }
     case MessageKind::kClosed: {
       group->gone.emplace(source, "has destroyed its group");
       transport_->forget(group->members[source].peer_id, group->id);
       service_->on_gone(*group, source, group->gone[source]);
+      if (group->news) { // it may not have passed them on
+        spread_news(*group);
+      }
       afterwards_.emplace_back(
           [this, group, source] { fail_awaiting(group, source, group->describe_member(source) + ' ' + group->gone[source], false); });
       return;

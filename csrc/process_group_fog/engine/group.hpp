@@ -5,6 +5,7 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
@@ -68,6 +69,13 @@ class Group {
   std::list<EarlyMessage> unexpected; // point-to-point messages without a receive, oldest first
   std::unordered_map<int, std::string> gone; // group ranks that take no further part, and why
   Failure failure;
+  // The failure as members tell each other.
+  struct News {
+    int origin; // group rank that it is the words of
+    std::string text;
+    std::unordered_set<int> told; // group ranks that this one has told, or that told it
+  };
+  std::optional<News> news; // if they are to be told
   bool closed = false;
 
  private:

@@ -16,7 +16,7 @@ enum class MessageKind : uint8_t {
   kTaken, // the receiver has read the data that it found in the sender's arena
   kFilled, // the data of a stream from where the last chunk ended to `bytes` is in the chunk `chunk`
   kEmptied, // a reader of a stream has taken `bytes` of its data; none yet, where that was asked for
-  kError, // the sender's group failed; the data is the reason
+  kError, // the group failed; the data is the reason, the key the rank that it comes from, the sender or not
   kClosed, // the sender has destroyed its group
   kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes
   kGoodbyeTaken, // the sender has taken the receiver's goodbye and all before it

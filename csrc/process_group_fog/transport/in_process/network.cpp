@@ -16,10 +16,18 @@ constexpr uint64_t kOwnNumber = uint64_t(1) << 63; // of data that came whole, b
 } // namespace
 
 InProcessNetwork::InProcessNetwork(int size, Options options)
-    : size_(size), options_(options), random_(options.seed), boxes_(static_cast<size_t>(size)), looks_(static_cast<size_t>(size), 0) {}
+    : size_(size),
+      options_(options),
+      random_(options.seed),
+      boxes_(static_cast<size_t>(size)),
+      looks_(static_cast<size_t>(size), 0),
+      failures_told_(static_cast<size_t>(size), 0) {}
 
 void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (parcel.header.kind == MessageKind::kError) {
+    ++failures_told_[static_cast<size_t>(from)];
+  }
   if (lost_.count(from) > 0 || lost_.count(to) > 0) {
     return;
   }
@@ -68,15 +76,6 @@ std::vector<std::pair<PeerId, InProcessNetwork::Parcel>> InProcessNetwork::take(
     }
   }
   return taken;
-}
-
-void InProcessNetwork::lose(PeerId peer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  lost_.insert(peer);
-  for (auto& box : boxes_[static_cast<size_t>(peer)]) {
-    in_flight_ -= box.second.size();
-  }
-  boxes_[static_cast<size_t>(peer)].clear();
 }
 
 class InProcessNetwork::Endpoint final : public Transport {
@@ -284,7 +283,7 @@ std::vector<PeerId> InProcessNetwork::Endpoint::spoken_with() const {
 std::vector<Transport::Ended> InProcessNetwork::Endpoint::ended() {
   std::vector<Ended> ended;
   const std::lock_guard<std::mutex> lock(network_->mutex_);
-  for (const PeerId peer : network_->lost_) {
+  for (const PeerId peer : network_->noticed_) {
     if (peer != self_ && seen_lost_.insert(peer).second) {
       ended.push_back({peer, false, false, std::chrono::milliseconds(0)});
     }

@@ -31,8 +31,18 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   // That of process `self`, whose messages `handler` takes.
   std::unique_ptr<Transport> connect(PeerId self, MessageHandler& handler);
 
-  // `peer` ends without a goodbye: it takes and sends nothing any more.
-  void lose(PeerId peer);
+  // `peer` ends without a goodbye: it takes and sends nothing any more. The others see it if it is `noticed`.
+  void lose(PeerId peer, bool noticed) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lost_.insert(peer);
+    if (noticed) {
+      noticed_.insert(peer);
+    }
+    for (auto& box : boxes_[static_cast<size_t>(peer)]) {
+      in_flight_ -= box.second.size();
+    }
+    boxes_[static_cast<size_t>(peer)].clear();
+  }
   // Messages that have not been taken.
   size_t in_flight() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -46,6 +56,11 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   std::map<std::pair<PeerId, PeerId>, Sent> sent() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return sent_;
+  }
+  // Messages that tell of failures, by sender.
+  std::vector<uint64_t> failures_told() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return failures_told_;
   }
 
  private:
@@ -68,11 +83,13 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   std::vector<std::map<PeerId, std::deque<Parcel>>> boxes_; // by receiver, by sender; none is empty
   std::vector<uint64_t> looks_; // by receiver
   std::set<PeerId> lost_;
+  std::set<PeerId> noticed_; // of those
   std::unordered_set<uint64_t> standing_; // transfers that have not been withdrawn
   uint64_t next_transfer_ = 1;
   uint64_t parcels_ = 0; // ever
   size_t in_flight_ = 0;
   std::map<std::pair<PeerId, PeerId>, Sent> sent_;
+  std::vector<uint64_t> failures_told_;
 };
 
 } // namespace fog
