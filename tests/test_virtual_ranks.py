@@ -222,7 +222,8 @@ def test_late_messages_change_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "per_host"), [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)]
+    ("size", "per_host"),
+    [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)],
 )
 def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) -> None:
     """By trees, in steps, in slices and pieces, and straight; with hosts of different sizes."""
@@ -313,3 +314,21 @@ def test_a_rank_that_does_not_come_is_named_at_the_time_out() -> None:
     for work in works:  # also those that wait for one that waits for it
         with pytest.raises(dist.DistBackendError, match=r"timed out.*not there: rank 30"):
             work.wait()
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_ranks_that_wait_for_each_other_in_two_operations_say_so_at_the_time_out(confirm: bool) -> None:
+    """Along trees a rank may wait for others before it sends anything that shows what it has called."""
+    world = VirtualWorld(10, ranks_per_host=10, timeout=timedelta(seconds=0.5), confirm=confirm)
+    works = [
+        group.broadcast([torch.ones(65)]) if rank == 6 else group.allreduce([torch.ones(65)])
+        for rank, group in enumerate(world.groups)
+    ]
+    while not all(work.is_completed() for work in works):
+        world.progress()
+    for work in works:
+        with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
+            work.wait()
+        assert all(
+            call in str(error.value) for call in ("broadcast(float32[65]", "allreduce(SUM, float32[65])")
+        )

@@ -209,7 +209,7 @@ class Engine final : public Driver, public MessageHandler {
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // To a member of the group, if it can be reached.
-  void send_quietly(const std::shared_ptr<Group>& group, int rank, MessageKind kind, uint64_t key, const std::string& text);
+  void send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text);
   // The same in all groups: the process has ended.
   void lose(int peer_id, const std::string& how, bool announced);
   // Nothing more comes from there for a group that is closed here.
