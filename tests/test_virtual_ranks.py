@@ -413,3 +413,21 @@ def test_members_that_have_closed_their_group_do_not_keep_a_failure_from_others(
     world.progress()
     for work in waiting:
         assert work.is_completed()
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_ranks_that_wait_for_each_other_in_two_operations_say_so(confirm: bool) -> None:
+    """Along trees a rank may wait for others before it sends anything that shows what it has called."""
+    world = VirtualWorld(10, ranks_per_host=10, timeout=timedelta(minutes=30), confirm=confirm)
+    works = [
+        group.broadcast([torch.ones(65)]) if rank == 6 else group.allreduce([torch.ones(65)])
+        for rank, group in enumerate(world.groups)
+    ]
+    while not all(work.is_completed() for work in works):
+        world.progress()
+    for work in works:
+        with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
+            work.wait()
+        assert all(
+            call in str(error.value) for call in ("broadcast(float32[65]", "allreduce(SUM, float32[65])")
+        )

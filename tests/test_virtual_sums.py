@@ -249,6 +249,22 @@ def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> No
                 assert all(f"float32[{count}]" in str(error.value) for count in (numel, other)), where
 
 
+@pytest.mark.parametrize("hosts", [[0] * 16, list(range(16)), [rank // 4 for rank in range(16)]], ids=str)
+def test_inputs_divided_otherwise_are_refused(hosts: list[int]) -> None:
+    """Also where what travels has the same size: the parts of several ranks go together."""
+    world = VirtualWorld(16, hosts=hosts)
+    works = []
+    for rank, group in enumerate(world.groups):
+        numels = [2, 2, 1, 3, *[2] * 12] if rank == 5 else [2] * 16
+        inputs = [torch.ones(numel) for numel in numels]
+        works.append(group.reduce_scatter([torch.ones(numels[rank])], [inputs], dist.ReduceScatterOptions()))
+    world.progress()
+    for work in works:
+        assert work.is_completed()
+        with pytest.raises(dist.DistBackendError, match="ranks disagree"):
+            work.wait()
+
+
 @pytest.mark.parametrize("hosts", FAILING.values(), ids=FAILING)
 @pytest.mark.parametrize("numel", [3, 20_000])
 def test_a_lost_rank_ends_a_sum(hosts: list[int], numel: int) -> None:

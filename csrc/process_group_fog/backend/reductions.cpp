@@ -198,12 +198,14 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   std::vector<at::Tensor> staged_inputs;
   std::vector<Part> parts;
   int64_t numel = 0;
+  uint64_t division = kEmptyHash;
   for (const auto& input : inputs) {
     check_tensor("reduce_scatter", "inputs", input);
     check_same("reduce_scatter", "inputs", input, output);
     staged_inputs.push_back(staging.input(input));
     parts.push_back(part_of(staged_inputs.back()));
     numel += input.numel();
+    division = hash_more(division, input.numel());
   }
   check_numel("reduce_scatter", "outputs", output, inputs[rank_].numel());
   check_disjoint("reduce_scatter", {"outputs", output}, {"inputs", inputs}, [&](size_t, size_t place) {
@@ -214,6 +216,7 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   signature.numel = numel; // outputs may differ from rank to rank, the whole does not
   signature.dims = 1;
   signature.shape = {numel};
+  signature.layout = mark(division); // sums of several parts go together, so their sizes do not show it
   return reduce_scatter_parts(
       signature, parts, staged_inputs, staged_output, options.reduceOp, staging.copy_back(),
       {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));

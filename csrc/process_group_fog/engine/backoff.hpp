@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 
 namespace fog {
@@ -44,11 +45,19 @@ class Backoff {
   }
 
   // Gives the core to others, or returns how long to sleep. `bell`: something will end the sleep in time. Then it
-  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute.
+  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute. Where there are
+  // such, it begins at once.
   std::chrono::nanoseconds pause(bool bell) {
     ++polls_;
     if (polls_ <= (bell ? kYieldsWithBell : kYields)) {
+      const auto before = Clock::now();
+      if (bell && before.time_since_epoch().count() < crowded_until_.load(std::memory_order_relaxed)) {
+        return kFirstSleep;
+      }
       sched_yield();
+      if (const auto now = Clock::now(); now - before > kCrowded) {
+        crowded_until_.store((now + kCrowdedTime).time_since_epoch().count(), std::memory_order_relaxed);
+      }
       return std::chrono::nanoseconds(0);
     }
     const auto now = sleep_;
@@ -64,6 +73,12 @@ class Backoff {
   static constexpr int kYieldsWithBell = 5;
   static constexpr std::chrono::nanoseconds kFirstSleep = std::chrono::microseconds(20);
   static constexpr std::chrono::nanoseconds kLongestSleep = std::chrono::milliseconds(1);
+
+  // Others of this job have the core for less, but for large sums.
+  static constexpr std::chrono::nanoseconds kCrowded = std::chrono::microseconds(500);
+  static constexpr std::chrono::nanoseconds kCrowdedTime = std::chrono::milliseconds(100);
+
+  static inline std::atomic<Clock::rep> crowded_until_{0}; // no yields till then: somebody had the core for so long
 
   const bool may_spin_;
   bool spins_;

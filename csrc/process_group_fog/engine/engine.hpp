@@ -205,11 +205,13 @@ class Engine final : public Driver, public MessageHandler {
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   // At the operation's time-out: asks whom it waits for, and whom these wait for. False when it knows as much as it will.
   bool inquire(const std::shared_ptr<Operation>& operation, Deadline now);
-  void ask(const Operation& operation, std::set<int> ranks);
+  void ask(const Operation& operation, const std::vector<int>& ranks);
+  // The same of an operation that has waited for a second, once: a rank that has called something else says so.
+  void ask_early(Operation& operation, Deadline now);
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // To a member of the group, if it can be reached.
-  void send_quietly(const std::shared_ptr<Group>& group, int rank, MessageKind kind, uint64_t key, const std::string& text);
+  void send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text);
   // The same in all groups: the process has ended.
   void lose(int peer_id, const std::string& how, bool announced);
   // Nothing more comes from there for a group that is closed here.

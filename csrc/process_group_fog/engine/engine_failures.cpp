@@ -258,6 +258,7 @@ void Engine::check_deadlines() {
   for (const auto& [id, group] : groups) {
     for (const auto& operation : group->operations) {
       if (now < operation->deadline() || operation->computing) {
+        ask_early(*operation, now);
         earliest = std::min(earliest, operation->deadline());
         continue;
       }

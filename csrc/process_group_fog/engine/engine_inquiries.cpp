@@ -1,33 +1,45 @@
 // How ranks find out, at a time-out, who has not come.
+#include <c10/util/Exception.h>
+
 #include "engine/engine.hpp"
 #include "engine/inquiry.hpp"
 
 namespace fog {
+
+void Engine::ask_early(Operation& operation, Deadline now) {
+  constexpr auto kEarly = std::chrono::seconds(1);
+  if (operation.asked_early || now < operation.deadline() - operation.timeout() + kEarly) {
+    return;
+  }
+  operation.asked_early = true;
+  if (transport_ && operation.signature().kind != OpKind::kPointToPoint) {
+    ask(operation, Inquiry(now).next(operation.awaited()));
+  }
+}
 
 bool Engine::inquire(const std::shared_ptr<Operation>& operation, Deadline now) {
   auto& inquiry = operation->inquiry;
   if (!inquiry) {
     inquiry = std::make_unique<Inquiry>(now);
     if (transport_ && operation->signature().kind != OpKind::kPointToPoint) { // which is between two
-      ask(*operation, operation->awaited());
+      ask(*operation, inquiry->next(operation->awaited()));
     }
   }
   return !inquiry->is_over(now);
 }
 
-void Engine::ask(const Operation& operation, std::set<int> ranks) {
-  const auto& group = operation.group();
-  ranks.erase(group->rank);
-  for (const int rank : operation.inquiry->next(ranks)) {
-    send_quietly(group, rank, MessageKind::kAsk, operation.key(), "");
+void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
+  Header header;
+  header.kind = MessageKind::kAsk;
+  header.key = operation.key();
+  header.signature = operation.signature();
+  for (const int rank : ranks) {
+    send_quietly(operation.group(), rank, header, "");
   }
 }
 
-void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, MessageKind kind, uint64_t key, const std::string& text) {
-  Header header;
-  header.kind = kind;
+void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text) {
   header.group = group->id;
-  header.key = key;
   header.bytes = text.size();
   const int peer_id = group->members[rank].peer_id;
   if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
@@ -42,21 +54,33 @@ void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, Message
 void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Header& header) {
   Standing standing;
   const auto found = group->by_key.find(header.key);
+  const bool is_named = (header.key & kNamedKey) != 0;
   if (found != group->by_key.end()) {
+    // Where each waits for somebody else first, no message has shown it. (Of a name this may be another use.)
+    const auto& own = found->second->signature();
+    TORCH_CHECK_WITH(
+        DistBackendError, is_named || own.agrees_with(header.signature), found->second->describe(),
+        ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.signature.describe());
     standing.waits_for = found->second->awaited();
     standing.state = Standing::State::kWaits;
-  } else if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
+  } else if (!is_named && header.key < group->next_key) {
     standing.state = Standing::State::kEnded;
   }
-  send_quietly(group, source, MessageKind::kAnswer, header.key, standing.written());
+  Header answer;
+  answer.kind = MessageKind::kAnswer;
+  answer.key = header.key;
+  send_quietly(group, source, answer, standing.written());
 }
 
 void Engine::on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   const auto found = group->by_key.find(header.key);
   if (found != group->by_key.end() && found->second->inquiry) {
     const auto standing = Standing::read(std::string(data, header.bytes), group->size());
-    found->second->inquiry->answer(source, standing);
-    ask(*found->second, standing.waits_for);
+    auto& inquiry = *found->second->inquiry;
+    inquiry.answer(source, standing);
+    auto others = standing.waits_for;
+    others.erase(group->rank);
+    ask(*found->second, inquiry.next(others));
   }
 }
 

@@ -41,8 +41,8 @@ std::vector<int> Inquiry::next(const std::set<int>& ranks) {
 }
 
 void Inquiry::answer(int rank, const Standing& standing) {
-  if (silent_.erase(rank) > 0 && standing.state == Standing::State::kAbsent) {
-    absent_.insert(rank);
+  if (silent_.erase(rank) > 0 && standing.state != Standing::State::kWaits) {
+    (standing.state == Standing::State::kAbsent ? absent_ : ended_).insert(rank);
   }
 }
 

@@ -53,6 +53,10 @@ class Inquiry {
   const std::set<int>& silent() const {
     return silent_;
   }
+  // Those that need nobody any more, this rank as little as others.
+  const std::set<int>& ended() const {
+    return ended_;
+  }
 
  private:
   // An answer takes less, also on a busy machine, if its rank is not stuck.
@@ -63,6 +67,7 @@ class Inquiry {
   std::set<int> asked_;
   std::set<int> silent_; // asked, and without an answer
   std::set<int> absent_;
+  std::set<int> ended_;
 };
 
 } // namespace fog

@@ -95,17 +95,24 @@ std::string Operation::describe_awaited() const {
   for (const int peer : peers) {
     (heard_from(peer) ? others : absent).insert(peer);
   }
-  std::string silent;
+  std::string more;
   if (inquiry && signature_.kind != OpKind::kPointToPoint) { // which knows better, and of more ranks
+    std::set<int> without; // have not come to this rank, and will not
+    std::set_intersection(
+        peers.begin(), peers.end(), inquiry->ended().begin(), inquiry->ended().end(), std::inserter(without, without.end()));
     absent = inquiry->absent();
     absent.insert(inquiry->silent().begin(), inquiry->silent().end());
+    absent.insert(without.begin(), without.end());
     others.clear();
     std::set_difference(peers.begin(), peers.end(), absent.begin(), absent.end(), std::inserter(others, others.end()));
     if (!inquiry->silent().empty()) {
-      silent = " (no answer from " + ranks(inquiry->silent()) + ")";
+      more += " (no answer from " + ranks(inquiry->silent()) + ")";
+    }
+    if (!without.empty()) {
+      more += " (" + ranks(without) + " completed it without this rank)";
     }
   }
-  return (absent.empty() ? "" : "; not there: " + ranks(absent) + silent) + (others.empty() ? "" : "; waiting for " + ranks(others));
+  return (absent.empty() ? "" : "; not there: " + ranks(absent) + more) + (others.empty() ? "" : "; waiting for " + ranks(others));
 }
 
 std::set<int> Operation::awaited(bool announced) const {

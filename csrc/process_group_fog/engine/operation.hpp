@@ -82,6 +82,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
   bool queued = false; // for a step()
   std::unique_ptr<Inquiry> inquiry; // after its deadline
+  bool asked_early = false; // those that it waits for, before
   uint64_t key() const {
     return key_;
   }
