@@ -299,6 +299,13 @@ class ProcessGroupFog(Backend):
     @property
     def sent(self) -> tuple[int, int]:
         """How many messages the operations of this group have sent from here, and how many bytes of data in them."""
+    @property
+    def traffic(self) -> dict[int, dict[str, int | float]]:
+        """By rank, what operations and windows have exchanged with it while `observe` was on; see `fogdist.metrics`.
+
+        "sent_messages", "sent_bytes", "received_messages" and "received_bytes" count. "waited" are seconds from an operation's
+        start to each of its messages, and "waited_last" those of them in which that message alone was missing.
+        """
 
     @property
     def local_ranks(self) -> list[int]:
@@ -636,6 +643,35 @@ def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:
     Args:
         text: At most 511 bytes; used on rank 0 only.
         timeout: Of the call.
+    """
+
+def start_timeline(prefix: str, rank: int, size: int) -> None:
+    """Records what the engine does in the file ``prefix<rank>.json``; see `fogdist.timeline`.
+
+    Raises:
+        ValueError: There is a timeline already, or the file cannot be written.
+    """
+
+def stop_timeline() -> None:
+    """Ends the timeline and completes its file; does nothing without one."""
+
+def timeline_path() -> str:
+    """The timeline's file; empty without one."""
+
+def timeline_is_on() -> bool:
+    """Whether a timeline is being recorded."""
+
+def add_to_timeline(track: str, name: str, begin: int, end: int) -> None:
+    """Adds a slice; times are those of ``time.monotonic_ns``. Does nothing without a timeline."""
+
+def observe(on: bool) -> None:
+    """Operations that begin from now on are counted in `ProcessGroupFog.traffic`; as many calls with False end that."""
+
+def read_flight_record(pid: int) -> dict[str, object]:
+    """What the operations of a process of this host did last; see `fogdist.flight_record`.
+
+    Raises:
+        ValueError: There is no such process, or it has no group of fog, or of another version.
     """
 
 def shutdown() -> None:

@@ -14,6 +14,7 @@
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
 #include "backend/given_timeout.hpp"
+#include "backend/observation_bindings.hpp"
 #include "backend/testing_bindings.hpp"
 #include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
@@ -308,6 +309,7 @@ PYBIND11_MODULE(_C, module) {
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>());
 
   fog::bind_windows(module, group);
+  fog::bind_observation(module, group);
 
   module.def(
       "empty_shared",

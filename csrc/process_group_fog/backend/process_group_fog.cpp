@@ -306,6 +306,10 @@ std::string ProcessGroupFog::transport(int rank) const {
   return group_->engine.way_to(group_, rank);
 }
 
+std::unordered_map<int, PeerTraffic> ProcessGroupFog::traffic() const {
+  return group_->engine.traffic(group_);
+}
+
 std::pair<uint64_t, uint64_t> ProcessGroupFog::sent() const {
   return group_->engine.sent(group_);
 }

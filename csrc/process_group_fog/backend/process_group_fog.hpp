@@ -243,6 +243,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> hosts() const;
   // Messages that its operations have sent from here, and bytes of data in them.
   std::pair<uint64_t, uint64_t> sent() const;
+  // By rank: what was exchanged while somebody observed, see Engine::observe().
+  std::unordered_map<int, PeerTraffic> traffic() const;
   // How large data goes to that rank: "shared memory", "rma" or "messages". Throws ValueError if it is no other rank.
   std::string transport(int rank) const;
 

@@ -259,6 +259,7 @@ void Engine::check_deadlines() {
     for (const auto& operation : group->operations) {
       if (now < operation->deadline() || operation->computing) {
         ask_early(*operation, now);
+        note_wait(*operation, now);
         earliest = std::min(earliest, operation->deadline());
         continue;
       }

@@ -60,6 +60,7 @@ class Group {
   uint64_t sequence = 0; // of all operations, for people
   uint64_t sent_messages = 0; // by operations
   uint64_t sent_bytes = 0; // of data, in these
+  std::unordered_map<int, PeerTraffic> traffic; // by group rank, while somebody observes
   uint64_t next_window = 0;
   NameTable names; // of operations
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> by_key; // collectives in flight

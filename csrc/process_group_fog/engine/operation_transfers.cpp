@@ -38,6 +38,13 @@ void Operation::send(
     sent = group_->transport->send(peers, header_for(step, bytes), data, memory, shared_from_this());
     group_->sent_messages += peers.size();
     group_->sent_bytes += peers.size() * bytes;
+    if (times) {
+      for (const auto& destination : destinations) {
+        auto& traffic = group_->traffic[destination.peer];
+        ++traffic.sent_messages;
+        traffic.sent_bytes += bytes;
+      }
+    }
   } catch (const Unreachable& error) {
     const auto lost = std::find_if(destinations.begin(), destinations.end(), [&](const Destination& destination) {
       return group_->members[destination.peer].peer_id == error.peer();

@@ -14,6 +14,8 @@
 #include <c10/util/StringUtil.h>
 
 #include "core/failure.hpp"
+#include "core/timeline.hpp"
+#include "engine/long_wait.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/introduction.hpp"
@@ -283,13 +285,40 @@ std::vector<std::string> Meeting::addresses() const {
   return addresses;
 }
 
+// The first group of this process tells which rank of the world it is, for those who look at it from outside.
+void observe_first_group(int rank, int size) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name()));
+    for (const char* variable : {"FOG_TIMELINE", "BLUEFOG_TIMELINE"}) {
+      const char* prefix = std::getenv(variable);
+      if (prefix != nullptr && *prefix != '\0') {
+        start_timeline(prefix, rank, size);
+        return;
+      }
+    }
+  });
+}
+
 } // namespace
+
+void start_timeline(const std::string& prefix, int rank, int size) {
+  Timeline::instance().start(prefix, rank, size, host_name());
+  process_engine().observe(true);
+}
+
+void stop_timeline() {
+  if (Timeline::instance().stop()) {
+    process_engine().observe(false);
+  }
+}
 
 Engine& process_engine() {
   static Engine* engine = [] {
     // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
     pthread_atfork(nullptr, nullptr, [] {
       process_engine().set_forked();
+      Timeline::forget_in_child();
       if (auto* inherited = transport.load()) {
         inherited->monitor().close_in_child();
       }
@@ -306,7 +335,9 @@ std::shared_ptr<Group> connect(
   PeerMonitor::host_timeout(); // these throw where the environment is wrong
   check_interface();
   rma_bytes();
+  long_wait();
   const auto& runtime = Runtime::instance();
+  observe_first_group(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
   if (size == 1 && !runtime.joined()) { // nobody to talk to: no messages
     return engine.add_group(0, name, rank, {{0, static_cast<int>(getpid()), 0, host_id(), host_name()}}, {});
   }
@@ -329,7 +360,9 @@ void leave_job() {
   if (engine.forked()) {
     return;
   }
-  if (const auto healthy = engine.shutdown()) {
+  const auto healthy = engine.shutdown();
+  stop_timeline();
+  if (healthy) {
     Runtime::instance().finalize(*healthy);
   }
 }

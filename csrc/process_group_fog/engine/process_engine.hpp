@@ -19,6 +19,11 @@ Engine& process_engine();
 std::shared_ptr<Group> connect(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name);
 
+// Records this process's operations in the file `prefix` + rank + ".json", see Timeline::start(). FOG_TIMELINE does so from the first group on.
+void start_timeline(const std::string& prefix, int rank, int size);
+// Ends that; does nothing without a timeline.
+void stop_timeline();
+
 // Takes leave of the other ranks and ends MPI. For interpreter exit.
 void leave_job();
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import networkx as nx
 import torch.distributed as dist
 
 import fogdist
 from fogdist.bluefog.common.util import env
+from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 
 __all__ = [
     "get_skip_negotiate_stage",
@@ -95,24 +95,3 @@ def suspend() -> None:
 
 def resume() -> None:
     """Does nothing, as `suspend`."""
-
-
-def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """Returns False: there is no timeline file. Operations are in the traces of ``torch.profiler``.
-
-    Args:
-        tensor_name: Not used.
-        activity_name: Not used.
-    """
-    return False
-
-
-def timeline_end_activity(tensor_name: str) -> bool:
-    """Returns False, as `timeline_start_activity`."""
-    return False
-
-
-@contextmanager
-def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
-    """A block that marks nothing, as `timeline_start_activity`."""
-    yield
