@@ -77,9 +77,7 @@ def many_operations() -> None:
     seen = flight_record.read(os.getpid())
     assert len(seen.operations) == 256
     if first is not None:
-        assert [operation.what for operation in seen.in_flight] == [
-            "recv/send(float32[1])"
-        ] or seen.in_flight[0].number == 0
+        assert len(seen.in_flight) == 1 and "float32[1]" in seen.in_flight[0].what, seen.in_flight
         assert seen.operations[0].state == "in flight"
     fogdist.barrier()
     if rank == 1:
@@ -125,7 +123,7 @@ def forked_child() -> str:
     child = os.fork()
     if child == 0:
         os.close(read)
-        os.read(write, 0) if False else time.sleep(5)
+        time.sleep(5)
         os._exit(0)
     try:
         with pytest.raises(ValueError, match="is a fork of process"):

@@ -87,9 +87,11 @@ def windows() -> dict[str, Any]:
         for _ in range(4):
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
+        fogdist.barrier()
         values = metrics.collect()
         assert values["staleness"] == values[f"peer/{1 - rank}/staleness"] <= 8
         assert "stale" in metrics.postfix()
+        fogdist.barrier()
         optimizer.unregister_window()
         assert "staleness" not in metrics.collect()
     fogdist.shutdown()

@@ -6,6 +6,7 @@ processes of the same user can read. Reading it disturbs nobody. `fog dump` prin
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -97,17 +98,18 @@ def processes() -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
-        try:
-            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
-        except OSError:  # another user's, or it has just ended
-            continue
-        if any("fog_flight_record" in link for link in links):
-            try:
+        with contextlib.suppress(OSError, ValueError):  # it has ended, is another user's, or a fork
+            if any(_is_record(link) for link in (entry / "fd").iterdir()):
                 read(int(entry.name))
-            except ValueError:  # a fork, say
-                continue
-            found.append(int(entry.name))
+                found.append(int(entry.name))
     return sorted(found)
+
+
+def _is_record(link: Path) -> bool:
+    try:
+        return "fog_flight_record" in os.readlink(link)
+    except OSError:  # it was closed meanwhile
+        return False
 
 
 def report(found: Sequence[Process]) -> str:

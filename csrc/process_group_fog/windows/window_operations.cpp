@@ -74,6 +74,14 @@ void Window::Call::observe(const Peers& peers, size_t bytes) {
   }
 }
 
+void Window::Call::finish_from_engine(const std::shared_ptr<Call>& call, const std::exception_ptr& error) {
+  if (call->waits_) {
+    call->window_->group_->engine.run_callbacks([call, error] { call->finish(error); });
+  } else {
+    call->finish(error);
+  }
+}
+
 WorkPtr Window::put(const at::Tensor& tensor, const Peers& destinations, const Options& options) {
   return start(WindowOp::kPut, tensor, destinations, options);
 }

@@ -25,6 +25,8 @@ Event = dict[str, Any]
 
 # Stretches of time with an offset each, in microseconds.
 _STRETCH = 10e6
+# How often the drift is fitted: the first time from bounds that it has blurred.
+_FITS = 3
 
 
 @dataclass
@@ -180,25 +182,45 @@ def clock_offsets(traces: Sequence[_Trace]) -> dict[str, Offset]:
 
 def _offset_between(ones: Iterable[_Trace], others: Iterable[_Trace], known: Offset) -> Offset | None:
     """The offset of the others' clock, from messages with those whose offset is known; None if these don't bound it."""
-    # By stretch of the others' time: the largest lower bound, the smallest upper one, and when these messages were.
-    lower: dict[int, tuple[float, float]] = {}
-    upper: dict[int, tuple[float, float]] = {}
     others = list(others)
+    lower: list[
+        tuple[float, float]
+    ] = []  # when a message was, by the others' clock, and how it bounds the offset
+    upper: list[tuple[float, float]] = []
     for one in ones:
         for other in others:
-            for sent, came in _messages(one, other):
-                bound, stretch = sent + known.at(sent) - came, int(came // _STRETCH)
-                lower[stretch] = max(lower.get(stretch, (-np.inf, 0.0)), (bound, came))
-            for sent, came in _messages(other, one):
-                bound, stretch = came + known.at(came) - sent, int(sent // _STRETCH)
-                upper[stretch] = min(upper.get(stretch, (np.inf, 0.0)), (bound, sent))
-    times, values, width = [], [], 0.0
-    for stretch in sorted(lower.keys() & upper.keys()):
-        (low, first), (high, second) = lower[stretch], upper[stretch]
-        times.append((first + second) / 2)
-        values.append((low + high) / 2)
-        width = max(width, abs(high - low))
-    return Offset(tuple(times), tuple(values), width) if times else None
+            lower += [(came, sent + known.at(sent) - came) for sent, came in _messages(one, other)]
+            upper += [(sent, came + known.at(came) - sent) for sent, came in _messages(other, one)]
+    if not lower or not upper:
+        return None
+    # The bounds of a stretch are those of one number only once the clocks' drift, a line, is taken from them.
+    (low_times, lows), (high_times, highs) = np.array(lower).T, np.array(upper).T
+    begin = min(low_times[0], high_times[0])
+    slope = 0.0
+    for fits in range(_FITS):
+        low = _tightest(low_times, lows - slope * (low_times - begin))
+        high = _tightest(high_times, -(highs - slope * (high_times - begin)))
+        stretches = sorted(low.keys() & high.keys())
+        if not stretches:
+            return None
+        times = (np.array(stretches) + 0.5) * _STRETCH
+        middles = np.array([(low[stretch] - high[stretch]) / 2 for stretch in stretches])
+        width = max(-high[stretch] - low[stretch] for stretch in stretches)
+        if len(stretches) > 1 and fits + 1 < _FITS:
+            slope += float(np.polyfit(times, middles, 1)[0])
+    values = middles + slope * (times - begin)
+    # Before the first stretch's middle and after the last one's, the line goes on.
+    times = np.array([times[0] - _STRETCH, *times, times[-1] + _STRETCH])
+    values = np.array([values[0] - slope * _STRETCH, *values, values[-1] + slope * _STRETCH])
+    return Offset(tuple(times), tuple(values), abs(float(width)))
+
+
+def _tightest(times: np.ndarray, bounds: np.ndarray) -> dict[int, float]:
+    """The largest bound of each stretch."""
+    found: dict[int, float] = {}
+    for stretch, bound in zip((times // _STRETCH).astype(int).tolist(), bounds.tolist(), strict=True):
+        found[stretch] = max(bound, found.get(stretch, -np.inf))
+    return found
 
 
 def _write(traces: Sequence[_Trace], offsets: dict[str, Offset], output: Path) -> None:
