@@ -49,7 +49,7 @@ def _number(limit: int) -> str:
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:
     """/dev/shm, which MPI and DataLoader use; fog's own shared memory does without."""
-    advice = "in Docker: --shm-size=1g; else: mount -o remount,size=1g /dev/shm. DataLoader workers and MPI's own start need it, fog does not"
+    advice = "DataLoader workers and MPI need it, fog does not. In Docker: --shm-size=1g; else: mount -o remount,size=1g /dev/shm"
     try:
         total, _, free = shutil.disk_usage(folder)
     except OSError as error:
@@ -188,7 +188,7 @@ def _group_limit() -> int | None:
 def network_namespaces() -> Finding:
     """Whether several hosts can be emulated on this one, which fog's own tests and benchmarks do."""
     name = "emulated hosts"
-    advice = "only fog's own tests and benchmarks of several hosts need them: root, or in Docker --privileged; and the program ip of iproute2"
+    advice = "only fog's tests and benchmarks of several hosts need them: root (Docker: --privileged), and the program ip of iproute2"
     if shutil.which("ip") is None:
         return _finding(name, "note", "there is no program ip", advice)
     pid = os.fork()

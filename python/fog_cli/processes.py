@@ -67,11 +67,10 @@ class _Launcher:
 def _copy(source: IO[bytes], target: int) -> None:
     """Copies whole lines, so that the two streams do not mix within one."""
     for line in source:
-        while line:
-            try:
-                line = line[os.write(target, line) :]
-            except OSError:  # nobody reads it any more; the ranks go on
-                break
+        rest = line
+        with contextlib.suppress(OSError):  # nobody reads it any more; the ranks go on
+            while rest:
+                rest = rest[os.write(target, rest) :]
 
 
 def run(words: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -23,7 +23,10 @@ works, else 1.
 """
 
 _REBUILD = "in fog's checkout: pip install --no-build-isolation --force-reinstall --no-deps ."
-_MPI_ADVICE = "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY; one host works without MPI under torchrun"
+_MPI_ADVICE = (
+    "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
+    "Ranks of one host under torchrun do without MPI"
+)
 _ADVICE = {
     "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
     "fog": _REBUILD,

@@ -83,7 +83,7 @@ def add(subparsers: Any) -> None:
         "--launcher",
         choices=("auto", "torchrun", "mpiexec", "srun"),
         default="auto",
-        help="what starts the ranks; auto: torchrun's machinery on this host, srun in an allocation of Slurm of several nodes, else mpiexec",
+        help="what starts the ranks; auto: torchrun's machinery on this host, srun in a Slurm allocation of several nodes, else mpiexec",
     )
     parser.add_argument(
         "--mpiexec",

@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import fogdist
 import torch
 import torch.distributed as dist
 
-import fogdist
 from fog_cli.programs.report import tell
 
 _TIMEOUT = timedelta(seconds=60)
@@ -29,6 +30,10 @@ def _neighbors_by_gloo(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
         if work is not None:
             work.wait()
     return torch.stack([x, *received]).mean(0)
+
+
+def _allreduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    dist.all_reduce(x.fill_(1.0), group=group)
 
 
 def _put(window: Any, x: torch.Tensor) -> None:
@@ -68,15 +73,11 @@ def main() -> None:
         pairs: list[tuple[str, Callable[[], object], Callable[[], object] | None]] = [
             (
                 "neighbor_allreduce",
-                lambda x=x: fogdist.neighbor_allreduce(x),
-                lambda x=x: _neighbors_by_gloo(x, gloo),
+                partial(fogdist.neighbor_allreduce, x),
+                partial(_neighbors_by_gloo, x, gloo),
             ),
-            (
-                "allreduce",
-                lambda x=x: dist.all_reduce(x.fill_(1.0)),
-                lambda x=x: dist.all_reduce(x.fill_(1.0), group=gloo),
-            ),
-            ("window put and update", lambda window=window, x=x: _put(window, x), None),
+            ("allreduce", partial(_allreduce, x, None), partial(_allreduce, x, gloo)),
+            ("window put and update", partial(_put, window, x), None),
         ]
         for name, by_fog, by_gloo in pairs:
             times = {"fog": _median(by_fog, seconds), "gloo": _median(by_gloo, seconds) if by_gloo else None}

@@ -34,7 +34,7 @@ def _nccl() -> str:
 
     if not dist.is_nccl_available():
         return "this torch is without NCCL; CUDA tensors cannot be sent"
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _fog() -> str:
