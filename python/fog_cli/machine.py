@@ -16,8 +16,8 @@ from pathlib import Path
 from fog_cli.findings import Finding
 
 _MIB = 1 << 20
-# A rank has about 35 descriptors open, and one more for each other rank of its host; Python and torch have theirs.
-_DESCRIPTORS_NEEDED, _DESCRIPTORS_COMFORTABLE = 128, 1024
+# A rank has about 40 descriptors open, and one more for each other rank of its host.
+_DESCRIPTORS_NEEDED, _DESCRIPTORS_COMFORTABLE = 64, 1024
 # What DataLoader's workers and MPI share through files there; fog's own memory has no name.
 _SHM_COMFORTABLE = 64 * _MIB
 
@@ -38,7 +38,7 @@ def descriptors() -> Finding:
         "descriptors",
         state,
         text,
-        f"a rank needs about 100, and one for each other rank of its host: ulimit -n {_DESCRIPTORS_COMFORTABLE}; for all logins in "
+        f"a rank needs about 40, and one for each other rank of its host: ulimit -n {_DESCRIPTORS_COMFORTABLE}; for all logins in "
         "/etc/security/limits.conf, in Docker --ulimit nofile=65536",
     )
 

@@ -37,6 +37,8 @@ _ADVICE = {
 }
 # One host works without these.
 _NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
+# Of the machine: what makes ranks fail.
+_SUSPECTS = ("descriptors", "memory", "shared memory", "ranks share memory", "loopback")
 
 
 def add(subparsers: Any) -> None:
@@ -97,18 +99,21 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
     for finding in loaded(run_program("facts", limit=limit)):
         usable = usable and finding.state != "bad"
         yield finding
-    yield from machine.findings()
+    suspects = []
+    for finding in machine.findings():
+        yield finding
+        if finding.state != "ok" and finding.name in _SUSPECTS:
+            suspects.append(finding.name)
     if not self_test:
         return
     if not usable:
         yield Finding("self-test", "all", "bad", "not tried: see above")
         return
-    yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host")
+    yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
     # As if the two were on hosts of their own: all goes over MPI.
     over_mpi = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "auto"}
-    yield from tried(
-        run_ranks("self_test", 2, ["mpi"], limit=limit, variables=over_mpi), "over MPI", needed=False
-    )
+    ended = run_ranks("self_test", 2, ["mpi"], limit=limit, variables=over_mpi)
+    yield from tried(ended, "over MPI", suspects, needed=False)
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
@@ -137,18 +142,23 @@ def loaded(ended: Ended) -> Iterator[Finding]:
         )
 
 
-def tried(ended: Sequence[Ended], where: str, needed: bool = True) -> Iterator[Finding]:
+def tried(
+    ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), needed: bool = True
+) -> Iterator[Finding]:
     """What the ranks of a self-test say.
 
     Args:
         ended: The ranks.
         where: Begins the names of findings.
+        suspects: Names of findings about the machine that may be the reason if something fails.
         needed: Whether one host needs it.
     """
     advice = {
         True: "fog's ranks of one host do not work; run it with FOG_LOG_LEVEL=debug fog doctor, and report what it says",
         False: f"several hosts, mpiexec and FOG_LOCAL_LINKS=0 need it: {_MPI_ADVICE}",
     }[needed]
+    if suspects:
+        advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
     for name, text, error in _steps(ended):
         if name == "all" or (name == "end" and error is None):
             continue
