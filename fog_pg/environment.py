@@ -60,7 +60,7 @@ class Variable(Generic[T]):
         name: Its name.
         kind: The type of its values.
         default: The value where it is not set or empty.
-        reader: "Python", "C++", "Python, C++", or "build", which is setup.py and what it calls.
+        reader: "Python", "C++", "Python, C++", "build", which is setup.py and what it calls, or "fog run".
         meaning: One sentence or two.
         owner: Whose variable it is; "fog" for fog's own.
     """
@@ -318,6 +318,10 @@ OPEN_MPI_LOCAL_SIZE = _whole_of(
 )
 SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "C++", "This process's rank, where PMI or PMIx is served.")
 SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "C++", "The number of ranks, where PMI or PMIx is served.")
+SLURM_JOB = Variable(
+    "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
+)
+SLURM_NODES = _whole_of("Slurm", "SLURM_JOB_NUM_NODES", "fog run", "The nodes of the allocation.")
 
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)

@@ -16,7 +16,9 @@ from scripts import ROOT
 from fog_pg import _logging, environment
 from fog_pg.environment import VARIABLES, Variable
 
-PYTHON = [*ROOT.glob("fog_pg/*.py"), *ROOT.glob("python/**/*.py")]
+PYTHON = [*ROOT.glob("fog_pg/*.py"), *ROOT.glob("python/fogdist/**/*.py")]
+# The command line does without fog_pg, whose import imports torch.
+COMMAND_LINE = list(ROOT.glob("python/fog_cli/**/*.py"))
 CPP = [path for path in ROOT.glob("csrc/**/*.[ch]pp") if "getenv(" in path.read_text()]
 TABLE = (ROOT / "docs" / "environment.md").read_text()
 
@@ -80,6 +82,16 @@ def test_python_reads_what_is_listed_and_through_the_module_only() -> None:
         ]
         assert not reads, f"{path.relative_to(ROOT)} reads os.environ in lines {reads}"
     assert read == listed("Python")
+
+
+def test_command_line_reads_what_is_listed() -> None:
+    text = "\n".join(path.read_text() for path in COMMAND_LINE)
+    read = set(re.findall(r'environ(?:ment)?(?:\.get\(|\[)"([A-Z_]+)"', text))
+    read |= set(re.findall(r'"([A-Z_]+)" in environ', text))
+    (ranks,) = re.findall(r"^RANK_VARIABLES = \((.*)\)$", text, re.MULTILINE)
+    read = (read | set(re.findall(r'"([A-Z_]+)"', ranks))) - {"PATH"}
+    assert {"RANK", "SLURM_PROCID"} < read <= {variable.name for variable in VARIABLES}
+    assert listed("fog run") <= read
 
 
 def test_cpp_reads_what_is_listed() -> None:
