@@ -48,7 +48,7 @@ def _environment() -> str:
     from fog_pg import environment
 
     environment.check()
-    known = {variable.name for variable in environment.VARIABLES} | {"FOG_TIMELINE"}
+    known = {variable.name for variable in environment.VARIABLES}
     own = sorted(name for name in os.environ if name.startswith("FOG_"))
     if unknown := [name for name in own if name not in known]:
         tell(name="unknown variables", text=", ".join(unknown))

@@ -97,6 +97,7 @@ def _start_copying(prefix: bytes) -> None:
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
+            os.setsid()  # launchers kill the whole group of a rank
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(
                     number, signal.SIG_IGN
