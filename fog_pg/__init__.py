@@ -30,6 +30,8 @@ def autoload() -> None:
 
 def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     """Makes the backend of one group; torch calls it on every rank of the group."""
+    import logging
+
     from fog_pg import _monitored_barrier, _timeouts
     from fog_pg._extension import confirm_by_default, load
 
@@ -50,6 +52,13 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
     backend: ProcessGroupFog = extension.ProcessGroupFog(
         options.store, options.group_rank, options.group_size, backend_options
+    )
+    logging.getLogger("fog_pg").debug(
+        "group %s: rank %d of %d, timeout %s",
+        backend_options.group_name,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
     )
     return backend
 
