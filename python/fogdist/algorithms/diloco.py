@@ -157,11 +157,11 @@ class NoLoCo(DiLoCo):
     Args:
         optimizer: As in `DiLoCo`.
         model: As in `DiLoCo`.
-        outer_lr: More than 0.
         outer_momentum: Below 1.
         consensus: How fast partners come together, more than 0; for pairs, between `outer_momentum` and
             ``sqrt(2 + outer_momentum ** 2)``.
-        **options: As in `DiLoCo`; `mixing` is `random_matching` of all ranks by default.
+        **options: As in `DiLoCo`, `outer_lr` (more than 0) included; `mixing` is `random_matching` of all ranks by
+            default.
 
     Raises:
         ValueError: As `Algorithm`.
