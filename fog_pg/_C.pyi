@@ -373,7 +373,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Slot [destination][this rank] becomes weight * tensor, and its version one more.
+        """Slot `[destination][this rank]` becomes weight * tensor, and its version one more.
 
         Args:
             tensor: Of the window's shape and dtype; it may be the window's own. It must not change until the
@@ -393,7 +393,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Adds weight * tensor to slot [destination][this rank]; its version stays. Otherwise as `put`."""
+        """Adds weight * tensor to slot `[destination][this rank]`; its version stays. Otherwise as `put`."""
 
     def get(
         self,
@@ -403,7 +403,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Slot [this rank][source] becomes weight * the source's tensor, and its version one more."""
+        """Slot `[this rank][source]` becomes weight * the source's tensor, and its version one more."""
 
     def update(
         self,
@@ -416,7 +416,7 @@ class Window:
         with_p: bool = False,
         timeout: timedelta | None = None,
     ) -> Tensor:
-        """self_weight * tensor + the sum of weight * slot [this rank][neighbor]; versions start at 0 again.
+        """self_weight * tensor + the sum of weight * slot `[this rank][neighbor]`; versions start at 0 again.
 
         Args:
             self_weight: Finite; with 0.0 the tensor's content does not matter.

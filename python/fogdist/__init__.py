@@ -1,7 +1,7 @@
 """Decentralized training for PyTorch: averaging with neighbors on the process group backend "fog".
 
-Who talks to whom is `fogdist.topology`; the rest of the public names are here. Names of older BlueFog versions
-are in `fogdist.legacy`.
+`fogdist.topology` defines who talks to whom; the other public names are here. `fogdist.legacy` has the names of older
+BlueFog versions.
 """
 
 from __future__ import annotations

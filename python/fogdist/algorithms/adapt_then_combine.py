@@ -30,9 +30,9 @@ class AdaptThenCombine(DecentralizedSGD):
         model: As in `Algorithm`.
         step_in_backward: Whether a bucket's step is made, and its average started, as soon as the J-th
             backward pass has given all its parameters their gradients, so that the rest of the pass hides
-            it. `step` does what is left, and waits. It gives the same values, for an optimizer that treats each
-            parameter by itself, if nothing changes gradients after that pass: no clipping, no gradient
-            scaler, both of which raise. Hooks of the optimizer's step are called for each bucket.
+            it. `step` handles the remaining buckets, and waits. For an optimizer that treats each parameter by
+            itself, the values are the same if nothing changes gradients after that pass. Clipping and gradient
+            scalers do, and both raise. Hooks of the optimizer's step are called for each bucket.
         **options: As in `Algorithm`; `local_steps` is J.
 
     Raises:

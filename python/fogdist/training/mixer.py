@@ -1,4 +1,4 @@
-"""One exchange a round of parameters in flat buckets: begun before they are computed with, finished before a step."""
+"""One exchange per round of parameters in flat buckets: it begins before they are used and ends before a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fogdist.training.mixing import Finish, Mixing, Round
 class Mixer:
     """Exchanges of flat buckets, one after the other.
 
-    What is sent is read where it is: between `begin` and `finish` the buckets must not change. They may be computed
-    with, as the average becomes theirs in `finish` only.
+    Neighbors read the buckets in place, so the buckets must not change between `begin` and `finish`. They may be read,
+    because they get the average in `finish` only.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""How far a rank goes on without news of its in-neighbors, where ranks go at their own pace."""
+"""The limit up to which a rank continues without news of its in-neighbors, where ranks go at their own pace."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def staleness_of(context: Context) -> dict[int, int]:
 class Pace:
     """Counts a rank's exchanges, shows them to neighbors, and waits for those that fall too far behind.
 
-    A neighbor's staleness is how many exchanges this rank has made since it saw that neighbor make one, and 0 for one
-    that has made as many. So a neighbor that is s times slower has a staleness of about s, however long the training is,
-    and one that got no core for a while has one that grows. Only a rank with fewer exchanges is waited for, so
-    there always is one that waits for nobody, and ranks cannot wait in a circle.
+    The staleness of a neighbor is the number of exchanges that this rank has made since it saw the neighbor make one, and
+    0 for a neighbor that has made as many. So a neighbor that is s times slower has a staleness of about s throughout the
+    training, and the staleness of a neighbor that gets no core grows. A rank waits only for ranks with fewer exchanges,
+    so there is always a rank that does not wait, and ranks cannot wait in a circle.
 
-    A neighbor that has been quiet for much longer than its longest exchange of late, 15 s at most, is not waited for:
-    scripts do not say when a rank ends its training, evaluates, or waits in a collective for those that would wait for it
-    here. One that is lost is none of this class's business: the exchange itself says so.
+    A rank does not wait for a neighbor that has been quiet for much longer than its longest recent exchange (at most 15
+    s): scripts do not announce that a rank ends its training, evaluates, or waits in a collective for the ranks that
+    would wait for it here. This class does not handle lost ranks; the exchange itself reports them.
 
-    A rank writes its count into its own memory, and a neighbor gets it from there, when this rank may be
-    too far behind as far as the neighbor knows, and else never. As nobody looks in between, the last exchange of a
-    neighbor may have been up to twice as long ago. Only that it pauses is sent: a rank that has paused may end.
+    A rank writes its count into its own memory. A neighbor reads it only when, by its own information, this rank may be
+    too far behind. Between two reads the information is old, so the last exchange of a neighbor may have been up to twice
+    as long ago. Only a pause is sent as a message, because a rank that has paused may end.
 
     Args:
         context: The group. Collective among neighbors: the topology's, as of windows.
-        name: What all ranks call it.
-        in_neighbors: Whose exchanges this rank watches.
-        out_neighbors: Who watches this rank's.
-        timeout: Of the making and of news; by default the group's.
+        name: The same on all ranks.
+        in_neighbors: The ranks whose exchanges this rank watches.
+        out_neighbors: The ranks that watch this rank's exchanges.
+        timeout: For the construction and for news; by default the group's.
     """
 
     def __init__(

@@ -67,10 +67,10 @@ def _annotated(cls: type) -> set[str]:
 
 
 def setting(default: _Value) -> _Value:
-    """Returns what makes an attribute of a view one that users set, whatever has wrapped the view.
+    """Returns a descriptor for an attribute of a view that users set, even through objects that wrap the view.
 
     Args:
-        default: Its value as long as nobody sets it.
+        default: Its value until it is set.
     """
     return cast("_Value", _Setting(default))
 
