@@ -18,8 +18,8 @@ examples:
   fog doctor --no-self-test    only look
   fog doctor --json > here     for an issue, or for a program
 
-Each line is ok, note (one host works, something else may not) or bad. The exit status is 0 if what fog needs on one host
-works, else 1.
+Each line is ok, note (one host works, something else may not) or bad. The exit status is 0 if what fog needs on one
+host works, else 1.
 """
 
 _REBUILD = "in fog's checkout: pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -27,7 +27,7 @@ _MPI_ADVICE = (
     "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
     "Ranks of one host under torchrun do without MPI"
 )
-_RMA_ADVICE = "between hosts data goes by messages then, which FOG_BETWEEN_HOSTS=auto finds out by itself: docs/launchers.md"
+_RMA_ADVICE = "between hosts data then goes by messages; FOG_BETWEEN_HOSTS=auto finds that out by itself: docs/launchers.md"
 _ADVICE = {
     "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
     "fog": _REBUILD,
@@ -170,7 +170,7 @@ def tried(
         needed: Whether one host needs it.
     """
     advice = {
-        True: "fog's ranks of one host do not work; run it with FOG_LOG_LEVEL=debug fog doctor, and report what it says",
+        True: "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says",
         False: f"several hosts, mpiexec and FOG_LOCAL_LINKS=0 need it: {_MPI_ADVICE}",
     }[needed]
     if suspects:

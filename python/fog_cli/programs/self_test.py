@@ -1,4 +1,4 @@
-"""Two ranks that try what fog does, for `fog doctor`: `python -m fog_cli.programs.self_test {host|mpi}`, in the environment of torchrun."""
+"""Two ranks that try what fog does, for `fog doctor`, in the environment of torchrun: the program takes "host" or "mpi"."""
 
 from __future__ import annotations
 
