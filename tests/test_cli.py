@@ -549,7 +549,9 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
     (unknown,) = (finding for finding in report["findings"] if finding["name"] == "unknown variables")
     assert unknown["text"] == "FOG_CONFIRMED"
     # MPI itself needs /dev/shm, and ends by SIGBUS without.
-    assert found["over MPI, start"] == "note" and "shared memory" in advice["over MPI, start"], done.stdout
+    assert found["MPI messages, start"] == "note" and "shared memory" in advice["MPI messages, start"], (
+        done.stdout
+    )
 
 
 ANOTHER_TORCH = """

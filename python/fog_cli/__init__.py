@@ -1,7 +1,7 @@
 """The command line `fog`: one file a subcommand in `fog_cli.commands`, and what they share beside it.
 
-It is a package of its own because whatever imports a module of fogdist imports torch, which takes seconds, and because
-`fog doctor` must run where torch or fog cannot be imported. Nothing here imports torch, fog_pg or fogdist but in functions and
+It is a package of its own because importing any module of fogdist imports torch, which takes seconds, and because
+`fog doctor` must run where torch or fog cannot be imported. torch, fog_pg and fogdist are imported in functions only, and
 in the programs that commands start (`fog_cli.programs`).
 """
 

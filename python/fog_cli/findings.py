@@ -12,7 +12,7 @@ class Finding:
     Attributes:
         area: "versions", "machine" or "self-test".
         name: What was looked at.
-        state: "ok"; "note": something that fog needs on one host works, but other things may not; "bad": it does not work.
+        state: "ok"; "bad": one host does not work; "note": one host works, something else may not.
         text: What was found.
         advice: What to do; "" where nothing is to be done.
     """

@@ -157,7 +157,8 @@ def by_mpiexec(job: Job, mpiexec: str, version: str) -> Command:
             return build(job, mpiexec)
     first = version.strip().splitlines()[:1] or ["nothing"]
     raise UsageError(
-        f"{mpiexec}: `--version` says {first[0]!r}; known are MPICH, Intel MPI and Open MPI. Name another with --mpiexec"
+        f"{mpiexec}: `--version` says {first[0]!r}; known are MPICH, Intel MPI and Open MPI. "
+        "Name another with --mpiexec"
     )
 
 

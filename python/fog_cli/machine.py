@@ -38,8 +38,8 @@ def descriptors() -> Finding:
         "descriptors",
         state,
         text,
-        f"a rank needs about 40, and one for each other rank of its host: ulimit -n {_DESCRIPTORS_COMFORTABLE}; for all logins in "
-        "/etc/security/limits.conf, in Docker --ulimit nofile=65536",
+        f"a rank needs about 40, and one for each other rank of its host: ulimit -n {_DESCRIPTORS_COMFORTABLE}; "
+        "for all logins in /etc/security/limits.conf, in Docker --ulimit nofile=65536",
     )
 
 
@@ -49,7 +49,10 @@ def _number(limit: int) -> str:
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:
     """/dev/shm, which MPI and DataLoader use; fog's own shared memory does without."""
-    advice = "DataLoader workers and MPI need it, fog does not. In Docker: --shm-size=1g; else: mount -o remount,size=1g /dev/shm"
+    advice = (
+        "DataLoader workers and MPI need it, fog does not. "
+        "In Docker: --shm-size=1g; else: mount -o remount,size=1g /dev/shm"
+    )
     try:
         total, _, free = shutil.disk_usage(folder)
     except OSError as error:
@@ -85,7 +88,8 @@ def anonymous_files() -> Finding:
             "ranks share memory",
             "note",
             f"a process cannot open another one's memory by /proc: {last[0]}",
-            "ranks of this host then exchange messages over MPI, which is slower; look at hidepid of /proc and at the container's user",
+            "ranks of this host then exchange messages over MPI, which is slower; "
+            "look at hidepid of /proc and at the container's user",
         )
     return _finding("ranks share memory", "ok", "memfd, opened by /proc")
 
@@ -146,7 +150,10 @@ def loopback() -> Finding:
 def host_name() -> Finding:
     """Whether this host's name has an address, and one that others reach."""
     name = socket.gethostname()
-    advice = f"ranks on other hosts find rank 0 by its name: add {name} to /etc/hosts or DNS, or set MASTER_ADDR to an address"
+    advice = (
+        f"ranks on other hosts find rank 0 by its name: add {name} to /etc/hosts or DNS, "
+        "or set MASTER_ADDR to an address"
+    )
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError as error:
@@ -188,7 +195,10 @@ def _group_limit() -> int | None:
 def network_namespaces() -> Finding:
     """Whether several hosts can be emulated on this one, which fog's own tests and benchmarks do."""
     name = "emulated hosts"
-    advice = "only fog's tests and benchmarks of several hosts need them: root (Docker: --privileged), and the program ip of iproute2"
+    advice = (
+        "only fog's tests and benchmarks of several hosts need them: "
+        "root (Docker: --privileged), and the program ip of iproute2"
+    )
     if shutil.which("ip") is None:
         return _finding(name, "note", "there is no program ip", advice)
     pid = os.fork()

@@ -17,8 +17,9 @@ examples:
   fog bench                       2 ranks; 4 KB, 1 MB and 16 MB
   fog bench -np 4 --bytes 100M
 
-The times are medians of the slowest rank, of ranks on this machine only. neighbor_allreduce is along the default topology; Gloo's is
-written with isend and irecv. Gloo has no windows. `make benchmark` in fog's checkout measures with more care.
+The times are medians of the slowest rank, of ranks on this machine only. neighbor_allreduce is along the default
+topology; Gloo's is written with isend and irecv. Gloo has no windows. `make benchmark` in fog's checkout measures with
+more care.
 """
 
 
@@ -27,7 +28,7 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="time fog beside Gloo on this machine",
-        description="Times operations of fog on ranks of this machine, beside Gloo where Gloo has them; about half a minute.",
+        description="Times operations of fog on ranks of this machine, beside Gloo where Gloo has them, in half a minute.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -18,8 +18,8 @@ examples:
   fog doctor --no-self-test    only look
   fog doctor --json > here     for an issue, or for a program
 
-Each line is ok, note (one host works, something else may not) or bad. The exit status is 0 if what fog needs on one host
-works, else 1.
+Each line is ok, note (one host works, something else may not) or bad. The exit status is 0 if what fog needs on one
+host works, else 1.
 """
 
 _REBUILD = "in fog's checkout: pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -27,6 +27,7 @@ _MPI_ADVICE = (
     "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
     "Ranks of one host under torchrun do without MPI"
 )
+_RMA_ADVICE = "between hosts data then goes by messages; FOG_BETWEEN_HOSTS=auto finds that out by itself: docs/launchers.md"
 _ADVICE = {
     "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
     "fog": _REBUILD,
@@ -110,10 +111,22 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
         yield Finding("self-test", "all", "bad", "not tried: see above")
         return
     yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
-    # As if the two were on hosts of their own: all goes over MPI.
-    over_mpi = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "auto"}
-    ended = run_ranks("self_test", 2, ["mpi"], limit=limit, variables=over_mpi)
-    yield from tried(ended, "over MPI", suspects, needed=False)
+    # As if the two were on hosts of their own: all goes over MPI. By RMA if that works, else by messages.
+    variables = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
+    by_rma = list(
+        tried(run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables), "MPI RMA", needed=False)
+    )
+    if all(finding.state == "ok" for finding in by_rma):
+        yield from by_rma
+        return
+    variables["FOG_BETWEEN_HOSTS"] = "messages"
+    ended = run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables)
+    by_messages = list(tried(ended, "MPI messages", suspects, needed=False))
+    yield from by_messages
+    if all(finding.state == "ok" for finding in by_messages):  # else that is the news
+        yield from (
+            dataclasses.replace(finding, advice=_RMA_ADVICE) for finding in by_rma if finding.state != "ok"
+        )
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
@@ -131,7 +144,10 @@ def loaded(ended: Ended) -> Iterator[Finding]:
             yield Finding("versions", name, "ok", text)
         else:
             state = "note" if name in _NOT_NEEDED else "bad"
-            yield Finding("versions", name, state, error, _ADVICE.get(name, ""))
+            advice = _ADVICE.get(name, "")
+            if name == "extension" and "Error: " not in error:  # it crashed or hung
+                advice = f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}"
+            yield Finding("versions", name, state, error, advice)
     if not ended.lines:
         yield Finding(
             "versions",
@@ -154,7 +170,7 @@ def tried(
         needed: Whether one host needs it.
     """
     advice = {
-        True: "fog's ranks of one host do not work; run it with FOG_LOG_LEVEL=debug fog doctor, and report what it says",
+        True: "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says",
         False: f"several hosts, mpiexec and FOG_LOCAL_LINKS=0 need it: {_MPI_ADVICE}",
     }[needed]
     if suspects:
@@ -164,8 +180,6 @@ def tried(
             continue
         if error is None:
             yield Finding("self-test", f"{where}, {name}", "ok", text)
-        elif name == "RMA":
-            yield Finding("self-test", f"{where}, {name}", "note", error)
         else:
             yield Finding("self-test", f"{where}, {name}", "bad" if needed else "note", error, advice)
 

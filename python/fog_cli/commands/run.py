@@ -27,8 +27,9 @@ examples:
   fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
   fog run -np 8 --launcher srun train.py      within an allocation of Slurm
 
-Options come before the script; what follows it is the script's. Each line of output begins with its rank: "[2] loss 0.31".
-The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing has been started.
+Options come before the script; what follows it is the script's. Each line of output begins with its rank:
+"[2] loss 0.31". The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing
+has been started.
 """
 
 
@@ -37,7 +38,7 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "run",
         help="start a script on several ranks",
-        description="Starts a script on several ranks, on this host by torchrun's machinery, on several by mpiexec or srun.",
+        description="Starts a script on several ranks: on this host by torchrun's machinery, on several by mpiexec or srun.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="fog run -np N [options] [-m] script.py [arguments of the script]",
@@ -83,7 +84,7 @@ def add(subparsers: Any) -> None:
         "--launcher",
         choices=("auto", "torchrun", "mpiexec", "srun"),
         default="auto",
-        help="what starts the ranks; auto: torchrun's machinery on this host, srun in a Slurm allocation of several nodes, else mpiexec",
+        help="what starts the ranks; auto: torchrun's machinery on this host, srun in a Slurm allocation, else mpiexec",
     )
     parser.add_argument(
         "--mpiexec",

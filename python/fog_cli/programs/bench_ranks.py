@@ -1,4 +1,4 @@
-"""One rank of `fog bench`: `python -m fog_cli.programs.bench_ranks SECONDS BYTES ...`, in the environment of torchrun."""
+"""One rank of `fog bench`, in the environment of torchrun: `python -m fog_cli.programs.bench_ranks SECONDS BYTES ...`"""
 
 from __future__ import annotations
 

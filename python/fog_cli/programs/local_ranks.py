@@ -1,7 +1,7 @@
 """Starts ranks on this host by torchrun's machinery: `python -m fog_cli.programs.local_ranks N COMMAND ...`.
 
-`torch.distributed.launcher` is what torchrun itself calls. Called here, and not as the program torchrun, it also says which
-rank failed first, whose exit status is passed on.
+`torch.distributed.launcher` is what torchrun itself calls. Called here, and not as the program torchrun, it also says
+which rank failed first, whose exit status is passed on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Becomes a rank's own program, with the rank before each line of its output: `python -m fog_cli.programs.rank COMMAND ...`.
+"""Becomes a rank's own program, and puts the rank before each line of output: `python -m fog_cli.programs.rank COMMAND`.
 
 It starts a second process that reads both streams, and then runs the command in its own place: the launcher sees the
 process id, the exit status and the signals of the command itself.
@@ -16,7 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-# What launchers say: torchrun, MPICH and Intel MPI, Open MPI, Slurm. fog_pg.environment describes them, but importing that imports torch.
+# What launchers say: torchrun, MPICH and Intel MPI, Open MPI, Slurm. fog_pg.environment describes them, but importing
+# that imports torch.
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 # Of <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +40,7 @@ def die_with_parent() -> None:
 
 
 class LinePrefixer:
-    """Turns what is read into whole lines that begin with a prefix. A carriage return ends a line too: progress bars."""
+    """Turns what is read into whole lines with a prefix. A carriage return ends a line too, as in progress bars."""
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix

@@ -15,7 +15,7 @@ def tell(**values: Any) -> None:
 
 
 def step(name: str, action: Callable[[], Any]) -> bool:
-    """Does something and tells about it: `begin` first, then `text` (what it returned) or `error`. Whether it did well."""
+    """Does something and tells `begin`, then `text` (what it returned) or `error`; returns whether it went well."""
     tell(name=name, begin=True)
     try:
         text = action()

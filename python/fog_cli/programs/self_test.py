@@ -1,4 +1,4 @@
-"""Two ranks that try what fog does, for `fog doctor`: `python -m fog_cli.programs.self_test {host|mpi}`, in the environment of torchrun."""
+"""Two ranks that try what fog does, for `fog doctor`, in the environment of torchrun: the program takes "host" or "mpi"."""
 
 from __future__ import annotations
 
@@ -88,16 +88,6 @@ class _Tests:
         window.free()
         return f"put, get, update by {', '.join(ways)}"
 
-    def large(self) -> str:
-        """What goes by RMA if it can."""
-        import fogdist
-
-        self.neighbors()
-        way = fogdist.transport(self.other)
-        if way != "rma":
-            raise RuntimeError(f"large data goes by {way}: see FOG_BETWEEN_HOSTS in docs/launchers.md")
-        return "MPI puts data into the other rank's memory"
-
     def cuda(self) -> str:
         import torch
         import torch.distributed as dist
@@ -126,17 +116,15 @@ def main() -> int:
         ("start", tests.start),
         ("collectives", tests.collectives),
     ]
+    steps += [("neighbors", tests.neighbors), ("windows", tests.windows)]
     if sys.argv[1] == "host":
-        steps += [("neighbors", tests.neighbors), ("windows", tests.windows)]
         import torch
 
         if torch.cuda.is_available():
             steps += [("CUDA", tests.cuda)]
-    else:
-        steps += [("windows", tests.windows), ("RMA", tests.large)]
     steps += [("end", tests.end)]
     for name, action in steps:
-        if not step(name, action) and name != "RMA":
+        if not step(name, action):
             # Without goodbye to the other rank, which may never come.
             os._exit(1)
     tell(name="all", text="done")
