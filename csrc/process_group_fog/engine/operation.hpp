@@ -83,6 +83,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool queued = false; // for a step()
   std::unique_ptr<Inquiry> inquiry; // after its deadline
   bool asked_early = false; // those that it waits for, before
+  Deadline watched = {}; // when those that it waits for were looked at last
   uint64_t key() const {
     return key_;
   }
