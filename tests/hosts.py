@@ -84,6 +84,7 @@ def silences() -> list[float]:
             connection = socket.socket(fileno=int(name))
             limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
             if limit > 0:
+                connection.getpeername()  # else it is not made yet
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
                 idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
                 assert idle + interval * count == limit and min(idle, interval) > 0

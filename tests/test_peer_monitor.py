@@ -14,8 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND
-from hosts import await_silences, run_on_hosts, silences
+from harness import BACKEND, World
+from hosts import (
+    ACROSS,
+    INTERFACE,
+    PORT,
+    address,
+    await_silences,
+    emulated_hosts,
+    ip,
+    move_to_host,
+    run_on_hosts,
+    silences,
+)
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own connections")
 
@@ -134,6 +145,32 @@ def test_a_stranger_that_is_lost(tmp_path: Path, netmod: str, moment: str, place
         assert seconds < SOON and later == "", result
 
 
+def lose_a_strange_host(victim: int) -> tuple[str, float]:
+    """The victim's host vanishes before anybody has spoken with it; as in `lose_a_stranger`, without small messages."""
+    rank = dist.get_rank()
+    if rank == victim:
+        ip("link", "set", INTERFACE, "down")
+        return "", 0.0
+    time.sleep(0.5)
+    begin = time.monotonic()
+    if rank == 0:
+        error = error_of(lambda: dist.recv(torch.zeros(3), victim))
+    else:
+        error = error_of(dist.isend(torch.ones(1_000_000), victim).wait)  # type: ignore[union-attr]
+    return error, time.monotonic() - begin
+
+
+@pytest.mark.long
+def test_a_strange_host_that_vanishes(tmp_path: Path) -> None:
+    """Its address has answered before, so its silence is an end."""
+    environment = {"FOG_HOST_TIMEOUT": "4"}
+    calls = [("lose_a_strange_host", [2])]
+    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, environment=environment)
+    for ((error, seconds),) in found[:2]:
+        assert "rank 2 " in error and "was lost: its host does not answer" in error, error
+        assert 2.5 < seconds < 4 + SOON, seconds
+
+
 @contextmanager
 def stderr_in_file() -> Iterator[Path]:
     """What is written to descriptor 2 meanwhile."""
@@ -179,12 +216,37 @@ def nobody_is_watched() -> float:
     begin = time.monotonic()
     exchange_with_all()
     seconds = time.monotonic() - begin
-    assert silences() == []
+    assert silences() == [], silences()
     return seconds
 
 
-def test_where_no_connection_can_be_made(tmp_path: Path) -> None:
+def test_where_connections_are_refused(tmp_path: Path) -> None:
     """Ranks that listen where nobody comes are sent to all the same."""
     calls = [("nobody_is_watched", []), ("exchange_along_ring", [])]
     found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, environment={"FOG_INTERFACE": "lo"})
     assert all(seconds < SOON for seconds, _ in found), found
+
+
+def join_unheard(name: str) -> None:
+    """As one of two hosts, which listens where nothing comes from the other."""
+    move_to_host(name)
+    rank = int(os.environ["RANK"])
+    ip("link", "add", "unheard", "type", "veth", "peer", "name", "end")
+    ip("address", "add", f"10.213.78.{rank + 1}/24", "dev", "unheard")
+    for interface in ("unheard", "end"):
+        ip("link", "set", interface, "up")
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    store = dist.TCPStore(address(0), PORT, 2, rank == 0)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=2)
+
+
+def test_where_nobody_answers(new_world: Callable[..., World]) -> None:
+    with emulated_hosts(2) as names:
+        environment = {**ACROSS["UCX"], "UCX_NET_DEVICES": INTERFACE, "FOG_INTERFACE": "unheard"}
+        world = new_world(2, initialize=False, environment=environment)
+        outcomes = world.run_by_rank(join_unheard, [(name,) for name in names])
+        assert [outcome.state for outcome in outcomes] == ["returned"] * 2, list(map(str, outcomes))
+        assert all(seconds < SOON for seconds in world.run(nobody_is_watched))
+        world.run(exchange_with_all)
+        world.close()

@@ -95,8 +95,11 @@ bool PeerMonitor::is_settled(const Peer& peer) const {
 }
 
 bool PeerMonitor::may_send(int number) {
-  begin(number);
-  const auto found = peers_.find(number);
+  auto found = peers_.find(number);
+  if (found == peers_.end() || !is_settled(found->second)) {
+    begin(number);
+    found = peers_.find(number);
+  }
   if (found == peers_.end() || is_settled(found->second)) {
     return true;
   }

@@ -158,6 +158,9 @@ void PeerMonitor::on_connected(Connection& connection) {
     }
   }
   if (error == 0) {
+    if (departed_) {
+      put(connection.fd, &kGoodbye, 1);
+    }
     connection.state = State::kGreeting;
     watch(connection, EPOLLIN | EPOLLRDHUP);
     return;

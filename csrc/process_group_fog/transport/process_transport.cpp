@@ -12,7 +12,6 @@ namespace {
 
 // What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
 constexpr auto kDrainTime = std::chrono::milliseconds(50);
-
 // Data is said to move by RMA so long after a chunk of it has: longer than one takes on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
