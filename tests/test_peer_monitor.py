@@ -184,17 +184,22 @@ def stderr_in_file() -> Iterator[Path]:
             os.close(kept)
 
 
-def reach_the_limit() -> str:
-    """Rank 0 may open no more descriptors when it first speaks; returns what it logged."""
+def reach_the_limit(folder: str) -> str:
+    """Rank 0 may open no more descriptors when the two first speak; returns what it logged."""
+    ready, limited = Path(folder, "ready"), Path(folder, "limited")
     if dist.get_rank() != 0:
+        while not limited.exists():
+            time.sleep(0.01)
         exchange_with_all()
         await_silences([SILENCE])  # rank 0 does not see it, but its end would be seen
         return ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with stderr_in_file() as log:
+        ready.touch()
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        ready.rename(limited)
         try:
             exchange_with_all()
         finally:
@@ -205,7 +210,7 @@ def reach_the_limit() -> str:
 
 def test_the_limit_of_descriptors(tmp_path: Path) -> None:
     """One line says so, and all works."""
-    calls = [("reach_the_limit", []), ("exchange_with_all", [])]
+    calls = [("reach_the_limit", [str(tmp_path)]), ("exchange_with_all", [])]
     (text, _), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls)
     (line,) = [line for line in text.splitlines() if "ulimit -n" in line]
     assert "world rank 0" in line and "the end of world rank 1" in line, line
