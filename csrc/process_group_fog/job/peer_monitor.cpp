@@ -227,7 +227,7 @@ bool PeerMonitor::on_refused(int number, Peer& peer, int error) {
 }
 
 void PeerMonitor::on_try_over(int number, Peer& peer) {
-  leave(peer.own);
+  leave(*peer.own);
   if (is_known(peer.places.front()) && peer.theirs == nullptr && Clock::now() >= peer.began + std::chrono::seconds(host_timeout_)) {
     end(number, peer, true, false);
     return;
@@ -279,7 +279,7 @@ void PeerMonitor::drop(Connection& connection) {
   if (connection.state == State::kVisitor) {
     visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &connection));
     connection.received.clear();
-  } else {
+  } else if (connection.state != State::kLeaving) {
     auto& peer = peers_[connection.peer];
     (peer.own == &connection ? peer.own : peer.theirs) = nullptr;
   }

@@ -66,7 +66,7 @@ class PeerMonitor {
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum class State { kFree, kConnecting, kGreeting, kVisitor, kMade };
+  enum class State { kFree, kConnecting, kGreeting, kVisitor, kMade, kLeaving };
   // They stay where they are and are used again, so that a forked child can go through them whatever its parent's threads did.
   struct Connection {
     std::atomic<int> fd{-1};
@@ -107,6 +107,7 @@ class PeerMonitor {
   void on_connected(Connection& connection);
   void on_greeting(Connection& connection);
   void on_made(Connection& connection);
+  void on_leaving(Connection& connection);
   void try_next(int number, Peer& peer);
   // The first place was tried in vain. True if the next one is to be tried.
   bool on_refused(int number, Peer& peer, int error);
@@ -116,8 +117,8 @@ class PeerMonitor {
   void give_up(int number, Peer& peer, const char* why);
 
   Connection& take(int fd, State state, int peer);
-  // Said before it is closed: this is no end.
-  void leave(Connection* connection);
+  // This is no end: the other side hears of it, and closes the connection first, so that no reset overtakes the word.
+  void leave(Connection& connection);
   void drop(Connection& connection);
   void watch(Connection& connection, uint32_t events) const;
 

@@ -74,6 +74,9 @@ void PeerMonitor::look() {
         case State::kMade:
           on_made(connection);
           break;
+        case State::kLeaving:
+          on_leaving(connection);
+          break;
         case State::kFree:
           break;
       }
@@ -127,7 +130,7 @@ void PeerMonitor::on_visitor(Connection& visitor) {
     put(visitor.fd, &kGoodbye, 1);
   }
   if (rank_ < hello.from && peer->own != nullptr) {
-    leave(peer->own);
+    leave(*peer->own);
   }
   const auto more = visitor.received.substr(sizeof(hello));
   visitor.received.clear();
@@ -236,11 +239,22 @@ void PeerMonitor::say_goodbye() {
   }
 }
 
-void PeerMonitor::leave(Connection* connection) {
-  if (connection->state != State::kConnecting) {
-    put(connection->fd, &kLeft, 1);
+void PeerMonitor::leave(Connection& connection) {
+  if (connection.state == State::kConnecting || !put(connection.fd, &kLeft, 1)) {
+    drop(connection);
+    return;
   }
-  drop(*connection);
+  auto& peer = peers_[connection.peer];
+  (peer.own == &connection ? peer.own : peer.theirs) = nullptr;
+  connection.state = State::kLeaving;
+}
+
+void PeerMonitor::on_leaving(Connection& connection) {
+  std::array<char, 8> bytes;
+  const auto count = recv(connection.fd, bytes.data(), bytes.size(), 0);
+  if (count == 0 || (count < 0 && !is_for_later(errno))) {
+    drop(connection);
+  }
 }
 
 } // namespace fog
