@@ -221,6 +221,8 @@ class Engine final : public Driver, public MessageHandler {
   // At the operation's time-out: asks whom it waits for, and whom these wait for. False when it knows as much as it will.
   bool inquire(const std::shared_ptr<Operation>& operation, Deadline now);
   void ask(const Operation& operation, const std::vector<int>& ranks);
+  // Has the end of those that an operation waits for noticed, of those too that nothing goes to.
+  void watch_awaited(Operation& operation, Deadline now);
   // The same of an operation that has waited for a second, once: a rank that has called something else says so.
   void ask_early(Operation& operation, Deadline now);
   // For those that look at this process from outside; a long wait is warned of, once.

@@ -92,6 +92,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   uint64_t flight = 0; // its number in the flight record
   Deadline next_note = {}; // when a wait is noted there again
   bool warned = false; // that it waits long
+  Deadline watched = {}; // when those that it waits for were looked at last
   uint64_t key() const {
     return key_;
   }

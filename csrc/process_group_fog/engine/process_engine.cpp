@@ -7,10 +7,10 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
 #include "core/failure.hpp"
@@ -31,21 +31,24 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a group waits for the connections that show the end of processes on other hosts; they may be made later.
-constexpr auto kMonitorLimit = std::chrono::milliseconds(1000);
+// How long the first rank of a host looks whether the next host can be reached, beside what it does meanwhile.
+constexpr auto kProbeLimit = std::chrono::milliseconds(250);
 
 // The engine's, once there is one.
 std::atomic<ProcessTransport*> transport{nullptr};
+// Its monitor, or that of the one that is in the making.
+std::atomic<PeerMonitor*> monitor{nullptr};
 
 // What a rank says when it has heard of all others: in lines.
 struct Place {
   std::string host;
   bool linked = false; // it shares memory with all others
   std::string address; // as in Introduction, with its arena
+  std::string listener; // where other hosts' ranks connect, if names tell that there are any
 };
 
 std::string to_text(const Place& place) {
-  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n';
+  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.listener + '\n';
 }
 
 Place read_place(const std::string& text) {
@@ -56,6 +59,7 @@ Place read_place(const std::string& text) {
   std::getline(lines, linked);
   place.linked = linked == "1";
   std::getline(lines, place.address);
+  std::getline(lines, place.listener);
   return place;
 }
 
@@ -64,6 +68,12 @@ class Meeting {
  public:
   Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
       : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout)), timeout_(timeout) {}
+
+  ~Meeting() {
+    if (monitor_) { // there will be no transport
+      monitor = nullptr;
+    }
+  }
 
   // All ranks tell who they are; the first ones make the world.
   void meet(const std::string& name);
@@ -84,8 +94,18 @@ class Meeting {
   void find_places();
   // MPI, where not all ranks share memory, and the transport.
   void make_transport();
-  // The third one, where they have several.
-  void watch_other_hosts();
+  // The third one, where the world has several hosts: the first rank of each says whether it reaches the next host.
+  void watch_other_hosts(const ReachProbe* probe);
+  std::unique_ptr<ReachProbe> probe_next_host();
+  std::string listen();
+  // Whether all ranks of the world take part.
+  bool is_world() const {
+    return !Runtime::instance().joined() || Runtime::instance().size() == rendezvous_->size();
+  }
+  // Whether names tell hosts apart, as they do but for clones of a virtual machine.
+  bool names_differ() const {
+    return std::any_of(ranks_.begin(), ranks_.end(), [&](const Introduction& rank) { return rank.host_id != ranks_[0].host_id; });
+  }
   bool is_new_world() const;
   bool has_several_hosts() const {
     return std::any_of(places_.begin(), places_.end(), [&](const Place& place) { return place.host != places_[0].host; });
@@ -95,12 +115,13 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   const Beacon beacon_; // until all have looked for it
   std::unique_ptr<shared_memory::Links> links_; // of the transport to be made
+  std::unique_ptr<PeerMonitor> monitor_; // as well
   std::vector<Introduction> ranks_;
   std::vector<Place> places_;
 };
 
 void Meeting::meet(const std::string& name) {
-  auto& runtime = Runtime::instance();
+  const auto& runtime = Runtime::instance();
   const bool joined = runtime.joined();
   auto mine = introduce();
   mine.beacon = beacon_.name();
@@ -113,6 +134,8 @@ void Meeting::meet(const std::string& name) {
     links_ = std::make_unique<shared_memory::Links>(
         joined ? runtime.rank() : rendezvous_->rank(), joined ? runtime.size() : rendezvous_->size(), has_local_links());
     mine.address = links_->address(false);
+    monitor_ = std::make_unique<PeerMonitor>();
+    monitor = monitor_.get();
   }
   mine.world_rank = joined ? runtime.rank() : rendezvous_->rank();
   for (const auto& text : rendezvous_->allgather("rank", to_text(mine))) {
@@ -121,17 +144,19 @@ void Meeting::meet(const std::string& name) {
   check_alike(ranks_);
   check_one_world(name);
   for (const auto& rank : ranks_) {
-    places_.push_back({rank.host, false, rank.address});
+    places_.push_back({rank.host, false, rank.address, ""});
   }
   if (std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return !rank.host.empty(); })) {
     return;
   }
   find_places();
+  const bool apart = is_world() && has_several_hosts();
+  const auto probe = apart ? probe_next_host() : nullptr;
   if (links_) {
     make_transport();
   }
-  if (rendezvous_->size() == runtime.size() && has_several_hosts()) {
-    watch_other_hosts();
+  if (apart) {
+    watch_other_hosts(probe.get());
   }
 }
 
@@ -147,9 +172,7 @@ void Meeting::check_one_world(const std::string& name) const {
 
 // Whether all ranks of the world make their first group, so that all know the same of each other.
 bool Meeting::is_new_world() const {
-  const auto& runtime = Runtime::instance();
-  return (!runtime.joined() || runtime.size() == rendezvous_->size()) &&
-      std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
+  return is_world() && std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
 }
 
 void Meeting::find_places() {
@@ -161,7 +184,7 @@ void Meeting::find_places() {
     }
   }
   shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
-  Place mine{find_host(ranks_, rank), false, ranks_[rank].address};
+  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, is_world() && names_differ() ? listen() : ""};
   if (links_) {
     if (!is_new_world()) { // others of the world may come later
       local.resize(static_cast<size_t>(Runtime::instance().size()));
@@ -223,44 +246,50 @@ void Meeting::make_transport() {
       throw;
     }
   }
-  auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog(), std::move(links_), std::move(remote_memory));
+  auto made = std::make_unique<ProcessTransport>(
+      runtime, engine, engine.watchdog(), std::move(monitor_), std::move(links_), std::move(remote_memory));
   transport = made.get();
   engine.use(std::move(made));
 }
 
-void Meeting::watch_other_hosts() {
-  auto& engine = process_engine();
-  auto& monitor = transport.load()->monitor();
+std::string Meeting::listen() {
   const auto own = addresses_towards(rendezvous_->store_host());
-  const auto mine = engine.with_lock([&] { return monitor.listen(own); });
-  const auto& runtime = Runtime::instance();
-  std::vector<std::string> texts;
-  try {
-    texts = rendezvous_->allgather("monitor", mine);
-  } catch (...) {
-    engine.with_lock([&] { monitor.stop_listening(); });
-    throw;
+  return process_engine().with_lock([&] { return monitor.load()->listen(own); });
+}
+
+std::unique_ptr<ReachProbe> Meeting::probe_next_host() {
+  if (!names_differ()) {
+    const auto told = rendezvous_->allgather("listener", listen());
+    for (size_t rank = 0; rank < places_.size(); ++rank) {
+      places_[rank].listener = told[rank];
+    }
   }
+  std::vector<size_t> firsts; // of each host
+  std::set<std::string> hosts;
+  for (size_t rank = 0; rank < places_.size(); ++rank) {
+    if (hosts.insert(places_[rank].host).second) {
+      firsts.push_back(rank);
+    }
+  }
+  const auto mine = std::find(firsts.begin(), firsts.end(), static_cast<size_t>(rendezvous_->rank()));
+  if (mine == firsts.end()) {
+    return nullptr;
+  }
+  const auto next = mine + 1 == firsts.end() ? firsts.begin() : mine + 1;
+  return std::make_unique<ReachProbe>(places_[*next].listener);
+}
+
+void Meeting::watch_other_hosts(const ReachProbe* probe) {
+  const auto& runtime = Runtime::instance();
+  const auto reached = rendezvous_->allgather("reached", probe != nullptr ? probe->reached(Clock::now() + kProbeLimit) : "");
   std::map<int, std::string> others;
   for (size_t member = 0; member < places_.size(); ++member) {
     if (places_[member].host != places_[rendezvous_->rank()].host) {
-      others.emplace(ranks_[member].world_rank, texts[member]);
+      others.emplace(ranks_[member].world_rank, places_[member].listener);
     }
   }
-  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout_, kMonitorLimit);
-  auto missing = engine.with_lock([&] {
-    monitor.connect(runtime.rank(), runtime.size(), hash_more(kEmptyHash, runtime.job().data(), runtime.job().size()), others);
-    return monitor.missing();
-  });
-  while (!missing.empty() && Clock::now() < limit) {
-    monitor.wait(limit);
-    engine.look_for_ended_peers();
-    missing = engine.with_lock([&] { return monitor.missing(); });
-  }
-  if (!missing.empty()) {
-    LOG(INFO) << "fog: world rank " << runtime.rank() << ": no connection yet that would show the end of world ranks "
-              << c10::Join(", ", missing);
-  }
+  const auto token = hash_more(kEmptyHash, runtime.job().data(), runtime.job().size());
+  process_engine().with_lock([&] { monitor.load()->meet(runtime.rank(), runtime.size(), token, std::move(others), reached); });
 }
 
 std::vector<Member> Meeting::members() const {
@@ -319,8 +348,8 @@ Engine& process_engine() {
     pthread_atfork(nullptr, nullptr, [] {
       process_engine().set_forked();
       Timeline::forget_in_child();
-      if (auto* inherited = transport.load()) {
-        inherited->monitor().close_in_child();
+      if (auto* inherited = monitor.load()) {
+        inherited->close_all();
       }
     });
     return new Engine();

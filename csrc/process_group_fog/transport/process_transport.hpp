@@ -31,6 +31,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
       Runtime& runtime,
       MessageHandler& handler,
       Watchdog& watchdog,
+      std::unique_ptr<PeerMonitor> monitor,
       std::unique_ptr<shared_memory::Links> links,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
@@ -50,9 +51,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   void depart() override {
     links_.depart();
-    monitor_.say_goodbye();
+    monitor_->say_goodbye();
   }
   std::vector<Ended> ended() override;
+  void watch(PeerId peer) override {
+    monitor_->begin(peer);
+  }
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
   }
@@ -93,11 +97,6 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
 
-  // Notices the end of processes of other hosts.
-  PeerMonitor& monitor() {
-    return monitor_;
-  }
-
   Doorbell& bell() override {
     return links_.doorbell();
   }
@@ -130,14 +129,17 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void on_message(PeerId source, const Header& header, const char* data) override;
   // MPI must not be asked to send anything to a process that has ended, see PeerMonitor.
   bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_.has_ended(peer);
+    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_->has_ended(peer);
+  }
+  bool may_send(PeerId peer) override {
+    return monitor_->may_send(peer);
   }
 
   const PeerId self_;
   const int size_;
   MessageHandler& handler_;
   ProcessWatch processes_;
-  PeerMonitor monitor_;
+  const std::unique_ptr<PeerMonitor> monitor_;
   const std::unique_ptr<shared_memory::Links> owned_links_;
   shared_memory::Links& links_;
   shared_memory::Streams streams_;

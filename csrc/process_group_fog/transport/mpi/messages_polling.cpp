@@ -14,7 +14,7 @@ constexpr int kMessagesPerPoll = 16;
 
 bool Messages::poll() {
   const auto begin = Clock::now();
-  const bool messages = poll_messages();
+  const bool messages = (!held_.empty() && send_held()) | poll_messages();
   const bool progressed = poll_transfers() || messages;
   if (in_parts()) { // other looks ask MPI for less
     moved_ = look_times_.has_moved(Clock::now() - begin);
