@@ -16,6 +16,7 @@
 #include "transport/mpi/messages.hpp"
 #include "transport/mpi/notified_puts.hpp"
 #include "transport/mpi/put_arrivals.hpp"
+#include "transport/mpi/reductions.hpp"
 #include "transport/mpi/remote_memory.hpp"
 #include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
@@ -72,7 +73,13 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void go(PeerId destination, const TransferOwner& owner) override {
     messages_.go(owner, destination);
   }
-  void hold_back(PeerId peer, bool hold) override;
+  void hold_back(PeerId peer, bool hold) override {
+    if (hold) {
+      held_.insert(peer);
+    } else {
+      held_.erase(peer);
+    }
+  }
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
   void ignore(PeerId source, const Header& header) override;
@@ -92,6 +99,14 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
+
+  bool has_sums_in_flight() const override {
+    return reductions_.in_flight();
+  }
+  // MPI's own sums, see Reductions::among().
+  mpi::Reductions& reductions() {
+    return reductions_;
+  }
 
   // Notices the end of processes of other hosts.
   PeerMonitor& monitor() {
@@ -143,6 +158,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   shared_memory::Streams streams_;
   shared_memory::Copies copies_;
   mpi::Messages messages_;
+  mpi::Reductions reductions_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unique_ptr<mpi::PutArrivals> arrivals_; // as well
