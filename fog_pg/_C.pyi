@@ -113,7 +113,8 @@ class ProcessGroupFog(Backend):
             ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS or FOG_REDUCE is none of the
                 names, FOG_RMA_BYTES no such number, or the first group has chosen another way between hosts.
             torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout, or those
-                that want different ways between hosts, or different `reduce`; or RMA was asked for and cannot be done here.
+                that want different ways between hosts, or different sums; or RMA was asked for and
+                cannot be done here.
         """
 
     def neighbor_allreduce(

@@ -68,14 +68,18 @@ void end_with(Operation& operation, const at::Tensor& tensor, const at::Tensor& 
 // The sum of all ranks by the network's library; null where fog does it: that has no such sum, or ranks match the operation by its name.
 // They would not all begin it in the same place of their programs.
 std::shared_ptr<Operation> make_network_sum(
-    const Group& group, const Signature& signature, const at::Tensor& in, const std::optional<at::Tensor>& out, const std::string& name) {
+    const Group& group,
+    const Signature& signature,
+    const at::Tensor& in,
+    const std::optional<at::Tensor>& out,
+    const std::string& name) {
   const auto op = static_cast<c10d::ReduceOp::RedOpType>(signature.reduce_op);
   const auto numel = static_cast<size_t>(out.value_or(in).numel());
   if (!group.sums || !name.empty() || !group.sums->has(signature.kind, op, in.scalar_type(), numel)) {
     return nullptr;
   }
-  const NetworkSums::Terms terms{
-      signature.kind, op, in.scalar_type(), part_of(in).data, out ? part_of(*out).data : nullptr, numel, signature.root};
+  const NetworkSums::Terms terms{signature.kind, op, in.scalar_type(), part_of(in).data, out ? part_of(*out).data : nullptr, numel,
+                                 signature.root};
   auto operation = std::make_shared<NetworkSum>(signature, *group.sums, terms);
   operation->keep(in);
   return operation;
@@ -310,7 +314,8 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   const auto staged_output = staging.output(output);
   const auto signature = reduction_signature(OpKind::kReduceScatter, input, options.reduceOp);
   const Call call{OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", at::TensorList(input), {output}};
-  const auto result = share_memory(staged_output, staged_input) ? at::empty_like(staged_output) : staged_output; // MPI allows no overlap
+  const auto result =
+      share_memory(staged_output, staged_input) ? at::empty_like(staged_output) : staged_output; // MPI allows no overlap
   if (const auto operation = make_network_sum(*group_, signature, staged_input, result, "")) {
     end_with(*operation, staged_output, result, staging.copy_back());
     return submit(operation, call, call_options(options));

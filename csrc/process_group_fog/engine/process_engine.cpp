@@ -280,7 +280,8 @@ std::shared_ptr<NetworkSums> Meeting::network_sums(const std::string& name) {
   std::vector<mpi::Reductions::Member> members;
   for (size_t member = 0; member < ranks_.size(); ++member) {
     const auto& rank = ranks_[member];
-    members.push_back({rank.world_rank, c10::str("rank ", member, " of group '", name, "' (pid ", rank.pid, " on host ", rank.host_name, ")")});
+    members.push_back(
+        {rank.world_rank, c10::str("rank ", member, " of group '", name, "' (pid ", rank.pid, " on host ", rank.host_name, ")")});
   }
   rendezvous_->barrier("sums"); // MPI's call keeps the engine's lock: it is not to wait for ranks that are yet to come
   return process_engine().with_lock(

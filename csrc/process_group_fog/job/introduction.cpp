@@ -115,7 +115,7 @@ void check_alike(const std::vector<Introduction>& ranks) {
     versions.push_back(rank.protocol);
   }
   check_versions(versions);
-  const auto check_setting = [&](const char* names, std::string Introduction::*setting) {
+  const auto check_setting = [&](const char* names, std::string Introduction::* setting) {
     for (size_t rank = 1; rank < ranks.size(); ++rank) {
       TORCH_CHECK_WITH(
           DistBackendError, ranks[rank].*setting == ranks[0].*setting, "fog: ranks disagree on ", names, ": rank 0 has '",

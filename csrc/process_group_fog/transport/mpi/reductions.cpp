@@ -186,7 +186,8 @@ void Reductions::OfGroup::go_on() {
 void Reductions::OfGroup::close(bool failed) {
   waiting_.clear(); // they keep this
   const auto is_lost = [this](const Member& member) { return all_.is_lost_(member.peer); };
-  if (std::exchange(closed_, true) || failed || all_.in_flight_.count(this) > 0 || std::any_of(members.begin(), members.end(), is_lost)) {
+  if (std::exchange(closed_, true) || failed || all_.in_flight_.count(this) > 0 ||
+      std::any_of(members.begin(), members.end(), is_lost)) {
     return;
   }
   auto freed = communicator;
@@ -278,8 +279,10 @@ void Reductions::look_for_lost() {
   for (const auto& [group, count] : in_flight_) {
     for (const auto& [peer, name] : group->members) {
       if (is_lost_(peer)) {
-        watchdog_.break_off(c10::str(
-            name, ' ', kLost, " while MPI's own reduction with it was in flight (reduce=\"mpi\"); MPI cannot be used any more in this process"));
+        watchdog_.break_off(
+            c10::str(
+                name, ' ', kLost,
+                " while MPI's own reduction with it was in flight (reduce=\"mpi\"); MPI cannot be used any more in this process"));
         return;
       }
     }
