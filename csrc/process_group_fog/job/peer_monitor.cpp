@@ -385,6 +385,7 @@ void PeerMonitor::on_line(int peer) {
       drop(line.fd.exchange(-1));
       line.state = State::kEnded;
       ended_.push_back({peer, silent, line.departed});
+      ++ends_;
       return;
     }
     default: // of a descriptor closed since

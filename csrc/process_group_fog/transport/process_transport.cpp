@@ -124,7 +124,7 @@ ProcessTransport::ProcessTransport(
       streams_(links_),
       copies_(streams_, links_, released_),
       messages_(runtime, *this, watchdog),
-      reductions_(runtime, messages_, watchdog, [this](PeerId peer) { return !handler_.is_leaving(peer) && has_ended(peer); }),
+      reductions_(runtime, messages_, watchdog, *this),
       remote_memory_(std::move(remote_memory)) {
   if (remote_memory_) {
     remote_memory_->ask([this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); });

@@ -25,7 +25,7 @@
 
 namespace fog {
 
-class ProcessTransport final : public Transport, private MessageHandler {
+class ProcessTransport final : public Transport, private MessageHandler, private mpi::Reductions::Losses {
  public:
   // `links` are settled. `remote_memory` is null where nothing goes by RMA.
   ProcessTransport(
@@ -146,6 +146,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
   // MPI must not be asked to send anything to a process that has ended, see PeerMonitor.
   bool has_ended(PeerId peer) override {
     return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_.has_ended(peer);
+  }
+  size_t ends() override {
+    return processes_.ends() + monitor_.ends();
+  }
+  bool is_lost(PeerId peer) override {
+    return !handler_.is_leaving(peer) && has_ended(peer);
   }
 
   const PeerId self_;

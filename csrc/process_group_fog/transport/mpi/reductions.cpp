@@ -95,6 +95,7 @@ class Reductions::OfGroup final : public NetworkSums, public std::enable_shared_
 
   const std::vector<Member> members;
   const MPI_Comm communicator;
+  size_t seen_ends = std::numeric_limits<size_t>::max(); // of processes, when its members were looked at last
 
  private:
   Reductions& all_;
@@ -185,7 +186,7 @@ void Reductions::OfGroup::go_on() {
 
 void Reductions::OfGroup::close(bool failed) {
   waiting_.clear(); // they keep this
-  const auto is_lost = [this](const Member& member) { return all_.is_lost_(member.peer); };
+  const auto is_lost = [this](const Member& member) { return all_.losses_.is_lost(member.peer); };
   if (std::exchange(closed_, true) || failed || all_.in_flight_.count(this) > 0 ||
       std::any_of(members.begin(), members.end(), is_lost)) {
     return;
@@ -197,8 +198,8 @@ void Reductions::OfGroup::close(bool failed) {
   }
 }
 
-Reductions::Reductions(Runtime& runtime, Messages& messages, Watchdog& watchdog, std::function<bool(PeerId peer)> is_lost)
-    : runtime_(runtime), messages_(messages), watchdog_(watchdog), is_lost_(std::move(is_lost)) {}
+Reductions::Reductions(Runtime& runtime, Messages& messages, Watchdog& watchdog, Losses& losses)
+    : runtime_(runtime), messages_(messages), watchdog_(watchdog), losses_(losses) {}
 
 std::shared_ptr<NetworkSums> Reductions::among(std::vector<Member> members, uint64_t id, Deadline deadline) {
   std::vector<int> ranks;
@@ -276,9 +277,13 @@ void Reductions::look_for_lost() {
   if (watchdog_.broken()) {
     return;
   }
+  const size_t ends = losses_.ends();
   for (const auto& [group, count] : in_flight_) {
+    if (std::exchange(group->seen_ends, ends) == ends) {
+      continue;
+    }
     for (const auto& [peer, name] : group->members) {
-      if (is_lost_(peer)) {
+      if (losses_.is_lost(peer)) {
         watchdog_.break_off(
             c10::str(
                 name, ' ', kLost,

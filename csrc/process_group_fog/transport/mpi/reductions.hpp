@@ -6,7 +6,6 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -29,8 +28,17 @@ class Reductions {
     std::string name; // for errors
   };
 
-  // `is_lost`: whether a process has ended without a goodbye.
-  Reductions(Runtime& runtime, Messages& messages, Watchdog& watchdog, std::function<bool(PeerId peer)> is_lost);
+  // Who knows of processes that have ended.
+  class Losses {
+   public:
+    virtual ~Losses() = default;
+    // How many have, as far as can be known now; it costs next to nothing.
+    virtual size_t ends() = 0;
+    // Whether that one has, without a goodbye.
+    virtual bool is_lost(PeerId peer) = 0;
+  };
+
+  Reductions(Runtime& runtime, Messages& messages, Watchdog& watchdog, Losses& losses);
 
   // Among some processes, by rank, all of which call it at about the same time: it returns when all have, with the lock kept. Groups that
   // are made at the same time have different `id`s. Throws DistBackendError if that is not done by `deadline`.
@@ -53,8 +61,8 @@ class Reductions {
   Runtime& runtime_;
   Messages& messages_;
   Watchdog& watchdog_;
-  const std::function<bool(PeerId peer)> is_lost_;
-  std::unordered_map<const OfGroup*, size_t> in_flight_; // how many, by group
+  Losses& losses_;
+  std::unordered_map<OfGroup*, size_t> in_flight_; // how many, by group
 };
 
 } // namespace fog::mpi
