@@ -92,11 +92,16 @@ class ProcessGroupFog(Backend):
             between_hosts: How data goes between hosts: "auto", "rma" or "messages"; "" (default) is what
                 FOG_BETWEEN_HOSTS says. The first group's choice holds for the process, and has to be that of
                 all ranks.
+            reduce: Who does allreduce, reduce and reduce_scatter_tensor of a group whose ranks are on several
+                hosts: "fog", or "mpi" with its own nonblocking reductions; "" (default) is what FOG_REDUCE says, or
+                "fog". The same on all ranks of the group. With "mpi" the death of a rank in the middle may end
+                the others, or leaves them without MPI: see docs/launchers.md.
             group_name: How messages name the group.
         """
 
         confirm: bool
         between_hosts: str
+        reduce: str
         group_name: str  # type: ignore[assignment]  # torch has a type of its own for it, which is one
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -105,10 +110,11 @@ class ProcessGroupFog(Backend):
         """Blocks until all ranks have come to `store`; the first group of a process starts MPI.
 
         Raises:
-            ValueError: `options.between_hosts` or FOG_BETWEEN_HOSTS is none of the names, FOG_RMA_BYTES no such
-                number, or the first group has chosen another way between hosts.
+            ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS or FOG_REDUCE is none of the
+                names, FOG_RMA_BYTES no such number, or the first group has chosen another way between hosts.
             torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout, or those
-                that want different ways between hosts; or RMA was asked for and cannot be done here.
+                that want different ways between hosts, or different sums; or RMA was asked for and
+                cannot be done here.
         """
 
     def neighbor_allreduce(

@@ -130,6 +130,14 @@ RMA_BYTES = Variable(
     "waits for its receiver. A rank that sends exchanges is lent 32 MiB, or less if a quarter of the free memory is less; a "
     "window of n bytes takes about n bytes, and 2 n for each neighbor that puts.",
 )
+REDUCE = Variable(
+    "FOG_REDUCE",
+    choice("fog", "mpi"),
+    "fog",
+    "C++",
+    "Who does allreduce, reduce and reduce_scatter between hosts: fog, or MPI's own nonblocking reductions. If a rank dies in one of "
+    "these, the others may die too, or can no longer use MPI: docs/launchers.md. All ranks need the same value.",
+)
 HOST_TIMEOUT = Variable(
     "FOG_HOST_TIMEOUT",
     whole(4, 32767, "seconds"),

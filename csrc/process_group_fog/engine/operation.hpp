@@ -180,6 +180,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
     send(Destination{peer, scale}, step, data, bytes, confirm);
   }
+  // Something that the transport does with all others of the group: without it the operation does not end.
+  void follow(std::shared_ptr<Outgoing> exchange);
   // How much of `bytes` that are to be overwritten has been sent.
   size_t sent(size_t bytes) const;
   // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.

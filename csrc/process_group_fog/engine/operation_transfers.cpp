@@ -67,6 +67,14 @@ void Operation::send(
   }
 }
 
+void Operation::follow(std::shared_ptr<Outgoing> exchange) {
+  Going going{std::move(exchange), {}, nullptr, 0};
+  for (const auto& other : others()) {
+    going.peers.push_back(other.peer);
+  }
+  going_.push_back(std::move(going));
+}
+
 size_t Operation::sent(size_t bytes) const {
   for (const auto& going : going_) {
     bytes = std::min(bytes, going.data->sent());
@@ -187,6 +195,7 @@ void Operation::check_transfers() const {
     if (!going.data->error.empty()) {
       const auto lost = std::find_if(
           going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
+      TORCH_CHECK_WITH(DistBackendError, lost != going.peers.end(), "MPI failed in its own reduction: ", going.data->error);
       C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
     }
   }
