@@ -88,9 +88,9 @@ test-rma: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
-# The double of a device, which tests load; compiled anew only when its sources change.
+# The fake device, which tests load; compiled anew only when its sources change.
 build-tests: build
-	@echo "== double of a device: compiling if need be"
+	@echo "== fake device: compiling if needed"
 	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_runtime()'
 
 lint: $(LINTERS_STAMP)

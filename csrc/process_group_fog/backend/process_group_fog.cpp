@@ -167,7 +167,8 @@ at::Device ProcessGroupFog::accelerator(const char* op) const {
 
 std::shared_ptr<c10::Allocator> ProcessGroupFog::getMemAllocator() {
   const auto delegate = device_backends_.serving("mem_allocator", accelerator("mem_allocator"));
-  TORCH_CHECK_VALUE(delegate, "mem_allocator: nobody but fog serves this group's tensors; allowed is a group of an accelerator's");
+  TORCH_CHECK_VALUE(
+      delegate, "mem_allocator: only fog serves this group's tensors; allowed is a group with a backend for an accelerator");
   return delegate->getMemAllocator();
 }
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class AdaptThenCombine(DecentralizedSGD):
     """Adapt then combine, ``x+ = W (x + d(x))``, in the step that completes J backward passes since the last average.
 
-    With J = 3 both three passes and one step, and three passes with a step after each, make one average. A step counts
-    as one pass at least, and so does a closure, however often it is evaluated. More than J passes warn.
+    J = 3 gives one average for three passes, with one step or with a step after each pass. A step counts as at least one
+    pass, and so does a closure, even if it is evaluated several times. More than J passes cause a warning.
 
     Args:
         optimizer: As in `DecentralizedSGD`.

@@ -180,7 +180,7 @@ class GradientAllreduce(DistributedOptimizer):
             self._fog_forget_scaler()
             raise RuntimeError(
                 "a gradient scaler's unscale_() needs a call of synchronize() before it: it has unscaled this rank's "
-                "own gradients, and what all ranks average is still scaled"
+                "own gradients, and the average over all ranks is still scaled"
             )
 
     def _average_if_due(self) -> None:
