@@ -94,7 +94,7 @@ def load() -> ModuleType:
     _check_build()
     # UCX, inside MPI, takes SIGHUP for its debug mode, and a rank would outlive its terminal. It looks as it is loaded.
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
-    from fog_pg import _nccl
+    from fog_pg import _monitored_barrier, _nccl
 
     try:
         from fog_pg import _C
@@ -113,6 +113,7 @@ def load() -> ModuleType:
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
     _C.set_delegate_factory("cuda", _nccl.create)
+    _monitored_barrier.serve()
     # Before the interpreter goes: the progress thread may run Python callbacks.
     atexit.register(_C.shutdown)
     return _C
