@@ -32,11 +32,10 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     """Makes the backend of one group; torch calls it on every rank of the group."""
     import logging
 
-    from fog_pg import _monitored_barrier, _timeouts
+    from fog_pg import _timeouts
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
-    _monitored_barrier.serve()
     if backend_options is None:
         backend_options = extension.ProcessGroupFog.Options()
         backend_options.confirm = confirm_by_default()

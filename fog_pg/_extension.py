@@ -97,7 +97,7 @@ def load() -> ModuleType:
     _check_build()
     # UCX, inside MPI, takes SIGHUP for its debug mode, and a rank would outlive its terminal. It looks as it is loaded.
     os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
-    from fog_pg import _nccl
+    from fog_pg import _monitored_barrier, _nccl
 
     try:
         from fog_pg import _C
@@ -117,6 +117,7 @@ def load() -> ModuleType:
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
     _C.set_delegate_factory("cuda", _nccl.create)
+    _monitored_barrier.serve()
     _log.info("fog %s, extension %s, MPI %s", VERSION, _C.__file__, library or "that of the build")
     # Before the interpreter goes: the progress thread may run Python callbacks.
     atexit.register(_C.shutdown)

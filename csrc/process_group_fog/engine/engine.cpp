@@ -47,7 +47,7 @@ void Engine::start_threads(std::chrono::milliseconds patience) {
   used_ = true;
   try {
     completions_.start();
-    watchdog_.start(patience);
+    watchdog_.set_patience(patience);
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { background(); });
     }

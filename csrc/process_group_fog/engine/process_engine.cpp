@@ -234,8 +234,11 @@ void Meeting::make_transport() {
   const bool linked =
       !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
   const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
-  if (!runtime.started() && (launched || !linked)) {
-    runtime.start(rendezvous_, job, timeout_);
+  if (runtime.started() || launched || !linked) {
+    engine.watchdog().start();
+    if (!runtime.started()) {
+      runtime.start(rendezvous_, job, timeout_);
+    }
   }
   if (!runtime.joined()) {
     runtime.join(job, rank, size);

@@ -30,8 +30,10 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Starts to watch, unless it does; no call is to last longer than `patience`, also while no deadline is known.
-  void start(std::chrono::milliseconds patience);
+  // Starts to watch, unless it does. Before the first call; a process without MPI needs no such thread. Throws DistBackendError if the system
+  // refuses it.
+  void start();
+  // No call is to last longer, also while no deadline is known.
   void set_patience(std::chrono::milliseconds patience);
   void stop();
 
