@@ -5,7 +5,8 @@
 
 Ranks are forked from this process, which has imported torch, fogdist and fog's extension: imports count nowhere. In each
 round a world of each system starts, works and ends, in an order drawn anew; kept are the median and the quartiles over
-the rounds. Rows, in milliseconds but for the last three:
+the rounds. Each phase of a world has its time: a world that does not keep it is ended and named, its rows so far count, and the
+program goes on. Rows, in milliseconds but for the last three:
 
     start           from the word to begin, given to all ranks, until the last one has its first allreduce (8 B)
     group           new_group of all ranks until the last one has its first allreduce in it
@@ -19,6 +20,10 @@ the rounds. Rows, in milliseconds but for the last three:
     descriptors     open ones, but for those that it was forked with
 
 Ranks outnumber the cores, so times are those of the whole machine: n ranks of two cores take turns.
+
+Each rank is forked with a connection of its own to the Store. A TCPStore looks up the name of whoever connects, and on a machine whose name
+server does not answer each lookup takes seconds, in both systems: `start` would tell of that alone. Gloo listens at 127.0.0.1
+(GLOO_SOCKET_IFNAME=lo unless it is set), so that it looks up no name either.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import os
 
 # Pools of threads would not outlive a fork.
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import atexit
 import ctypes
@@ -35,6 +41,7 @@ import gc
 import multiprocessing
 import random
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +56,6 @@ import numpy as np
 import program
 import torch
 import torch.distributed as dist
-import torch.testing
 from goals import Goal, print_goals
 from interleaved import Times
 from report import Row, Table, size_text, write_json
@@ -57,9 +63,11 @@ from report import Row, Table, size_text, write_json
 SYSTEMS = {"fog": "fog", "gloo": "Gloo"}
 TABLE = Table(SYSTEMS, [("fog", "gloo")])
 GOALS = [Goal("start", ranks, 0, "fog", "gloo", 1.5) for ranks in (32, 64)]
-# Operations in a row, by bytes of the tensor.
-SIZES = {8: 20, 4 << 10: 20, 1 << 20: 4}
-TIMEOUT = timedelta(minutes=4)
+SIZES = [8, 4 << 10, 1 << 20]
+# Operations in a row: as many as take that long, at least and at most so many.
+ROW_SECONDS, LEAST, MOST = 2.0, 2, 20
+# What a phase may take by default; ranks that wait for each other give up first, and say for whom they waited.
+PHASE_SECONDS, PATIENCE_SECONDS = 60.0, 10.0
 _context = multiprocessing.get_context("fork")
 
 # How names of shared memory begin: anonymous files but for fog's arenas, files of MPI, segments of System V.
@@ -69,11 +77,15 @@ _SHARED = ("/memfd:fog_inbox", "/dev/shm/", "/dev/zero", "/SYSV")
 Key = tuple[str, int]
 
 
+class WorldFailed(RuntimeError):
+    """Ranks of a world failed, or did not answer in time."""
+
+
 class Rank:
     """What a forked process does when it is told to; each phase returns when it began and ended, in seconds."""
 
-    def __init__(self, system: str, rank: int, size: int, port: int) -> None:
-        self.system, self.rank, self.size, self.port = system, rank, size, port
+    def __init__(self, system: str, rank: int, size: int, store: dist.TCPStore, timeout: timedelta) -> None:
+        self.system, self.rank, self.size, self.store, self.timeout = system, rank, size, store, timeout
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
     def ready(self) -> list[float]:
@@ -82,9 +94,8 @@ class Rank:
 
     def start(self) -> list[float]:
         """Joins the others."""
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, timeout=TIMEOUT)
         dist.init_process_group(
-            self.system, store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+            self.system, store=self.store, rank=self.rank, world_size=self.size, timeout=self.timeout
         )
         dist.all_reduce(torch.ones(2))
         return [0.0, time.perf_counter()]  # it began with the word
@@ -92,7 +103,7 @@ class Rank:
     def group(self) -> list[float]:
         """Makes a group of all ranks."""
         begin = time.perf_counter()
-        group = dist.new_group(timeout=TIMEOUT)
+        group = dist.new_group(timeout=self.timeout)
         dist.all_reduce(torch.ones(2), group=group)
         return [begin, time.perf_counter()]
 
@@ -110,15 +121,16 @@ class Rank:
             x, self_weight=1 / 3, src_weights=ring, dst_weights=list(ring), enable_topo_check=False
         )
 
-    def repeat(self, operation: str, size: int) -> list[float]:
-        """Operations in a row, on tensors of so many bytes."""
+    def repeat(self, operation: str, size: int, count: int) -> list[float]:
+        """So many operations in a row, on tensors of so many bytes."""
         x = torch.ones(size // 4)
         call = self.call(operation, x)
         result = call()
         expected = torch.ones_like(x) * (self.size if operation == "allreduce" else 1)
-        torch.testing.assert_close(x if operation != "neighbors" else result, expected)
+        # Not by torch.testing, which would import sympy, 500 modules, in each rank.
+        if not torch.allclose(x if operation != "neighbors" else result, expected):
+            raise AssertionError(f"{operation} of {size} bytes: wrong result on rank {self.rank}")
         dist.barrier()
-        count = SIZES.get(size, 20)
         begin = time.perf_counter()
         for _ in range(count):
             call()
@@ -159,17 +171,19 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def serve(connection: Connection, system: str, rank: int, size: int, port: int) -> None:
+def serve(
+    connection: Connection, system: str, rank: int, size: int, store: dist.TCPStore, timeout: timedelta
+) -> None:
     """The life of a forked rank."""
     die_with_parent()
     torch.set_num_threads(1)
-    me = Rank(system, rank, size, port)
+    me = Rank(system, rank, size, store, timeout)
     while (word := connection.recv()) is not None:
         name, *arguments = word
         try:
             connection.send(getattr(me, name)(*arguments))
         except BaseException:
-            connection.send(f"rank {rank}, {name}: {traceback.format_exc()}")
+            connection.send(f"rank {rank}: {traceback.format_exc(limit=-3)}")
             os._exit(1)
     dist.destroy_process_group()
     atexit._run_exitfuncs()
@@ -191,15 +205,27 @@ class World:
     Args:
         system: Of torch.distributed.
         size: How many ranks.
+        limit: Seconds that a phase may take.
     """
 
-    def __init__(self, system: str, size: int) -> None:
+    def __init__(self, system: str, size: int, limit: float) -> None:
+        self.system, self.size, self.limit = system, size, limit
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
+
+    def fork(self) -> None:
+        """Makes the Store and the ranks, each with its connection."""
         self._fork(keep_store)
+        if not self.connections[0].poll(self.limit):
+            raise WorldFailed(f"the Store of {self.size} ranks was not there after {self.limit:g} s")
         port = self.connections[0].recv()
-        for rank in range(size):
-            self._fork(serve, system, rank, size, port)
+        timeout = timedelta(seconds=self.limit)
+        for rank in range(self.size):
+            try:
+                store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+            except dist.DistError as error:
+                raise self._failed(f"connection {rank} with the Store", str(error)) from error
+            self._fork(serve, self.system, rank, self.size, store, timeout)
 
     def _fork(self, function: Callable[..., None], *arguments: object) -> None:
         here, there = _context.Pipe()
@@ -209,23 +235,37 @@ class World:
         self.processes.append(process)
         self.connections.append(here)
 
+    def _failed(self, phase: str, what: str) -> WorldFailed:
+        return WorldFailed(f"{SYSTEMS[self.system]}, {self.size} ranks, {phase}: {what}")
+
     def ask(self, *word: object) -> tuple[float, list[Any]]:
-        """Lets all ranks do something; returns when, and what each of them has answered."""
-        ranks = self.connections[1:]
-        answered: set[Any] = set()
+        """Lets all ranks do something; returns when, and what each of them has answered.
+
+        Raises:
+            WorldFailed: A rank has failed, or the time of a phase is over; it names the ranks.
+        """
+        phase = " ".join(map(str, word))
+        ranks = dict(enumerate(self.connections[1:]))
         begin = time.perf_counter()
-        for rank in ranks:
-            rank.send(word)
+        end = begin + self.limit + PATIENCE_SECONDS
         answers = []
-        while len(answers) < len(ranks):
-            ready = wait([rank for rank in ranks if rank not in answered], 2 * TIMEOUT.total_seconds())
-            if not ready:
-                raise RuntimeError(f"{len(ranks) - len(answers)} ranks do not answer: {word}")
-            for rank in ready:
-                answered.add(rank)
-                answers.append(rank.recv())
-                if isinstance(answers[-1], str):
-                    raise RuntimeError(answers[-1])
+        try:
+            for rank in ranks.values():
+                rank.send(word)
+            while ranks:
+                ready = wait(list(ranks.values()), max(0.0, end - time.perf_counter()))
+                if not ready:
+                    named = ", ".join(map(str, list(ranks)[:20])) + (" ..." if len(ranks) > 20 else "")
+                    raise self._failed(
+                        phase,
+                        f"no answer of {len(ranks)} ranks within {self.limit + PATIENCE_SECONDS:g} s: {named}",
+                    )
+                for number in [number for number, rank in ranks.items() if rank in ready]:
+                    answers.append(ranks.pop(number).recv())
+                    if isinstance(answers[-1], str):
+                        raise self._failed(phase, answers[-1])
+        except (EOFError, OSError) as error:
+            raise self._failed(phase, f"a rank has gone: {error!r}") from error
         return begin, answers
 
     def time(self, *word: object) -> float:
@@ -239,75 +279,97 @@ class World:
         begin = time.perf_counter()
         for rank in self.connections[1:]:
             rank.send(None)
-        living = [process.sentinel for process in self.processes[1:]]
+        living = {process.sentinel: rank for rank, process in enumerate(self.processes[1:])}
         while living:
-            ended = wait(living, TIMEOUT.total_seconds())
+            ended = wait(list(living), max(0.0, begin + self.limit - time.perf_counter()))
             if not ended:
-                raise RuntimeError(f"{len(living)} ranks do not end")
-            living = [sentinel for sentinel in living if sentinel not in ended]
+                raise self._failed("end", f"ranks {sorted(living.values())} live on after {self.limit:g} s")
+            for sentinel in ended:
+                del living[sentinel]
         return 1e3 * (time.perf_counter() - begin)
 
     def close(self) -> None:
         """Ends whatever is left."""
         for process in self.processes:
             process.kill()
-            process.join()
+        for process in self.processes:
+            process.join(PATIENCE_SECONDS)
         for connection in self.connections:
             connection.close()
 
 
 @contextmanager
-def world_of(system: str, size: int) -> Iterator[World]:
+def world_of(system: str, size: int, limit: float) -> Iterator[World]:
     """A world that is gone afterwards, whatever happens."""
-    world = World(system, size)
+    world = World(system, size, limit)
     try:
+        world.fork()
         yield world
     finally:
         world.close()
 
 
-def facts() -> dict[str, object]:
+def facts(limit: float) -> dict[str, object]:
     """About the run, from ranks of fog: this process must not load MPI."""
-    with world_of("fog", 3) as world:
+    with world_of("fog", 3, limit) as world:
         world.ask("start")
         return world.ask("facts")[1][0]
 
 
-def measure(system: str, size: int, sizes: Sequence[int]) -> dict[Key, float]:
-    """One world's life."""
-    with world_of(system, size) as world:
-        world.ask("ready")
-        found: dict[Key, float] = {("start", 0): world.time("start"), ("group", 0): world.time("group")}
-        keys: list[Key] = [
-            ("barrier", 0),
-            *((name, each) for name in ("allreduce", "neighbors") for each in sizes),
-        ]
-        for key in keys:
-            found[key] = world.time("repeat", *key)
-        memory = np.max(world.ask("memory")[1], 0)
-        for name, value in zip(("private MiB", "mapped MiB", "descriptors"), memory, strict=True):
-            found[name, 0] = float(value)
-        found["end", 0] = world.end()
-        return found
+def measure(world: World, sizes: Sequence[int], found: dict[Key, float]) -> None:
+    """One world's life, into `found`; what came before a failure is there as well."""
+    world.ask("ready")
+    found["start", 0] = world.time("start")
+    found["group", 0] = world.time("group")
+    keys: list[Key] = [
+        ("barrier", 0),
+        *((name, each) for name in ("allreduce", "neighbors") for each in sizes),
+    ]
+    for key in keys:
+        once = world.time("repeat", *key, LEAST)
+        count = min(MOST, int(1e3 * ROW_SECONDS / once))
+        found[key] = world.time("repeat", *key, count) if count > LEAST else once
+    memory = np.max(world.ask("memory")[1], 0)
+    for name, value in zip(("private MiB", "mapped MiB", "descriptors"), memory, strict=True):
+        found[name, 0] = float(value)
+    found["end", 0] = world.end()
 
 
-def rows_of(size: int, sizes: Sequence[int], rounds: int) -> list[Row]:
-    """Rounds of both systems' worlds, one after the other."""
+def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures: list[str]) -> list[Row]:
+    """Rounds of both systems' worlds, one after the other; what went wrong is added to `failures`."""
     samples: dict[str, list[dict[Key, float]]] = {system: [] for system in SYSTEMS}
     draw = random.Random(size)
-    for _ in range(rounds):
+    for number in range(rounds):
         for system in draw.sample(list(SYSTEMS), len(SYSTEMS)):
-            samples[system].append(measure(system, size, sizes))
+            found: dict[Key, float] = {}
+            begin = time.perf_counter()
+            try:
+                with world_of(system, size, limit) as world:
+                    measure(world, sizes, found)
+            except WorldFailed as failure:
+                failures.append(str(failure))
+                print(failure, file=sys.stderr)
+            samples[system].append(found)
+            print(
+                f"{size} ranks, round {number + 1} of {rounds}, {SYSTEMS[system]}: start {found.get(('start', 0), np.nan):.0f} ms, "
+                f"{time.perf_counter() - begin:.0f} s in all",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def row(name: str, count: int) -> Row:
-        found = {}
+        times = {}
         for system in SYSTEMS:
-            lower, median, upper = np.percentile([s[name, count] for s in samples[system]], [25, 50, 75])
-            if lower > 0:  # else it has none
-                found[system] = Times(float(median), float(lower), float(upper))
-        return Row(name, size, "float32", count // 4, count, 0, rounds, found)
+            values = [sample[name, count] for sample in samples[system] if (name, count) in sample]
+            if values and np.median(values) > 0:  # else it has none
+                lower, median, upper = np.percentile(values, [25, 50, 75])
+                times[system] = Times(float(median), float(lower), float(upper))
+        return Row(name, size, "float32", count // 4, count, 0, rounds, times)
 
-    return [row(name, count) for name, count in samples["fog"][0]]
+    keys = dict.fromkeys(
+        key for each in zip(*samples.values(), strict=True) for sample in each for key in sample
+    )
+    return [row(*key) for key in keys]
 
 
 def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
@@ -360,32 +422,43 @@ def main() -> None:
         type=program.parse_size,
         nargs="+",
         metavar="BYTES",
-        default=list(SIZES),
+        default=SIZES,
         help="such as 8, 4K, 1M",
     )
     add("--rounds", type=int, default=5, help="worlds of each system")
+    add(
+        "--limit",
+        type=float,
+        default=PHASE_SECONDS,
+        metavar="SECONDS",
+        help="what a phase of a world may take",
+    )
     add("--json", type=Path, help="file for the numbers")
     add("--plot", type=Path, help="file for a picture")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or min(arguments.ranks) < 3:
-        parser.error("--rounds must be 1 or more, --ranks 3 or more")
+    if arguments.rounds < 1 or min(arguments.ranks) < 3 or not arguments.limit > 0:
+        parser.error("--rounds must be 1 or more, --ranks 3 or more, --limit more than 0")
     load = os.getloadavg()[0]
     if load > program.BUSY:
         print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
     # Forked processes then neither traverse nor copy these objects.
     gc.collect()
     gc.freeze()
+    about = facts(arguments.limit) if arguments.json else {}
     rows: list[Row] = []
+    failures: list[str] = []
     for ranks in arguments.ranks:
-        found = rows_of(ranks, arguments.sizes, arguments.rounds)
+        found = rows_of(ranks, arguments.sizes, arguments.rounds, arguments.limit, failures)
         print(f"\n{ranks} ranks on {os.cpu_count()} cores\n{TABLE.heading()}")
         print("\n".join(map(TABLE.line, found)), flush=True)
         rows += found
     print_goals(GOALS, rows, SYSTEMS)
     if arguments.json:
-        write_json(arguments.json, {**facts(), "load average before": load}, rows)
+        write_json(arguments.json, {**about, "load average before": load, "failures": failures}, rows)
     if arguments.plot:
         plot(arguments.plot, rows, SYSTEMS)
+    if failures:
+        sys.exit(f"{len(failures)} worlds did not come to their end:\n" + "\n".join(failures))
 
 
 if __name__ == "__main__":

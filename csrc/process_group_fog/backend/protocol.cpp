@@ -14,7 +14,7 @@ namespace fog {
 namespace {
 
 // Counts up with each change of what processes say to each other, or do in each other's memory, that leaves all sizes as they are.
-constexpr int kProtocol = 3;
+constexpr int kProtocol = 4;
 
 uint32_t layout() {
   using namespace shared_memory;

@@ -30,15 +30,21 @@ std::vector<int> Broadcast::hosts_across() const {
 }
 
 void Broadcast::launch() {
-  announcements_ = host_tree(hosts(), signature_.root);
-  for (const auto& child : announcements_.children) {
-    expect_announcement(child.rank);
+  const bool in_slices = cutovers::in_slices(bytes_, hosts());
+  const bool star = bytes_ > Transport::kLocalInlineBytes;
+  if (!in_slices) {
+    tree_ = host_tree(hosts(), signature_.root, star);
   }
-  if (cutovers::in_slices(bytes_, hosts())) {
+  if (confirms()) {
+    announcements_ = in_slices || star ? host_tree(hosts(), signature_.root) : tree_;
+    for (const auto& child : announcements_.children) {
+      expect_announcement(child.rank);
+    }
+  }
+  if (in_slices) {
     launch_slices();
     return;
   }
-  tree_ = host_tree(hosts(), signature_.root, bytes_ > Transport::kLocalInlineBytes);
   if (tree_.parent >= 0) {
     receive(tree_.parent, kDown, data_, bytes_);
   }

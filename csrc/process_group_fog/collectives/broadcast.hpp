@@ -45,7 +45,7 @@ class Broadcast : public Operation {
   const size_t bytes_;
   Role role_ = Role::kTree;
   HostTree tree_;
-  HostTree announcements_;
+  HostTree announcements_; // where they are confirmed
   bool announced_ = false; // to the parent there, that all below have come
   bool passed_on_ = false; // down the tree, or across
   bool shared_ = false; // within the host

@@ -58,8 +58,12 @@ Operation::Action Gather::advance() {
 
 void Gather::compute() {
   copy_own(input_, outputs_[rank()]);
-  for (int at = 1; blocks_ != nullptr && at < size(); ++at) {
-    const auto& output = outputs_[tree_.order[at]];
+  if (blocks_ == nullptr) {
+    return;
+  }
+  const auto order = host_order(hosts(), rank());
+  for (int at = 1; at < size(); ++at) {
+    const auto& output = outputs_[order[at]];
     std::memcpy(output.data, blocks_ + static_cast<size_t>(at) * input_.bytes, output.bytes);
   }
 }

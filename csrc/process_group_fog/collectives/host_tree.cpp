@@ -5,21 +5,63 @@
 namespace fog {
 namespace {
 
+// The ranks in the order of the tree: by host, the root's first, and by place there, the root's first.
+class Order {
+ public:
+  Order(const Machines& hosts, int root) : hosts_(hosts), root_host_(hosts.machine_of(root)), root_place_(hosts.place_of(root)) {}
+
+  int distance_of(int host) const {
+    return (host - root_host_ + hosts_.count()) % hosts_.count();
+  }
+  const std::vector<int>& ranks(int distance) const {
+    return hosts_.ranks((root_host_ + distance) % hosts_.count());
+  }
+  int rank(int distance, int at) const {
+    const auto& local = ranks(distance);
+    const auto place = static_cast<size_t>(at + first_place(distance));
+    return local[place < local.size() ? place : place - local.size()];
+  }
+  // Where the rank at this place of its host comes there.
+  int position(int distance, int place) const {
+    const int count = static_cast<int>(ranks(distance).size());
+    return (place - first_place(distance) + count) % count;
+  }
+  // How many come before each host; at last, how many there are.
+  std::vector<int> starts() const {
+    std::vector<int> starts{0};
+    starts.reserve(static_cast<size_t>(hosts_.count()) + 1);
+    for (int distance = 0; distance < hosts_.count(); ++distance) {
+      starts.push_back(starts.back() + static_cast<int>(ranks(distance).size()));
+    }
+    return starts;
+  }
+
+ private:
+  int first_place(int distance) const {
+    return distance == 0 ? root_place_ : 0;
+  }
+
+  const Machines& hosts_;
+  const int root_host_;
+  const int root_place_;
+};
+
 // Adds what is around place `place` of `count` in a binomial tree from place 0. The parent of a place is without its lowest bit, and all
-// below it are the places up to the next one with that bit. `starts[p]` is where place p begins in the order.
-void add_binomial(HostTree& tree, int place, int count, const std::vector<int>& starts) {
+// below it are the places up to the next one with that bit. Place p begins at `start_of(p)` in the order, with `rank_at(p)`.
+template <typename RankAt, typename StartOf>
+void add_binomial(HostTree& tree, int place, int count, RankAt&& rank_at, StartOf&& start_of) {
   const int lowest = place == 0 ? count : place & -place;
-  const auto end_of = [&](int at, int many) { return starts[std::min(at + many, count)]; };
+  const auto end_of = [&](int at, int many) { return start_of(std::min(at + many, count)); };
   tree.end = std::max(tree.end, end_of(place, lowest));
   if (place > 0) {
-    tree.parent = tree.order[starts[place & (place - 1)]];
+    tree.parent = rank_at(place & (place - 1));
   }
   int step = 1;
   while (step < lowest && place + step < count) {
     step <<= 1;
   }
   for (step >>= 1; step >= 1; step >>= 1) {
-    tree.children.push_back({tree.order[starts[place + step]], starts[place + step], end_of(place + step, step)});
+    tree.children.push_back({rank_at(place + step), start_of(place + step), end_of(place + step, step)});
   }
 }
 
@@ -27,40 +69,40 @@ void add_binomial(HostTree& tree, int place, int count, const std::vector<int>& 
 
 HostTree host_tree(const Machines& hosts, int root, bool star) {
   HostTree tree;
-  const int root_host = hosts.machine_of(root);
-  std::vector<int> host_starts{0};
-  for (int distance = 0; distance < hosts.count(); ++distance) {
-    const auto& ranks = hosts.ranks((root_host + distance) % hosts.count());
-    const auto first = distance == 0 ? std::find(ranks.begin(), ranks.end(), root) : ranks.begin();
-    tree.order.insert(tree.order.end(), first, ranks.end());
-    tree.order.insert(tree.order.end(), ranks.begin(), first);
-    host_starts.push_back(static_cast<int>(tree.order.size()));
-  }
-  const int host = (hosts.machine() - root_host + hosts.count()) % hosts.count();
-  const int start = host_starts[host];
+  const Order order(hosts, root);
+  const auto starts = order.starts();
+  const int distance = order.distance_of(hosts.machine());
+  const int start = starts[distance];
+  const int position = order.position(distance, hosts.place());
   const int count = static_cast<int>(hosts.local().size());
-  std::vector<int> local_starts;
-  for (int place = 0; place <= count; ++place) {
-    local_starts.push_back(start + place);
-  }
-  const int own = hosts.local()[hosts.place()];
-  tree.begin = static_cast<int>(std::find(tree.order.begin() + start, tree.order.end(), own) - tree.order.begin());
-  if (tree.begin == start) {
-    add_binomial(tree, host, hosts.count(), host_starts);
+  tree.begin = start + position;
+  if (position == 0) {
+    add_binomial(tree, distance, hosts.count(), [&](int host) { return order.rank(host, 0); }, [&](int host) { return starts[host]; });
   }
   if (!star) {
-    add_binomial(tree, tree.begin - start, count, local_starts);
+    add_binomial(tree, position, count, [&](int at) { return order.rank(distance, at); }, [&](int at) { return start + at; });
     return tree;
   }
   tree.end = std::max(tree.end, tree.begin + 1);
-  if (tree.begin > start) {
-    tree.parent = tree.order[start];
+  if (position > 0) {
+    tree.parent = order.rank(distance, 0);
     return tree;
   }
-  for (int at = start + 1; at < start + count; ++at) {
-    tree.children.push_back({tree.order[at], at, at + 1});
+  for (int at = 1; at < count; ++at) {
+    tree.children.push_back({order.rank(distance, at), start + at, start + at + 1});
   }
   return tree;
+}
+
+std::vector<int> host_order(const Machines& hosts, int root) {
+  const Order order(hosts, root);
+  std::vector<int> ranks;
+  for (int distance = 0; distance < hosts.count(); ++distance) {
+    for (int at = 0; at < static_cast<int>(order.ranks(distance).size()); ++at) {
+      ranks.push_back(order.rank(distance, at));
+    }
+  }
+  return ranks;
 }
 
 } // namespace fog

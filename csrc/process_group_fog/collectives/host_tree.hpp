@@ -10,7 +10,7 @@ namespace fog {
 // Where one rank stands in the tree from a root: first from host to host, where one rank of each takes part, then within each host.
 // Either is a binomial tree, of as many steps as its size has bits.
 //
-// In `order` a rank and all below it are neighbors: those from `begin` to `end`.
+// In the tree's order a rank and all below it are neighbors: those from `begin` to `end`.
 struct HostTree {
   struct Branch {
     int rank;
@@ -21,10 +21,12 @@ struct HostTree {
   std::vector<Branch> children; // the largest first
   int begin = 0;
   int end = 0;
-  std::vector<int> order; // ranks: the root's host first, from the root on, then host by host
 };
 
 // That of the rank whose `hosts` these are. With `star` the other ranks of a host are all children of the one that takes part between hosts.
 HostTree host_tree(const Machines& hosts, int root, bool star = false);
+
+// All ranks in the order of the tree: the root's host first, from the root on, then host by host.
+std::vector<int> host_order(const Machines& hosts, int root);
 
 } // namespace fog

@@ -34,8 +34,10 @@ void Scatter::launch() {
     receive(tree_.parent, 0, blocks_, bytes);
     return;
   }
-  for (size_t at = 0; at < tree_.order.size(); ++at) {
-    std::memcpy(blocks_ + at * output_.bytes, inputs_[tree_.order[at]].data, output_.bytes);
+  char* block = blocks_;
+  for (const int peer : host_order(hosts(), root)) {
+    std::memcpy(block, inputs_[peer].data, output_.bytes);
+    block += output_.bytes;
   }
 }
 

@@ -35,19 +35,16 @@ void Machines::find(int rank) {
     const auto& members = ranks_[machine];
     least_ = std::min(least_, static_cast<int>(members.size()));
     most_ = std::max(most_, static_cast<int>(members.size()));
-    const auto found = std::find(members.begin(), members.end(), rank);
-    if (found != members.end()) {
-      machine_ = static_cast<int>(machine);
-      place_ = static_cast<int>(found - members.begin());
+    for (size_t place = 0; place < members.size(); ++place) {
+      const int member = members[place];
+      if (static_cast<size_t>(member) >= where_.size()) {
+        where_.resize(static_cast<size_t>(member) + 1);
+      }
+      where_[member] = {static_cast<int>(machine), static_cast<int>(place)};
     }
   }
-}
-
-int Machines::machine_of(int rank) const {
-  const auto found = std::find_if(ranks_.begin(), ranks_.end(), [rank](const std::vector<int>& machine) {
-    return std::find(machine.begin(), machine.end(), rank) != machine.end();
-  });
-  return static_cast<int>(found - ranks_.begin());
+  machine_ = machine_of(rank);
+  place_ = place_of(rank);
 }
 
 void Machines::check_equal(const char* op) const {

@@ -38,8 +38,13 @@ class Machines {
   const std::vector<int>& local() const {
     return ranks_[machine_];
   }
-  // The machine of any rank.
-  int machine_of(int rank) const;
+  // The machine of any of its ranks, and its place there.
+  int machine_of(int rank) const {
+    return where_[rank].machine;
+  }
+  int place_of(int rank) const {
+    return where_[rank].place;
+  }
   int rank(int machine, int place) const {
     return ranks_[machine][place];
   }
@@ -57,9 +62,14 @@ class Machines {
   void sign(Signature& signature) const;
 
  private:
+  struct Where {
+    int machine = 0;
+    int place = 0;
+  };
   void find(int rank);
 
   std::vector<std::vector<int>> ranks_;
+  std::vector<Where> where_; // by rank
   int machine_ = 0;
   int place_ = 0;
   int least_ = 0;

@@ -154,12 +154,14 @@ void Engine::submit(
         operation->on_message(message.source, message.header, message.data.data());
       }
     }
-    for (const int peer : operation->awaited(false)) {
-      group->check_present(peer);
+    if (!group->gone.empty()) {
+      for (const int peer : operation->awaited(false)) {
+        group->check_present(peer);
+      }
     }
     make_ready(operation);
     drive(lock);
-    if (!operation->ended() && !operation->computing) {
+    if (!lost_.empty() && !operation->ended() && !operation->computing) {
       // It may have begun with a message of a process that has ended since and sends no more.
       for (const int peer : operation->awaited()) {
         if (lost_.count(group->members[peer].peer_id) > 0) {

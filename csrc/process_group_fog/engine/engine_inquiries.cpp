@@ -32,6 +32,8 @@ void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
   Header header;
   header.kind = MessageKind::kAsk;
   header.key = operation.key();
+  header.use = operation.use().number;
+  header.generation = operation.use().generation;
   header.signature = operation.signature();
   for (const int rank : ranks) {
     send_quietly(operation.group(), rank, header, "");
@@ -55,15 +57,17 @@ void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Heade
   Standing standing;
   const auto found = group->by_key.find(header.key);
   const bool is_named = (header.key & kNamedKey) != 0;
-  if (found != group->by_key.end()) {
-    // Where each waits for somebody else first, no message has shown it. (Of a name this may be another use.)
+  const auto since = is_named ? group->names.uses_since(header.key, source, {header.use, header.generation}) : std::nullopt;
+  const bool came = is_named ? since.value_or(-1) >= 0 : header.key < group->next_key;
+  if (found != group->by_key.end() && since.value_or(0) == 0) {
+    // Where each waits for somebody else first, no message has shown it.
     const auto& own = found->second->signature();
     TORCH_CHECK_WITH(
         DistBackendError, is_named || own.agrees_with(header.signature), found->second->describe(),
         ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.signature.describe());
     standing.waits_for = found->second->awaited();
     standing.state = Standing::State::kWaits;
-  } else if (!is_named && header.key < group->next_key) {
+  } else if (came) {
     standing.state = Standing::State::kEnded;
   }
   Header answer;

@@ -47,6 +47,9 @@ class NameTable {
   // from there.
   bool is_of_latest(uint64_t key, int source, Use there, bool expected);
 
+  // How many uses of a name the latest one here comes after `source`'s use `there`; nothing if that cannot be known.
+  std::optional<int> uses_since(uint64_t key, int source, Use there) const;
+
   size_t size() const {
     return names_.size();
   }

@@ -164,41 +164,57 @@ void Operation::on_message(int source, const Header& header, const char* data) {
         c10::str(
             "ranks disagree: this rank called ", signature_.describe(), ", rank ", source, " called ", header.signature.describe()));
   }
-  for (size_t index = 0; index < receives_.size(); ++index) {
-    auto& receive = receives_[index];
-    if (receive.arrived || receive.step != header.step || (receive.peer != source && receive.peer != -1)) {
-      continue;
-    }
-    if (!receive.any_size && receive.bytes != header.bytes) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str(
-              "ranks disagree: this rank expects ", receive.bytes, " bytes from rank ", source, ", which sends ", header.bytes, " (",
-              header.signature.describe(), ")"));
-    }
-    receive.arrived = true;
-    receive.peer = source;
-    receive.header = header;
-    if (times) {
-      note_arrival(source, header.bytes);
-    }
-    if (data_waits_) { // before its data is asked for: what MPI says of the data that goes is then ahead of the answer that makes data come
-      group_->transport->go(group_->members[source].peer_id, *this);
-    }
-    if (header.wants_confirm != 0) {
-      confirm_to(source);
-    }
-    if (receive.any_size) {
-      if (header.delivery == Delivery::kInline) {
-        receive.stash.assign(data, data + header.bytes);
-      }
-      complete_receive(receive);
-    } else {
-      take(index, data);
-    }
+  const auto found = find_receive(source, header.step);
+  if (!found) {
+    on_unmatched(source, header);
     return;
   }
-  on_unmatched(source, header);
+  auto& receive = receives_[*found];
+  if (!receive.any_size && receive.bytes != header.bytes) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        c10::str(
+            "ranks disagree: this rank expects ", receive.bytes, " bytes from rank ", source, ", which sends ", header.bytes, " (",
+            header.signature.describe(), ")"));
+  }
+  receive.arrived = true;
+  receive.peer = source;
+  receive.header = header;
+  if (times) {
+    note_arrival(source, header.bytes);
+  }
+  if (data_waits_) { // before its data is asked for: what MPI says of the data that goes is then ahead of the answer that makes data come
+    group_->transport->go(group_->members[source].peer_id, *this);
+  }
+  if (header.wants_confirm != 0) {
+    confirm_to(source);
+  }
+  if (receive.any_size) {
+    if (header.delivery == Delivery::kInline) {
+      receive.stash.assign(data, data + header.bytes);
+    }
+    complete_receive(receive);
+  } else {
+    take(*found, data);
+  }
+}
+
+std::optional<size_t> Operation::find_receive(int source, uint16_t step) {
+  constexpr size_t kFew = 16; // of which a look at each takes no longer
+  const auto fits = [&](size_t index) {
+    const auto& receive = receives_[index];
+    return !receive.arrived && receive.step == step && (receive.peer == source || receive.peer == -1);
+  };
+  if (receives_.size() > kFew) { // none is from any source: such an operation has one receive
+    index_.extend(receives_.size(), [&](size_t index) { return ReceiveIndex::key(receives_[index].peer, receives_[index].step); });
+    return index_.find(ReceiveIndex::key(source, step), fits);
+  }
+  for (size_t index = 0; index < receives_.size(); ++index) {
+    if (fits(index)) {
+      return index;
+    }
+  }
+  return std::nullopt;
 }
 
 void Operation::note_arrival(int source, size_t bytes) {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -23,6 +24,7 @@
 #include "engine/work.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
+#include "engine/receive_index.hpp"
 
 namespace fog {
 
@@ -96,9 +98,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   uint64_t key() const {
     return key_;
   }
-  // Which use of its name it is; 0 without a name.
-  uint64_t use() const {
-    return use_.number;
+  // Of its name, if it has one.
+  NameTable::Use use() const {
+    return use_;
   }
   uint64_t sequence() const {
     return sequence_;
@@ -225,6 +227,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   int source(size_t receive) const {
     return receives_[receive].peer;
   }
+  // Whether it confirms.
+  bool confirms() const {
+    return confirm_;
+  }
   // Between a rank that only sends in an operation and one that only receives from it: the receiver sends an empty message
   // at once, so that each has seen what the other one called. Nothing happens where confirm is off.
   void announce_to(int peer);
@@ -280,6 +286,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // How much of an input is used, or of a message copied to its place, before its sender hears of it.
   static size_t step_bytes(size_t bytes);
 
+  // The first receive that a message belongs to and that has got none.
+  std::optional<size_t> find_receive(int source, uint16_t step);
   void confirm_to(int peer);
   void note_arrival(int source, size_t bytes);
   void complete_receive(Receive& receive);
@@ -302,6 +310,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool confirm_ = true;
   bool has_outputs_ = false;
   c10::SmallVector<Receive, 1> receives_;
+  ReceiveIndex index_; // of these, once there are many
   std::vector<Going> going_; // what peers, or the transport, still read
   std::vector<size_t> to_move_; // receives whose data is to be copied to its place
   std::vector<Move> moves_; // of run()

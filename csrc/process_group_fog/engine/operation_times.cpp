@@ -24,7 +24,7 @@ class OperationTimes::Entry final : public Timeline::Entry {
       : signature_(operation.signature()),
         group_(operation.group()),
         sequence_(operation.sequence()),
-        key_(c10::str(group_->id, ':', operation.key(), ':', operation.use())),
+        key_(c10::str(group_->id, ':', operation.key(), ':', operation.use().number)),
         failed_(failed),
         submitted_(times.submitted_),
         started_(times.started_),

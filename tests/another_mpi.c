@@ -1,0 +1,9 @@
+// An MPI library of another version. It is linked with the real one and has that one's functions, but for this.
+#include <mpi_abi.h>
+#include <string.h>
+
+int MPI_Get_library_version(char* text, int* length) {
+  strcpy(text, "AnotherMPI 7.8.9, of a test");
+  *length = (int)strlen(text);
+  return MPI_SUCCESS;
+}
