@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -27,6 +27,9 @@ TORCH_STAMP := $(VENV)/.made-with-torch
 REQUIREMENTS_STAMP := $(VENV)/.requirements
 EXTENSION_STAMP := $(VENV)/.extension
 LINTERS_STAMP := $(VENV)/.linters
+# The site needs neither torch nor the extension, so it has an environment of its own.
+DOCS_VENV := build/docs-venv
+DOCS_STAMP := $(DOCS_VENV)/.requirements
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # What clang-format is for.
@@ -55,6 +58,7 @@ help:
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
+	@echo "make docs    build the documentation as a site: build/docs/index.html"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all that was built"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -84,9 +88,9 @@ test-rma: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
-# The double of a device, which tests load; compiled anew only when its sources change.
+# The fake device, which tests load; compiled anew only when its sources change.
 build-tests: build
-	@echo "== double of a device: compiling if need be"
+	@echo "== fake device: compiling if needed"
 	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_runtime()'
 
 lint: $(LINTERS_STAMP)
@@ -96,6 +100,10 @@ lint: $(LINTERS_STAMP)
 format: $(LINTERS_STAMP)
 	@echo "== format"
 	@export $(IN_VENV); ruff check --quiet --fix --exit-zero . && ruff format --quiet . && clang-format -i $(FORMATTED)
+
+docs: $(DOCS_STAMP)
+	@echo "== documentation: build/docs/index.html"
+	@PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict $(ARGS)
 
 # Those that need several GPUs, or a newer NCCL for ranks that share one, say so.
 test-gpu: build
@@ -211,4 +219,11 @@ $(EXTENSION_STAMP): $(REQUIREMENTS_STAMP) $(SOURCES)
 $(LINTERS_STAMP): $(EXTENSION_STAMP) pyproject.toml
 	@$(IN_VENV) python -c "$$REQUIREMENTS" project optional-dependencies lint > "$(VENV)/linters.txt"
 	@$(PIP) install --quiet -r "$(VENV)/linters.txt"
+	@touch "$@"
+
+$(DOCS_STAMP): pyproject.toml
+	@echo "== environment for the documentation: $(DOCS_VENV)"
+	@$(PYTHON) -m venv "$(DOCS_VENV)"
+	@"$(DOCS_VENV)/bin/python" -c "$$REQUIREMENTS" project optional-dependencies docs > "$(DOCS_VENV)/requirements.txt"
+	@"$(DOCS_VENV)/bin/python" -m pip --disable-pip-version-check install --quiet -r "$(DOCS_VENV)/requirements.txt"
 	@touch "$@"

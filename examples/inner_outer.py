@@ -3,7 +3,7 @@
     FOG_NODES_PER_MACHINE=4 torchrun --nproc_per_node=8 examples/inner_outer.py
     FOG_NODES_PER_MACHINE=4 torchrun --nproc_per_node=8 examples/inner_outer.py --rounds 60
 
-FOG_NODES_PER_MACHINE makes so many ranks a machine, whatever hosts they run on; without it each host is one. Networks between
+FOG_NODES_PER_MACHINE makes this number of consecutive ranks a machine, on any hosts; without it each host is one. Networks between
 machines are slower than memory inside, so a round that sends one tensor from each machine costs less than one in which
 all ranks send outside. Each rank talks to one peer a round:
 
@@ -30,7 +30,7 @@ from fogdist.topology import (
 )
 from torch import Tensor
 
-# Yields whom a rank sends to and receives from in each round.
+# Yields the ranks that a rank sends to and receives from in each round.
 Peers = Iterator[tuple[list[int], list[int]]]
 
 

@@ -1,4 +1,4 @@
-"""Linear speedup: how much faster n ranks go through samples than one, and what communication costs of it.
+"""Linear speedup: how much faster n ranks process samples than one rank, and the cost of communication.
 
     torchrun --nproc_per_node=4 examples/linear_speedup.py
     torchrun --nproc_per_node=4 examples/linear_speedup.py --rows 50000 --features 500 --topology ring

@@ -1,7 +1,7 @@
 """The ways to train together that the training examples offer as --mode, behind one interface.
 
-A mode takes a model and a function that makes its optimizer, and gives what a training loop needs: a module to
-call, an optimizer to step, and what is to be done before each iteration and after the last one. Everything else,
+A mode takes a model and a function that makes its optimizer, and gives everything that a training loop needs: a module to
+call, an optimizer to step, and functions to call before each iteration and after the last one. Everything else,
 the loop above all, is the same in all modes.
 """
 
@@ -25,7 +25,7 @@ OptimizerFunction = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a mode is made of.
+    """The ingredients of a mode.
 
     Attributes:
         model: On each rank the same model, up to values.
@@ -44,7 +44,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What a training loop calls.
+    """The objects that a training loop calls.
 
     Attributes:
         module: Called as a function; its parameters are those of the model.
@@ -69,8 +69,8 @@ class Mode:
         is_asynchronous: Whether ranks go at their own pace.
         follows_topology: Whether it averages with neighbors.
         can_be_dynamic: Whether it takes one graph an iteration.
-        topology: What suits it, of fogdist.topology.TOPOLOGY_NAMES.
-        local_steps: What suits it; None if it has none.
+        topology: A suitable one of fogdist.topology.TOPOLOGY_NAMES.
+        local_steps: A suitable number; None if it has none.
         has_momentum: Whether it brings momentum of its own, and takes optimizers without any.
         takes_adamw_only: Whether it is a form of AdamW.
     """
@@ -153,7 +153,7 @@ def _push_sum(setup: Setup) -> Trainer:
     optimizer: Any = trainer.optimizer
 
     def prepare(t: int) -> None:
-        # Shares of what a rank has, not weights of what it gets: they add up to 1 at the sender.
+        # These are shares of the sender, not weights of the receiver: they add up to 1 at the sender.
         if setup.sequence is not None and fogdist.size() > 1:
             destinations = setup.sequence.peers(fogdist.rank(), t)["dst_weights"]
             share = 1.0 / (len(destinations) + 1)

@@ -5,8 +5,8 @@
     torchrun --nproc_per_node=4 examples/push_sum.py --dynamic
 
 Rank i starts with the value x = i and the weight p = 1. In each of its rounds a rank keeps a share of both
-and adds the others to its out-neighbors' slots, then collects what has come to its own; nobody waits for
-anybody. The sums of x and of p over all ranks, slots included, stay as they are, so x / p goes to the average
+and adds the others to its out-neighbors' slots, then collects the values in its own slots; no rank waits for
+another one. The sums of x and of p over all ranks, slots included, stay as they are, so x / p goes to the average
 of all on every directed graph that is strongly connected, however uneven the speeds (Kempe, Dobra and Gehrke,
 "Gossip-based computation of aggregate information", FOCS 2003).
 """
@@ -51,10 +51,10 @@ def main() -> None:
     average = fogdist.allreduce(x)
     fogdist.turn_on_win_ops_with_associated_p()
     fogdist.win_create(x, name="x", zero_init=True)
-    rounds, everybody = 0, None
+    rounds, all_done = 0, None
     errors = [abs(x.item() - average.item())]
-    # Whoever stops early only takes, so all go on until the slowest has done its rounds.
-    while everybody is None or not fogdist.poll(everybody):
+    # A rank that stops early only receives, so all continue until the slowest has done its rounds.
+    while all_done is None or not fogdist.poll(all_done):
         destinations = neighbors if peers is None else next(peers)[0]
         share = 1.0 / (len(destinations) + 1)
         fogdist.win_accumulate(x, "x", self_weight=share, dst_weights={d: share for d in destinations})
@@ -63,10 +63,10 @@ def main() -> None:
         rounds += 1
         errors.append(abs(x.item() / fogdist.win_associated_p("x") - average.item()))
         if rounds == args.rounds:
-            everybody = fogdist.allreduce_nonblocking(torch.zeros(1))
-    fogdist.wait(everybody)
+            all_done = fogdist.allreduce_nonblocking(torch.zeros(1))
+    fogdist.wait(all_done)
     fogdist.barrier()
-    fogdist.win_update_then_collect("x")  # what came after the last round
+    fogdist.win_update_then_collect("x")  # the values that came after the last round
     p = fogdist.win_associated_p("x")
 
     # One row a rank: its rounds, its share of the weight, its estimate.

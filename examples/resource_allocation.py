@@ -1,11 +1,11 @@
-"""Resource allocation: ranks share what there is at the least total cost, by four methods, against the solution.
+"""Resource allocation: ranks share resources at the least total cost, by four methods, against the solution.
 
     torchrun --nproc_per_node=4 examples/resource_allocation.py
     torchrun --nproc_per_node=4 examples/resource_allocation.py --topology mesh --max-iter 400
 
 Rank i has b_i of some goods to give, d_i is what it is asked for, and taking x_i of each costs it
 ``f_i(x_i) = sum_j a_ij (x_ij - b_ij)^2 / 2``. All ranks together must meet the demand, ``sum_i x_i = sum_i d_i``, at the
-least cost; nobody tells anybody its costs. There is a price y per unit at which every rank, looking at its own
+least cost; no rank tells another one its costs. There is a price y per unit at which every rank, looking at its own
 costs only, takes ``x_i(y) = b_i - y / a_i``, and these add up to the demand.
 
 - admm: the ranks adjust the price by the mean of what is missing, which is an allreduce (exchange ADMM: Boyd, Parikh,
@@ -33,7 +33,7 @@ GOODS = 3
 
 
 class Rank:
-    """What one rank knows.
+    """The knowledge of one rank.
 
     Args:
         rank: Whose numbers.
@@ -48,7 +48,7 @@ class Rank:
         self.demand = 4 * numbers[2]
 
     def takes(self, price: Tensor) -> Tensor:
-        """Returns what costs it least at a price."""
+        """Returns the cheapest amounts at a price."""
         return self.stock - price / self.slope
 
     def gradient(self, price: Tensor) -> Tensor:

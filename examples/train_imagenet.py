@@ -99,7 +99,7 @@ def learning_rate(base: float, progress: float, epochs: int, warmup: float) -> f
 
 
 def resume(folder: Path | None, model: nn.Module, optimizer: Any) -> int:
-    """Loads the last checkpoint, if there is one, and gives everybody rank 0's state; returns the epochs that are over."""
+    """Loads the last checkpoint, if there is one, and gives all ranks rank 0's state; returns the number of finished epochs."""
     found = sorted(folder.glob("epoch-*.pt")) if folder is not None and fogdist.rank() == 0 else []
     if found:
         checkpoint = torch.load(found[-1], weights_only=True)

@@ -1,4 +1,4 @@
-"""What the training examples share: flags, start and end, training loop, closing table and picture."""
+"""The common part of the training examples: flags, start and end, training loop, closing table and picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists all flags)\n")
 
     def load(self, read: Callable[[], Item]) -> Item:
-        """Returns what `read` returns; ends the program if files, or the package with them, are missing."""
+        """Returns the result of `read`; ends the program if files, or the package with them, are missing."""
         try:
             return read()
         except (ImportError, OSError, ValueError) as error:
@@ -205,7 +205,7 @@ def end(args: argparse.Namespace) -> None:
 
 
 def sgd(args: argparse.Namespace, *, weight_decay: float) -> OptimizerFunction:
-    """Returns what makes SGD with --lr and --momentum."""
+    """Returns a function that makes SGD with --lr and --momentum."""
     if MODES[args.mode].takes_adamw_only:
         give_up(args, f"--mode {args.mode} is a form of AdamW, which train_gpt.py trains with")
     return lambda parameters: torch.optim.SGD(
@@ -221,7 +221,7 @@ def make_trainer(args: argparse.Namespace, model: nn.Module, make_optimizer: Opt
 
 
 def describe(args: argparse.Namespace) -> str:
-    """Returns a line on what is trained how."""
+    """Returns a line that describes the training."""
     mode = MODES[args.mode]
     words = [args.mode, f"{dist.get_world_size()} ranks", f"backend {args.backend}"]
     if args.device != "cpu":
@@ -281,7 +281,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Watch:
-    """What `train` looks at while it trains.
+    """The measurements of `train` during training.
 
     Attributes:
         model: That is trained.
@@ -296,7 +296,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one rank found at the end of an epoch.
+    """The measurements of one rank at the end of an epoch.
 
     Attributes:
         step: Steps that it had done.
@@ -316,12 +316,12 @@ class Measurement:
 
 @dataclass(frozen=True)
 class History:
-    """What one rank did.
+    """The training of one rank.
 
     Attributes:
         losses: Of its batches.
         fractions: How much of the training was done after each.
-        times: Seconds of training after each; what measuring took is left out.
+        times: Seconds of training after each, without the time of measurements.
         samples: That it trained on.
         measurements: One an epoch.
     """
@@ -381,7 +381,7 @@ def train(
         loss.backward()
         if is_slow:
             if args.place.type != "cpu":
-                torch.accelerator.synchronize(args.place)  # till now it was only given what to do
+                torch.accelerator.synchronize(args.place)  # so far the work was only submitted
             time.sleep((args.slowdown - 1) * (time.perf_counter() - began))
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
@@ -565,7 +565,7 @@ def plot(path: Path, title: str, histories: Sequence[History], metric: str) -> N
 
 
 def shuffled(count: int, batch_size: int, seed: int) -> Iterator[Tensor]:
-    """Yields indices of batches without end, in a new order each epoch; what fills no batch is left out."""
+    """Yields indices of batches without end, in a new order each epoch; an incomplete batch is dropped."""
     if batch_size > count:
         raise ValueError(f"--batch-size must be at most {count}, the samples of a rank, got {batch_size}")
     generator = torch.Generator().manual_seed(seed)

@@ -64,9 +64,9 @@ class NeighborPlan:
 class ProcessGroupFog(Backend):
     """The backend object of one group: all of c10d's operations, and those below.
 
-    Operations are asynchronous: each returns a Work at once. Errors in flight (a peer that is lost or late,
-    ranks that disagree) come out of `Work.wait()` as torch.distributed.DistBackendError; wrong arguments are
-    a ValueError or TypeError here, before anything is sent.
+    Operations are asynchronous: each returns a Work at once. For errors in flight (a peer that is lost or late,
+    ranks that disagree), `Work.wait()` raises torch.distributed.DistBackendError. Wrong arguments raise
+    ValueError or TypeError here, before anything is sent.
 
     Common arguments:
         name: Rendezvous key of the operation, so that ranks may issue named operations in different orders.
@@ -77,26 +77,31 @@ class ProcessGroupFog(Backend):
             next operation. Default is the group's option.
         timeout: Of this operation; default is the group's.
 
-    Tensors of another device than the CPU go by messages of that device's delegate, with these differences:
-    calls are matched in their order, whatever their names are; a Work's wait() orders the current stream and
-    does not block; `timeout` holds for what is done on the host only. `confirm` compares signatures on the
-    host beforehand, by name where one is given, and so do gathers in any case: then the call itself waits, and
-    raises. The first operation on a device waits until all ranks have come to one.
+    Tensors on another device than the CPU go by messages of that device's delegate, with these differences:
+    calls are matched in their order, and names do not count; wait() of a Work orders the current stream and
+    does not block; `timeout` applies to the work on the host only. `confirm` compares signatures on the
+    host beforehand, by name if one is given, and gathers always do: then the call itself waits, and
+    raises. The first operation on a device waits until all ranks have called one.
     """
 
     class Options(Backend.Options):
-        """What `pg_options` of torch.distributed takes for backend fog.
+        """The options of backend fog, for `pg_options` of torch.distributed.
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
-            between_hosts: How data goes between hosts: "auto", "rma" or "messages"; "" (default) is what
-                FOG_BETWEEN_HOSTS says. The first group's choice holds for the process, and has to be that of
+            between_hosts: How data goes between hosts: "auto", "rma" or "messages"; "" (default) uses
+                FOG_BETWEEN_HOSTS. The choice of the first group holds for the process, and must be the same on
                 all ranks.
-            group_name: How messages name the group.
+            reduce: What sums in allreduce, reduce and reduce_scatter_tensor of a group on several hosts: "fog", or
+                "mpi" for MPI's own nonblocking reductions; "" (default) uses FOG_REDUCE, or else "fog". It must be
+                the same on all ranks of the group. With "mpi" the loss of a rank during a sum may end the others,
+                or leaves them without MPI: see docs/launchers.md.
+            group_name: The name of the group in messages.
         """
 
         confirm: bool
         between_hosts: str
+        reduce: str
         group_name: str  # type: ignore[assignment]  # torch has a type of its own for it, which is one
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -105,10 +110,11 @@ class ProcessGroupFog(Backend):
         """Blocks until all ranks have come to `store`; the first group of a process starts MPI.
 
         Raises:
-            ValueError: `options.between_hosts` or FOG_BETWEEN_HOSTS is none of the names, FOG_RMA_BYTES no such
-                number, or the first group has chosen another way between hosts.
+            ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS or FOG_REDUCE is none of the
+                names, FOG_RMA_BYTES no such number, or the first group has chosen another way between hosts.
             torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout, or those
-                that want different ways between hosts; or RMA was asked for and cannot be done here.
+                that want different ways between hosts, or different sums; or RMA was asked for and
+                cannot be done here.
         """
 
     def neighbor_allreduce(
@@ -236,8 +242,8 @@ class ProcessGroupFog(Backend):
     def agree(self, sums: Tensor, *, name: str = "") -> Work:
         """Sums all ranks' uint64 numbers, modulo 2^64, in place. The caller waits for it at once.
 
-        They are zero if each rank has added what stands for what it gives and subtracted what stands for what
-        it takes, and the ranks agree.
+        They are zero if the ranks agree: each rank adds the marks of its outgoing edges and subtracts those of its
+        incoming edges (`fogdist.agreement`).
         """
 
     def allreduce_named(
@@ -287,7 +293,7 @@ class ProcessGroupFog(Backend):
         """
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Does nothing: what torch calls on ranks outside of a new group, which some backends need for a split."""
+        """Does nothing. torch calls it on ranks outside of a new group, as some backends need it for a split."""
 
     def delegate(self, device_type: str) -> Backend | None:
         """The backend that serves tensors of a type of device, such as "cuda"; None if none has been made yet."""
@@ -299,6 +305,13 @@ class ProcessGroupFog(Backend):
     @property
     def sent(self) -> tuple[int, int]:
         """How many messages the operations of this group have sent from here, and how many bytes of data in them."""
+    @property
+    def traffic(self) -> dict[int, dict[str, int | float]]:
+        """By rank, what operations and windows have exchanged with it while `observe` was on; see `fogdist.metrics`.
+
+        "sent_messages", "sent_bytes", "received_messages" and "received_bytes" count. "waited" are seconds from an operation's
+        start to each of its messages, and "waited_last" those of them in which that message alone was missing.
+        """
 
     @property
     def local_ranks(self) -> list[int]:
@@ -316,15 +329,15 @@ class ProcessGroupFog(Backend):
         """
 
 class Window:
-    """A tensor of each rank, and beside it a slot for each of its in-neighbors; from `create_window`.
+    """A tensor of each rank and a slot for each of its in-neighbors; from `create_window`.
 
-    `put` and `accumulate` write into a slot of another rank, `get` into one of this rank's own; nobody
-    else takes part. On one host they are done in the caller's thread, straight in the other rank's memory;
+    `put` and `accumulate` write into a slot of another rank, `get` into one of this rank's own; no other
+    rank takes part. On one host they run in the caller's thread, straight in the other rank's memory;
     between hosts by messages that the other rank's engine answers. A slot's value is replaced as a whole, and no
-    reader sees one half written; what `update` takes with `reset` is what it adds to its result, so nothing
-    is lost or counted twice. `get` never sees a half-done `update`, but it does see arithmetic of the owner's
-    own as it goes on; with the mutex on both sides it does not. A `get` and a `put` into one slot at a time
-    replace one another in either order.
+    reader sees a half-written value. With `reset`, `update` adds each value exactly once, so nothing is lost or
+    counted twice. `get` never sees a half-done `update`. It may see a part of other arithmetic of the owner,
+    unless both sides hold the mutex. If a `get` and a `put` write to one slot at the same time, either may come
+    last.
 
     Windows of device tensors do the same, with the same arguments: on the host, with copies in the order of streams.
 
@@ -343,7 +356,7 @@ class Window:
         sources: The same of in-neighbors.
         with_p: p goes along, by the same weights. Otherwise the p of slots stays as it is.
         mutex: Holds, for each destination or source, the mutex that it owns with this rank; for `update` those
-            that this rank owns with `neighbors`. What has to wait for one is done later by another thread.
+            that this rank owns with `neighbors`. Operations that have to wait for one run later in another thread.
         skip_lost: Leaves out ranks that are known to have gone. Otherwise these fail the Work, after all
             others have been served.
         timeout: For mutexes and for other hosts' replies; default is that of the group.
@@ -366,7 +379,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Slot [destination][this rank] becomes weight * tensor, and its version one more.
+        """Slot `[destination][this rank]` becomes weight * tensor, and its version one more.
 
         Args:
             tensor: Of the window's shape and dtype; it may be the window's own. It must not change until the
@@ -386,7 +399,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Adds weight * tensor to slot [destination][this rank]; its version stays. Otherwise as `put`."""
+        """Adds weight * tensor to slot `[destination][this rank]`; its version stays. Otherwise as `put`."""
 
     def get(
         self,
@@ -396,7 +409,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Slot [this rank][source] becomes weight * the source's tensor, and its version one more."""
+        """Slot `[this rank][source]` becomes weight * the source's tensor, and its version one more."""
 
     def update(
         self,
@@ -409,7 +422,7 @@ class Window:
         with_p: bool = False,
         timeout: timedelta | None = None,
     ) -> Tensor:
-        """self_weight * tensor + the sum of weight * slot [this rank][neighbor]; versions start at 0 again.
+        """self_weight * tensor + the sum of weight * slot `[this rank][neighbor]`; versions start at 0 again.
 
         Args:
             self_weight: Finite; with 0.0 the tensor's content does not matter.
@@ -435,7 +448,7 @@ class Window:
         """
 
     def signal(self, destination: int, *, timeout: timedelta | None = None) -> Work:
-        """Sends an out-neighbor a signal, which comes after what this rank's `write`s before sent it."""
+        """Sends an out-neighbor a signal, which comes after the data of this rank's earlier `write`s."""
 
     def wait_signal(self, source: int, *, timeout: timedelta | None = None) -> Work:
         """Takes one signal of an in-neighbor; the Work waits for it."""
@@ -447,7 +460,7 @@ class Window:
         """How many puts and gets the slot of this in-neighbor has taken since the last `update`; at most 2**24 - 1."""
 
     def slot_p(self, rank: int) -> float:
-        """The p that came with what is in the slot of this in-neighbor; what comes without p leaves it as it was."""
+        """The p of the value in the slot of this in-neighbor; a value without p does not change it."""
 
     def is_gone(self, rank: int) -> bool:
         """Whether a neighbor takes no further part: its process has ended, or it has closed the group."""
@@ -466,7 +479,7 @@ class Window:
     def hold(
         self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
     ) -> WindowHold:
-        """Takes mutexes as `lock` does, until the end of what it returns."""
+        """Takes mutexes as `lock` does, until the returned object releases them."""
 
     def free(self, timeout: timedelta | None = None) -> None:
         """Waits for this rank's operations in flight and until all neighbors have called it; ranks that are gone do not
@@ -499,7 +512,7 @@ def choose_mpi(path: str) -> None:
     """Says which MPI library `load_mpi` opens. Once one is open, another call does nothing.
 
     Args:
-        path: What dlopen takes; not used if `native_mpi`.
+        path: The argument of dlopen; not used if `native_mpi`.
     """
 
 def load_mpi() -> None:
@@ -513,7 +526,7 @@ def mpi_library() -> str:
     """Path of the library that was chosen; empty if none was."""
 
 def mpi_version() -> str:
-    """What MPI_Get_library_version says; needs an open library."""
+    """The result of MPI_Get_library_version; needs an open library."""
 
 def launcher_world() -> tuple[int, int] | None:
     """Rank and size that mpiexec or srun gave this process; None if neither or torchrun started it."""
@@ -535,7 +548,8 @@ def is_shared(tensor: Tensor) -> bool:
     """Whether all of the tensor's storage is in such memory."""
 
 def protocol() -> str:
-    """What all ranks of a job must have alike: the versions of fog, torch and MPI, number and layout of what they say to each other."""
+    """The facts that must be the same on all ranks of a job: the versions of fog, torch and MPI, and the protocol's number and
+    layout."""
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
     """How large the memory that a rank shares may become.
@@ -554,7 +568,7 @@ class Rendezvous:
         """Every rank's value."""
 
     def finish(self) -> None:
-        """This rank needs nothing of it any more; the last one that says so deletes what was exchanged."""
+        """Tells that this rank needs nothing of it any more; the last rank that calls it deletes the exchanged data."""
 
 class VirtualWorld:
     """For tests: ranks of one process, each with an engine and a group of its own, which exchange messages through its memory.
@@ -636,6 +650,35 @@ def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:
     Args:
         text: At most 511 bytes; used on rank 0 only.
         timeout: Of the call.
+    """
+
+def start_timeline(prefix: str, rank: int, size: int) -> None:
+    """Records what the engine does in the file ``prefix<rank>.json``; see `fogdist.timeline`.
+
+    Raises:
+        ValueError: There is a timeline already, or the file cannot be written.
+    """
+
+def stop_timeline() -> None:
+    """Ends the timeline and completes its file; does nothing without one."""
+
+def timeline_path() -> str:
+    """The timeline's file; empty without one."""
+
+def timeline_is_on() -> bool:
+    """Whether a timeline is being recorded."""
+
+def add_to_timeline(track: str, name: str, begin: int, end: int) -> None:
+    """Adds a slice; times are those of ``time.monotonic_ns``. Does nothing without a timeline."""
+
+def observe(on: bool) -> None:
+    """Operations that begin from now on are counted in `ProcessGroupFog.traffic`; as many calls with False end that."""
+
+def read_flight_record(pid: int) -> dict[str, object]:
+    """What the operations of a process of this host did last; see `fogdist.flight_record`.
+
+    Raises:
+        ValueError: There is no such process, or it has no group of fog, or of another version.
     """
 
 def shutdown() -> None:

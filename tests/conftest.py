@@ -80,7 +80,7 @@ def no_shared_memory_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compiled_double() -> None:
-    """For tests whose ranks load the device double."""
+    """For tests whose ranks load the fake device."""
     device_double.compile_double()
 
 

@@ -27,7 +27,7 @@ from fogdist.streams import wait_until_complete
 from host_reads import HostReads
 from torch import Tensor, nn
 
-# What tests/gpu runs on: GPUs, or the device double, which shows on any machine that these tests are right themselves.
+# What tests/gpu runs on: GPUs, or the fake device, which shows on any machine that these tests are right themselves.
 GPU = os.environ.get("FOG_TEST_GPU", "cuda")
 
 _served: list[bool] = []

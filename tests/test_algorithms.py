@@ -443,7 +443,7 @@ def class_of(name: str) -> Any:
     if name != "DecentLaM":
         return getattr(algorithms, name)
     page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
-    code = page[page.index("## One's own") :].split("```python\n")[1].split("```")[0]
+    code = page[page.index("## Your own algorithm") :].split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"__name__": __name__}
     exec(code, names)
     return names[name]

@@ -1,4 +1,4 @@
-"""The device double itself: what the tests of device tensors stand on."""
+"""The fake device itself, on which the tests of device tensors run."""
 
 from __future__ import annotations
 

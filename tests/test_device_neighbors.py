@@ -1,4 +1,4 @@
-"""fog's own operations on a device: streams, memory, messages and failures, seen on the device double.
+"""fog's own operations on a device: streams, memory, messages and failures, seen on the fake device.
 
 What a GPU would do when it gets to it, the double does when a test lets it: a missing wait is a wrong number
 every time. Weighted sums on a device have not the bits of the CPU's: they are in float32 for float32, and terms come in

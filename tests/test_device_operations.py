@@ -1,4 +1,4 @@
-"""Operations on the device double against the same operations on the CPU: the functions that tests/gpu runs on CUDA."""
+"""Operations on the fake device against the same operations on the CPU: the functions that tests/gpu runs on CUDA."""
 
 from __future__ import annotations
 

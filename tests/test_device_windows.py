@@ -1,4 +1,4 @@
-"""Windows of device tensors promise what those of CPU tensors do (test_window_guarantees.py), on the device double.
+"""Windows of device tensors promise what those of CPU tensors do (test_window_guarantees.py), on the fake device.
 
 Each promise is one function that the ranks of a world run. tests/gpu runs some of them on GPUs.
 """

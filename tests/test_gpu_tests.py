@@ -1,4 +1,4 @@
-"""The tests of tests/gpu, which wait for a GPU, are right themselves: one of each runs on the device double.
+"""The tests of tests/gpu, which wait for a GPU, are right themselves: one of each runs on the fake device.
 
 What they test is tested by tests/test_device_*.py on the double in any case.
 """

@@ -1,4 +1,4 @@
-"""What the README shows is run: each Python block as a script; its commands are held against the project."""
+"""Scripts in the README and in docs/ are run; commands in the README are compared with the project."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ if sys.version_info >= (3, 11):
 else:
     from pip._vendor import tomli as tomllib
 
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+BLOCKS = BLOCK.findall(README)
+# Python blocks of these pages are scripts if their first line is a command; tests/test_docs.py compiles the others.
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
-# Each line a rank prints, for the blocks whose output the README does not show.
-PATTERNS = {"train.py": r"rank \d: loss 0\.0\d+, distance to the true weights 0\.0\d\d"}
+# Each line that a rank prints, for the blocks whose output is not shown.
+PATTERNS = {"from_ddp.py": r"rank \d: loss 0\.0\d+, distance to the true weights 0\.0\d\d"}
 
 
 @dataclass(frozen=True)
 class Example:
-    """A script of the README.
+    """A script of the README or of docs/.
 
     Attributes:
         name: File name, from the block's first line.
         ranks: From the torchrun command in the block's first line.
         code: The whole block.
-        output: What the README says it prints; None if it does not say.
+        output: The output that the page shows; None if it shows none.
     """
 
     name: str
@@ -40,14 +43,23 @@ class Example:
     output: str | None
 
 
-def examples() -> list[Example]:
+def examples_of(blocks: list[tuple[str, str]], every_block: bool) -> list[Example]:
     found = []
-    for (language, code), (next_language, next_block) in zip(BLOCKS, [*BLOCKS[1:], ("", "")]):
-        if language == "python":
-            first = re.match(r"# (\S+\.py): torchrun --nproc_per_node=(\d+) \1\n", code)
-            assert first, f"the first line of a Python block has to name its file and command:\n{code}"
+    for (language, code), (next_language, next_block) in zip(blocks, [*blocks[1:], ("", "")]):
+        if language != "python":
+            continue
+        first = re.match(r"# (\S+\.py): torchrun --nproc_per_node=(\d+) \1\n", code)
+        assert first or not every_block, f"the first line must name the file and its command:\n{code}"
+        if first:
             output = next_block if next_language == "text" else None
             found.append(Example(first[1], int(first[2]), code, output))
+    return found
+
+
+def examples() -> list[Example]:
+    found = examples_of(BLOCKS, every_block=True)
+    for page in PAGES:
+        found += examples_of(BLOCK.findall(page.read_text()), every_block=False)
     return found
 
 
@@ -62,7 +74,9 @@ def rank_lines(output: str) -> list[str]:
 
 
 def test_readme_shows_consensus_and_optimizer() -> None:
-    assert {"average.py", "train.py"} <= {example.name for example in examples()}
+    names = [example.name for example in examples()]
+    assert {"average.py", "train.py"} <= {example.name for example in examples_of(BLOCKS, every_block=True)}
+    assert len(set(names)) == len(names), names
 
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)

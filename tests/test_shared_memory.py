@@ -386,7 +386,7 @@ def test_a_damaged_message_is_an_error_that_names_its_sender(pair: World) -> Non
     expected = [text for _, text in DAMAGED] + ["it is shorter than a header"] * 2
     for error, text in zip(errors, expected, strict=True):
         assert re.search(
-            rf"rank 1 of the world sent what is not a message of fog's, \d+ bytes: {text}", error
+            rf"rank 1 of the world sent \d+ bytes that are not a message of fog: {text}", error
         ), error
 
 

@@ -1,8 +1,8 @@
-"""Do the ranks of a group agree? One sum of fixed size says so; only if they do not is anything gathered.
+"""Checks whether the ranks of a group agree, by one sum of fixed size. Ranks gather data only if they disagree.
 
-What two ranks must agree on is an edge: the one adds what stands for it, the other subtracts what stands for it
-there. The sum over the group is zero if both ends of all edges fit, and else with odds of 2^-128. That all
-ranks give the same is a matter of edges too: of those of a ring of the ranks.
+An edge represents a fact that two ranks must agree on. The rank at one end adds a mark of the fact, and the rank at the
+other end subtracts its own mark. The sum over the group is zero if both ends of all edges match; otherwise it is zero
+with a probability of 2^-128. To check that all ranks give the same value, the edges form a ring of the ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 # Two numbers of 64 bits, which are added and multiplied each by itself, modulo 2^64.
 Pair: TypeAlias = "tuple[int, int]"
-# What stands for ends of edges, and what stands for what is to fit there.
+# The mark of the ends of edges, and the mark of the content that must match there.
 Claim: TypeAlias = "tuple[Pair, Pair]"
 
-# What a message shows of a difference: versions, and of each version the items that not all others have.
+# The largest numbers in a message about a difference: versions, and in each version items that not all others have.
 _SHOWN_VERSIONS = 4
 _SHOWN_ITEMS = 5
 _SEPARATOR = "\0"
@@ -35,7 +35,7 @@ def check_same_everywhere(backend: ProcessGroupFog, argument: str, items: Sequen
 
     Args:
         backend: The group's.
-        argument: Name of what the items describe, for the message.
+        argument: Name of the argument that the items describe, for the message.
         items: Each once, without null characters.
 
     Raises:
@@ -81,7 +81,7 @@ def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> 
 
     Args:
         backend: The group's.
-        claims: What this rank says of the edges that it is an end of.
+        claims: This rank's claims about its edges.
         name: As of an operation; "" for the order of calls.
     """
     sums = torch.tensor(total(claims), dtype=torch.uint64, device="cpu")
@@ -90,7 +90,7 @@ def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> 
 
 
 def total(claims: Iterable[Claim]) -> Pair:
-    """Returns what a rank adds to the sum for its claims."""
+    """Returns the numbers that a rank adds to the sum for its claims."""
     first = second = 0
     for ends, content in claims:
         first += ends[0] * content[0]
@@ -99,7 +99,7 @@ def total(claims: Iterable[Claim]) -> Pair:
 
 
 def edges(begun: Iterable[Hashable], ended: Iterable[Hashable]) -> Pair:
-    """Returns what stands for the edges that begin at a rank and those that end there, each by its name."""
+    """Returns the mark of the edges that begin at a rank and of those that end there, each by its name."""
     first = second = 0
     for sign, names in ((1, begun), (-1, ended)):
         for name in names:
@@ -117,7 +117,7 @@ def ring(place: int, size: int, *which: Hashable) -> Pair:
 
 @functools.lru_cache(maxsize=4096)
 def mark(*what: Hashable) -> Pair:
-    """Returns what stands for `what`, the same in every process."""
+    """Returns the mark of the arguments, the same in every process."""
     number = int(digest(repr(what)), 16)
     # Odd, so that a product with it keeps all bits of the other.
     return number % 2**64 | 1, number >> 64 | 1
@@ -129,7 +129,7 @@ def digest(text: str) -> str:
 
 
 def gather(backend: ProcessGroupFog, value: Any, name: str = "") -> list[Any]:
-    """Returns what every rank gave, of JSON's types, in order of ranks; collective, arguments as of `agree`."""
+    """Returns the values of all ranks, of JSON's types, in order of ranks; collective, arguments as of `agree`."""
     line = list(json.dumps(value).encode() + b"\n")
     work = backend.allgather_concat(torch.tensor(line, dtype=torch.uint8, device="cpu"), name=name)
     work.wait()

@@ -1,4 +1,4 @@
-"""What operations make of the tensors and names they are called with, and where their results go."""
+"""The tensors and names of a call on their way to the backend, and its results on their way back."""
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
 """The operations of a whole group, and the handles of operations in flight.
 
-Every operation has a nonblocking form that returns an int handle; `wait` of the handle gives the output. The
-tensors it was called with must not be changed before that. Operations are matched in the order in which ranks
-call them, or, where all ranks give the same `name`, by that name: named operations may be called in different
-orders. Of a GPU's tensors the order counts in any case, and `wait` orders the current stream after the
-operation without waiting for the device.
+Every operation has a nonblocking form that returns an int handle; `wait` of the handle returns the output. The
+input tensors must not change before that. Operations are matched in the order in which ranks call them, or by
+`name` if all ranks give one: named operations may be called in different orders. For tensors on a GPU the order
+counts in any case, and `wait` orders the current stream after the operation without waiting for the device.
 
 Every operation takes the keyword `group`: by default the group of `init`, else any group with a fog backend
-that this rank is in. Ranks in arguments and results are those of the group. Operations work on detached data:
-nothing is differentiated through them but `broadcast`, and what `fogdist.ops` has. Tensors need not be
-contiguous.
+that this rank is in. Ranks in arguments and results are those of the group. Operations work on detached data;
+only `broadcast` and the operators of `fogdist.ops` are differentiable. Tensors need not be contiguous.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def broadcast(
 
     Args:
         tensor: Of the same shape and dtype on all ranks; its values count on the root only.
-        root_rank: The rank whose tensor all get.
+        root_rank: The rank whose tensor all ranks receive.
         name: Matches the operation among ranks in place of its order.
         group: The group of ranks; by default that of `init`.
 

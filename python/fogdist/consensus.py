@@ -1,4 +1,4 @@
-"""How far ranks are from agreement."""
+"""The distance of the ranks from their mean."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fogdist.shards import local_of
 def consensus_distance(
     model: Module | Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Returns how far the ranks' parameters are from their mean. Collective.
+    """Returns the consensus distance: how far the ranks' parameters are from their mean. Collective.
 
-    ``sqrt(1/n sum_i ||x_i - mean||^2)``: 0.0 if all ranks have the same; decentralized training keeps it
-    small, and how small decides how well the mean of all models does (Kong, Lin, Koloskova, Jaggi and Stich,
-    "Consensus Control for Decentralized Deep Learning", ICML 2021, arXiv 2102.04828). Sums are in double;
-    what travels is twice the parameters in double.
+    ``sqrt(1/n sum_i ||x_i - mean||^2)`` is 0.0 if all ranks have the same parameters. Decentralized training keeps it
+    small, and its size affects the quality of the mean of all models (Kong, Lin, Koloskova, Jaggi and Stich,
+    "Consensus Control for Decentralized Deep Learning", ICML 2021, arXiv 2102.04828). Sums are in double, and the
+    function sends twice the parameters in double.
 
     Args:
-        model: A module, all of whose parameters count, frozen ones too and buffers not; or a tensor or a list
-            of tensors, floating-point or complex, of the same shapes and dtypes on all ranks. Of a DTensor it is
-            this rank's shard that counts. Nothing is changed.
+        model: A module: all its parameters count, including frozen ones, and its buffers do not. Or a tensor or a list
+            of tensors, floating-point or complex, of the same shapes and dtypes on all ranks. For a DTensor, this
+            rank's shard counts. The function does not change them.
         group: The group of ranks; by default that of `init`.
 
     Returns:

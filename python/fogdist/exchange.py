@@ -1,11 +1,11 @@
-"""What one exchange with neighbors is: its peers and weights, from the arguments of a call.
+"""One exchange with neighbors: its peers and weights, from the arguments of a call.
 
-All operations that take weights of peers make an `Exchange` of them, which is checked once and never changes.
-`Exchanges` makes them for one node of one topology, and keeps those that calls asked for: a training loop asks
-for the same few again and again.
+All operations that take weights of peers convert them to an `Exchange`, which is checked once and never changes.
+`Exchanges` creates them for one node of one topology, and caches them, because a training loop uses the same few again
+and again.
 
 The peers of a dynamic exchange come from each rank's own arguments, so ranks can disagree about them;
-`fogdist.verification` is the collective check of that.
+`fogdist.verification` has the collective check.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 # Peers with weights, in the order of sums.
 Peers: TypeAlias = "tuple[tuple[int, float], ...]"
 
-# How many exchanges a node keeps that calls asked for, and how many plans the process keeps. Who asks for more
-# different ones, as with random weights, has them made anew.
+# The numbers of exchanges that a node caches and of plans that the process caches. A script with more different ones,
+# such as random weights, creates them anew.
 KEPT_EXCHANGES = 256
 _KEPT_PLANS = 1024
-# What a key of a kept exchange may hold: other types may change, or be equal to numbers and yet no weights.
+# The types that a key of a cached exchange may hold: other types may change, or may equal numbers without being weights.
 _NUMBERS = (float, int)
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """What exchanges with its neighbors in an operation, and what the operation's arguments are called.
+    """The nodes of an operation, ranks or machines, and the names of its arguments.
 
     Attributes:
         operation: Name of the operation.
@@ -61,12 +61,12 @@ class Exchange:
     """One exchange, seen from one node; its ranks and weights are valid.
 
     Attributes:
-        nodes: What exchanges.
+        nodes: The kind of nodes.
         node: The node itself.
         size: How many nodes there are.
         self_weight: Weight of the node's own tensor.
-        sources: Whom it receives from, with the weights of what they send.
-        destinations: Whom it sends to, with the weights that it sends with.
+        sources: The nodes that it receives from, with the weights of their tensors.
+        destinations: The nodes that it sends to, with the weights of its own tensor.
         mean: Whether the plain mean is taken; all weights are 1 then.
         is_dynamic: Whether the peers come from arguments, not from the topology.
         check: Whether ranks are to check that they agree on it.
@@ -112,7 +112,7 @@ class Exchange:
 
     @functools.cached_property
     def edges(self) -> Pair:
-        """What stands for its edges at this node, see `fogdist.agreement`."""
+        """The marks of its edges at this node, see `fogdist.agreement`."""
         return edges(
             [(self.nodes.node, self.node, destination) for destination, _ in self.destinations],
             [(self.nodes.node, source, self.node) for source, _ in self.sources],
@@ -248,7 +248,7 @@ class Exchanges:
             return self._dynamic(self_weight, src_weights, dst_weights, check)
         own, sources = check_weight(self_weight, "self_weight"), dict(self._source_weights(src_weights))
         _check_neighbors(sources, self._in_neighbors, "src_weights", f"in-neighbors of rank {self._node}")
-        # Every in-neighbor sends, whatever this rank makes of it: one that is left out weighs 0.
+        # Every in-neighbor sends, even if it is not in `src_weights`: it then weighs 0.
         every = [(source, sources.get(source, 0.0)) for source in self._in_neighbors]
         return self._exchange(RANKS, own, every, _ones(self._out_neighbors), check=check)
 
@@ -382,7 +382,7 @@ def _ones(peers: Iterable[int]) -> list[tuple[int, float]]:
 
 
 def _key(nodes: Nodes, self_weight: object, sources: object, destinations: object, check: bool) -> Hashable:
-    """Returns what the arguments of a call hold, or None if they hold anything but plain numbers."""
+    """Returns the contents of the arguments of a call, or None if they hold anything but plain numbers."""
     if self_weight is not None and type(self_weight) not in _NUMBERS:
         return None
     key: list[Hashable] = [nodes.operation, self_weight, bool(check)]

@@ -24,7 +24,7 @@ class _InFlight(NamedTuple):
 
 
 class HandleTable:
-    """The operations that nobody has waited for yet, from `init` to `shutdown`."""
+    """The operations for which `wait` was not called yet, from `init` to `shutdown`."""
 
     def __init__(self) -> None:
         self._in_flight: dict[int, _InFlight] = {}
@@ -63,7 +63,7 @@ class HandleTable:
         return operation.finish(operation.work)
 
     def complete(self, handle: int) -> None:
-        """Returns when the operation is complete, also if somebody has waited for it long ago.
+        """Returns when the operation is complete, even if `wait` was called for it before.
 
         Raises:
             torch.distributed.DistBackendError: The operation failed.
@@ -78,7 +78,7 @@ class HandleTable:
                 operation.work.wait()
 
     def knows(self, handle: int) -> bool:
-        """Returns whether an operation has this handle that nobody has waited for yet.
+        """Returns whether this is the handle of an operation for which `wait` was not called yet.
 
         Raises:
             TypeError: `handle` is not an integer.
@@ -89,5 +89,7 @@ class HandleTable:
 
     def _known(self, handle: int) -> int:
         if not self.knows(handle):
-            raise ValueError(f"handle must be of an operation nobody has waited for yet, got {handle}")
+            raise ValueError(
+                f"handle must be of an operation in flight, got {handle}; it was waited for already, or it is no handle"
+            )
         return handle

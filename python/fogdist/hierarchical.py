@@ -1,7 +1,7 @@
-"""Averages between machines: the ranks of each machine enter with their mean and come out alike.
+"""Averages between machines: each machine exchanges the mean of its ranks, and all its ranks get the same result.
 
-Forms, handles, names, groups and lists are those of `fogdist.neighbor_collectives`; who has whom for a
-neighbor is the machine topology, `fogdist.set_machine_topology`.
+Forms, handles, names, groups and lists are those of `fogdist.neighbor_collectives`. The machine topology defines the
+neighbors: `fogdist.set_machine_topology`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def hierarchical_neighbor_allreduce(
     With ``m_k`` the mean of the tensors of machine k's ranks, every rank of machine k gets
     ``self_weight_k * m_k + sum_j src_machine_weights_k[j] * dst_machine_weights_j[k] * m_j``. All ranks of
     the group take part, and those of one machine must give the same weights. The input is not changed. The
-    weights decide:
+    weights select the exchange:
 
-    - None given: an exchange with all neighbors of the machine topology, with its weights if it was set with
-      `is_weighted`, else the plain mean over this machine and its in-neighbors.
-    - All three: this machine receives exactly from the machines in `src_machine_weights` and sends exactly to
+    - Without weights, a machine exchanges with all neighbors of the machine topology, with its weights if it was set
+      with `is_weighted`, else with the plain mean over this machine and its in-neighbors.
+    - With all three, this machine receives exactly from the machines in `src_machine_weights` and sends exactly to
       those in `dst_machine_weights`, which must be neighbors in the machine topology; both may be empty.
 
     Args:
@@ -76,17 +76,17 @@ def hierarchical_neighbor_allreduce(
         self_weight: Weight of this machine's own mean.
         src_machine_weights: {source machine: weight}.
         dst_machine_weights: {destination machine: weight}, or destination machines that all weigh 1.
-        enable_topo_check: True to check an exchange with weights first: all ranks raise the same ValueError if
-            machines disagree, or ranks of one machine. That is one more allreduce, of 16 bytes. Along
-            the machine topology, as in `neighbor_allreduce`.
+        enable_topo_check: True to check an exchange with weights first, with one more allreduce of 16 bytes: all ranks
+            raise the same ValueError if machines, or ranks of one machine, disagree. Along the machine topology it
+            works as in `neighbor_allreduce`.
         name: As in `neighbor_allreduce`.
         group: The group of ranks; by default that of `init`.
-        **removed: `neighbor_machine_weights` and `send_neighbor_machines` of older scripts, to say what they
-            are called now.
+        **removed: `neighbor_machine_weights` and `send_neighbor_machines` of older scripts; the error names the new
+            arguments.
 
     Raises:
         PreconditionError: The ranks are not spread homogeneously over the machines, or a machine holds one
-            rank only, where `neighbor_allreduce` is the same.
+            rank only; use `neighbor_allreduce` then.
         TypeError: `tensor` is not a dense torch.Tensor or a list of them, a weight is not a real number, a
             machine not an integer, `src_machine_weights` not a dict, or an argument was renamed.
         ValueError: A dtype that has no weighted sums; an empty list; only some of the three are given;

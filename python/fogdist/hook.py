@@ -1,4 +1,4 @@
-"""Gossip for those who keep torch's own DistributedDataParallel: a communication hook.
+"""Gossip with torch's own DistributedDataParallel: a communication hook.
 
 torch checks a hook's annotations as objects, so this file does without `from __future__ import annotations`.
 """
@@ -18,14 +18,14 @@ from fogdist.training.plans import Plans, TopologyLike
 
 
 class Gossip(enum.Enum):
-    """What `gossip_hook` averages with the neighbors."""
+    """The values that `gossip_hook` averages with the neighbors."""
 
     parameters = "parameters"
     gradients = "gradients"
 
 
 class GossipState:
-    """What `gossip_hook` needs to know: whom to average with, and what. Collective.
+    """The state of `gossip_hook`: the topology and the values to average. Collective.
 
     Args:
         topology: As in `DecentralizedDataParallel`; by default the group's topology, that of each step.
@@ -126,35 +126,32 @@ def gossip_hook(
     state: GossipState,
     bucket: dist.GradBucket,
 ) -> torch.futures.Future[Tensor]:
-    """Averages with neighbors in place of all ranks: a hook for torch's DistributedDataParallel.
+    """A hook for torch's DistributedDataParallel that averages with neighbors instead of all ranks.
 
     ::
 
         model = DistributedDataParallel(model, broadcast_buffers=False)
         model.register_comm_hook(fogdist.GossipState(topology), fogdist.gossip_hook)
 
-    With Gossip.parameters, each bucket's parameters are averaged with the neighbors' as soon as its gradients
-    are ready, and gradients stay this rank's own. When ``backward`` returns the averages are in the
-    parameters, so the optimizer makes ``x+ = Mix(x) - step(grad f(x))``: adapt with combine, as
-    `DecentralizedDataParallel` with mode "sync" and no change to optimizer or loop. With Gossip.gradients the
-    gradients are averaged with the neighbors' and parameters are left alone: ``x+ = x - step(Mix(grad
-    f(x)))``. Replicas then drift apart, as nothing pulls them together; it is for topologies whose rounds
-    make an exact average in time, and with an average of the parameters now and then
+    With Gossip.parameters, each bucket's parameters are averaged with the neighbors' as soon as its gradients are
+    ready, and each rank keeps its own gradients. When ``backward`` returns, the parameters hold the averages, so the
+    optimizer makes ``x+ = Mix(x) - step(grad f(x))``. This is adapt with combine, as `DecentralizedDataParallel` with
+    mode "sync", without a change to optimizer or loop. With Gossip.gradients the gradients are averaged with the
+    neighbors' and the parameters are not exchanged: ``x+ = x - step(Mix(grad f(x)))``. Replicas then drift apart. Use
+    it with topologies whose rounds make an exact average, and average the parameters from time to time
     (`fogdist.allreduce_parameters`).
 
-    A topology's round is one backward pass, whatever the number of buckets; passes in ``no_sync`` do not
-    communicate. A bucket of DDP's is one exchange: the first ones hide behind the rest of the backward pass, so
+    A round of the topology is one backward pass, for any number of buckets; passes in ``no_sync`` do not communicate.
+    Each bucket of DDP is one exchange, and the first ones hide behind the rest of the backward pass. So
     ``bucket_cap_mb=4`` hides more than DDP's 25, and ``gradient_as_bucket_view=True`` saves DDP two copies of the
-    gradients. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are
-    averaged, no second backward pass through the same graph is possible. A step that a GradScaler skips on
-    one rank leaves its average in place and holds nobody up. All ranks must make equally many passes, as with
-    DDP.
+    gradients. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are averaged, no
+    second backward pass through the same graph is possible. If a GradScaler skips a step on one rank, the rank keeps
+    its average and does not delay the others. All ranks must make the same number of passes, as with DDP.
 
-    What DDP does by itself it goes on doing: it broadcasts rank 0's parameters and buffers when it is made
-    and checks their shapes; it broadcasts buffers at each forward pass unless ``broadcast_buffers=False``,
-    which is what keeps ranks from waiting for all others; ``find_unused_parameters`` is one small allreduce
-    an iteration. Parameters that no gradient reaches are averaged like others. Models differ between ranks:
-    average them before they are evaluated or saved,
+    DDP keeps its own behavior. When it is constructed, it broadcasts rank 0's parameters and buffers and checks their
+    shapes. It broadcasts buffers in each forward pass, for which all ranks wait, unless ``broadcast_buffers=False``.
+    ``find_unused_parameters`` adds one small allreduce per iteration. Parameters that no gradient reaches are averaged
+    like others. Models differ between ranks: average them before you evaluate or save them, with
     ``fogdist.allreduce_parameters(dict(model.named_parameters()))``.
 
     Args:
@@ -162,7 +159,7 @@ def gossip_hook(
         bucket: From DDP.
 
     Returns:
-        A future of the gradients for this rank's optimizer. The hook itself waits for nothing.
+        A future of the gradients for this rank's optimizer. The hook itself does not wait.
 
     Raises:
         torch.distributed.DistBackendError: From ``backward``: an exchange failed.

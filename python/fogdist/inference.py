@@ -25,7 +25,7 @@ def InferSourceFromDestinationRanks(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> list[int] | tuple[list[int], np.ndarray]:
-    """Returns the ranks that send to this one, from whom every rank sends to. Collective.
+    """Returns the ranks that send to this one, given the destinations of every rank. Collective.
 
     Args:
         dst_ranks: The ranks this one sends to.
@@ -54,7 +54,7 @@ def InferDestinationFromSourceRanks(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> list[int] | tuple[list[int], np.ndarray]:
-    """Returns the ranks this one sends to, from whom every rank receives from. Collective.
+    """Returns the ranks that this one sends to, given the sources of every rank. Collective.
 
     Args:
         src_ranks: The ranks this one receives from.

@@ -1,7 +1,7 @@
 """The machines that the ranks of a group run on, and the topology of machines.
 
-A machine is a host, or what FOG_NODES_PER_MACHINE says: see `fogdist.init`. Most of it needs ranks that are
-spread homogeneously: equally many on each machine, and those consecutive.
+A machine is a host, or as many ranks as FOG_NODES_PER_MACHINE specifies: see `fogdist.init`. Most functions need ranks
+that are spread homogeneously: the same number of consecutive ranks on each machine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Memory that the ranks of a host share: exchanges read a tensor there where it is, without a copy.
+"""Memory that the ranks of a host share: exchanges read tensors in place, without a copy.
 
-An operation on such a tensor holds for its neighbors' reading too: the tensor may be changed as soon as the
-operation is complete, and what a neighbor exchange returns is in shared memory again, if it has more than the
-32 KiB that travel with their message wherever they are. Results of 1 MiB or more are there in any case. Between
-hosts nothing changes.
+An operation is complete only after its neighbors have read the tensor, so the tensor may be changed then. The result of
+a neighbor exchange is in shared memory again if it has more than 32 KiB; smaller tensors travel with their message.
+Results of 1 MiB or more are in shared memory in any case. Between hosts nothing changes.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ def empty(
 ) -> Tensor:
     """Returns an uninitialised CPU tensor in memory that the other ranks of this host can read.
 
-    The memory is this process's own: it is freed with the tensor, and nothing is left of it when the process
-    ends, however it ends. Freed memory is kept for later tensors of that size, up to what is in use, or 256
-    MiB. After a fork, parent and child see each other's changes of it.
+    The memory belongs to this process: it is freed with the tensor, and nothing is left of it after the process ends in
+    any way. Freed memory is kept for later tensors of that size, up to the amount in use or 256 MiB. After a fork,
+    parent and child see each other's changes of it.
 
     Args:
         *size: The shape, as for `torch.empty`: integers, or one tuple or list of them.
@@ -59,12 +58,12 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def share_(tensor: Tensor) -> Tensor:
-    """Moves a tensor's memory to where the other ranks of this host can read it; returns the tensor.
+    """Moves a tensor into memory that the other ranks of this host can read; returns the tensor.
 
-    It stays the same tensor, and so do its views and all others of the same storage: they move along. Arrays
-    of NumPy that shared its memory do not: they keep the old memory, and see no change from then on. What else
-    holds the old address must not be used any more: tensors made by way of DLPack, an operation in flight on
-    the tensor. Nothing is done to a tensor that is there already, nor where the system has no such memory.
+    It stays the same tensor. Its views and all other tensors of the same storage move with it. NumPy arrays that
+    shared its memory keep the old memory and no longer see its changes. Other objects with the old address must not be
+    used any more, such as tensors created through DLPack or an operation in flight on the tensor. The function does
+    nothing if the tensor is there already, or if the system has no such memory.
 
     Args:
         tensor: A dense CPU tensor of any dtype, such as a parameter.

@@ -1,12 +1,11 @@
-"""Exchanges with neighbors: weighted averages and gathers along a topology, or with peers of a call's own.
+"""Exchanges with neighbors: weighted averages and gathers along a topology, or with the peers of one call.
 
-Forms, handles, names and groups are those of `fogdist.collectives`. Operations that average take one tensor
-or a list of tensors, of any shapes and dtypes: a list is one exchange, in which each peer gets one message a
-dtype, and the output is a list. The forms whose names end in "_" write the averages into the tensors they
-were given.
+Forms, handles, names and groups are those of `fogdist.collectives`. Operations that average take one tensor or a list
+of tensors, of any shapes and dtypes. A list is one exchange, in which each peer gets one message per dtype, and the
+output is a list. The forms whose names end in "_" write the averages into their input tensors.
 
-Tensors of a GPU are matched in the order of calls, whatever their names are; with `enable_topo_check`, the
-default, ranks compare on the host what they call before each exchange: docs/device_neighbors.md.
+Tensors on a GPU are matched in the order of calls, and names do not count. With `enable_topo_check`, the default, the
+ranks compare their calls on the host before each exchange: docs/device_neighbors.md.
 """
 
 from __future__ import annotations
@@ -65,15 +64,15 @@ def neighbor_allreduce(
     group: dist.ProcessGroup | None = None,
     **removed: object,
 ) -> Tensor | list[Tensor]:
-    """Returns the weighted average of this rank's tensor and its in-neighbors'. The input is not changed.
+    """Returns the weighted average of the tensors of this rank and its in-neighbors. The input is not changed.
 
-    ``out_i = self_weight_i * x_i + sum_j src_weights_i[j] * dst_weights_j[i] * x_j``. The weights decide:
+    ``out_i = self_weight_i * x_i + sum_j src_weights_i[j] * dst_weights_j[i] * x_j``. The weights select the exchange:
 
-    - None given: an exchange with all neighbors of the topology, with its weights if it was set with
-      `is_weighted`, else the plain mean ``1 / (in-degree + 1)``.
-    - `self_weight` and `src_weights`: the same exchange with these weights; an in-neighbor that `src_weights`
-      leaves out weighs 0.
-    - `dst_weights` too: a dynamic exchange. Whatever the topology is, this rank receives exactly from the
+    - Without weights, the rank exchanges with all neighbors of the topology, with its weights if it was set with
+      `is_weighted`, else with the plain mean ``1 / (in-degree + 1)``.
+    - With `self_weight` and `src_weights`, it is the same exchange with these weights. An in-neighbor that is not in
+      `src_weights` has the weight 0.
+    - With `dst_weights` too, it is a dynamic exchange, independent of the topology. This rank receives exactly from the
       ranks in `src_weights` and sends exactly to those in `dst_weights`; both may be empty.
 
     Args:
@@ -82,15 +81,15 @@ def neighbor_allreduce(
         self_weight: Weight of this rank's own tensor.
         src_weights: {source rank: weight}.
         dst_weights: {destination rank: weight}, or destination ranks that all weigh 1.
-        enable_topo_check: True to check a dynamic exchange first: all ranks of the group must take part, and
-            raise the same ValueError if two of them disagree. That is one more allreduce, of 16 bytes. False
-            for the fastest exchange; a disagreement then ends in an error at the group's timeout at the latest.
-            In an exchange along the topology, on whose edges ranks agreed when they set it, True makes a sender
-            wait until the receiver has accepted the tensor.
-        name: Matches the operation among ranks in place of its order. With the check of a dynamic exchange
-            the order counts also among named operations of the same name only.
+        enable_topo_check: True to check a dynamic exchange first, with one more allreduce of 16 bytes. All ranks of the
+            group must take part, and they raise the same ValueError if two of them disagree. False gives the fastest
+            exchange; a disagreement then raises an error at the group's timeout at the latest. In an exchange along
+            the topology, whose edges the ranks compared when they set it, True makes a sender wait until the receiver
+            has accepted the tensor.
+        name: Matches the operation among ranks instead of its order. With the check of a dynamic exchange,
+            the order still counts among operations of the same name.
         group: The group of ranks; by default that of `init`.
-        **removed: `neighbor_weights` and `send_neighbors` of older scripts, to say what they are called now.
+        **removed: `neighbor_weights` and `send_neighbors` of older scripts; the error names the new arguments.
 
     Raises:
         TypeError: `tensor` is not a dense torch.Tensor or a list of them, a weight is not a real number, a
@@ -204,9 +203,9 @@ def pair_gossip(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | list[Tensor]:
-    """Returns the weighted average of the tensors of this rank and another one, which does the same.
+    """Returns the weighted average of the tensors of this rank and one other rank.
 
-    Both ranks must call it, each with the other as its target; nobody else takes part. Its order counts only
+    Both ranks must call it, each with the other as its target; no other ranks take part. Its order counts only
     among the gossips of this pair, so other ranks may gossip more often or not at all (Boyd, Ghosh, Prabhakar
     and Shah, "Randomized gossip algorithms", IEEE Transactions on Information Theory 52, 2006).
 

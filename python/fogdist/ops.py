@@ -14,13 +14,12 @@ are those of `fogdist.neighbor_allreduce`:
 ``out_i = self_weight_i x_i + sum_j src_weight_i[j] dst_weight_j[i] x_j``.
 
 The derivative is the adjoint exchange, along reversed edges: rank j's gradient is
-``self_weight_j g_j + sum_i src_weight_i[j] dst_weight_j[i] g_i``, where rank i, who received, scales what it
-sends back with its source weight, and rank j, who sent, weighs it with its destination weight. So it is the
-same operation with sources and destinations exchanged, which makes it differentiable any number of times.
-Backward is an exchange like forward: all ranks that exchanged forward have to run it, in the same order. A
-tensor that needs no gradient on one rank, or an output that no loss of a rank depends on, leaves its
-neighbors waiting until the group's timeout. Along the topology, backward follows the one that is set when it
-runs: change it between steps, not between forward and backward.
+``self_weight_j g_j + sum_i src_weight_i[j] dst_weight_j[i] g_i``. Rank i, which received, scales the gradient that it
+sends back by its source weight, and rank j, which sent, scales it by its destination weight. So the derivative is the
+same operation with sources and destinations exchanged, and it is differentiable any number of times. Backward is an
+exchange like forward: all ranks that exchanged forward must run it, in the same order. If a tensor needs no gradient on
+one rank, or no loss of a rank depends on the output, its neighbors wait until the group's timeout. Along the topology,
+backward uses the topology that is set when it runs: change it between steps, not between forward and backward.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from fogdist.training.view import Models
 
 
 class CommunicationType(enum.Enum):
-    """Whom parameters are averaged with."""
+    """The ranks that parameters are averaged with."""
 
     neighbor_allreduce = "neighbor.allreduce"
     """The neighbors: those of the topology, or those of the optimizer's dynamic attributes."""
@@ -31,7 +31,7 @@ class CommunicationType(enum.Enum):
     allreduce = "allreduce"
     """All ranks."""
     empty = "empty"
-    """Nobody: local training."""
+    """No other ranks: local training."""
 
 
 _MIXING: dict[CommunicationType, type[Mixing]] = {
@@ -49,7 +49,7 @@ class _Communicating(Algorithm):
 
     @property
     def communication_type(self) -> CommunicationType:
-        """Whom parameters are averaged with; can be set between iterations, on all ranks alike."""
+        """The ranks that parameters are averaged with. It may be set between iterations, to the same value on all ranks."""
         kinds = [kind for kind, mixing in _MIXING.items() if type(self.mixing) is mixing]
         if not kinds:
             raise AttributeError(f"communication_type has no name for mixing={self.mixing!r}, which was set")
@@ -88,19 +88,18 @@ def DistributedAdaptWithCombineOptimizer(
 ) -> AdaptWithCombineOptimizer:
     """Returns an optimizer that adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
 
-    It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021): the
-    average starts with a forward pass, of the parameters as they are then, travels during that and the backward pass,
-    and is awaited in `step`. Where a gradient scaler finds an overflow, the rank leaves out its own step but not the
-    average.
+    It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021). The
+    exchange of the current parameters starts with a forward pass and runs during the forward and the backward pass;
+    `step` waits for it. If a gradient scaler finds an overflow, the rank skips its own step but not the average.
 
     Args:
         optimizer: As in `fogdist.algorithms.Algorithm`.
-        model: As there.
-        communication_type: Whom to average with.
-        local_steps: J: an average every J forward passes of the model. With J = 3 both three passes and one step,
-            and three passes with a step after each, make one average.
-        bucket_cap_mb: As there.
-        group: As there.
+        model: As in `fogdist.algorithms.Algorithm`.
+        communication_type: The ranks to average with.
+        local_steps: J: an average every J forward passes of the model. J = 3 gives one average for three passes, with
+            one step or with a step after each pass.
+        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
+        group: As in `fogdist.algorithms.Algorithm`.
         num_steps_per_communication: BlueFog's name of `local_steps`.
 
     Returns:
@@ -136,17 +135,17 @@ def DistributedAdaptThenCombineOptimizer(
 ) -> AdaptThenCombineOptimizer:
     """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
-    It is `fogdist.algorithms.AdaptThenCombine`: `step` makes the optimizer's own step, with whatever was done to the
-    gradients before (accumulation, clipping, unscaling), and then averages the parameters.
+    It is `fogdist.algorithms.AdaptThenCombine`: `step` makes the optimizer's own step with the gradients as they are,
+    after accumulation, clipping or unscaling, and then averages the parameters.
 
     Args:
-        optimizer: As there; LBFGS serves too.
-        model: As there.
-        communication_type: Whom to average with.
-        local_steps: As there: J backward passes.
-        bucket_cap_mb: As there.
-        step_in_backward: As there.
-        group: As there.
+        optimizer: As in `fogdist.algorithms.AdaptThenCombine`; LBFGS is allowed too.
+        model: As in `fogdist.algorithms.AdaptThenCombine`.
+        communication_type: The ranks to average with.
+        local_steps: As in `fogdist.algorithms.AdaptThenCombine`: J backward passes.
+        bucket_cap_mb: As in `fogdist.algorithms.AdaptThenCombine`.
+        step_in_backward: As in `fogdist.algorithms.AdaptThenCombine`.
+        group: As in `fogdist.algorithms.AdaptThenCombine`.
         num_steps_per_communication: BlueFog's name of `local_steps`.
 
     Returns:
@@ -204,7 +203,7 @@ def DistributedWinPutOptimizer(
     bucket_cap_mb: float = BUCKET_CAP_MB,
     **options: Unpack[WindowOptions],
 ) -> WinPut:
-    """Returns an optimizer that averages with what its neighbors last sent: ``w+ = mean(w, slots) - step(grad f(w))``.
+    """Returns an optimizer that averages with the last values of its neighbors: ``w+ = mean(w, slots) - step(grad f(w))``.
 
     It is `fogdist.algorithms.WinPut`, which has the arguments, methods, attributes and errors.
     """

@@ -1,4 +1,4 @@
-"""The same start everywhere: parameters and optimizer state of one rank, or parameters averaged over all."""
+"""The same values on all ranks: parameters and optimizer state of one rank, or parameters averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def broadcast_parameters(
     Args:
         params: A dict of names to tensors, such as ``model.state_dict()``; or tensors or (name, tensor) pairs,
             such as ``model.named_parameters()``. Names, shapes and dtypes must be the same on all ranks; a
-            dict's order does not count. Of a DTensor it is this rank's shard that counts.
-        root_rank: The rank whose values all get.
+            dict's order does not count. For a DTensor, this rank's shard counts.
+        root_rank: The rank whose values all ranks receive.
         group: The group of ranks; by default that of `init`.
 
     Raises:
@@ -79,12 +79,12 @@ def broadcast_optimizer_state(
 ) -> None:
     """Overwrites an optimizer's state and options with those of one rank. Collective.
 
-    All that ``state_dict()`` holds travels: tensors, numbers, None, and the options of the parameter groups.
-    An optimizer that has made no step yet needs none; where the root has no state, nobody has it afterwards.
+    The function sends all contents of ``state_dict()``: tensors, numbers, None, and the options of the parameter groups.
+    An optimizer does not need to have made a step; if the root has no state, no rank has state afterwards.
 
     Args:
         optimizer: With the same parameter groups, by number of parameters, on all ranks.
-        root_rank: The rank whose state all get.
+        root_rank: The rank whose state all ranks receive.
         group: The group of ranks; by default that of `init`.
 
     Raises:

@@ -21,7 +21,7 @@ class StaticTopology:
     It keeps the exchanges that calls make of their arguments, so these go with it when another one is set.
 
     Attributes:
-        graph: A private copy of what the user gave.
+        graph: A private copy of the user's graph.
         is_weighted: Whether the graph's weights are used; if not, a node takes the plain mean of itself and
             its in-neighbors.
         in_neighbors: Predecessors of this node without itself, in the graph's order.

@@ -1,9 +1,9 @@
-"""Streams of devices, whatever their kind: what must follow what has been given to a device, and when it is done.
+"""Streams of devices of any kind: the order of work on a device, and when it is complete.
 
 A gradient is ready on the stream that its backward pass runs on, and hooks of autograd run with that stream as the
-current one. What takes several gradients together has to follow all their streams. And what goes to other ranks by
-other ways than the device's, such as a number in a window of the CPU, would overtake what the device has yet to do:
-it has to come after a `Mark`. A CPU has no streams, and there all of this does nothing.
+current one. Code that uses several gradients together must follow all their streams. Data that reaches other ranks
+without the device, such as a number in a window of the CPU, would overtake the device's pending work, so it must wait for
+a `Mark`. A CPU has no streams, and there these classes do nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StreamJoin:
             self._streams.append(stream)
 
     def join(self) -> None:
-        """Lets the current stream follow what is ready, and forgets it. The host waits for nothing."""
+        """Lets the current stream wait for the parts, and forgets them. The host does not wait."""
         streams, self._streams = self._streams, []
         current = current_stream(self._device)
         if current is not None:
@@ -46,10 +46,10 @@ class StreamJoin:
 
 
 class Mark:
-    """A point in what the current stream of a device has been given to do.
+    """A point in the work of a device's current stream.
 
     Args:
-        device: Whose stream.
+        device: The device.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""The collective check of a dynamic exchange: do all ranks ask for the same one?
+"""The collective check that all ranks ask for the same dynamic exchange.
 
-Ranks agree by a sum of fixed size. Only if they do not do they tell each other what they ask for, for the message.
+The check is a sum of fixed size. Only ranks that disagree send each other their arguments, for the message.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def verify(context: Context, exchange: Exchange, tensors: Sequence[Tensor], name
 
     Args:
         context: The group.
-        exchange: What this rank asks for.
-        tensors: What this rank sends.
+        exchange: The exchange that this rank asks for.
+        tensors: The tensors that this rank sends.
         name: Name of the operation, or "".
 
     Raises:
@@ -48,11 +48,11 @@ def verify(context: Context, exchange: Exchange, tensors: Sequence[Tensor], name
 def claims(
     exchange: Exchange, tensors: Sequence[Tensor], rank: int, size: int, machines: list[list[int]] | None
 ) -> list[Claim]:
-    """Returns what a rank claims; that all come to the same call is in how messages find each other.
+    """Returns the claims of a rank. They do not contain the call itself, because messages are matched by the call.
 
     Args:
-        exchange: What it asks for.
-        tensors: What it sends.
+        exchange: The exchange that it asks for.
+        tensors: The tensors that it sends.
         rank: The rank.
         size: Of the group.
         machines: The ranks of each machine, where machines exchange.

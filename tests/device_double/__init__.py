@@ -120,7 +120,7 @@ def _run(commands: Sequence[Sequence[str]]) -> None:
     outputs = [process.communicate(timeout=_COMPILE_SECONDS)[0] for process in processes]
     for process, output in zip(processes, outputs, strict=True):
         if process.returncode != 0:
-            raise RuntimeError(f"cannot compile the device double:\n{output[-8000:]}")
+            raise RuntimeError(f"cannot compile the fake device:\n{output[-8000:]}")
 
 
 def _version() -> tuple[int, ...]:
@@ -157,7 +157,7 @@ def load() -> Any:
 
 
 def compile_runtime() -> Path:
-    """Compiles the double of the CUDA runtime if need be; as `compile_double`."""
+    """Compiles the fake CUDA runtime if needed; as `compile_double`."""
     # fog finds the runtime by the name of the library of torch's that is linked with it.
     return build(
         "libdevice_double_runtime", ["runtime.cpp"], links=["-Wl,-soname,libc10_cuda.so"], library=True

@@ -1,4 +1,4 @@
-// The device double: torch's PrivateUse1 as a GPU whose memory is the host's.
+// The fake device: torch's PrivateUse1 as a GPU whose memory is the host's.
 #pragma once
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Streams of the device double: queues of host functions, each run in order by a thread of its own.
+// Streams of the fake device: queues of host functions, each run in order by a thread of its own.
 //
 // A c10::Stream of the double has a Queue as its native handle (getStreamNativeHandle gives Queue*). Header only and without
 // globals, so that several shared objects may use one Queue.

@@ -4,7 +4,7 @@ Ranks are processes of their own. Where there are fewer GPUs than ranks, NCCL ha
 has, or another one that FOG_TEST_NCCL names, /path/libnccl.so.2, which ranks then have in LD_PRELOAD. Windows go over the
 host's memory, and several ranks may have theirs on one GPU with any NCCL.
 
-FOG_TEST_GPU=gpudouble runs one of each test on the device double: tests/test_gpu_tests.py does, where no GPU is.
+FOG_TEST_GPU=gpudouble runs one of each test on the fake device: tests/test_gpu_tests.py does, where no GPU is.
 """
 
 from __future__ import annotations

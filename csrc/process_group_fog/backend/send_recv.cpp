@@ -49,7 +49,7 @@ WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag
   }
   const auto tensor = only_tensor("recvAnysource", "tensors", tensors);
   check_output("recvAnysource", "tensors", tensor);
-  TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; nobody can send to it");
+  TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; no other rank can send to it");
   TORCH_CHECK_VALUE(tag >= 0, "recvAnysource: tag: got ", tag, "; allowed are 0 and more");
   Staging staging;
   const auto staged = staging.output(tensor);

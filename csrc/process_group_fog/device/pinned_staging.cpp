@@ -211,7 +211,7 @@ void PinnedStaging::await(const char* op, const Event& event, Deadline deadline)
   std::chrono::nanoseconds pause = kShortest;
   while (!has_happened(event)) {
     if (Clock::now() >= deadline) {
-      window_.fail(op, c10::str("timed out waiting for ", device_, " to do what it was given before"));
+      window_.fail(op, c10::str("timed out waiting for ", device_, " to complete its earlier work"));
     }
     window_.engine().check_interrupt();
     std::this_thread::sleep_for(pause);

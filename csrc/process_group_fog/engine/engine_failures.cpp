@@ -273,6 +273,7 @@ void Engine::check_deadlines() {
       if (now < operation->deadline() || operation->computing) {
         watch_awaited(*operation, now);
         ask_early(*operation, now);
+        note_wait(*operation, now);
         earliest = std::min(earliest, operation->deadline());
         continue;
       }

@@ -25,7 +25,7 @@ Standing Standing::read(const std::string& text, int size) {
       DistBackendError,
       !numbers.empty() && numbers[0] >= 0 && numbers[0] <= static_cast<int32_t>(State::kEnded) &&
           std::all_of(numbers.begin() + 1, numbers.end(), is_rank),
-      "an answer to whom a rank waits for cannot be read");
+      "a rank's answer about the ranks that it waits for cannot be read");
   return {static_cast<State>(numbers[0]), {numbers.begin() + 1, numbers.end()}};
 }
 

@@ -14,6 +14,8 @@
 #include <c10/util/StringUtil.h>
 
 #include "core/failure.hpp"
+#include "core/timeline.hpp"
+#include "engine/long_wait.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/introduction.hpp"
@@ -74,7 +76,9 @@ class Meeting {
   }
 
   // All ranks tell who they are; the first ones make the world.
-  void meet(const std::string& name);
+  void meet(const std::string& name, SumsBy sums);
+  // MPI's own, if all ranks want these and there are any: where some of them are not reached through shared memory.
+  std::shared_ptr<NetworkSums> network_sums(const std::string& name);
 
   uint64_t id() const {
     return ranks_[0].random;
@@ -118,10 +122,11 @@ class Meeting {
   std::vector<Place> places_;
 };
 
-void Meeting::meet(const std::string& name) {
+void Meeting::meet(const std::string& name, SumsBy sums) {
   const auto& runtime = Runtime::instance();
   const bool joined = runtime.joined();
   auto mine = introduce();
+  mine.reduce = name_of(sums);
   mine.beacon = beacon_.name();
   mine.launched = Runtime::launched(rendezvous_->rank(), rendezvous_->size());
   mine.job = runtime.job();
@@ -229,8 +234,11 @@ void Meeting::make_transport() {
   const bool linked =
       !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
   const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
-  if (!runtime.started() && (launched || !linked)) {
-    runtime.start(rendezvous_, job, timeout_);
+  if (runtime.started() || launched || !linked) {
+    engine.watchdog().start();
+    if (!runtime.started()) {
+      runtime.start(rendezvous_, job, timeout_);
+    }
   }
   if (!runtime.joined()) {
     runtime.join(job, rank, size);
@@ -290,6 +298,34 @@ void Meeting::watch_other_hosts(const ReachProbe* probe) {
   process_engine().with_lock([&] { monitor.load()->meet(runtime.rank(), runtime.size(), token, std::move(others), reached); });
 }
 
+std::shared_ptr<NetworkSums> Meeting::network_sums(const std::string& name) {
+  if (ranks_[0].reduce != name_of(SumsBy::kMpi) || ranks_.size() == 1) {
+    return nullptr;
+  }
+  const bool linked = std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.links; });
+  const bool used = Runtime::instance().started() && (has_several_hosts() || !linked);
+  if (rendezvous_->rank() == 0) {
+    LOG(INFO) << "fog: group '" << name << "': "
+              << (used ? "MPI does allreduce, reduce and reduce_scatter" : "reduce=\"mpi\" changes nothing, as all ranks share a host");
+  }
+  if (!used) {
+    return nullptr;
+  }
+  std::vector<mpi::Reductions::Member> members;
+  for (size_t member = 0; member < ranks_.size(); ++member) {
+    const auto& rank = ranks_[member];
+    members.push_back(
+        {rank.world_rank, c10::str("rank ", member, " of group '", name, "' (pid ", rank.pid, " on host ", rank.host_name, ")")});
+  }
+  rendezvous_->barrier("sums"); // MPI's call keeps the engine's lock: it is not to wait for ranks that are yet to come
+  return process_engine().with_lock([&] {
+    for (const auto& rank : ranks_) { // MPI sends to whomever it likes
+      monitor.load()->begin(rank.world_rank);
+    }
+    return transport.load()->reductions().among(std::move(members), id(), deadline_after(timeout_));
+  });
+}
+
 std::vector<Member> Meeting::members() const {
   std::vector<std::string> hosts;
   for (const auto& place : places_) {
@@ -312,13 +348,40 @@ std::vector<std::string> Meeting::addresses() const {
   return addresses;
 }
 
+// The first group of this process tells which rank of the world it is, for those who look at it from outside.
+void observe_first_group(int rank, int size) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name()));
+    for (const char* variable : {"FOG_TIMELINE", "BLUEFOG_TIMELINE"}) {
+      const char* prefix = std::getenv(variable);
+      if (prefix != nullptr && *prefix != '\0') {
+        start_timeline(prefix, rank, size);
+        return;
+      }
+    }
+  });
+}
+
 } // namespace
+
+void start_timeline(const std::string& prefix, int rank, int size) {
+  Timeline::instance().start(prefix, rank, size, host_name());
+  process_engine().observe(true);
+}
+
+void stop_timeline() {
+  if (Timeline::instance().stop()) {
+    process_engine().observe(false);
+  }
+}
 
 Engine& process_engine() {
   static Engine* engine = [] {
     // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
     pthread_atfork(nullptr, nullptr, [] {
       process_engine().set_forked();
+      Timeline::forget_in_child();
       if (auto* inherited = monitor.load()) {
         inherited->close_all();
       }
@@ -329,13 +392,20 @@ Engine& process_engine() {
 }
 
 std::shared_ptr<Group> connect(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout,
+    const std::string& name,
+    SumsBy sums) {
   auto& engine = process_engine();
   engine.check_not_forked();
   PeerMonitor::host_timeout(); // these throw where the environment is wrong
   check_interface();
   rma_bytes();
+  long_wait();
   const auto& runtime = Runtime::instance();
+  observe_first_group(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
   if (size == 1 && !runtime.joined()) { // nobody to talk to: no messages
     return engine.add_group(0, name, rank, {{0, static_cast<int>(getpid()), 0, host_id(), host_name()}}, {});
   }
@@ -348,9 +418,12 @@ std::shared_ptr<Group> connect(
   engine.watchdog().check();
   Meeting meeting(store, rank, size, timeout);
   engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
-  meeting.meet(name);
+  meeting.meet(name, sums);
+  auto network_sums = meeting.network_sums(name);
   meeting.finish();
-  return engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
+  auto group = engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
+  group->sums = std::move(network_sums);
+  return group;
 }
 
 void leave_job() {
@@ -358,7 +431,9 @@ void leave_job() {
   if (engine.forked()) {
     return;
   }
-  if (const auto healthy = engine.shutdown()) {
+  const auto healthy = engine.shutdown();
+  stop_timeline();
+  if (healthy) {
     Runtime::instance().finalize(*healthy);
   }
 }

@@ -245,6 +245,7 @@ void PeerMonitor::end(int number, Peer& peer, bool silent, bool departed) {
   peer.ended = true;
   peer.places = {};
   ended_.push_back({number, silent, departed});
+  ++ends_;
 }
 
 void PeerMonitor::give_up(int number, Peer& peer, const char* why) {

@@ -85,7 +85,7 @@ void refuse_message(int source, size_t length, const char* why) {
   C10_THROW_ERROR(
       DistBackendError,
       c10::str(
-          "fog: rank ", source, " of the world sent what is not a message of fog's, ", length, " bytes: ", why,
+          "fog: rank ", source, " of the world sent ", length, " bytes that are not a message of fog: ", why,
           ". Its memory is damaged?"));
 }
 

@@ -125,6 +125,7 @@ ProcessTransport::ProcessTransport(
       streams_(links_),
       copies_(streams_, links_, released_),
       messages_(runtime, *this, watchdog),
+      reductions_(runtime, messages_, watchdog, *this),
       remote_memory_(std::move(remote_memory)) {
   if (remote_memory_) {
     remote_memory_->ask(
@@ -157,14 +158,6 @@ std::vector<Transport::Ended> ProcessTransport::ended() {
     ended.push_back({peer, silent, departed, silent ? std::chrono::milliseconds(0) : kDrainTime});
   }
   return ended;
-}
-
-void ProcessTransport::hold_back(PeerId peer, bool hold) {
-  if (hold) {
-    held_.insert(peer);
-  } else {
-    held_.erase(peer);
-  }
 }
 
 bool ProcessTransport::holds_back(PeerId destination) const {

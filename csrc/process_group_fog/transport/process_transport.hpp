@@ -16,6 +16,7 @@
 #include "transport/mpi/messages.hpp"
 #include "transport/mpi/notified_puts.hpp"
 #include "transport/mpi/put_arrivals.hpp"
+#include "transport/mpi/reductions.hpp"
 #include "transport/mpi/remote_memory.hpp"
 #include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
@@ -24,7 +25,7 @@
 
 namespace fog {
 
-class ProcessTransport final : public Transport, private MessageHandler {
+class ProcessTransport final : public Transport, private MessageHandler, private mpi::Reductions::Losses {
  public:
   // `links` are settled. `remote_memory` is null where nothing goes by RMA.
   ProcessTransport(
@@ -76,7 +77,13 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void go(PeerId destination, const TransferOwner& owner) override {
     messages_.go(owner, destination);
   }
-  void hold_back(PeerId peer, bool hold) override;
+  void hold_back(PeerId peer, bool hold) override {
+    if (hold) {
+      held_.insert(peer);
+    } else {
+      held_.erase(peer);
+    }
+  }
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
   void ignore(PeerId source, const Header& header) override;
@@ -96,6 +103,14 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
+
+  bool has_sums_in_flight() const override {
+    return reductions_.in_flight();
+  }
+  // MPI's own sums, see Reductions::among().
+  mpi::Reductions& reductions() {
+    return reductions_;
+  }
 
   Doorbell& bell() override {
     return links_.doorbell();
@@ -134,6 +149,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool may_send(PeerId peer) override {
     return monitor_->may_send(peer);
   }
+  size_t ends() override {
+    return processes_.ends() + monitor_->ends();
+  }
+  bool is_lost(PeerId peer) override {
+    return !handler_.is_leaving(peer) && has_ended(peer);
+  }
 
   const PeerId self_;
   const int size_;
@@ -145,6 +166,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   shared_memory::Streams streams_;
   shared_memory::Copies copies_;
   mpi::Messages messages_;
+  mpi::Reductions reductions_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unique_ptr<mpi::PutArrivals> arrivals_; // as well

@@ -202,6 +202,11 @@ class Transport {
     return nullptr;
   }
 
+  // Whether the network's own sums are not done, of groups that have failed as well.
+  virtual bool has_sums_in_flight() const {
+    return false;
+  }
+
   // --- progress ---
   // Looks for news once; true if anything arrived or was completed.
   virtual bool poll() = 0;

@@ -55,7 +55,7 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
       text >> address;
     }
   }
-  TORCH_INTERNAL_ASSERT(!text.fail(), "fog: win_create: what the ranks say of the window cannot be read");
+  TORCH_INTERNAL_ASSERT(!text.fail(), "fog: win_create: the ranks' descriptions of the window cannot be read");
   return descriptions;
 }
 

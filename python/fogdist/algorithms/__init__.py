@@ -6,11 +6,11 @@ An algorithm is a view of the user's optimizer: the script keeps calling ``loss.
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     opt = fogdist.algorithms.GradientTracking(opt, model, mixing=fogdist.topology.base_graph(fogdist.size()))
 
-One algorithm, one class, whose docstring states its recursion and its source. In these, x is a rank's
-parameters, d(x) what the user's optimizer adds to them, g its learning rate, x+ the next value and x- the one
-before, and ``W x`` stands for ``sum_i W[i, j] x_i`` at rank j. They compute on a few flat vectors, which also is what
-travels: one exchange a round. Each is tested against its recursion in matrix form. docs/algorithms.md compares them,
-and shows how a user writes one. The frame that they share is `fogdist.training`.
+Each algorithm is one class, and its docstring states its recursion and its source. There, x is a rank's parameters, d(x)
+the change that the user's optimizer makes, g its learning rate, x+ the next value and x- the previous one, and ``W x``
+stands for ``sum_i W[i, j] x_i`` at rank j. The algorithms compute on a few flat vectors and exchange these, once per
+round. Each is tested against its recursion in matrix form. docs/algorithms.md compares them and shows how to write one.
+Their common frame is `fogdist.training`.
 """
 
 from __future__ import annotations

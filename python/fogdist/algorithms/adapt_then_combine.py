@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 class AdaptThenCombine(DecentralizedSGD):
     """Adapt then combine, ``x+ = W (x + d(x))``, in the step that completes J backward passes since the last average.
 
-    With J = 3 both three passes and one step, and three passes with a step after each, make one average. A step counts
-    as one pass at least, and so does a closure, however often it is evaluated. More than J passes warn.
+    J = 3 gives one average for three passes, with one step or with a step after each pass. A step counts as at least one
+    pass, and so does a closure, even if it is evaluated several times. More than J passes cause a warning.
 
     Args:
         optimizer: As in `DecentralizedSGD`.
         model: As in `Algorithm`.
         step_in_backward: Whether a bucket's step is made, and its average started, as soon as the J-th
             backward pass has given all its parameters their gradients, so that the rest of the pass hides
-            it. `step` does what is left, and waits. It gives the same values, for an optimizer that treats each
-            parameter by itself, if nothing changes gradients after that pass: no clipping, no gradient
-            scaler, both of which raise. Hooks of the optimizer's step are called for each bucket.
+            it. `step` handles the remaining buckets, and waits. For an optimizer that treats each parameter by
+            itself, the values are the same if nothing changes gradients after that pass. Clipping and gradient
+            scalers do, and both raise. Hooks of the optimizer's step are called for each bucket.
         **options: As in `Algorithm`; `local_steps` is J.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Asynchronous diffusion: averages with what neighbors have put, or with what is got from them, at each rank's pace."""
+"""Asynchronous diffusion: averages with values that neighbors put, or that a rank gets from them, at each rank's pace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fogdist.windows import Window
 
 
 class AsynchronousDiffusion(WindowAlgorithm):
-    """Base of both: ``x+ = w_ii x + sum_j w_ji slot_j + d(x)``, with what is in the slots, whenever that came.
+    """Base of both: ``x+ = w_ii x + sum_j w_ji slot_j + d(x)``, with the current values of the slots.
 
-    A slot that nothing has been written to stands for this rank's own x. (Zhao and Sayed, "Asynchronous adaptation and
-    learning over networks", IEEE Transactions on Signal Processing 63, 2015.)
+    An empty slot stands for this rank's own x. (Zhao and Sayed, "Asynchronous adaptation and learning over networks",
+    IEEE Transactions on Signal Processing 63, 2015.)
 
     Attributes:
-        skip_lost: True to leave out neighbors that are known to be lost, whose last parameters still count unless
-            the weights of the average say otherwise. By default they make `step` raise.
+        skip_lost: True to skip neighbors that are known to be lost; their last parameters still count unless
+            the weights of the average exclude them. By default `step` raises.
     """
 
     skip_lost: bool = setting(False)
@@ -75,20 +75,19 @@ class AsynchronousDiffusion(WindowAlgorithm):
 
 
 class WinPut(AsynchronousDiffusion):
-    """Asynchronous diffusion by puts: a rank writes its parameters to its neighbors and averages what it has.
+    """Asynchronous diffusion by puts: a rank writes its parameters to its neighbors and averages its slots.
 
-    At the end of a forward pass a rank puts its parameters into its slots at its out-neighbors, who take no
-    part. `step` averages the parameters with what is in the slots here, whenever that came, and makes the
-    optimizer's own step from there with the gradient of the old parameters. Nobody waits for anybody: a slow rank
-    is seen with old parameters.
+    At the end of a forward pass a rank puts its parameters into its slots at its out-neighbors, which take no part.
+    `step` averages the parameters with the current values of the slots and then makes the optimizer's own step with the
+    gradient of the old parameters. No rank waits for another one: the neighbors of a slow rank use its old parameters.
 
     The arguments are those of `WindowAlgorithm`.
 
     Attributes:
         dst_weights: {out-neighbor: weight} of the next put, or out-neighbors that all weigh 1; None for all
-            of them. Whoever is left out keeps what it has.
+            of them. The slots at the others keep their values.
         self_weight, src_weights: Weights of the next average, both or none of them: of this rank's parameters
-            and {in-neighbor: weight} of what they sent. None for the topology's.
+            and {in-neighbor: weight} of the slots. None for the topology's.
         force_barrier: As in `WindowAlgorithm`.
         skip_lost: As in `AsynchronousDiffusion`.
     """
@@ -112,19 +111,19 @@ class WinPut(AsynchronousDiffusion):
 class PullGet(AsynchronousDiffusion):
     """Asynchronous diffusion by gets: a rank reads its neighbors' parameters when it needs them.
 
-    `step` gets the parameters that the in-neighbors have then, who take no part, averages with them, and makes the
-    optimizer's own step from there with the gradient of the old parameters: unlike with `WinPut`, of what neighbors were
-    some time ago there is nothing in it. (To get them with the forward pass already would make them older by a backward
-    pass, which may be several of a neighbor's steps.) A rank holds its windows'
-    mutexes while its optimizer changes the parameters, so nobody gets them half changed.
+    `step` gets the current parameters of the in-neighbors, which take no part, averages with them, and then makes the
+    optimizer's own step with the gradient of the old parameters. Unlike `WinPut`, it does not use old parameters of the
+    neighbors. (A get at the forward pass would make them older by a backward pass, which may be several steps of a
+    neighbor.) A rank holds the mutexes of its windows while its optimizer changes the parameters, so no neighbor gets
+    them half changed.
 
     The arguments are those of `WindowAlgorithm`.
 
     Attributes:
-        src_weights: In-neighbors of the next get; None for all of them. Without `self_weight` a dict gives
-            what the parameters are multiplied by as they are got, and the topology's weights follow, as in
-            BlueFog; whoever is left out counts with what was got before. With `self_weight` it is {in-neighbor:
-            weight} of the average, and nobody else counts.
+        src_weights: In-neighbors of the next get; None for all of them. Without `self_weight` a dict gives the factors
+            by which the parameters are multiplied when they are fetched, and the topology's weights follow, as in
+            BlueFog; an in-neighbor that is not in it counts with its values of an earlier get. With `self_weight` it is
+            {in-neighbor: weight} of the average, and other in-neighbors do not count.
         self_weight: Weight of this rank's parameters in the next average; None for the topology's.
         force_barrier: As in `WindowAlgorithm`.
         skip_lost: As in `AsynchronousDiffusion`.

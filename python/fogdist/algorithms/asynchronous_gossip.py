@@ -27,27 +27,25 @@ if TYPE_CHECKING:
 class AsynchronousGossip(Algorithm):
     """AD-PSGD style gossip over windows: no rank waits for another. Collective to make and to `finish`.
 
-    In a step, a rank i makes the optimizer's step, adds what neighbors have left for it, looks at one random
-    neighbor j, and moves with it towards their mean, its own part now and j's part when j makes its next
-    step::
+    In a step, rank i makes the optimizer's step, adds the contents of its inbox, reads the parameters of one random
+    neighbor j, and moves with it towards their mean: it makes its own part now, and j makes its part in its next step::
 
         x_i = x_i + d(x_i) + inbox_i,      inbox_i = 0
         m   = w_ij (x_j - x_i)             with x_j as it is then
         x_i = x_i + m,                     inbox_j = inbox_j - m
 
     (Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
-    arXiv 1710.06952.) There both move half the way in one atomic step, which takes the neighbor's attention;
-    here the neighbor's part waits in a window. What one gains the other loses, so the sum of all x and
-    inboxes is changed by the optimizers' steps only, at whatever speeds. A rank passes over neighbors that
-    have not yet taken its last move, and makes a local step if that are all of them: so nobody is swamped by
-    ranks that are faster. w is smaller than a half for the same reason, as several neighbors may move a rank
-    at a time: with a_i the number of neighbors that choose i in a step on average,
-    ``w_ij = 1 / (2 + max(a_i, a_j))``, which is 1/3 on regular graphs. A slow rank weighs in the result by
-    the steps it makes. Gradients are of the parameters as they are in the model, which only the rank's own
-    `step` changes. x_j is read where it is: on CPUs, a step that j is in the middle of may be in a part of it.
+    arXiv 1710.06952.) In the paper both ranks move half the way in one atomic step, for which the neighbor must stop;
+    here the neighbor's part waits in a window. One rank gains the amount that the other loses, so at any speeds only
+    the optimizers' steps change the sum of all x and inboxes. A rank skips neighbors that have not yet applied its last
+    move, and makes a local step if it has to skip all of them; so fast ranks do not overload a slow one. w is smaller
+    than a half for the same reason, because several neighbors may move a rank at the same time: if a_i neighbors choose
+    i in a step on average, ``w_ij = 1 / (2 + max(a_i, a_j))``, which is 1/3 on regular graphs. The weight of a slow rank
+    in the result is proportional to its steps. Gradients are computed at the parameters in the model, which only the
+    rank's own `step` changes. x_j is read in place: on CPUs it may contain a part of a step that j is making.
 
-    Neighbors are those of the group's topology when it is made. `finish` puts the last moves into the parameters. To
-    end with one model, average them then (`fogdist.allreduce_parameters`). A neighbor that was lost is passed over.
+    The neighbors are those of the group's topology at the time of construction. `finish` applies the last moves to the
+    parameters. To end with one model, average them then (`fogdist.allreduce_parameters`). Lost neighbors are skipped.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -138,7 +136,7 @@ class AsynchronousGossip(Algorithm):
         windows.free()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`. What is in inboxes is no part of a state dict: `finish` before.
+        """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `finish` before.
 
         Raises:
             RuntimeError: The algorithm has not been finished since it was made, and there are other ranks:

@@ -1,4 +1,4 @@
-"""Decentralized AdamW: ranks average the moments of their gradients too, and divide by what the mean gradient's would be."""
+"""Decentralized AdamW: ranks average the moments of their gradients too, and divide by an estimate for the mean gradient."""
 
 from __future__ import annotations
 

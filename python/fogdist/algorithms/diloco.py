@@ -1,4 +1,4 @@
-"""DiLoCo and its relatives that gossip: many local steps, then an outer optimizer over what they did."""
+"""DiLoCo and its relatives that gossip: many local steps, then an outer optimizer over their changes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class DiLoCo(Algorithm):
-    """DiLoCo: H local steps, then a Nesterov step along the average of what they did.
+    """DiLoCo: H local steps, then a Nesterov step along the average of their changes.
 
-    With a the parameters before the H local steps and D = x - a what they changed::
+    Let a be the parameters before the H local steps and D = x - a their change::
 
         v  = W (a + outer_lr D)
         a+ = x+ = v + outer_momentum (v - v-),    at first v- = a
@@ -36,7 +36,7 @@ class DiLoCo(Algorithm):
     averages; `GASLoC` and `NoLoCo` are two published ways to do that. For ranks to agree, eigenvalues of W
     must be above -1 / (1 + 2 outer_momentum).
 
-    The inner optimizer is AdamW in the paper; any serves, and its state stays local.
+    The inner optimizer is AdamW in the paper. Any optimizer is allowed, and its state stays local.
 
     Args:
         optimizer: The inner optimizer, as in `Algorithm`.
@@ -157,11 +157,11 @@ class NoLoCo(DiLoCo):
     Args:
         optimizer: As in `DiLoCo`.
         model: As in `DiLoCo`.
-        outer_lr: More than 0.
         outer_momentum: Below 1.
         consensus: How fast partners come together, more than 0; for pairs, between `outer_momentum` and
             ``sqrt(2 + outer_momentum ** 2)``.
-        **options: As in `DiLoCo`; `mixing` is `random_matching` of all ranks by default.
+        **options: As in `DiLoCo`, `outer_lr` (more than 0) included; `mixing` is `random_matching` of all ranks by
+            default.
 
     Raises:
         ValueError: As `Algorithm`.

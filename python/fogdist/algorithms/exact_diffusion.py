@@ -1,4 +1,4 @@
-"""Exact diffusion and D2: diffusion without the bias that differing data give it."""
+"""Exact diffusion and D2: diffusion without the bias that comes from different data on the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fogdist.training.algorithm import Algorithm
 
 
 class ExactDiffusion(Algorithm):
-    """Exact diffusion: corrects each rank's step by what averaging had to undo in the step before.
+    """Exact diffusion: corrects each rank's step by the change that averaging made in the previous step.
 
     With psi = x + d(x) the result of the local step at learning rate g, and psi- that of the step before::
 
@@ -20,10 +20,10 @@ class ExactDiffusion(Algorithm):
     the optimum of the sum, also where ranks' data differ; diffusion (`DecentralizedSGD`) stays at a distance
     that grows with the learning rate and 1 / gap.
 
-    What is kept is the correction in units of the gradient, ``c = (x - psi-) / g``, which tends to the rank's
-    own gradient at the optimum: so a learning rate that a scheduler changes keeps the fixed point. With
-    constant g that is the recursion above. While g is 0, c stays. Other optimizers than SGD serve too: d is
-    their step. With local steps psi is their result, and what they drift apart on the way is not corrected.
+    The class keeps the correction in units of the gradient, ``c = (x - psi-) / g``, which converges to the rank's own
+    gradient at the optimum. So a scheduler that changes the learning rate does not move the fixed point. With constant g
+    this is the recursion above. While g is 0, c does not change. Optimizers other than SGD work too: d is their step.
+    With local steps psi is their result, and the drift between ranks during these steps is not corrected.
 
     W should be symmetric and doubly stochastic. The arguments are those of `Algorithm`.
     """

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes
+from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.gradient_exchange import GradientExchange
 from fogdist.training.passes import BackwardPasses, warn_too_many_passes
@@ -34,11 +35,11 @@ class GradientAllreduce(DistributedOptimizer):
     """Parallel SGD: ``x+ = x + d(x)`` with the mean of all ranks' gradients. Collective to make.
 
     A bucket of gradients is averaged as soon as the J-th backward pass completes it, while the pass goes on;
-    `step` averages what is missing, and waits. A parameter without a gradient on some rank counts as zero
-    there; one without a gradient on every rank is left alone. (As Horovod: Sergeev and Del Balso, 2018.)
+    `step` averages the remaining buckets, and waits. A parameter without a gradient on some rank counts as zero
+    there; a parameter without a gradient on every rank does not change. (As Horovod: Sergeev and Del Balso, 2018.)
 
-    A gradient scaler is used as in one process: its `step` looks for overflows in the averaged gradients, so one
-    rank's overflow is everybody's, all leave out the same steps, and their scales stay the same. To clip
+    Use a gradient scaler as in one process. Its `step` looks for overflows in the averaged gradients, so an overflow
+    on one rank appears on all ranks: all ranks skip the same steps, and their scales stay the same. To clip
     gradients, call `synchronize` first, then the scaler's `unscale_` if there is one, then clip.
 
     Args:
@@ -112,6 +113,7 @@ class GradientAllreduce(DistributedOptimizer):
             self._scaler_synchronized = True
         return True
 
+    @shown_as("step")
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
 
@@ -178,7 +180,7 @@ class GradientAllreduce(DistributedOptimizer):
             self._fog_forget_scaler()
             raise RuntimeError(
                 "a gradient scaler's unscale_() needs a call of synchronize() before it: it has unscaled this rank's "
-                "own gradients, and what all ranks average is still scaled"
+                "own gradients, and the average over all ranks is still scaled"
             )
 
     def _average_if_due(self) -> None:

@@ -10,7 +10,7 @@ from fogdist.training.algorithm import Algorithm
 
 
 class PushSumSGD(Algorithm):
-    """Stochastic gradient push: push-sum of the parameters, gradients at what they stand for.
+    """Stochastic gradient push: push-sum of the parameters, with gradients at the estimated average.
 
     Each rank holds x and a weight p, at first 1; the model has z = x / p. With P column-stochastic in the
     usual notation, which means that each sender's shares sum to 1::

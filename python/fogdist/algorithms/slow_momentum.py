@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SlowMo(Algorithm):
-    """Slow momentum: every T steps the exact average, and a momentum step along what they did together.
+    """Slow momentum: every T steps the exact average, and a momentum step along their common change.
 
     With a the parameters at the beginning of the T steps, the mean after them over all ranks, g the
     learning rate and u at first 0::

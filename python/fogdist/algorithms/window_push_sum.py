@@ -24,20 +24,19 @@ _TOLERANCE = 1e-6
 class WindowPushSum(WindowAlgorithm):
     """Stochastic gradient push over windows: averages that are exact on directed graphs, at uneven speeds too.
 
-    Each rank has biased parameters x and a weight p, of each bucket, at first 1. The model's parameters are
-    z = x / p. At the end of a forward pass a rank gives shares of x and p to its out-neighbors, which
-    add up with what it keeps to what it had; `step` collects what has come, x = kept + received, and makes
-    the optimizer's own step on x with the gradient at z. (Assran, Loizou, Ballas and Rabbat, "Stochastic gradient
-    push for distributed deep learning", ICML 2019; the step is after the exchange, which the backward
+    Each rank has biased parameters x and, for each bucket, a weight p that starts at 1. The model's parameters are
+    z = x / p. At the end of a forward pass a rank sends shares of x and p to its out-neighbors; these shares and the
+    one that it keeps add up to the whole. `step` collects the received shares, x = kept + received, and makes the
+    optimizer's own step on x with the gradient at z. (Assran, Loizou, Ballas and Rabbat, "Stochastic gradient
+    push for distributed deep learning", ICML 2019; the step comes after the exchange, which the backward
     pass hides, as in Nedic and Olshevsky's subgradient-push, IEEE Transactions on Automatic Control 60, 2015.)
 
-    By default ranks exchange in step, as the papers have it. With ``force_barrier = False`` each goes at its own
-    pace: the sums of x and p over all ranks stay as they are, so z goes to the average however uneven the speeds,
-    but a faster rank's gradients count more often. A rank then gives away no more than leaves it half of the p
-    that it had on average.
+    By default ranks exchange synchronously, as in the papers. With ``force_barrier = False`` each rank goes at its own
+    pace: the sums of x and p over all ranks do not change, so z converges to the average at any speeds, but the
+    gradients of a faster rank count more often. A rank then sends at most as much as leaves it half of its average p.
 
-    If a neighbor is lost, what was on its way there is lost, of x and p alike, and `step` raises; set the weights
-    so that nothing goes there any more.
+    If a neighbor is lost, the shares on their way to it are lost, of x and of p, and `step` raises. Set the weights so
+    that no shares are sent to it any more.
 
     The arguments are those of `WindowAlgorithm`. Between steps the windows hold z, and their own p is 1; see
     `push_sum_weights`.

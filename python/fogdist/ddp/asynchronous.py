@@ -1,7 +1,7 @@
-"""Mixing at each rank's own pace: neighbors' last values lie in one-sided windows, nobody is waited for.
+"""Mixing at each rank's own pace: the neighbors' last values lie in one-sided windows, and no rank waits.
 
-Values carry the number of the iteration that they are of as their p, so a neighbor knows their age. Whether a rank pauses, and how far
-it is by now, `Pace` says.
+Values carry the number of their iteration as their p, so a neighbor knows their age. `Pace` tells whether a rank pauses
+and how many iterations it has made.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class AsynchronousMixing:
 
     Args:
         context: The group.
-        flats: What is mixed; their memory stays where it is.
-        rounds: Whom to mix with; of a topology with a period.
-        name: What all ranks call it; no other mixing of the group has the same.
-        max_staleness: How many iterations this rank may be ahead of an in-neighbor; None for any number; "auto" for
-            any number as long as there is news of it (`Pace`).
+        flats: The buffers to mix; their memory stays in place.
+        rounds: The peers of each round, of a topology with a period.
+        name: The same on all ranks, and unique among the mixings of the group.
+        max_staleness: The number of iterations that this rank may be ahead of an in-neighbor; None for any number;
+            "auto" for any number as long as there is news of it (`Pace`).
         damping: Exponent a in the weight ``w_ji (1 + staleness)^-a``.
-        skip_lost: Whether to go on without neighbors that are lost. Those that had paused are never missed.
+        skip_lost: Whether to go on without neighbors that are lost. The loss of a paused neighbor is no error.
         timeout: Of windows, and of waiting for a neighbor.
     """
 

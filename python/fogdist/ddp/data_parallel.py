@@ -44,9 +44,9 @@ _Slot: TypeAlias = tuple[dict[str, Any], str, Tensor, str]
 
 
 class DecentralizedDataParallel(nn.Module):
-    """A module that is trained together with its neighbors': its parameters mix with theirs at each step.
+    """A module whose parameters mix with the neighbors' parameters at each step.
 
-    Used like the module itself; the training loop stays as it is::
+    Use it like the module itself; the training loop stays as it is::
 
         model = fogdist.DecentralizedDataParallel(model, optimizer)
         for x, y in batches:
@@ -55,29 +55,28 @@ class DecentralizedDataParallel(nn.Module):
             optimizer.step()          # the user's own, which now also mixes
         model.global_average()
 
-    Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, the gradient of the old parameters
-    on top of mixed ones. With mode "sync" all ranks take their steps together: the exchange of round t starts
-    at the training forward pass (called as a function, gradients enabled, outside of ``torch.func``), travels
-    during forward and backward, and is awaited by the step. With "async" each rank goes at its own pace: a
-    step mixes with what the neighbors have put last, makes the optimizer's step and puts the result; see
-    `staleness`. (Sync: the scheme of Decent-DP, Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the
-    manner of AD-PSGD, Lian et al., ICML 2018, arXiv 1710.06952, with one-sided windows.)
+    Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, where the gradient is that of the old
+    parameters. With mode "sync" all ranks make their steps together: the exchange of round t starts with the training
+    forward pass (called as a function, gradients enabled, outside of ``torch.func``), runs during forward and backward,
+    and the step waits for it. With "async" each rank goes at its own pace: a step mixes with the values that the
+    neighbors put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the scheme of Decent-DP,
+    Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et al., ICML 2018, arXiv 1710.06952,
+    with one-sided windows.)
 
-    One step, one exchange, in mode "sync": all ranks must make equally many. A step without a forward pass
-    exchanges on the spot. Forward passes and steps in `no_sync` do not exchange: put it around all but the
-    last part of an accumulated gradient, or around whole iterations for local steps. A step that a GradScaler
-    would skip on some rank holds nobody up: the scaler is made to call it, and that rank's parameters become
-    ``Mix(x)``. Where the training loop itself leaves out a step after a forward pass, it calls `synchronize`
-    in its place; if not, the next forward pass counts as one more part of the same step, and the neighbors wait,
-    until the group's timeout. In mode "async" a step that is skipped is no iteration.
+    In mode "sync" each step is one exchange, and all ranks must make the same number of steps. A step without a forward
+    pass exchanges at once. Forward passes and steps in `no_sync` do not exchange: put it around all but the last part of
+    an accumulated gradient, or around whole iterations for local steps. If a GradScaler would skip a step on some rank,
+    the scaler still calls it, and that rank's parameters become ``Mix(x)``; so the other ranks are not delayed. A
+    training loop that skips a step after a forward pass must call `synchronize` in its place. Otherwise the next forward
+    pass counts as one more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a
+    skipped step is no iteration.
 
-    Parameters that are trained when the wrapper is made live side by side in shared memory (`FlatBuckets`)
-    and stay the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures see what they
-    always saw. In mode "sync" they must not be changed between forward pass and step, which warns: what the
-    neighbors get is in them, and the mix replaces them. (Where a forward pass itself changes them, by an
-    embedding's `max_norm`, the exchange starts at its end.) Frozen ones are not exchanged. Buffers stay each
-    rank's own unless `average_buffers`; then those of floating-point dtypes are mixed like parameters, with
-    what forward changed in them kept.
+    Parameters that are trained when the wrapper is created live side by side in shared memory (`FlatBuckets`) and stay
+    the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures work as before. In mode "sync" they
+    must not be changed between forward pass and step, and a warning is issued if they are: neighbors read them in place,
+    and the mix replaces them. (If the forward pass itself changes them, by an embedding's `max_norm`, the exchange starts
+    at its end.) Frozen parameters are not exchanged. Buffers stay each rank's own unless `average_buffers` is set; then
+    those of floating-point dtypes are mixed like parameters, and the changes by the forward pass are kept.
 
     `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read
     from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. ``torch.func.functional_call`` takes
@@ -97,12 +96,12 @@ class DecentralizedDataParallel(nn.Module):
         group: The group of ranks; by default that of `init`.
         bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is one message. A larger
             parameter has one for itself.
-        broadcast: Whether parameters and buffers start as those of rank 0; if not, the user sees to it.
+        broadcast: Whether parameters and buffers start as those of rank 0. If False, the user must ensure equal values.
         average_buffers: As above.
-        max_staleness: For "async": a rank that is more than so many iterations ahead of an in-neighbor waits
+        max_staleness: For "async": a rank that is more than this number of iterations ahead of an in-neighbor waits
             before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). None for no bound. By
-            default "auto": it waits where it has made 8 iterations without news of a neighbor that has made fewer,
-            as `max_staleness` of `fogdist.training.WindowAlgorithm` has it, so a rank may be slower for ever.
+            default "auto": it waits after 8 iterations without news of a neighbor that has made fewer, as
+            `max_staleness` of `fogdist.training.WindowAlgorithm`, so a rank may always be slower than others.
         staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a
             neighbor whose values are `staleness` iterations old; the rest goes to this rank's own. By default
             0, no damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated
@@ -260,7 +259,7 @@ class DecentralizedDataParallel(nn.Module):
         """Calls the module.
 
         Raises:
-            RuntimeError: Parameters that were one are not; or what the class says.
+            RuntimeError: Parameters that were one tensor no longer are; or as the class says.
         """
         for (members, key, _, name), (others, other, _, tied) in self._ties:
             if members.get(key) is not others.get(other):
@@ -278,7 +277,7 @@ class DecentralizedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this block forward passes and steps do not exchange anything: accumulation, or local steps."""
+        """In this block forward passes and steps do not exchange: for accumulation, or for local steps."""
         before, self._is_exchanging = self._is_exchanging, False
         try:
             yield
@@ -313,9 +312,8 @@ class DecentralizedDataParallel(nn.Module):
     def global_average(self, buffers: bool | None = None) -> None:
         """Overwrites the trained parameters with their average over all ranks. Collective.
 
-        In mode "sync" an exchange that has begun on some rank, whose last training forward pass no step has
-        followed, is ended before, with the other ranks taking part in it. In mode "async" a rank that waits
-        here for others is paused for its neighbors, see `pause`.
+        In mode "sync", if some rank has begun an exchange by a training forward pass without a step, all ranks complete
+        this exchange first. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
 
         Args:
             buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's

@@ -22,8 +22,8 @@ class SynchronousMixing:
         context: The group.
         parameters: The parameters; an exchange's result may become their memory.
         buffers: The module's buffers that are to be mixed, if any.
-        mixing: Whom to exchange with.
-        name: What all ranks call it; no other mixing of the group has the same.
+        mixing: The peers and weights of each round.
+        name: The same on all ranks, and unique among the mixings of the group.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Who talks to whom: static graphs, time-varying sequences, their weights and metrics. No communication.
+"""Topologies: static graphs, time-varying sequences, their weights and metrics. Nothing here communicates.
 
 A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the weight of the edge i -> j: a
-row is a sender, a column a receiver. A `Topology` is one such matrix a round, for static graphs and sequences
-alike. One concept, one module: `graphs` (static), `rounds` (Topology), `sequences`, `base_graph` and
+row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
+alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences`, `base_graph` and
 `equitopo` (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen),
 `neighbor_lists` (peers as lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table
 and picture), `draws` (random numbers that ranks share). Names of older BlueFog versions are in `fogdist.legacy`.

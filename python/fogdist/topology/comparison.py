@@ -36,14 +36,14 @@ _STATIC = (
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """What one topology costs and gives.
+    """The costs and the properties of one topology.
 
     Attributes:
         name: Of the topology.
         period: Rounds after which it repeats; None if never.
         degree: The most peers that a rank sends to in a round.
-        tensors_per_step: Tensors that a rank sends in a round, the mean: times the size of the tensor in
-            bytes, what it sends in bytes.
+        tensors_per_step: Mean number of tensors that a rank sends in a round. Multiply it by the size of the tensor to
+            get bytes.
         spectral_gap: As `Topology.spectral_gap`: of the product over a period.
         exact_rounds: Rounds to the exact average; None if it is only approached.
         rounds_to_tolerance: Rounds until the consensus distance is below the tolerance; None above the limit.
@@ -118,8 +118,8 @@ def summary(
 
     Args:
         size: Number of ranks, at least 1.
-        topologies: What to compare, all of `size` ranks. By default what this package has for the size: the
-            static graphs with their weights, the one-peer sequences (the hypercube for powers of two), Base-2
+        topologies: The topologies to compare, all of `size` ranks. By default all topologies of this package for the
+            size: the static graphs with their weights, the one-peer sequences (the hypercube for powers of two), Base-2
             and Base-3 graphs, EquiTopo, random matchings, and, given `local_size`, rings and exponentials
             inside and between machines.
         local_size: Ranks of a machine, at least 3 and a divisor of `size`.

@@ -30,7 +30,7 @@ def plot(
     """Draws the graph of each round of a topology, up to 8, and the decay of the consensus distance.
 
     Args:
-        topology: What to draw.
+        topology: The topology to draw.
         path: File to write, in the format that its ending names; None to write none.
         rounds: How many rounds of the decay to show; by default until it is below 1e-6, from 4 to 200.
 

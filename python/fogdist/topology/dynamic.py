@@ -113,9 +113,8 @@ def GetInnerOuterRingDynamicSendRecvRanks(
     """Returns a generator that joins a ring on every machine with a ring of machines.
 
     At step t, the local rank t % local_size of every machine goes outside: it sends to the same local rank of
-    the next machine and receives from that of the previous one. The other ranks of a machine pass on along
-    the ring that they form without it. With a single machine nobody goes outside, and all ranks form the
-    ring.
+    the next machine and receives from that of the previous one. The other ranks of a machine form a ring without
+    it and pass on along this ring. With a single machine no rank goes outside, and all ranks form the ring.
 
     Args:
         world_size: Number of ranks, a multiple of `local_size`.
@@ -141,7 +140,7 @@ def GetInnerOuterExpo2DynamicSendRecvRanks(
     At step t, the local rank t % local_size of every machine goes outside: it sends to the same local rank of
     the machine d further and receives from that of the machine d before, d = 1, 2, 4, ... in turn below the
     number of machines. The other ranks of a machine do the same among themselves, d counted without the rank
-    that is outside and below their number. With a single machine nobody goes outside, and all ranks exchange
+    that is outside and below their number. With a single machine no rank goes outside, and all ranks exchange
     inside it.
 
     Args:

@@ -57,7 +57,7 @@ def ExponentialGraph(size: SupportsIndex, base: SupportsIndex = 2) -> nx.DiGraph
     """Returns the exponential graph: rank i sends to i + 1, i + base, i + base^2, ... (mod size), uniform
     weights.
 
-    With the default base it is ExponentialTwoGraph, and what `fogdist.init()` sets.
+    With the default base it equals ExponentialTwoGraph, the default topology of `fogdist.init()`.
 
     Args:
         size: Number of ranks, at least 1.

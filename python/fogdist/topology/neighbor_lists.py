@@ -1,7 +1,7 @@
-"""Peers as lists: the neighbors of a rank in a graph, and what follows from the lists of all ranks.
+"""Peers as lists: the neighbors of a rank in a graph, and results from the lists of all ranks.
 
-A rank may know only whom it sends to (or receives from). Once the lists of all ranks are gathered, what is
-missing is a transposition, and the mixing matrix of the plain mean follows.
+A rank may know only the ranks that it sends to (or receives from). The lists of all ranks, transposed, give the other
+direction, and the mixing matrix of the plain mean.
 """
 
 from __future__ import annotations

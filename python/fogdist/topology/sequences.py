@@ -72,8 +72,8 @@ def one_peer_hypercube(size: SupportsIndex) -> Topology:
 def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
     """Returns the walk along a graph, one out-neighbor a round: all ranks' `GetDynamicOnePeerSendRecvRanks`.
 
-    Each receiver takes the plain mean of its own value and what it receives. The average of all ranks stays
-    what it is where each rank receives from one, as on circulant graphs (exponential, ring).
+    Each receiver computes the plain mean of its own value and the received ones. The average of all ranks does not
+    change if each rank receives from one rank, as on circulant graphs (exponential, ring).
 
     Args:
         graph: A graph on the ranks 0 ... n-1; its weights are not looked at.

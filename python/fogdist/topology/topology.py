@@ -1,7 +1,7 @@
-"""`Topology`: one mixing matrix a round, for static graphs and time-varying sequences alike.
+"""`Topology`: one mixing matrix per round, for static graphs and time-varying sequences.
 
-A static graph is a sequence of period 1. Whatever is asked of a topology (peers, gap, rounds to consensus,
-bytes) is worked out from its matrices, so nothing that a paper claims is taken on trust.
+A static graph is a sequence of period 1. All properties of a topology (peers, gap, rounds to consensus, bytes) are
+computed from its matrices, and not taken from the claims of papers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fogdist.topology.weights import build_topology, check_matrix, mixing_matrix
 
 Matrix = NDArray[np.float64]
 
-# What an endless sequence is judged by, since it has no period.
+# The rounds from which the properties of an endless sequence are computed, because it has no period.
 _ENDLESS_ROUNDS = 256
 
 # A distance below this is the rounding of an exact average. An average that is only approached has to pass
@@ -46,10 +46,10 @@ class Peers(TypedDict):
 
 
 class Topology:
-    """Who sends to whom in round 0, 1, 2, ..., with which weights: one graph, a period of graphs, or endless.
+    """The edges and weights of the rounds 0, 1, 2, ...: one graph, a period of graphs, or an endless sequence.
 
     ``W[i, j]`` of a round is the weight of the edge i -> j: a row is a sender, a column a receiver, and each
-    column sums to 1. An edge of weight 0 is no edge. All ranks that make the same topology agree without
+    column sums to 1. An edge of weight 0 is no edge. Ranks that create the same topology agree without
     communication::
 
         topology = fogdist.topology.one_peer_exponential(fogdist.size())
@@ -76,7 +76,7 @@ class Topology:
             TopologyError: There is no matrix, shapes differ or are not square, an entry is not finite, or a
                 column does not sum to 1.
         """
-        # Copies: what the caller does with the arrays afterwards changes nothing here.
+        # These are copies, so later changes of the caller's arrays have no effect.
         rounds = [check_matrix(W, f"matrices[{t}]", "columns") for t, W in enumerate(matrices)]
         if not rounds:
             raise TopologyError("matrices must hold at least one matrix, got none")
@@ -171,7 +171,7 @@ class Topology:
         return build_topology(self.size, ((int(i), int(j), float(W[i, j])) for i, j in np.argwhere(W)))
 
     def peers(self, rank: SupportsIndex, t: SupportsIndex = 0) -> Peers:
-        """Returns what a rank does in round t, as the keyword arguments of `fogdist.neighbor_allreduce`.
+        """Returns the peers of a rank in round t, as the keyword arguments of `fogdist.neighbor_allreduce`.
 
         Args:
             rank: The rank.

@@ -118,7 +118,7 @@ def graph_from_matrix(W: ArrayLike, *, sums: Sums = "columns") -> nx.DiGraph:
 
 
 def GetRecvWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
-    """Returns what `rank` receives with: its column of the mixing matrix.
+    """Returns the weights with which `rank` receives: its column of the mixing matrix.
 
     Args:
         topo: A graph on the ranks 0 ... n-1.
@@ -138,7 +138,7 @@ def GetRecvWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[i
 
 
 def GetSendWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
-    """Returns what `rank` sends with: its row of the mixing matrix.
+    """Returns the weights with which `rank` sends: its row of the mixing matrix.
 
     Args:
         topo: A graph on the ranks 0 ... n-1.
@@ -164,8 +164,8 @@ def _self_weight(topo: nx.DiGraph, rank: int) -> float:
 def uniform_weights(topology: nx.DiGraph) -> nx.DiGraph:
     """Returns the same edges with the plain mean of every rank and its in-neighbors, self loops added.
 
-    `W[i, j] = 1 / (in-degree of j + 1)`, self loops not counted: what a rank uses when a topology's own
-    weights are ignored. Columns sum to 1; rows do too if, self loops aside, the graph is regular.
+    `W[i, j] = 1 / (in-degree of j + 1)`, self loops not counted. A rank uses these weights if the weights of the
+    topology are ignored. Columns sum to 1; rows do too if, self loops aside, the graph is regular.
 
     Args:
         topology: A graph on the ranks 0 ... n-1; its weights are not looked at.

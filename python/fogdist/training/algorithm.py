@@ -17,6 +17,7 @@ from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
+from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
 from fogdist.training.saved_state import load_state, save_state
@@ -61,36 +62,36 @@ class AlgorithmOptions(TypedDict, total=False):
 class Algorithm(DistributedOptimizer):
     """Base of the algorithms: ``x+ = W (x + step(grad f(x)))`` every `local_steps` steps. Collective to make.
 
-    A subclass says what its recursion does otherwise by overriding `adapt` (a local step), `combine` (what follows
-    every `local_steps` of them) or `advance` (both). It names what it remembers of each element of the parameters in
+    A subclass changes the recursion by overriding `adapt` (a local step), `combine` (the exchange after every
+    `local_steps` of them) or `advance` (both). It names the vectors that it keeps for the parameters in
     `state_vectors`, and other numbers in `state_numbers`; ranks save and load them with the optimizer's state. All
-    three methods work on `values`, flat vectors that the parameters are views of, without gradients being recorded.
-    Attributes that a subclass sets have to be declared in its body; all others are the user's optimizer's.
+    three methods work on `values`, flat vectors that the parameters are views of, and autograd does not record them.
+    A subclass must declare its attributes in its body; all other attributes belong to the user's optimizer.
 
-    The object is a view of the optimizer it was made of, and an instance of its class: learning-rate schedulers,
-    gradient scalers and hooks see the user's optimizer. Attributes of the algorithm come before the optimizer's: one
-    that has an attribute or a method by such a name is refused. `state_dict` holds the algorithm's state too, and training
-    goes on from it bit for bit; it can be loaded into the plain optimizer as well.
+    The object is a view of the wrapped optimizer and an instance of its class, so learning-rate schedulers, gradient
+    scalers and hooks see the user's optimizer. Attributes of the algorithm come before those of the optimizer: an
+    optimizer that has an attribute or a method of such a name is refused. `state_dict` holds the algorithm's state too.
+    Training continues from it bit for bit, and it can be loaded into the plain optimizer as well.
 
-    The parameters are views of flat buckets from then on (`fogdist.training.FlatBuckets`): the same tensors with their
-    values, strides and state, but no longer in memory that they shared with others, such as a NumPy array. A
-    parameter may get other values in any way; its dtype, device and shape stay. Once made, and whenever parameters are
-    added, frozen or unfrozen, which all ranks must do alike, ranks compare what they hold.
+    From then on the parameters are views of flat buckets (`fogdist.training.FlatBuckets`). They are the same tensors
+    with the same values, strides and state, but they no longer share memory with others, such as a NumPy array. The
+    values of a parameter may change in any way; its dtype, device and shape may not. The ranks compare their parameters
+    when the algorithm is created and whenever parameters are added, frozen or unfrozen, which all ranks must do alike.
 
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
-        model: The model, or a list of models, that hold its parameters. All trained parameters take part,
-            buffers do not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`): a
-            UserWarning on all ranks says if they do not.
-        mixing: Whom to average with, the same on all ranks. A `fogdist.topology.Topology`: its rounds, one
-            after the other. A `networkx.DiGraph`: it, with its weights, in all rounds. None: the
+        model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
+            buffers are not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`); if they do
+            not, all ranks issue a UserWarning.
+        mixing: The peers and weights of the averages, the same on all ranks. A `fogdist.topology.Topology` gives its
+            rounds, one after the other. A `networkx.DiGraph` is used with its weights in all rounds. None uses the
             attributes `self_weight`, `src_weights` and `dst_weights`, which can be set before each step for a
-            dynamic topology, and as long as they are None the group's topology. Or `Machines()`, `GlobalAverage()`,
-            `NoMixing()`, or a `Mixing` of the user's own.
-        local_steps: J: ranks communicate in every J-th step, counted in calls of `step`.
+            dynamic topology, and the group's topology as long as they are None. Other choices are `Machines()`,
+            `GlobalAverage()`, `NoMixing()`, or the user's own `Mixing`.
+        local_steps: J: ranks communicate in every J-th call of `step`.
         group: The group of ranks; by default that of `init`.
-        bucket_cap_mb: MiB of the buckets, each of which is one message. A larger parameter has one for itself.
-        compare: For subclasses: what else all ranks must have given alike, by name.
+        bucket_cap_mb: Size of the buckets in MiB. Each bucket is one message. A larger parameter has its own bucket.
+        compare: For subclasses: further arguments that must be the same on all ranks, by name.
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
@@ -330,6 +331,7 @@ class Algorithm(DistributedOptimizer):
 
     # --- an optimizer ---
 
+    @shown_as("step")
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Makes a step of the algorithm.
 
@@ -368,11 +370,11 @@ class Algorithm(DistributedOptimizer):
         return result if closure is None else loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state dict with the algorithm's state beside what the optimizer keeps.
+        """Returns the optimizer's state dict with additional entries for the algorithm's state.
 
         The state of each parameter, and the first parameter group, have entries that begin with "fog_". Before the first
-        step its vectors are zeros, which are not loaded: they are there for ``torch.distributed.checkpoint``, which
-        loads nothing but what is.
+        step the vectors are zeros, which are not loaded. They are needed for ``torch.distributed.checkpoint``, which
+        loads only entries that exist already.
         """
         saved = self.plain_state_dict()
         if not self.saves_state:
@@ -385,7 +387,7 @@ class Algorithm(DistributedOptimizer):
         return save_state(saved, self._fog_wrapped, self.algorithm_name, pieces, numbers)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """Returns what the plain optimizer is to go on from: by default its own state dict."""
+        """Returns the state dict from which the plain optimizer continues: by default its own."""
         return self._fog_wrapped.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

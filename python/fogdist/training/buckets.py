@@ -40,32 +40,32 @@ class _Place:
 
 
 class FlatBuckets:
-    """Moves tensors into flat buffers, of which they are views from then on.
+    """Moves tensors into flat buffers; from then on the tensors are views of them.
 
-    They stay the same tensors, with shape, strides, gradient and optimizer state; whatever changes them in place
-    changes the buffer, and the other way round. CPU buffers are in memory that the host's other ranks can read
-    (`fogdist.empty`), so exchanges of them copy nothing. Autograd does not see what is written to a buffer: do
-    that between backward and the next forward pass.
+    They stay the same tensors, with shape, strides, gradient and optimizer state. A change of a tensor in place changes
+    the buffer, and vice versa. CPU buffers are in memory that the host's other ranks can read (`fogdist.empty`), so
+    exchanges of them copy nothing. Autograd does not see writes to a buffer: make them between backward and the next
+    forward pass.
 
-    Of a DTensor, such as a parameter of FSDP2, the buckets hold this rank's shard. Its memory is that of whoever
-    shards it, so it stays there: values are copied in (`reattach`) and out (`write_back`).
+    For a DTensor, such as a parameter of FSDP2, the buckets hold a copy of this rank's shard, because FSDP2 owns its
+    memory: values are copied in (`reattach`) and out (`write_back`).
 
-    A tensor's memory may become another one (`swap`), but not while anything else that torch knows of is in it:
-    another view, an entry of a state dict, a NumPy array. Only bare addresses, such as that of ``data_ptr()``, and
-    processes forked earlier keep the old one.
+    The memory of a tensor may be exchanged (`swap`), but not while torch knows of another user of it: another view, an
+    entry of a state dict, a NumPy array. Only bare addresses, such as that of ``data_ptr()``, and processes forked
+    earlier keep the old memory.
 
-    ``copy.deepcopy`` of a model gives parameters of their own. ``torch.save`` writes whole storages: each buffer
-    once for a state dict that has all its tensors, and a whole buffer for one tensor of it; save a clone of
-    that.
+    ``copy.deepcopy`` of a model gives parameters in memory of their own. ``torch.save`` writes whole storages: each
+    buffer once for a state dict that has all its tensors, and a whole buffer for a single tensor; save a clone of a
+    single tensor.
 
     Args:
-        tensors: Dense tensors of any dtypes and devices, or DTensors of such. One that is given several times counts
-            once. Strides are kept where they are dense (channels_last, transposed); others become contiguous ones.
-        max_bytes: A bucket takes no further tensor that would make it larger.
+        tensors: Dense tensors of any dtypes and devices, or DTensors of such. A tensor that is given several times
+            counts once. Dense strides are kept (channels_last, transposed); others become contiguous.
+        max_bytes: The largest size of a bucket with more than one tensor.
         names: Of the tensors, for messages; by default their places in the list.
-        groups: A number for each tensor; a bucket has tensors of one number only. By default all are of one.
-        owner: Who exchanges the buffers. While it lives, and these buckets do, no other owner gets the tensors, as two
-            would each mix them; it may put them into other buckets itself. None for nobody.
+        groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
+        owner: The object that exchanges the buffers. While it and these buckets live, no other owner gets the tensors,
+            because both would mix them; the owner may put them into other buckets itself. None for no owner.
 
     Raises:
         TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, or no tensor.

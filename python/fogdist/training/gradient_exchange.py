@@ -40,12 +40,12 @@ class GradientExchange:
 
     All ranks average the same buckets, whichever parameters have a gradient there; a missing gradient counts
     as zero. On the CPU a bucket is sent as soon as it is complete; on other devices, where operations have no
-    names and must come in one order on all ranks, once those before it are. The number of the step is in the
-    name of what is sent: a rank that averages once more within a step than the others gets an error, and not
-    what they average in the next step.
+    names and must come in one order on all ranks, once those before it are. The names of messages contain the
+    number of the step: a rank that averages once more within a step than the others gets an error, and not the
+    values that they average in the next step.
 
     Args:
-        name: What all ranks call it.
+        name: The same on all ranks.
         names: Of the parameters, for messages.
         bucket_bytes: A bucket takes no further gradient that would make it larger.
         group: The group of ranks; by default that of `init`.

@@ -1,10 +1,11 @@
-"""One exchange a round of parameters in flat buckets: begun before they are computed with, finished before a step."""
+"""One exchange per round of parameters in flat buckets: it begins before they are used and ends before a step."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
+from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import ChangeWatch
 from fogdist.training.mixing import Finish, Mixing, Round
@@ -13,8 +14,8 @@ from fogdist.training.mixing import Finish, Mixing, Round
 class Mixer:
     """Exchanges of flat buckets, one after the other.
 
-    What is sent is read where it is: between `begin` and `finish` the buckets must not change. They may be computed
-    with, as the average becomes theirs in `finish` only.
+    Neighbors read the buckets in place, so the buckets must not change between `begin` and `finish`. They may be read,
+    because they get the average in `finish` only.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,7 @@ class Mixer:
         """Whether an exchange is in flight."""
         return self._buckets is not None
 
+    @shown_as("begin of an exchange")
     @torch.no_grad()
     def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> None:
         """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`.
@@ -46,6 +48,7 @@ class Mixer:
             self._in_flight[number] = mixing.begin([buckets.flats[number]], round.part(number))
         self._buckets, self._round = buckets, round
 
+    @shown_as("end of an exchange")
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for the exchange in flight, after which the buckets have the average.

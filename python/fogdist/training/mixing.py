@@ -1,4 +1,4 @@
-"""Whom ranks average with, by which weights, round by round: what an algorithm is given as `mixing`."""
+"""The peers and weights of the averages of an algorithm, round by round: its argument `mixing`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Round:
     Attributes:
         context: The group.
         number: From 0.
-        name: What all ranks call its exchange; no other one in flight has the same.
+        name: The name of its exchange, the same on all ranks and unique among the exchanges in flight.
         weights: The user's dynamic weights.
     """
 
@@ -80,9 +80,9 @@ class Round:
     def of(
         cls, context: Context, number: int, owner: str, weights: DynamicWeights = DynamicWeights()
     ) -> Round:
-        """Returns a round of what all ranks call `owner`.
+        """Returns a round of the object that all ranks name `owner`.
 
-        Messages are named by their round too, so that a rank never mixes with what a neighbor sent in another one.
+        The names of messages contain the round, so a rank never mixes with the values of another round.
         """
         return cls(context, number, f"{owner} round {number % _ROUND_NAMES}", weights)
 
@@ -92,14 +92,14 @@ class Round:
 
 
 class Mixing(abc.ABC):
-    """One exchange a round. All ranks must give an algorithm the same mixing.
+    """One exchange per round. All ranks must give an algorithm the same mixing.
 
-    A mixing of a user's own overrides `begin`, and `__repr__`, which ranks compare.
+    A user's own mixing overrides `begin`, and `__repr__`, which the ranks compare.
 
     Attributes:
         exchanges: Whether ranks communicate at all.
-        weights: Which of the attributes of `Round.weights` it uses. A step with another one set raises ValueError, as
-            that would change nothing.
+        weights: The attributes of `Round.weights` that it uses. A step with another attribute set raises ValueError,
+            because the attribute would have no effect.
     """
 
     exchanges: ClassVar[bool] = True
@@ -110,7 +110,7 @@ class Mixing(abc.ABC):
         """Begins the weighted averages of a round.
 
         Args:
-            tensors: What this rank gives, on any devices; they must not change before the exchange is finished.
+            tensors: This rank's values, on any devices; they must not change before the exchange is finished.
             round: Which round, of which group.
             in_place: Whether the averages go into the tensors themselves.
 

@@ -1,4 +1,4 @@
-"""Algorithms whose exchange travels while the gradient is computed: from a forward pass to the step."""
+"""Algorithms whose exchange runs while the gradient is computed: from a forward pass to the step."""
 
 from __future__ import annotations
 

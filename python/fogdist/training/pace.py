@@ -1,9 +1,10 @@
-"""How far a rank goes on without news of its in-neighbors, where ranks go at their own pace."""
+"""The limit up to which a rank continues without news of its in-neighbors, where ranks go at their own pace."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -25,30 +26,42 @@ _QUIET_SECONDS = 1.0
 _FORGETTING = 0.9
 _QUIET_TIMES = 5.0
 _QUIET_MOST_SECONDS = 15.0
+# Those that are in use, for whoever asks how old neighbors' values are.
+_in_use: weakref.WeakSet[Pace] = weakref.WeakSet()
+
+
+def staleness_of(context: Context) -> dict[int, int]:
+    """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
+    staleness: dict[int, int] = {}
+    for pace in _in_use:
+        if pace.context is context:
+            for rank, exchanges in pace.staleness().items():
+                staleness[rank] = max(exchanges, staleness.get(rank, 0))
+    return staleness
 
 
 class Pace:
     """Counts a rank's exchanges, shows them to neighbors, and waits for those that fall too far behind.
 
-    A neighbor's staleness is how many exchanges this rank has made since it saw that neighbor make one, and 0 for one
-    that has made as many. So a neighbor that is s times slower has a staleness of about s, however long the training is,
-    and one that got no core for a while has one that grows. Only a rank with fewer exchanges is waited for, so
-    there always is one that waits for nobody, and ranks cannot wait in a circle.
+    The staleness of a neighbor is the number of exchanges that this rank has made since it saw the neighbor make one, and
+    0 for a neighbor that has made as many. So a neighbor that is s times slower has a staleness of about s throughout the
+    training, and the staleness of a neighbor that gets no core grows. A rank waits only for ranks with fewer exchanges,
+    so there is always a rank that does not wait, and ranks cannot wait in a circle.
 
-    A neighbor that has been quiet for much longer than its longest exchange of late, 15 s at most, is not waited for:
-    scripts do not say when a rank ends its training, evaluates, or waits in a collective for those that would wait for it
-    here. One that is lost is none of this class's business: the exchange itself says so.
+    A rank does not wait for a neighbor that has been quiet for much longer than its longest recent exchange (at most 15
+    s): scripts do not announce that a rank ends its training, evaluates, or waits in a collective for the ranks that
+    would wait for it here. This class does not handle lost ranks; the exchange itself reports them.
 
-    A rank writes its count into its own memory, and a neighbor gets it from there, when this rank may be
-    too far behind as far as the neighbor knows, and else never. As nobody looks in between, the last exchange of a
-    neighbor may have been up to twice as long ago. Only that it pauses is sent: a rank that has paused may end.
+    A rank writes its count into its own memory. A neighbor reads it only when, by its own information, this rank may be
+    too far behind. Between two reads the information is old, so the last exchange of a neighbor may have been up to twice
+    as long ago. Only a pause is sent as a message, because a rank that has paused may end.
 
     Args:
         context: The group. Collective among neighbors: the topology's, as of windows.
-        name: What all ranks call it.
-        in_neighbors: Whose exchanges this rank watches.
-        out_neighbors: Who watches this rank's.
-        timeout: Of the making and of news; by default the group's.
+        name: The same on all ranks.
+        in_neighbors: The ranks whose exchanges this rank watches.
+        out_neighbors: The ranks that watch this rank's exchanges.
+        timeout: For the construction and for news; by default the group's.
     """
 
     def __init__(
@@ -59,6 +72,7 @@ class Pace:
         out_neighbors: list[int],
         timeout: timedelta | None = None,
     ) -> None:
+        self.context = context
         self._peers = sorted({*in_neighbors, *out_neighbors})
         self._name = f"{name} on rank {context.rank}"
         self._timeout = timeout
@@ -77,6 +91,7 @@ class Pace:
         self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two of them
         self._asked: dict[int, dist.Work] = {}  # for news that has not come yet
         self._passed_over: set[int] = set()
+        _in_use.add(self)
 
     @property
     def is_paused(self) -> bool:
@@ -86,6 +101,14 @@ class Pace:
     def takes_part(self, rank: int) -> bool:
         """Whether a neighbor has not paused, as far as it has said."""
         return self._window.slot_p(rank) == 0.0
+
+    def staleness(self) -> dict[int, int]:
+        """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
+        return {
+            rank: 0 if self._counts[rank] >= self._made else self._made - self._seen[rank]
+            for rank in self._in
+            if self.takes_part(rank)
+        }
 
     def advance(self, made: int | None = None) -> None:
         """Counts an exchange, once what it sends is on its way; a rank that has paused takes part again.
@@ -132,6 +155,7 @@ class Pace:
     def free(self) -> None:
         """Ends it: nobody waits for this rank from now on. Collective among neighbors."""
         self.pause()
+        _in_use.discard(self)
         self._window.free(self._timeout)
 
     def _say(self, *, paused: bool) -> None:

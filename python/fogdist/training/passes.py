@@ -1,4 +1,4 @@
-"""Training passes: what a forward pass of one is, and how many backward passes there were.
+"""Training passes: whether a forward pass belongs to one, and the number of backward passes.
 
 One exchange every J passes covers accumulation (J backward passes, then one step) and local steps (J times a
 backward pass and a step) alike.

@@ -1,4 +1,4 @@
-"""What a rank exchanges in each round of a topology: `Plans`."""
+"""The exchanges of a rank in each round of a topology: `Plans`."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def save_state(
         saved: The optimizer's own state dict; it is not changed.
         optimizer: The optimizer.
         algorithm: The algorithm's name.
-        pieces: What the algorithm keeps of each parameter, by name.
-        numbers: What else it keeps.
+        pieces: The tensors that the algorithm keeps for each parameter, by name.
+        numbers: The numbers that it keeps.
     """
     state = {key: dict(value) if isinstance(value, dict) else value for key, value in saved["state"].items()}
     apart: dict[str, dict[str, Tensor]] = {}

@@ -22,24 +22,24 @@ _ATTRIBUTES = WEIGHTS | {"skip_lost"}
 
 
 class WindowAlgorithm(OverlappingAlgorithm):
-    """Base of the algorithms over windows: neighbors write beside the parameters, nothing is copied.
+    """Base of the algorithms over windows: neighbors write beside the parameters, and nothing is copied.
 
-    A round begins at the end of a forward pass. Nothing waits for other ranks but the making of the object,
-    `add_param_group`, `unregister_window`, with `force_barrier` each exchange, and a rank that would run away from one
-    that gets no core (`max_staleness`). While there are windows the
-    topology stays. They are freed by `unregister_window`, which is collective, or end with `fogdist.shutdown`;
-    dropping the object does not free them. Parameters that are frozen when it is made are not trained later.
+    A round begins at the end of a forward pass. Ranks wait for each other in the constructor, in `add_param_group` and
+    `unregister_window`, in each exchange with `force_barrier`, and if a rank would run away from one that gets no core
+    (`max_staleness`). While there are windows the topology cannot change. `unregister_window`, which is collective, and
+    `fogdist.shutdown` free the windows; dropping the object does not. Parameters that are frozen at construction cannot
+    be trained later.
 
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
         local_steps: J: an exchange every J forward passes of the model.
-        window_prefix: What the names of the windows begin with, alike on all ranks; by default a new name.
+        window_prefix: The prefix of the names of the windows, the same on all ranks; by default a new name.
         bucket_cap_mb: As in `Algorithm`; each bucket is a window.
-        max_staleness: How many exchanges a rank makes at most without news of an in-neighbor that has made fewer; then
-            it waits for it. None for any number. A neighbor that is lost, or has been quiet for a second and five times
-            as long as its own exchanges take, is not waited for. (As the bound of stale synchronous parallel, Ho et al.,
-            NeurIPS 2013, but of news, not of progress: a rank may be slower for ever.)
+        max_staleness: The largest number of exchanges that a rank makes without news of an in-neighbor that has made
+            fewer; then it waits for it. None for any number. A rank does not wait for a neighbor that is lost, or that
+            has been quiet for a second and five times as long as its own exchanges take. (As the bound of stale
+            synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be slower.)
         group: As in `Algorithm`.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""One-sided windows: memory of each rank that its neighbors write to and read while it does something else.
+"""One-sided windows: memory of each rank that its neighbors write to and read without the rank's cooperation.
 
-`window` has the object, `named` the functions of BlueFog over it. What is promised when ranks race is in
-docs/windows.md.
+`window` has the object, `named` the functions of BlueFog that use it. docs/windows.md describes the promises when ranks
+race.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ def neighbor_win_put(
     Args:
         tensor: Of the window's shape and dtype; mostly the window's own.
         name: Of the window.
-        self_weight: What `tensor` is multiplied by in place once all have got theirs; by default 1.0.
+        self_weight: `tensor` is multiplied by it in place once all neighbors have received theirs; by default 1.0.
         dst_weights: {out-neighbor: weight}; by default 1.0 for each.
-        require_mutex: True to hold the mutex of each slot meanwhile.
-        skip_lost: True to leave out neighbors that are known to be lost, whose shares are lost with them.
+        require_mutex: True to hold the mutex of each slot during the operation.
+        skip_lost: True to skip neighbors that are known to be lost. Their shares are lost with them.
         group: The group of ranks; by default that of `init`.
 
     Returns:
@@ -205,13 +205,13 @@ def neighbor_win_get(
     skip_lost: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> bool:
-    """Overwrites the slots of this rank with the weighted tensors of its in-neighbors, who take no part.
+    """Overwrites the slots of this rank with the weighted tensors of its in-neighbors, which take no part.
 
     Args:
         name: Of the window.
         src_weights: {in-neighbor: weight}; by default 1.0 for each.
-        require_mutex: True to hold each neighbor's mutex meanwhile. Without it arithmetic of the neighbor on its
-            tensor, other than `win_update`, is seen as it goes on.
+        require_mutex: True to hold each neighbor's mutex during the operation. Without it the result may contain a part
+            of a change that the neighbor is making to its tensor by other means than `win_update`.
         skip_lost: As in `neighbor_win_put`.
         group: The group of ranks; by default that of `init`.
 
@@ -266,9 +266,9 @@ def win_update(
         self_weight: Weight of this rank's tensor. By default the plain mean of it and all slots, or the
             topology's weights if it was set with `is_weighted`.
         neighbor_weights: {in-neighbor: weight}; given exactly if `self_weight` is.
-        reset: True to leave zeros in these slots: what is taken out is what is added, whatever comes meanwhile.
-        clone: True to return a new tensor and leave the window's as it is.
-        require_mutex: True to hold the mutexes of these slots meanwhile.
+        reset: True to leave zeros in these slots. Each value is added exactly once, even if others arrive meanwhile.
+        clone: True to return a new tensor and not to change the window's tensor.
+        require_mutex: True to hold the mutexes of these slots during the operation.
         group: The group of ranks; by default that of `init`.
 
     Returns:
@@ -323,7 +323,8 @@ def win_wait(handle: int) -> bool:
     table = handles()
     if not table.knows(handle):
         warnings.warn(
-            f"win_wait: handle must be of an operation nobody has waited for yet, got {handle}", stacklevel=2
+            f"win_wait: handle must be of an operation in flight, got {handle}; it was waited for already, or it is no handle",
+            stacklevel=2,
         )
         return False
     table.wait(handle)

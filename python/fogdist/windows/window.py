@@ -1,7 +1,7 @@
-"""A one-sided window: a tensor of each rank, and beside it a slot for each in-neighbor, who writes to it.
+"""A one-sided window: a tensor of each rank and a slot for each in-neighbor, which the in-neighbor writes to.
 
-Nothing here but `Window()` and `free` needs another rank to do anything: a put is in the neighbor's memory
-whatever the neighbor does, and an update takes what has come.
+Only `Window()` and `free` need the cooperation of other ranks. A put reaches the neighbor's memory even if the neighbor
+is busy, and an update uses the values that have arrived.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Weights = Iterable[SupportsIndex] | Mapping[int, float]
 
 
 class Window:
-    """A tensor that neighbors read, and for each in-neighbor a slot that it writes to. Collective.
+    """A tensor that neighbors read, and a slot for each in-neighbor that it writes to. Collective.
 
-    Neighbors are those of the group's topology, which stays as it is while the group has windows. `put` and
-    `accumulate` write into slots of the out-neighbors, `get` takes the in-neighbors' tensors into the slots
-    here, and `update` combines this rank's tensor with its slots. No value is ever seen half written; what
-    `update` takes with `reset` is exactly what it adds. docs/windows.md says what is promised when ranks race.
+    The neighbors are those of the group's topology, which cannot change while the group has windows. `put` and
+    `accumulate` write into slots of the out-neighbors, `get` copies the in-neighbors' tensors into the slots of this
+    rank, and `update` combines this rank's tensor with its slots. A reader never sees a half-written value. With
+    `reset`, `update` adds each value exactly once. docs/windows.md describes the promises when ranks race.
 
-    The group keeps its windows: one is open until `free`, `fogdist.shutdown` or the end of the group, whoever
-    holds the object. As a context manager it frees itself at the end of the block; if the block raises, it
+    The group keeps its windows: a window is open until `free`, `fogdist.shutdown` or the end of the group, even if
+    the script drops the object. As a context manager it frees itself at the end of the block; if the block raises, it
     ends without waiting for the others.
 
-    A tensor may be on any device, of one type on all ranks; `transport` says how its data goes to the neighbors.
-    Slots of a device's tensor are in host memory ("staged"). Everything is in the order of the device's current
-    stream: what an operation sends is what the stream makes of the tensor by then, and what `update` returns is there
-    for what the stream does next. docs/windows.md says where the host waits.
+    The tensor may be on any device, but all ranks must use one type of device. `transport` names the way of the data
+    to the neighbors. The slots of a tensor on a device are in host memory ("staged"). Operations follow the order of
+    the device's current stream: an operation sends the tensor as it is after the work on the stream, and the result of
+    `update` is ready for the work that follows. docs/windows.md explains where the host waits.
 
     Args:
         tensor: Contiguous tensor of integers, float16, bfloat16, float32, float64, complex64 or complex128; of
@@ -117,7 +117,7 @@ class Window:
 
     @property
     def in_neighbors(self) -> list[int]:
-        """Ranks that write to this one, and from whom it gets; ascending."""
+        """The ranks that write to this one and that it gets tensors from, in ascending order."""
         return list(self._in)
 
     @property
@@ -176,17 +176,17 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        """Overwrites this rank's slots at its neighbors with weighted tensors; their versions rise by one.
+        """Overwrites this rank's slots at its neighbors with weighted tensors; their versions increase by one.
 
         Args:
             tensor: Of the window's shape and dtype; it may be the window's own.
-            self_weight: What `tensor` is multiplied by in place, and p if `with_p`, once all neighbors have got
-                theirs: the share that this rank keeps. It is not if the operation fails.
+            self_weight: The share that this rank keeps: `tensor`, and p if `with_p`, are multiplied by it in place once
+                all neighbors have received theirs. If the operation fails, they are not multiplied.
             dst_weights: {out-neighbor: weight}, or out-neighbors that all weigh 1; by default all of them.
                 Weight 0.0 stands for zeros.
-            require_mutex: True to hold each slot's mutex meanwhile, see `mutex`.
-            with_p: True to send p too, by the same weights. Otherwise the slots keep the p that they have.
-            skip_lost: True to leave out neighbors that are known to be lost. Their shares are lost with them.
+            require_mutex: True to hold each slot's mutex during the operation, see `mutex`.
+            with_p: True to send p too, by the same weights. Otherwise the slots keep their p.
+            skip_lost: True to skip neighbors that are known to be lost. Their shares are lost with them.
             timeout: For mutexes, and for neighbors on other hosts; by default the group's.
 
         Raises:
@@ -195,7 +195,7 @@ class Window:
             ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
                 twice; a weight that is not finite.
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
-                did not answer; the group goes on. If it was known to be lost, nothing was sent to anybody.
+                did not answer; the group can still be used. If it was known to be lost, nothing was sent.
         """
         self._write("put", tensor, self_weight, dst_weights, require_mutex, with_p, skip_lost, timeout).wait()
 
@@ -361,10 +361,10 @@ class Window:
     ) -> Iterator[None]:
         """Holds mutexes for a block; operations with `require_mutex` take the same ones.
 
-        Each rank owns a mutex for each of its neighbors: of the slot that this neighbor writes to, and of its own
-        tensor where this neighbor reads it. They are fair, and a thread may take again what it holds. Those
-        of a rank that is lost are free. All that one call takes it takes in an order in which ranks cannot
-        block each other; that does not hold for a call inside another one's block.
+        Each rank owns a mutex for each of its neighbors. It protects the slot that this neighbor writes to, and the
+        rank's own tensor while this neighbor reads it. Mutexes are fair, and a thread may take a mutex that it holds.
+        The mutexes of a lost rank become free. One call takes its mutexes in an order in which ranks cannot deadlock;
+        a call inside the block of another call can deadlock.
 
         Args:
             ranks: By default all out-neighbors, or with `for_self` all in-neighbors.
@@ -398,10 +398,10 @@ class Window:
     # --- its end ---
 
     def free(self, *, timeout: timedelta | None = None) -> None:
-        """Closes the window when all neighbors have come to do so; collective, and nothing if it is closed.
+        """Closes the window when all neighbors have called it; collective. Does nothing if the window is closed.
 
-        It waits for this rank's operations in flight, and for neighbors that are not lost. The tensor stays,
-        with what it holds.
+        It waits for this rank's operations in flight, and for neighbors that are not lost. The tensor keeps its
+        values.
 
         Args:
             timeout: By default the group's.

@@ -216,9 +216,16 @@ void Messages::make_room() {
 
 void Messages::track(MPI_Request request, Transfer transfer) {
   sending_ += !transfer.data || transfer.data->goes_out ? 1 : 0;
-  parts_ += transfer.data ? 1 : 0;
+  parts_ += transfer.is_data() ? 1 : 0;
   requests_.push_back(request);
   transfers_.push_back(std::move(transfer));
+}
+
+void Messages::follow(MPI_Request request, bool large, Sent ended) {
+  Transfer transfer;
+  transfer.ended = std::move(ended);
+  transfer.large = large;
+  track(request, std::move(transfer));
 }
 
 void Messages::check_reachable(PeerId destination) const {

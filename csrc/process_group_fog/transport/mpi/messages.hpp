@@ -52,6 +52,14 @@ class Messages {
   // What `owner` sends, to that peer if there is one, waits no more for a go.
   void go(const TransferOwner& owner, std::optional<PeerId> destination);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+  // Looks after a request that somebody else has begun, after make_room(). `large`: of data that may take a while.
+  void follow(MPI_Request request, bool large, Sent ended);
+  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
+  void make_room();
+  // Others may send to that peer, or get from there.
+  void speak_with(PeerId peer) {
+    unsent_[peer];
+  }
   // `owner` reads nothing any more.
   void abandon(const TransferOwner& owner);
 
@@ -107,6 +115,12 @@ class Messages {
     std::shared_ptr<Data> data; // a part of this
     size_t part = 0;
     PeerId destination = -1; // of a small message
+    Sent ended = nullptr; // of what is somebody else's
+    bool large = false; // that
+
+    bool is_data() const {
+      return data || large;
+    }
   };
   // What goes to a peer of which it is not known yet whether it is there: MPI must not be asked to send to one that has ended.
   struct Held {
@@ -136,8 +150,6 @@ class Messages {
   void start_or_hold(const std::shared_ptr<Data>& data);
   std::unique_ptr<Buffer> take_buffer();
   void give_buffer(std::unique_ptr<Buffer> buffer);
-  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
-  void make_room();
   void track(MPI_Request request, Transfer transfer);
   bool test(MPI_Request& request, PeerId peer);
   bool poll_messages();

@@ -158,7 +158,7 @@ void NotifiedPuts::attempt(OutgoingPut& put, Act&& act) {
 void NotifiedPuts::on_slots(PeerId source, const Header& header) {
   auto& granted = granted_[source];
   if (granted.state != Granted::State::kAsked) {
-    refuse_message(source, sizeof(header), "nobody has asked for its slots");
+    refuse_message(source, sizeof(header), "this rank has not asked for its slots");
   }
   if (header.chunk > kMostSlots || header.address % kLine != 0) {
     refuse_message(source, sizeof(header), "there are no such slots");

@@ -124,7 +124,7 @@ void PutArrivals::grant(PeerId source) {
     header.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
   } else if (!std::exchange(warned_, true)) {
     TORCH_WARN(
-        "fog: the pool for RMA has no room for what world rank ", source, " sends, which goes by messages: ", memory_.free_bytes(),
+        "fog: the pool for RMA has no room for the data of world rank ", source, ", which goes by messages: ", memory_.free_bytes(),
         " bytes are free. FOG_RMA_BYTES sets its size.");
   }
   try {

@@ -1,0 +1,143 @@
+"""The documentation: code compiles and names what exists, links lead somewhere, every public name has its entry."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import pytest
+from fogdist import algorithms, topology, training, windows
+from reference import Checks
+from scripts import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code, whose lines stay as empty ones."""
+    text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+# --- code ---------------------------------------------------------------------------------------------------
+
+
+def dotted(node: ast.expr) -> str | None:
+    """The name that an expression such as ``fogdist.topology.base_graph`` spells; None for any other one."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+def find(name: str) -> Any:
+    found: Any = fogdist
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    return found
+
+
+def test_python_blocks_compile_and_use_names_that_exist() -> None:
+    found = [(page, *block) for page in PAGES for block in FENCE.findall(page.read_text())]
+    blocks = [(page, code) for page, _, language, code in found if language == "python"]
+    assert len(blocks) > 20
+    with Checks() as checks:
+        for page, code in blocks:
+            try:
+                tree = ast.parse(code)
+            except SyntaxError as error:
+                checks.true(f"{name_of(page)}: {error}\n{code}", False)
+                continue
+            names = {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            for name in sorted(name for name in names if name and name.startswith("fogdist.")):
+                try:
+                    find(name)
+                except AttributeError as error:
+                    checks.true(f"{name_of(page)}: {name}: {error}", False)
+
+
+# --- links --------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as both mkdocs and GitHub make them from plain words."""
+    headings = re.findall(r"^#+ +(.*)$", prose_with_code_names(page), re.MULTILINE)
+    slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    for included in re.findall(r'^--8<-- "(\S+\.md)"$', page.read_text(), re.MULTILINE):
+        slugs |= anchors(ROOT / included)
+    return slugs
+
+
+def prose_with_code_names(page: Path) -> str:
+    return FENCE.sub("", page.read_text()).replace("`", "")
+
+
+def test_links_lead_somewhere() -> None:
+    found = 0
+    with Checks() as checks:
+        for page in PAGES:
+            for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+                if target.startswith(("http://", "https://")):
+                    continue
+                found += 1
+                path, _, anchor = target.partition("#")
+                file = (page.parent / path).resolve() if path else page
+                checks.true(f"{name_of(page)}: {target}", file.is_file())
+                if anchor and file.suffix == ".md" and file.is_file():
+                    checks.true(f"{name_of(page)}: {target}", anchor in anchors(file))
+    assert found > 50
+
+
+def test_files_that_pages_name_exist() -> None:
+    pattern = re.compile(r"`((?:docs|tests|examples|benchmarks|python|fog_pg|csrc)/[\w./-]+\.\w+)`")
+    with Checks() as checks:
+        for page in PAGES:
+            for name in pattern.findall(page.read_text()):
+                if name.endswith("NAME.py"):
+                    continue
+                checks.true(f"{name_of(page)}: {name}", (ROOT / name).exists())
+
+
+# --- reference ----------------------------------------------------------------------------------------------
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    entries = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
+    assert len(set(entries)) == len(entries)
+    described = {entry.rpartition(".")[2] for entry in entries}
+    packages = {"algorithms", "topology"}
+    public = {
+        name for module in (fogdist, topology, algorithms, training, windows) for name in module.__all__
+    }
+    assert public - packages <= described, sorted(public - packages - described)
+
+
+def test_site_has_every_page_in_its_navigation() -> None:
+    """mkdocs checks it as well, where it is installed."""
+    listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+
+
+@pytest.mark.long
+def test_site_builds_without_warnings(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs is not installed here; make docs builds the site in an environment of its own")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stderr
