@@ -94,6 +94,11 @@ def test_only_who_is_messaged_is_watched(tmp_path: Path) -> None:
         assert found[0] == []
 
 
+def test_mpi_may_speak_with_all(tmp_path: Path) -> None:
+    """A group whose sums MPI does: nobody looks who is there before MPI sends to a rank of it."""
+    run_on_hosts(tmp_path, [0, 1, 2, 3], __name__, [("settle", [[3] * 4])], environment={"FOG_REDUCE": "mpi"})
+
+
 def lose_a_stranger(victim: int, moment: str) -> tuple[str, float, str]:
     """The victim dies without having spoken with anybody.
 
