@@ -127,6 +127,7 @@ def run_on_hosts(
     rate: str | None = None,
     timeout: float = 60.0,
     killed: Sequence[int] = (),
+    mortal: Sequence[int] = (),
     netmod: str = "UCX",
     environment: Mapping[str, str] | None = None,
     finalizing: int | None = 1,
@@ -141,12 +142,13 @@ def run_on_hosts(
         rate: As for `emulated_hosts`.
         timeout: Of the group, in seconds.
         killed: Ranks that end by SIGKILL.
+        mortal: Ranks that MPI may end then, by a signal.
         netmod: Of MPICH, a key of `ACROSS`.
         environment: More variables of the ranks.
         finalizing: As for `World`.
 
     Returns:
-        For each rank what its functions returned.
+        For each rank what its functions returned; less of those that ended.
 
     Raises:
         RankFailures: A rank did not end in time, or not as it should.
@@ -160,14 +162,18 @@ def run_on_hosts(
             outcomes = world.run_by_rank(
                 _join_on_host, [(names[host], str(folder), timeout) for host in placement]
             )
-            _check(outcomes, ())
+            _check(outcomes, (), ())
             for name, arguments in calls:
                 outcomes = world.run_raw(_call, module, name, arguments, timeout=120.0)
-                _check(outcomes, killed)
+                _check(outcomes, killed, mortal)
                 for outcome in outcomes:
                     if outcome.state == "returned":
                         found[outcome.rank].append(outcome.value)
-            assert world.living() == [rank for rank in range(world.size) if rank not in killed]
+            assert (
+                set(range(world.size)) - set(killed) - set(mortal)
+                <= set(world.living())
+                <= set(range(world.size)) - set(killed)
+            )
         except BaseException:
             world.abandon()
             raise
@@ -175,9 +181,12 @@ def run_on_hosts(
     return found
 
 
-def _check(outcomes: Sequence[Outcome], killed: Sequence[int]) -> None:
+def _check(outcomes: Sequence[Outcome], killed: Sequence[int], mortal: Sequence[int]) -> None:
     for outcome in outcomes:
         if outcome.rank in killed and outcome.state == "died" and "SIGKILL" in outcome.details:
+            continue
+        ended = any(signal in outcome.details for signal in ("SIGSEGV", "SIGABRT"))
+        if outcome.rank in mortal and outcome.state == "died" and ended:
             continue
         if outcome.state != "returned":
             raise RankFailures("on several hosts", outcomes)

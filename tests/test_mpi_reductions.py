@@ -335,7 +335,7 @@ def until_lost(victim: int, after: float, numel: int, how: int) -> tuple[str, fl
 
 @pytest.mark.parametrize("numel", [1000, pytest.param(4_000_000, marks=pytest.mark.long)])
 def test_a_killed_rank(tmp_path: Path, numel: int) -> None:
-    """The others raise with its name, and end."""
+    """The others raise with its name, and end; seldom MPI ends one of them (docs/launchers.md)."""
     found = run_on_hosts(
         tmp_path,
         [0, 1, 2],
@@ -343,10 +343,12 @@ def test_a_killed_rank(tmp_path: Path, numel: int) -> None:
         [("until_lost", [1, 0.3, numel, int(signal.SIGKILL)])],
         timeout=60.0,
         killed=[1],
+        mortal=[0, 2],
         environment={"FOG_REDUCE": "mpi"},
     )
-    for survivor in (0, 2):
-        ((error, seconds, refused),) = found[survivor]
+    reports = found[0] + found[2]
+    assert reports
+    for error, seconds, refused in reports:
         assert "rank 1 " in error and "allreduce" in error and seconds < SOON, (error, seconds)
         assert refused
 
