@@ -52,7 +52,7 @@ class Plans:
         self._plans: dict[tuple[int, bool], NeighborPlan] = {}
 
     def items(self) -> list[str]:
-        """Returns what must be the same on all ranks."""
+        """Returns the items that must be the same on all ranks."""
         topology = self.topology
         if topology is None:
             return [f"{self._argument}: the group's topology"]

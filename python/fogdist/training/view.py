@@ -311,7 +311,7 @@ def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Ma
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Returns what a step's closure returns, None for no closure; gradients are recorded in it."""
+    """Returns the result of a step's closure, None without a closure; gradients are recorded in it."""
     if closure is None:
         return None
     with torch.enable_grad():
