@@ -103,7 +103,7 @@ class Average:
         in_place: Whether results go into the tensors themselves.
 
     Attributes:
-        sources: What is sent: the tensors, or copies whose memory is in order.
+        sources: The tensors to send, or copies whose memory is in order.
         given: `sources` as the backend takes them: one tensor, or a list.
         output: Where the backend puts the averages: into `given`, or None for new tensors.
 

@@ -72,7 +72,7 @@ def see_topology(
         node: The node that looks.
         size: Number of nodes that there should be.
         argument: Name of the caller's argument, for messages.
-        nodes: What the nodes are.
+        nodes: The kind of nodes.
 
     Raises:
         TypeError: Not a networkx.DiGraph, not `size` nodes, a weight is not a real number, or `is_weighted`

@@ -181,7 +181,7 @@ class _Windows:
 
     Args:
         context: The group.
-        name: What all ranks call it.
+        name: Its name, the same on all ranks.
         peers: Ranks to gossip with.
         values: The flat vectors.
     """

@@ -73,7 +73,7 @@ class WindowPushSum(WindowAlgorithm):
 
         Args:
             p: Of the bucket.
-            mean_p: What it was on average.
+            mean_p: Its mean of late.
 
         Raises:
             TypeError: `dst_weights` is no dict, or a weight not a real number.

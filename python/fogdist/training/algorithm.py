@@ -258,7 +258,7 @@ class Algorithm(DistributedOptimizer):
         """Returns this round's weighted averages, by the algorithm's own mixing or another one.
 
         Args:
-            tensors: What this rank gives, in one exchange; with the shapes and dtypes of the neighbors'.
+            tensors: This rank's values, in one exchange; with the shapes and dtypes of the neighbors'.
             mixing: By default that of the algorithm.
             in_place: Whether the averages go into the tensors themselves.
         """

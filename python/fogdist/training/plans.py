@@ -29,10 +29,10 @@ class Plans:
         topology: A graph, whose weights are used and must sum to 1 at each receiver; or one graph a round; or
             None for whatever the group's topology is when a round is asked for.
         context: The group.
-        argument: What the user calls `topology`.
+        argument: The user's name of `topology`.
 
     Attributes:
-        topology: What was given, as rounds; None for the group's.
+        topology: The argument as rounds; None for the group's topology.
         context: The group.
 
     Raises:

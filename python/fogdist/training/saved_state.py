@@ -59,7 +59,7 @@ def load_state(
         state_dict: Of `save_state`, or of a plain optimizer.
         optimizer: The optimizer.
         algorithm: The algorithm's name.
-        names: What it keeps of each parameter.
+        names: The names of the tensors that it keeps for each parameter.
 
     Returns:
         By name, copies of what is kept of each parameter, as far as there is something; and the numbers.
