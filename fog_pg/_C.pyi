@@ -92,11 +92,16 @@ class ProcessGroupFog(Backend):
             between_hosts: How data goes between hosts: "auto", "rma" or "messages"; "" (default) uses
                 FOG_BETWEEN_HOSTS. The choice of the first group holds for the process, and must be the same on
                 all ranks.
+            reduce: What sums in allreduce, reduce and reduce_scatter_tensor of a group on several hosts: "fog", or
+                "mpi" for MPI's own nonblocking reductions; "" (default) uses FOG_REDUCE, or else "fog". It must be
+                the same on all ranks of the group. With "mpi" the loss of a rank during a sum may end the others,
+                or leaves them without MPI: see docs/launchers.md.
             group_name: The name of the group in messages.
         """
 
         confirm: bool
         between_hosts: str
+        reduce: str
         group_name: str  # type: ignore[assignment]  # torch has a type of its own for it, which is one
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -105,10 +110,11 @@ class ProcessGroupFog(Backend):
         """Blocks until all ranks have come to `store`; the first group of a process starts MPI.
 
         Raises:
-            ValueError: `options.between_hosts` or FOG_BETWEEN_HOSTS is none of the names, FOG_RMA_BYTES no such
-                number, or the first group has chosen another way between hosts.
+            ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS or FOG_REDUCE is none of the
+                names, FOG_RMA_BYTES no such number, or the first group has chosen another way between hosts.
             torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout, or those
-                that want different ways between hosts; or RMA was asked for and cannot be done here.
+                that want different ways between hosts, or different sums; or RMA was asked for and
+                cannot be done here.
         """
 
     def neighbor_allreduce(
@@ -299,6 +305,13 @@ class ProcessGroupFog(Backend):
     @property
     def sent(self) -> tuple[int, int]:
         """How many messages the operations of this group have sent from here, and how many bytes of data in them."""
+    @property
+    def traffic(self) -> dict[int, dict[str, int | float]]:
+        """By rank, what operations and windows have exchanged with it while `observe` was on; see `fogdist.metrics`.
+
+        "sent_messages", "sent_bytes", "received_messages" and "received_bytes" count. "waited" are seconds from an operation's
+        start to each of its messages, and "waited_last" those of them in which that message alone was missing.
+        """
 
     @property
     def local_ranks(self) -> list[int]:
@@ -637,6 +650,35 @@ def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:
     Args:
         text: At most 511 bytes; used on rank 0 only.
         timeout: Of the call.
+    """
+
+def start_timeline(prefix: str, rank: int, size: int) -> None:
+    """Records what the engine does in the file ``prefix<rank>.json``; see `fogdist.timeline`.
+
+    Raises:
+        ValueError: There is a timeline already, or the file cannot be written.
+    """
+
+def stop_timeline() -> None:
+    """Ends the timeline and completes its file; does nothing without one."""
+
+def timeline_path() -> str:
+    """The timeline's file; empty without one."""
+
+def timeline_is_on() -> bool:
+    """Whether a timeline is being recorded."""
+
+def add_to_timeline(track: str, name: str, begin: int, end: int) -> None:
+    """Adds a slice; times are those of ``time.monotonic_ns``. Does nothing without a timeline."""
+
+def observe(on: bool) -> None:
+    """Operations that begin from now on are counted in `ProcessGroupFog.traffic`; as many calls with False end that."""
+
+def read_flight_record(pid: int) -> dict[str, object]:
+    """What the operations of a process of this host did last; see `fogdist.flight_record`.
+
+    Raises:
+        ValueError: There is no such process, or it has no group of fog, or of another version.
     """
 
 def shutdown() -> None:

@@ -30,11 +30,12 @@ def autoload() -> None:
 
 def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     """Makes the backend of one group; torch calls it on every rank of the group."""
-    from fog_pg import _monitored_barrier, _timeouts
+    import logging
+
+    from fog_pg import _timeouts
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
-    _monitored_barrier.serve()
     if backend_options is None:
         backend_options = extension.ProcessGroupFog.Options()
         backend_options.confirm = confirm_by_default()
@@ -50,6 +51,13 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
     backend: ProcessGroupFog = extension.ProcessGroupFog(
         options.store, options.group_rank, options.group_size, backend_options
+    )
+    logging.getLogger("fog_pg").debug(
+        "group %s: rank %d of %d, timeout %s",
+        backend_options.group_name,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
     )
     return backend
 

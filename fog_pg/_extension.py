@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.metadata
+import logging
 import os
 import sys
 from ctypes.util import find_library
@@ -11,18 +12,17 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-# The MPI library to use instead of the one that is found: any that follows the MPI standard ABI.
-MPI_LIBRARY_VARIABLE = "FOG_MPI_LIBRARY"
-# "1" makes ranks that only send in an operation wait until the receivers have accepted their messages.
-CONFIRM_VARIABLE = "FOG_CONFIRM"
+from fog_pg import _logging, environment
+
+_log = logging.getLogger("fog_pg")
 
 _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
 def confirm_by_default() -> bool:
     """What FOG_CONFIRM says, or else whether torch debugs collectives; the same on every rank, please."""
-    debugging = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    return os.environ.get(CONFIRM_VARIABLE, "1" if debugging else "0") != "0"
+    debugging = environment.DISTRIBUTED_DEBUG.get().upper() == "DETAIL"
+    return environment.CONFIRM.get() if environment.CONFIRM.is_set() else debugging
 
 
 def _minor(version: str) -> tuple[str, ...]:
@@ -64,9 +64,9 @@ def find_mpi_library() -> str:
     Raises:
         ImportError: If FOG_MPI_LIBRARY names no file, or if none is found.
     """
-    if named := os.environ.get(MPI_LIBRARY_VARIABLE):
+    if named := environment.MPI_LIBRARY.get():
         if os.sep in named and not Path(named).is_file():
-            raise ImportError(f"fog_pg: {MPI_LIBRARY_VARIABLE} is {named!r}, which is not a file")
+            raise ImportError(f"fog_pg: {environment.MPI_LIBRARY.name} is {named!r}, which is not a file")
         return named
     package = _mpich_package_library()
     if package is not None and package.is_file():
@@ -79,7 +79,7 @@ def find_mpi_library() -> str:
         return system
     raise ImportError(
         "fog_pg: no MPI library with the MPI standard ABI (libmpi_abi.so) was found. Install one with: pip install 'mpich>=5'; "
-        f"or name your site's (MPICH 5, Intel MPI, Open MPI 6) in {MPI_LIBRARY_VARIABLE}; or build fog against your site's MPI "
+        f"or name your site's (MPICH 5, Intel MPI, Open MPI 6) in {environment.MPI_LIBRARY.name}; or build fog against your site's MPI "
         "with FOG_MPICXX=/path/to/mpicxx pip install --no-build-isolation ."
     )
 
@@ -90,11 +90,14 @@ def load() -> ModuleType:
 
     Raises:
         ImportError: If the extension is missing or built for another torch, or if no MPI library can be used.
+        ValueError: If a variable of `fog_pg.environment` has a value that is not allowed.
     """
+    environment.check()
+    _logging.set_up()
     _check_build()
     # UCX, inside MPI, takes SIGHUP for its debug mode, and a rank would outlive its terminal. It looks as it is loaded.
-    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
-    from fog_pg import _nccl
+    os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
+    from fog_pg import _monitored_barrier, _nccl
 
     try:
         from fog_pg import _C
@@ -107,12 +110,15 @@ def load() -> ModuleType:
 
     _C.set_version(VERSION)
     try:
-        _C.choose_mpi("" if _C.native_mpi else find_mpi_library())
-        if _C.native_mpi or os.environ.get("FOG_MPI_LIBRARY"):  # what somebody has named is to be right
+        library = "" if _C.native_mpi else find_mpi_library()
+        _C.choose_mpi(library)
+        if _C.native_mpi or environment.MPI_LIBRARY.is_set():  # what somebody has named is to be right
             _C.load_mpi()
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
     _C.set_delegate_factory("cuda", _nccl.create)
+    _monitored_barrier.serve()
+    _log.info("fog %s, extension %s, MPI %s", VERSION, _C.__file__, library or "that of the build")
     # Before the interpreter goes: the progress thread may run Python callbacks.
     atexit.register(_C.shutdown)
     return _C

@@ -1,7 +1,7 @@
 """torch.distributed.monitored_barrier for fog under the torch versions that grant it to Gloo alone.
 
 Up to 2.13 torch compares the group's backend with "gloo" before it asks the backend; later it asks only whether the group
-serves CPU tensors. Once a program has made a fog group, monitored_barrier asks that group's backend here as well.
+serves CPU tensors. Once a program has loaded fog's extension, monitored_barrier asks that group's backend here as well.
 """
 
 from __future__ import annotations

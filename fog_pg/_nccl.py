@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from fog_pg import environment
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def _plugin(dist: Any, lazy: bool) -> Any:
     if ensure is None:
         return None
     wanted = ["nccl"]
-    if lazy and os.environ.get("TORCH_DIST_USE_NCCL2") != "0":  # which takes the backend of earlier versions
+    if lazy and environment.USE_NCCL2.get() != "0":  # which takes the backend of earlier versions
         wanted.insert(0, _LAZY)
     for name in wanted:
         ensure(name)

@@ -7,7 +7,9 @@ import ctypes
 import importlib
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,8 @@ from emulated_hosts import emulated_hosts as _emulated_hosts
 # Of <sched.h> and <sys/mount.h>.
 CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
 MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 0x2
+# Of <netinet/tcp.h>.
+TCP_USER_TIMEOUT = 18
 # On which the ranks of several hosts meet.
 PORT = 29514
 
@@ -69,6 +73,33 @@ def move_to_host(name: str) -> None:
     check(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None), "mount")
     check(libc.umount2(b"/sys", MNT_DETACH), "umount")
     check(libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None), "mount of /sys")
+
+
+def silences() -> list[float]:
+    """Of this process's TCP connections that the system ends when nothing is heard for some time: these seconds."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        connection = None
+        with contextlib.suppress(OSError):  # it is no TCP connection, or closed by now
+            connection = socket.socket(fileno=int(name))
+            limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
+            if limit > 0:
+                connection.getpeername()  # else it is not made yet
+                probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
+                idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
+                assert idle + interval * count == limit and min(idle, interval) > 0
+                found.append(limit)
+        if connection is not None:
+            connection.detach()  # it is not this function's
+    return found
+
+
+def await_silences(expected: list[float], patience: float = 25.0) -> None:
+    """Waits until there are these connections; those in the making come and go."""
+    deadline = time.monotonic() + patience
+    while silences() != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert silences() == expected
 
 
 def _join_on_host(name: str, folder: str, timeout: float) -> None:

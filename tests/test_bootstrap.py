@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -20,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ALL, BACKEND, World, WorldPool
-from hosts import address, emulated_hosts, ip, move_to_host, namespace_names
+from hosts import address, await_silences, emulated_hosts, ip, move_to_host, namespace_names, silences
 from scripts import Job, launcher_command
 
 pytestmark = [
@@ -31,7 +30,6 @@ pytestmark = [
 TIMEOUT = timedelta(seconds=20)
 # Of FOG_HOST_TIMEOUT.
 HOST_TIMEOUT = 37
-TCP_USER_TIMEOUT = 18
 
 
 def my_rank() -> int:
@@ -495,33 +493,15 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
 # Several hosts
 
 
-def silences() -> list[float]:
-    """Of this process's TCP connections that the system ends when nothing is heard for some time: these seconds."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        connection = None
-        with contextlib.suppress(OSError):  # it is no TCP connection, or closed by now
-            connection = socket.socket(fileno=int(name))
-            limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
-            if limit > 0:
-                probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
-                idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
-                assert idle + interval * count == limit and min(idle, interval) > 0
-                found.append(limit)
-        if connection is not None:
-            connection.detach()  # it is not this function's
-    return found
-
-
-def listens(store_address: str) -> list[str]:
+def listens(store_address: str, clones: bool) -> list[str]:
     """The port and the addresses that this rank tells others while it starts; the group deletes its keys afterwards."""
     store = dist.TCPStore(store_address, 29500, is_master=False, timeout=TIMEOUT)
     while True:
-        told = store.get("0//cpu//fog/1/monitor/all")
+        told = store.get("0//cpu//fog/1/listener/all" if clones else "0//cpu//fog/1/place/all")
         while told:  # by each rank its number, how many bytes follow, and these
             rank, length = struct.unpack_from("QQ", told)
             if rank == my_rank():
-                return told[16 : 16 + length].decode().split()
+                return told[16 : 16 + length].decode().splitlines()[-1].split()
             told = told[16 + length :]
 
 
@@ -534,20 +514,16 @@ def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
     move_to_host(names[placement[my_rank()]])
     store = dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT)
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(listens, address(placement[0]))
+        told = pool.submit(listens, address(placement[0]), clones)
         join(store)
-    # Others connect to the job's interface, of the host's two.
+    # Others connect to the job's interface, of the host's two, once they have something to say.
     port, *addresses = told.result()
     assert addresses == [address(placement[my_rank()])]
-    # They show the end of ranks of the other host: silence of so many seconds is an end.
-    expected = [HOST_TIMEOUT] * placement.count(1 - placement[my_rank()])
-    deadline = time.monotonic() + 25
-    while silences() != expected and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert silences() == expected
-    # Nobody else can come.
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((addresses[0], int(port)), timeout=10)
+    assert silences() == []
+    # Strangers are sent away.
+    with socket.create_connection((addresses[0], int(port)), timeout=10) as stranger:
+        stranger.sendall(bytes(16))
+        assert stranger.recv(1) == b""
 
 
 def check_hosts(placement: list[int]) -> None:
@@ -568,6 +544,8 @@ def check_hosts(placement: list[int]) -> None:
         expected = 0.5 * rank + sum(0.25 * peer for peer, _ in peers)
         torch.testing.assert_close(work.result()[0], torch.full((numel,), expected))
     dist.barrier()
+    # Connections show the end of ranks of the other host: silence of so many seconds is an end.
+    await_silences([HOST_TIMEOUT] * placement.count(1 - placement[rank]))
 
 
 @pytest.mark.parametrize(

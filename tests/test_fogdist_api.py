@@ -39,11 +39,22 @@ def test_every_public_name_exists():
 
 
 def test_every_module_imports_only_what_is_below_it():
-    order = ["lazy", "warn", "legacy", "topology", "launch", "handles", "agreement", "exchange"]
+    order = [
+        "lazy",
+        "warn",
+        "timeline",
+        "flight_record",
+        "legacy",
+        "topology",
+        "launch",
+        "handles",
+        "agreement",
+        "exchange",
+    ]
     order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
     order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
     order += ["packing", "shards", "parameters", "consensus", "training", "algorithms", "optimizers"]
-    order += ["deprecated_optimizers", "ddp", "hook", "__init__", "bluefog"]
+    order += ["metrics", "deprecated_optimizers", "ddp", "hook", "__init__", "bluefog"]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):
         layer = file.relative_to(folder).parts[0].removesuffix(".py")

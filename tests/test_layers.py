@@ -33,6 +33,8 @@ MORE = {
     "engine/process_engine": {"transport/shared_memory"},
     # An operation's own memory is the arena's.
     "engine/operation_transfers": {"transport/shared_memory"},
+    # Other processes read it, as an anonymous file.
+    "engine/flight_record": {"transport/shared_memory"},
     # Whoever calls MPI holds the engine's lock; the parts that come lie in the arena.
     "transport/mpi/messages": {"transport/shared_memory"},
     # The pool for RMA is a block of the arena, so that neighbors of the host can map it as well; copies lie there too.

@@ -91,9 +91,7 @@ def wrong_variable() -> list[str]:
     fogdist.init(topologies.StarGraph)
     for value in ("x", "0", "-2", "3", "8", "2.0"):
         with (
-            pytest.raises(
-                ValueError, match=f"{VARIABLE} must be a divisor of the number of ranks, 4, got '{value}'"
-            ),
+            pytest.raises(ValueError, match=f"{VARIABLE}: got '{value}'; allowed are .*numbers? of ranks"),
             machines_of(value),
         ):
             pass

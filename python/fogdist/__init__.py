@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fogdist import algorithms, legacy
+from fogdist import algorithms, legacy, metrics, timeline
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -87,6 +87,7 @@ from fogdist.optimizers import (
     DistributedWinPutOptimizer,
 )
 from fogdist.parameters import allreduce_parameters, broadcast_optimizer_state, broadcast_parameters
+from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 from fogdist.topology import (
     ExponentialGraph,
     ExponentialTwoGraph,
@@ -207,6 +208,7 @@ __all__ = [
     "local_size",
     "machine_rank",
     "machine_size",
+    "metrics",
     "neighbor_allgather",
     "neighbor_allgather_nonblocking",
     "neighbor_allreduce",
@@ -231,6 +233,10 @@ __all__ = [
     "shutdown",
     "size",
     "synchronize",
+    "timeline",
+    "timeline_context",
+    "timeline_end_activity",
+    "timeline_start_activity",
     "transport",
     "turn_off_win_ops_with_associated_p",
     "turn_on_win_ops_with_associated_p",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fog_pg import environment
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
 from fogdist.handles import HandleTable
@@ -29,12 +29,6 @@ from fogdist.topology import ExponentialGraph
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
-
-# Each so many ranks stand for a machine, so that hierarchical operations can be tried on one host.
-RANKS_PER_MACHINE_VARIABLE = "FOG_NODES_PER_MACHINE"
-# With "1" a rank that is alone does all that one of several does, to see and measure that in one process.
-EXCHANGE_ALONE_VARIABLE = "FOG_EXCHANGE_ALONE"
-
 
 _log = logging.getLogger("fogdist")
 
@@ -111,7 +105,7 @@ class Context:
     @property
     def is_alone(self) -> bool:
         """Whether training needs no exchange, as there is no other rank."""
-        return self.size == 1 and os.environ.get(EXCHANGE_ALONE_VARIABLE) != "1"
+        return self.size == 1 and not environment.EXCHANGE_ALONE.get()
 
 
 @dataclass
@@ -202,7 +196,11 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         ranks_per_machine = _ranks_per_machine(size)
         topology = see_topology(make(size), is_weighted, rank, size)
         windows = previous.main.windows if previous is not None else {}
-        items = [f"{RANKS_PER_MACHINE_VARIABLE}={ranks_per_machine}", *topology.items(), *_items(windows)]
+        items = [
+            f"{environment.NODES_PER_MACHINE.name}={ranks_per_machine}",
+            *topology.items(),
+            *_items(windows),
+        ]
         check_same_everywhere(backend, "topology", items)
     except BaseException:
         if previous is None and owns_group:
@@ -364,8 +362,7 @@ def _is_frozen(context: Context, topology: StaticTopology) -> bool:
     if not context.windows or topology.items() == context.topology.items():
         return False
     _log.error(
-        "rank %d: the topology stays as it is while there are windows: %s; fogdist.win_free() frees them",
-        context.rank,
+        "the topology stays as it is while there are windows: %s; fogdist.win_free() frees them",
         ", ".join(repr(name) for name in sorted(context.windows)),
     )
     return True
@@ -388,14 +385,12 @@ def _machines(group: dist.ProcessGroup, backend: ProcessGroupFog, ranks_per_mach
 
 
 def _ranks_per_machine(size: int) -> int | None:
-    text = os.environ.get(RANKS_PER_MACHINE_VARIABLE, "")
-    if not text:
-        return None
-    if not text.isdecimal() or int(text) < 1 or size % int(text) != 0:
+    ranks = environment.NODES_PER_MACHINE.get()
+    if ranks and size % ranks != 0:
         raise ValueError(
-            f"{RANKS_PER_MACHINE_VARIABLE} must be a divisor of the number of ranks, {size}, got {text!r}"
+            f"{environment.NODES_PER_MACHINE.name}: got '{ranks}'; allowed are divisors of the number of ranks, {size}"
         )
-    return int(text)
+    return ranks or None
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

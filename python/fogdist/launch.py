@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import fog_pg  # registers the backend
-from fog_pg import _extension
+from fog_pg import _extension, environment
 from fog_pg._timeouts import within_reach
 
 __all__ = ["connect"]
@@ -35,7 +35,7 @@ def connect(timeout: timedelta = default_pg_timeout) -> None:
     """
     fog_pg.register()
     timeout = within_reach(timeout)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if environment.RANK.is_set() and environment.WORLD_SIZE.is_set():
         dist.init_process_group("fog", timeout=timeout)
         return
     extension = _extension.load()
@@ -51,8 +51,8 @@ def _store_of_rank_zero(extension: object, rank: int, size: int, timeout: timede
     store = None
     address = ""
     if rank == 0:
-        host = os.environ.get("MASTER_ADDR") or _own_address(size)
-        port = int(os.environ.get("MASTER_PORT", "0"))  # 0: any free one
+        host = environment.MASTER_ADDR.get() or _own_address(size)
+        port = environment.MASTER_PORT.get()  # 0: any free one
         store = dist.TCPStore(host, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
         address = f"{host} {store.port}"
     host, port = extension.broadcast_from_rank_zero(address, timeout).split()  # type: ignore[attr-defined]
@@ -60,16 +60,15 @@ def _store_of_rank_zero(extension: object, rank: int, size: int, timeout: timede
         store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
     # What the rest of the program may ask for, as under torchrun.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
-    local_rank = os.environ.get("MPI_LOCALRANKID") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK")
-    if local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", local_rank)
+    for variable in (environment.MPICH_LOCAL_RANK, environment.OPEN_MPI_LOCAL_RANK):
+        if variable.is_set():
+            os.environ.setdefault("LOCAL_RANK", str(variable.get()))
     return store
 
 
 def _own_address(size: int) -> str:
     """An address of this host that the other ranks reach."""
-    local_size = os.environ.get("MPI_LOCALNRANKS") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    if local_size == str(size):
+    if size in (environment.MPICH_LOCAL_SIZE.get(), environment.OPEN_MPI_LOCAL_SIZE.get()):
         return "127.0.0.1"
     name = socket.getfqdn()
     try:

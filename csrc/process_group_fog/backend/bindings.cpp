@@ -14,6 +14,7 @@
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
 #include "backend/given_timeout.hpp"
+#include "backend/observation_bindings.hpp"
 #include "backend/testing_bindings.hpp"
 #include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
@@ -157,6 +158,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<>())
       .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
       .def_readwrite("between_hosts", &ProcessGroupFog::Options::between_hosts)
+      .def_readwrite("reduce", &ProcessGroupFog::Options::reduce)
       .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
       .def(
           "__deepcopy__",
@@ -308,6 +310,7 @@ PYBIND11_MODULE(_C, module) {
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>());
 
   fog::bind_windows(module, group);
+  fog::bind_observation(module, group);
 
   module.def(
       "empty_shared",

@@ -55,7 +55,7 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
   choose_between_hosts(options_->between_hosts);
-  group_ = connect(store, rank, size, options_->timeout, name);
+  group_ = connect(store, rank, size, options_->timeout, name, sums_by(options_->reduce));
 }
 
 ProcessGroupFog::ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner)
@@ -305,6 +305,10 @@ std::string ProcessGroupFog::transport(int rank) const {
       rank >= 0 && rank < getSize() && rank != getRank(), "transport: rank: got ", rank, "; allowed are ranks 0 to ", getSize() - 1,
       " of this group except ", getRank(), ", which is this rank");
   return group_->engine.way_to(group_, rank);
+}
+
+std::unordered_map<int, PeerTraffic> ProcessGroupFog::traffic() const {
+  return group_->engine.traffic(group_);
 }
 
 std::pair<uint64_t, uint64_t> ProcessGroupFog::sent() const {

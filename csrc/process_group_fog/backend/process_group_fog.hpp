@@ -50,6 +50,9 @@ class ProcessGroupFog : public c10d::Backend {
     bool confirm = false;
     // How data goes between hosts: "auto", "rma" or "messages"; "" is what FOG_BETWEEN_HOSTS says. The first group's holds for the process.
     std::string between_hosts;
+    // Who does allreduce, reduce and reduce_scatter between hosts: "fog" or "mpi". With MPI's own the death of a rank in the middle may end
+    // the others, or leaves them without MPI. "" is what FOG_REDUCE says.
+    std::string reduce;
   };
 
   // Blocks until all `size` ranks have come to `store`.
@@ -243,6 +246,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> hosts() const;
   // Messages that its operations have sent from here, and bytes of data in them.
   std::pair<uint64_t, uint64_t> sent() const;
+  // By rank: what was exchanged while somebody observed, see Engine::observe().
+  std::unordered_map<int, PeerTraffic> traffic() const;
   // How large data goes to that rank: "shared memory", "rma" or "messages". Throws ValueError if it is no other rank.
   std::string transport(int rank) const;
 

@@ -10,6 +10,7 @@
 #include "device/neighbors.hpp"
 #include "collectives/allreduce.hpp"
 #include "collectives/cutovers.hpp"
+#include "collectives/network_sum.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/reduce_scatter.hpp"
 #include "core/overlap.hpp"
@@ -64,13 +65,41 @@ void end_with(Operation& operation, const at::Tensor& tensor, const at::Tensor& 
   });
 }
 
+// The sum of all ranks by the network's library; null where fog does it: that has no such sum, or ranks match the operation by its name.
+// They would not all begin it in the same place of their programs.
+std::shared_ptr<Operation> make_network_sum(
+    const Group& group,
+    const Signature& signature,
+    const at::Tensor& in,
+    const std::optional<at::Tensor>& out,
+    const std::string& name) {
+  const auto op = static_cast<c10d::ReduceOp::RedOpType>(signature.reduce_op);
+  const auto numel = static_cast<size_t>(out.value_or(in).numel());
+  if (!group.sums || !name.empty() || !group.sums->has(signature.kind, op, in.scalar_type(), numel)) {
+    return nullptr;
+  }
+  const NetworkSums::Terms terms{signature.kind, op, in.scalar_type(), part_of(in).data, out ? part_of(*out).data : nullptr, numel,
+                                 signature.root};
+  auto operation = std::make_shared<NetworkSum>(signature, *group.sums, terms);
+  operation->keep(in);
+  return operation;
+}
+
 // In a contiguous tensor.
 std::shared_ptr<Operation> make_allreduce(
+    const Group& group,
     const Signature& signature,
     const at::Tensor& tensor,
     const c10d::ReduceOp& op,
     const Layout& layout,
+    const std::string& name,
     std::function<void()> epilogue) {
+  if (signature.kind == OpKind::kAllreduce) { // else it is not a user's, or of all ranks
+    if (auto operation = make_network_sum(group, signature, tensor, tensor, name)) {
+      end_with(*operation, tensor, tensor, std::move(epilogue));
+      return operation;
+    }
+  }
   const bool once = cutovers::of_allreduce(tensor.nbytes(), layout).sums_once(layout.hosts);
   const auto sums = sums_of(tensor, cutovers::partial_dtype(tensor.scalar_type(), op.op_, tensor.nbytes(), once));
   auto operation = std::make_shared<Allreduce>(
@@ -108,7 +137,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
         local_op, reduced.scalar_type(), reduced.mutable_data_ptr(), {reduced.const_data_ptr(), staged.const_data_ptr()}, {},
         static_cast<size_t>(reduced.numel()));
   }
-  const auto operation = make_allreduce(signature, reduced, options.reduceOp, group_->layout, [reduced, tensors] {
+  const auto operation = make_allreduce(*group_, signature, reduced, options.reduceOp, group_->layout, "", [reduced, tensors] {
     for (const auto& tensor : tensors) {
       unflatten(reduced, {tensor});
     }
@@ -141,7 +170,7 @@ WorkPtr ProcessGroupFog::allreduce_among(
     const CallOptions& options) {
   Staging staging;
   const auto staged = staging.in_place(tensor);
-  const auto operation = make_allreduce(signature, staged, op, layout, staging.copy_back());
+  const auto operation = make_allreduce(*group_, signature, staged, op, layout, options.name, staging.copy_back());
   return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
 }
 
@@ -158,7 +187,7 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(std::vector<at::Tensor>& tensors, c
   const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
   const auto operation =
-      make_allreduce(signature, flat, options.reduceOp, group_->layout, [flat, tensors] { unflatten(flat, tensors); });
+      make_allreduce(*group_, signature, flat, options.reduceOp, group_->layout, "", [flat, tensors] { unflatten(flat, tensors); });
   return submit(operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
 }
 
@@ -174,13 +203,19 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
   Staging staging;
   const bool is_root = rank_ == options.rootRank;
   const auto staged = is_root ? staging.in_place(tensor) : staging.input(tensor);
+  const Call call{OpType::REDUCE, "fog:reduce", tensors, tensors};
+  const auto result = is_root ? std::make_optional(staged) : std::nullopt;
+  if (const auto operation = make_network_sum(*group_, signature, staged, result, "")) {
+    end_with(*operation, staged, staged, staging.copy_back());
+    return submit(operation, call, call_options(options));
+  }
   const auto& layout = group_->layout;
   const bool once = cutovers::of_reduce(staged.nbytes(), layout).sums_once(layout.hosts);
   const auto sums = sums_of(staged, cutovers::partial_dtype(staged.scalar_type(), options.reduceOp.op_, staged.nbytes(), once));
   const auto operation = std::make_shared<Reduce>(
       Reduction::Terms{signature, sums.scalar_type(), factor_of(options.reduceOp), layout}, part_of(sums).data, staged.numel());
   end_with(*operation, is_root ? staged : sums, sums, staging.copy_back());
-  return submit(operation, {OpType::REDUCE, "fog:reduce", tensors, tensors}, call_options(options));
+  return submit(operation, call, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter(
@@ -277,10 +312,17 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   Staging staging;
   const auto staged_input = staging.input(input);
   const auto staged_output = staging.output(output);
+  const auto signature = reduction_signature(OpKind::kReduceScatter, input, options.reduceOp);
+  const Call call{OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", at::TensorList(input), {output}};
+  const auto result =
+      share_memory(staged_output, staged_input) ? at::empty_like(staged_output) : staged_output; // MPI allows no overlap
+  if (const auto operation = make_network_sum(*group_, signature, staged_input, result, "")) {
+    end_with(*operation, staged_output, result, staging.copy_back());
+    return submit(operation, call, call_options(options));
+  }
   return reduce_scatter_parts(
-      reduction_signature(OpKind::kReduceScatter, input, options.reduceOp), parts_of(staged_input, size_), {staged_input},
-      staged_output, options.reduceOp, staging.copy_back(),
-      {OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", {input}, {output}}, call_options(options));
+      signature, parts_of(staged_input, size_), {staged_input}, staged_output, options.reduceOp, staging.copy_back(), call,
+      call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

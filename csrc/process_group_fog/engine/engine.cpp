@@ -47,7 +47,7 @@ void Engine::start_threads(std::chrono::milliseconds patience) {
   used_ = true;
   try {
     completions_.start();
-    watchdog_.start(patience);
+    watchdog_.set_patience(patience);
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { background(); });
     }
@@ -85,6 +85,9 @@ void Engine::submit(
     bool waits) {
   check_not_forked();
   const auto deadline = deadline_after(timeout);
+  if (observed()) {
+    operation->times = std::make_unique<OperationTimes>(Clock::now());
+  }
   auto lock = lock_by(deadline);
   check_open(*group);
   if (!group->failure.reason.empty()) {
@@ -116,6 +119,12 @@ void Engine::submit(
   }
   ++in_flight_;
   try {
+    if (operation->times) {
+      operation->times->start();
+    }
+    if (record_) {
+      operation->flight = record_->begin(operation->signature(), group->name, group->rank, group->sequence, key);
+    }
     operation->begin(group, key, group->sequence++, timeout, deadline, use);
     if (kind != OpKind::kPointToPoint) {
       const auto found = group->early.find(key);
@@ -282,6 +291,8 @@ void Engine::step_ready(Lock& lock) {
         case Operation::Action::kCompute: {
           operation->computing = true;
           lock.unlock();
+          const bool computes = operation->computes();
+          const auto begin = operation->times ? Clock::now() : Clock::time_point();
           std::exception_ptr error;
           try {
             operation->run();
@@ -289,6 +300,9 @@ void Engine::step_ready(Lock& lock) {
             error = std::current_exception();
           }
           lock.lock();
+          if (operation->times) {
+            operation->times->ran(begin, computes);
+          }
           operation->computing = false;
           try {
             operation->settle();
@@ -319,7 +333,8 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   if (operation->ended()) {
     return;
   }
-  if (error && transport_) {
+  const bool failed = error != nullptr;
+  if (failed && transport_) {
     transport_->withdraw(*operation); // what others may read of its memory; step_ready() has the rest
   }
   if (operation->computing) {
@@ -327,9 +342,15 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   } else {
     outbox_.completions.push_back({operation, std::move(error)});
   }
+  const auto& group = operation->group();
+  if (record_) {
+    record_->end(operation->flight, failed);
+  }
+  if (operation->times) {
+    end_times(*operation, failed);
+  }
   // Nothing below needs memory.
   operation->retire();
-  const auto& group = operation->group();
   group->operations.erase(operation);
   const auto found = group->by_key.find(operation->key());
   if (found != group->by_key.end() && found->second == operation) {

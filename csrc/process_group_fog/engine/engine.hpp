@@ -21,6 +21,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "engine/completion_pool.hpp"
+#include "engine/flight_record.hpp"
 #include "engine/work.hpp"
 #include "engine/group.hpp"
 #include "transport/transport.hpp"
@@ -75,6 +76,18 @@ class Engine final : public Driver, public MessageHandler {
   // What the group's operations have sent from here: messages, and bytes of data in them.
   std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);
   std::string describe(const std::shared_ptr<Operation>& operation);
+
+  // Somebody observes from now on (a timeline, metrics), or does not any more: operations that begin while anybody does note when they do what.
+  void observe(bool on) {
+    observers_ += on ? 1 : -1;
+  }
+  bool observed() const {
+    return observers_.load(std::memory_order_relaxed) > 0;
+  }
+  // By group rank: what was exchanged while somebody observed.
+  std::unordered_map<int, PeerTraffic> traffic(const std::shared_ptr<Group>& group);
+  // Where operations are recorded from now on. Given once, before the first group.
+  void record_to(std::unique_ptr<FlightRecord> record);
 
   // Sizes of what grows with what a program does, for tests.
   struct Bookkeeping {
@@ -193,6 +206,8 @@ class Engine final : public Driver, public MessageHandler {
   void check_deadlines();
   // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
+  // What was observed of an operation that has ended.
+  static void end_times(Operation& operation, bool failed);
   // The first failure decides; the group is told of it where `tell` is set, or where this rank is to pass it on. Lacking memory for that, everything fails
   // as soon as there is some.
   void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
@@ -206,8 +221,12 @@ class Engine final : public Driver, public MessageHandler {
   // At the operation's time-out: asks whom it waits for, and whom these wait for. False when it knows as much as it will.
   bool inquire(const std::shared_ptr<Operation>& operation, Deadline now);
   void ask(const Operation& operation, const std::vector<int>& ranks);
+  // Has the end of those that an operation waits for noticed, of those too that nothing goes to.
+  void watch_awaited(Operation& operation, Deadline now);
   // The same of an operation that has waited for a second, once: a rank that has called something else says so.
   void ask_early(Operation& operation, Deadline now);
+  // For those that look at this process from outside; a long wait is warned of, once.
+  void note_wait(Operation& operation, Deadline now);
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // To a member of the group, if it can be reached.
@@ -277,6 +296,8 @@ class Engine final : public Driver, public MessageHandler {
   bool unhealthy_ = false;
   std::atomic<bool> failing_{false}; // everything is to fail, which has not been possible yet
   bool oversubscribed_ = false;
+  std::atomic<int> observers_{0};
+  std::unique_ptr<FlightRecord> record_;
   std::atomic<bool> used_{false}; // there was a group, or one in the making
   std::atomic<bool> forked_{false};
   std::thread thread_;

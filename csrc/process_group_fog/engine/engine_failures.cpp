@@ -247,6 +247,19 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   lose(peer, silent ? kSilent : kLost, true);
 }
 
+void Engine::watch_awaited(Operation& operation, Deadline now) {
+  constexpr auto kInterval = std::chrono::milliseconds(50); // most operations end before, and whom they wait for need not be known
+  if (operation.watched == Deadline()) {
+    operation.watched = now;
+  }
+  if (transport_ && now >= operation.watched + kInterval) {
+    operation.watched = now;
+    for (const int peer : operation.awaited()) {
+      transport_->watch(operation.group()->members[peer].peer_id);
+    }
+  }
+}
+
 void Engine::check_deadlines() {
   const auto now = Clock::now();
   auto earliest = service_->check_deadlines(now);
@@ -258,7 +271,9 @@ void Engine::check_deadlines() {
   for (const auto& [id, group] : groups) {
     for (const auto& operation : group->operations) {
       if (now < operation->deadline() || operation->computing) {
+        watch_awaited(*operation, now);
         ask_early(*operation, now);
+        note_wait(*operation, now);
         earliest = std::min(earliest, operation->deadline());
         continue;
       }

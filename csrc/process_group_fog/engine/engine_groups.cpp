@@ -85,6 +85,9 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       tell_all_closed(*group); // also to those that have closed it: they forget it now
     }
     group->closed = true;
+    if (group->sums) {
+      group->sums->close(!group->failure.reason.empty());
+    }
     for (const auto& message : group->unexpected) {
       transport_->ignore(group->members[message.source].peer_id, message.header);
     }

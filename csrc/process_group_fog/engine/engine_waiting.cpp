@@ -327,7 +327,7 @@ std::optional<bool> Engine::shutdown() {
     sleep_until_message(std::chrono::milliseconds(1));
     lock.lock();
   }
-  const bool healthy = !unhealthy_;
+  const bool healthy = !unhealthy_ && !transport_->has_sums_in_flight(); // which MPI's end might wait for
   lock.unlock();
   watchdog_.stop();
   return healthy;

@@ -14,6 +14,7 @@
 #include "engine/early_messages.hpp"
 #include "core/failure.hpp"
 #include "core/machines.hpp"
+#include "transport/network_sums.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
 #include "engine/operation.hpp"
@@ -53,6 +54,7 @@ class Group {
   void check_present(int rank) const;
 
   Transport* transport = nullptr;
+  std::shared_ptr<NetworkSums> sums; // null where all sums are fog's own; does not change once the group is made
   // Operations with something to do; the engine steps them.
   std::deque<std::shared_ptr<Operation>>* ready = nullptr;
 
@@ -60,6 +62,7 @@ class Group {
   uint64_t sequence = 0; // of all operations, for people
   uint64_t sent_messages = 0; // by operations
   uint64_t sent_bytes = 0; // of data, in these
+  std::unordered_map<int, PeerTraffic> traffic; // by group rank, while somebody observes
   uint64_t next_window = 0;
   NameTable names; // of operations
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> by_key; // collectives in flight

@@ -179,6 +179,9 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     receive.arrived = true;
     receive.peer = source;
     receive.header = header;
+    if (times) {
+      note_arrival(source, header.bytes);
+    }
     if (data_waits_) { // before its data is asked for: what MPI says of the data that goes is then ahead of the answer that makes data come
       group_->transport->go(group_->members[source].peer_id, *this);
     }
@@ -196,6 +199,13 @@ void Operation::on_message(int source, const Header& header, const char* data) {
     return;
   }
   on_unmatched(source, header);
+}
+
+void Operation::note_arrival(int source, size_t bytes) {
+  auto& traffic = group_->traffic[source];
+  ++traffic.received_messages;
+  traffic.received_bytes += bytes;
+  traffic.waited += times->arrive(source);
 }
 
 void Operation::on_confirm(int source) {

@@ -19,6 +19,7 @@
 #include "core/machines.hpp"
 #include "core/signature.hpp"
 #include "engine/inquiry.hpp"
+#include "engine/operation_times.hpp"
 #include "engine/work.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
@@ -67,6 +68,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   // What step() asked for with kCompute, without the lock; settle() follows with the lock, also if the operation has ended.
   void run();
   void settle();
+  // Whether run() computes; else it copies.
+  bool computes() const {
+    return task_ == Task::kCompute;
+  }
   // Copies results to their places and completes the Work.
   void finish(std::exception_ptr error);
   // Ends it without completing; later events are ignored.
@@ -83,8 +88,17 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool queued = false; // for a step()
   std::unique_ptr<Inquiry> inquiry; // after its deadline
   bool asked_early = false; // those that it waits for, before
+  std::unique_ptr<OperationTimes> times; // while somebody observes
+  uint64_t flight = 0; // its number in the flight record
+  Deadline next_note = {}; // when a wait is noted there again
+  bool warned = false; // that it waits long
+  Deadline watched = {}; // when those that it waits for were looked at last
   uint64_t key() const {
     return key_;
+  }
+  // Which use of its name it is; 0 without a name.
+  uint64_t use() const {
+    return use_.number;
   }
   uint64_t sequence() const {
     return sequence_;
@@ -166,6 +180,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
     send(Destination{peer, scale}, step, data, bytes, confirm);
   }
+  // Something that the transport does with all others of the group: without it the operation does not end.
+  void follow(std::shared_ptr<Outgoing> exchange);
   // How much of `bytes` that are to be overwritten has been sent.
   size_t sent(size_t bytes) const;
   // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
@@ -265,6 +281,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   static size_t step_bytes(size_t bytes);
 
   void confirm_to(int peer);
+  void note_arrival(int source, size_t bytes);
   void complete_receive(Receive& receive);
   void take(size_t index, const char* data);
   Header header_for(uint16_t step, size_t bytes) const;

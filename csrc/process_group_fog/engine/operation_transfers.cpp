@@ -38,6 +38,13 @@ void Operation::send(
     sent = group_->transport->send(peers, header_for(step, bytes), data, memory, shared_from_this());
     group_->sent_messages += peers.size();
     group_->sent_bytes += peers.size() * bytes;
+    if (times) {
+      for (const auto& destination : destinations) {
+        auto& traffic = group_->traffic[destination.peer];
+        ++traffic.sent_messages;
+        traffic.sent_bytes += bytes;
+      }
+    }
   } catch (const Unreachable& error) {
     const auto lost = std::find_if(destinations.begin(), destinations.end(), [&](const Destination& destination) {
       return group_->members[destination.peer].peer_id == error.peer();
@@ -58,6 +65,14 @@ void Operation::send(
     going_.push_back(std::move(going));
     make_ready(shared_from_this());
   }
+}
+
+void Operation::follow(std::shared_ptr<Outgoing> exchange) {
+  Going going{std::move(exchange), {}, nullptr, 0};
+  for (const auto& other : others()) {
+    going.peers.push_back(other.peer);
+  }
+  going_.push_back(std::move(going));
 }
 
 size_t Operation::sent(size_t bytes) const {
@@ -180,6 +195,7 @@ void Operation::check_transfers() const {
     if (!going.data->error.empty()) {
       const auto lost = std::find_if(
           going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
+      TORCH_CHECK_WITH(DistBackendError, lost != going.peers.end(), "MPI failed in its own reduction: ", going.data->error);
       C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
     }
   }

@@ -7,13 +7,15 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
 #include "core/failure.hpp"
+#include "core/timeline.hpp"
+#include "engine/long_wait.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/introduction.hpp"
@@ -29,21 +31,24 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a group waits for the connections that show the end of processes on other hosts; they may be made later.
-constexpr auto kMonitorLimit = std::chrono::milliseconds(1000);
+// How long the first rank of a host looks whether the next host can be reached, beside what it does meanwhile.
+constexpr auto kProbeLimit = std::chrono::milliseconds(250);
 
 // The engine's, once there is one.
 std::atomic<ProcessTransport*> transport{nullptr};
+// Its monitor, or that of the one that is in the making.
+std::atomic<PeerMonitor*> monitor{nullptr};
 
 // What a rank says when it has heard of all others: in lines.
 struct Place {
   std::string host;
   bool linked = false; // it shares memory with all others
   std::string address; // as in Introduction, with its arena
+  std::string listener; // where other hosts' ranks connect, if names tell that there are any
 };
 
 std::string to_text(const Place& place) {
-  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n';
+  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.listener + '\n';
 }
 
 Place read_place(const std::string& text) {
@@ -54,6 +59,7 @@ Place read_place(const std::string& text) {
   std::getline(lines, linked);
   place.linked = linked == "1";
   std::getline(lines, place.address);
+  std::getline(lines, place.listener);
   return place;
 }
 
@@ -63,8 +69,16 @@ class Meeting {
   Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
       : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout)), timeout_(timeout) {}
 
+  ~Meeting() {
+    if (monitor_) { // there will be no transport
+      monitor = nullptr;
+    }
+  }
+
   // All ranks tell who they are; the first ones make the world.
-  void meet(const std::string& name);
+  void meet(const std::string& name, SumsBy sums);
+  // MPI's own, if all ranks want these and there are any: where some of them are not reached through shared memory.
+  std::shared_ptr<NetworkSums> network_sums(const std::string& name);
 
   uint64_t id() const {
     return ranks_[0].random;
@@ -82,8 +96,18 @@ class Meeting {
   void find_places();
   // MPI, where not all ranks share memory, and the transport.
   void make_transport();
-  // The third one, where they have several.
-  void watch_other_hosts();
+  // The third one, where the world has several hosts: the first rank of each says whether it reaches the next host.
+  void watch_other_hosts(const ReachProbe* probe);
+  std::unique_ptr<ReachProbe> probe_next_host();
+  std::string listen();
+  // Whether all ranks of the world take part.
+  bool is_world() const {
+    return !Runtime::instance().joined() || Runtime::instance().size() == rendezvous_->size();
+  }
+  // Whether names tell hosts apart, as they do but for clones of a virtual machine.
+  bool names_differ() const {
+    return std::any_of(ranks_.begin(), ranks_.end(), [&](const Introduction& rank) { return rank.host_id != ranks_[0].host_id; });
+  }
   bool is_new_world() const;
   bool has_several_hosts() const {
     return std::any_of(places_.begin(), places_.end(), [&](const Place& place) { return place.host != places_[0].host; });
@@ -93,14 +117,16 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   const Beacon beacon_; // until all have looked for it
   std::unique_ptr<shared_memory::Links> links_; // of the transport to be made
+  std::unique_ptr<PeerMonitor> monitor_; // as well
   std::vector<Introduction> ranks_;
   std::vector<Place> places_;
 };
 
-void Meeting::meet(const std::string& name) {
-  auto& runtime = Runtime::instance();
+void Meeting::meet(const std::string& name, SumsBy sums) {
+  const auto& runtime = Runtime::instance();
   const bool joined = runtime.joined();
   auto mine = introduce();
+  mine.reduce = name_of(sums);
   mine.beacon = beacon_.name();
   mine.launched = Runtime::launched(rendezvous_->rank(), rendezvous_->size());
   mine.job = runtime.job();
@@ -111,6 +137,8 @@ void Meeting::meet(const std::string& name) {
     links_ = std::make_unique<shared_memory::Links>(
         joined ? runtime.rank() : rendezvous_->rank(), joined ? runtime.size() : rendezvous_->size(), has_local_links());
     mine.address = links_->address(false);
+    monitor_ = std::make_unique<PeerMonitor>();
+    monitor = monitor_.get();
   }
   mine.world_rank = joined ? runtime.rank() : rendezvous_->rank();
   for (const auto& text : rendezvous_->allgather("rank", to_text(mine))) {
@@ -119,17 +147,19 @@ void Meeting::meet(const std::string& name) {
   check_alike(ranks_);
   check_one_world(name);
   for (const auto& rank : ranks_) {
-    places_.push_back({rank.host, false, rank.address});
+    places_.push_back({rank.host, false, rank.address, ""});
   }
   if (std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return !rank.host.empty(); })) {
     return;
   }
   find_places();
+  const bool apart = is_world() && has_several_hosts();
+  const auto probe = apart ? probe_next_host() : nullptr;
   if (links_) {
     make_transport();
   }
-  if (rendezvous_->size() == runtime.size() && has_several_hosts()) {
-    watch_other_hosts();
+  if (apart) {
+    watch_other_hosts(probe.get());
   }
 }
 
@@ -145,9 +175,7 @@ void Meeting::check_one_world(const std::string& name) const {
 
 // Whether all ranks of the world make their first group, so that all know the same of each other.
 bool Meeting::is_new_world() const {
-  const auto& runtime = Runtime::instance();
-  return (!runtime.joined() || runtime.size() == rendezvous_->size()) &&
-      std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
+  return is_world() && std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
 }
 
 void Meeting::find_places() {
@@ -159,7 +187,7 @@ void Meeting::find_places() {
     }
   }
   shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
-  Place mine{find_host(ranks_, rank), false, ranks_[rank].address};
+  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, is_world() && names_differ() ? listen() : ""};
   if (links_) {
     if (!is_new_world()) { // others of the world may come later
       local.resize(static_cast<size_t>(Runtime::instance().size()));
@@ -206,8 +234,11 @@ void Meeting::make_transport() {
   const bool linked =
       !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
   const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
-  if (!runtime.started() && (launched || !linked)) {
-    runtime.start(rendezvous_, job, timeout_);
+  if (runtime.started() || launched || !linked) {
+    engine.watchdog().start();
+    if (!runtime.started()) {
+      runtime.start(rendezvous_, job, timeout_);
+    }
   }
   if (!runtime.joined()) {
     runtime.join(job, rank, size);
@@ -221,44 +252,78 @@ void Meeting::make_transport() {
       throw;
     }
   }
-  auto made = std::make_unique<ProcessTransport>(runtime, engine, engine.watchdog(), std::move(links_), std::move(remote_memory));
+  auto made = std::make_unique<ProcessTransport>(
+      runtime, engine, engine.watchdog(), std::move(monitor_), std::move(links_), std::move(remote_memory));
   transport = made.get();
   engine.use(std::move(made));
 }
 
-void Meeting::watch_other_hosts() {
-  auto& engine = process_engine();
-  auto& monitor = transport.load()->monitor();
+std::string Meeting::listen() {
   const auto own = addresses_towards(rendezvous_->store_host());
-  const auto mine = engine.with_lock([&] { return monitor.listen(own); });
-  const auto& runtime = Runtime::instance();
-  std::vector<std::string> texts;
-  try {
-    texts = rendezvous_->allgather("monitor", mine);
-  } catch (...) {
-    engine.with_lock([&] { monitor.stop_listening(); });
-    throw;
+  return process_engine().with_lock([&] { return monitor.load()->listen(own); });
+}
+
+std::unique_ptr<ReachProbe> Meeting::probe_next_host() {
+  if (!names_differ()) {
+    const auto told = rendezvous_->allgather("listener", listen());
+    for (size_t rank = 0; rank < places_.size(); ++rank) {
+      places_[rank].listener = told[rank];
+    }
   }
+  std::vector<size_t> firsts; // of each host
+  std::set<std::string> hosts;
+  for (size_t rank = 0; rank < places_.size(); ++rank) {
+    if (hosts.insert(places_[rank].host).second) {
+      firsts.push_back(rank);
+    }
+  }
+  const auto mine = std::find(firsts.begin(), firsts.end(), static_cast<size_t>(rendezvous_->rank()));
+  if (mine == firsts.end()) {
+    return nullptr;
+  }
+  const auto next = mine + 1 == firsts.end() ? firsts.begin() : mine + 1;
+  return std::make_unique<ReachProbe>(places_[*next].listener);
+}
+
+void Meeting::watch_other_hosts(const ReachProbe* probe) {
+  const auto& runtime = Runtime::instance();
+  const auto reached = rendezvous_->allgather("reached", probe != nullptr ? probe->reached(Clock::now() + kProbeLimit) : "");
   std::map<int, std::string> others;
   for (size_t member = 0; member < places_.size(); ++member) {
     if (places_[member].host != places_[rendezvous_->rank()].host) {
-      others.emplace(ranks_[member].world_rank, texts[member]);
+      others.emplace(ranks_[member].world_rank, places_[member].listener);
     }
   }
-  const auto limit = Clock::now() + std::min<std::chrono::milliseconds>(timeout_, kMonitorLimit);
-  auto missing = engine.with_lock([&] {
-    monitor.connect(runtime.rank(), runtime.size(), hash_more(kEmptyHash, runtime.job().data(), runtime.job().size()), others);
-    return monitor.missing();
+  const auto token = hash_more(kEmptyHash, runtime.job().data(), runtime.job().size());
+  process_engine().with_lock([&] { monitor.load()->meet(runtime.rank(), runtime.size(), token, std::move(others), reached); });
+}
+
+std::shared_ptr<NetworkSums> Meeting::network_sums(const std::string& name) {
+  if (ranks_[0].reduce != name_of(SumsBy::kMpi) || ranks_.size() == 1) {
+    return nullptr;
+  }
+  const bool linked = std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.links; });
+  const bool used = Runtime::instance().started() && (has_several_hosts() || !linked);
+  if (rendezvous_->rank() == 0) {
+    LOG(INFO) << "fog: group '" << name << "': "
+              << (used ? "MPI does allreduce, reduce and reduce_scatter" : "reduce=\"mpi\" changes nothing, as all ranks share a host");
+  }
+  if (!used) {
+    return nullptr;
+  }
+  std::vector<mpi::Reductions::Member> members;
+  for (size_t member = 0; member < ranks_.size(); ++member) {
+    const auto& rank = ranks_[member];
+    members.push_back(
+        {rank.world_rank, c10::str("rank ", member, " of group '", name, "' (pid ", rank.pid, " on host ", rank.host_name, ")")});
+  }
+  rendezvous_->barrier("sums"); // MPI's call keeps the engine's lock: it is not to wait for ranks that are yet to come
+  return process_engine().with_lock([&] {
+    for (const auto& rank : ranks_) { // MPI sends to whomever it likes
+      monitor.load()->begin(rank.world_rank);
+    }
+    return transport.load()->reductions().among(std::move(members), id(), deadline_after(timeout_));
   });
-  while (!missing.empty() && Clock::now() < limit) {
-    monitor.wait(limit);
-    engine.look_for_ended_peers();
-    missing = engine.with_lock([&] { return monitor.missing(); });
-  }
-  if (!missing.empty()) {
-    LOG(INFO) << "fog: world rank " << runtime.rank() << ": no connection yet that would show the end of world ranks "
-              << c10::Join(", ", missing);
-  }
 }
 
 std::vector<Member> Meeting::members() const {
@@ -283,15 +348,42 @@ std::vector<std::string> Meeting::addresses() const {
   return addresses;
 }
 
+// The first group of this process tells which rank of the world it is, for those who look at it from outside.
+void observe_first_group(int rank, int size) {
+  static std::once_flag once;
+  std::call_once(once, [&] {
+    process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name()));
+    for (const char* variable : {"FOG_TIMELINE", "BLUEFOG_TIMELINE"}) {
+      const char* prefix = std::getenv(variable);
+      if (prefix != nullptr && *prefix != '\0') {
+        start_timeline(prefix, rank, size);
+        return;
+      }
+    }
+  });
+}
+
 } // namespace
+
+void start_timeline(const std::string& prefix, int rank, int size) {
+  Timeline::instance().start(prefix, rank, size, host_name());
+  process_engine().observe(true);
+}
+
+void stop_timeline() {
+  if (Timeline::instance().stop()) {
+    process_engine().observe(false);
+  }
+}
 
 Engine& process_engine() {
   static Engine* engine = [] {
     // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
     pthread_atfork(nullptr, nullptr, [] {
       process_engine().set_forked();
-      if (auto* inherited = transport.load()) {
-        inherited->monitor().close_in_child();
+      Timeline::forget_in_child();
+      if (auto* inherited = monitor.load()) {
+        inherited->close_all();
       }
     });
     return new Engine();
@@ -300,13 +392,20 @@ Engine& process_engine() {
 }
 
 std::shared_ptr<Group> connect(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, const std::string& name) {
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout,
+    const std::string& name,
+    SumsBy sums) {
   auto& engine = process_engine();
   engine.check_not_forked();
   PeerMonitor::host_timeout(); // these throw where the environment is wrong
   check_interface();
   rma_bytes();
+  long_wait();
   const auto& runtime = Runtime::instance();
+  observe_first_group(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
   if (size == 1 && !runtime.joined()) { // nobody to talk to: no messages
     return engine.add_group(0, name, rank, {{0, static_cast<int>(getpid()), 0, host_id(), host_name()}}, {});
   }
@@ -319,9 +418,12 @@ std::shared_ptr<Group> connect(
   engine.watchdog().check();
   Meeting meeting(store, rank, size, timeout);
   engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
-  meeting.meet(name);
+  meeting.meet(name, sums);
+  auto network_sums = meeting.network_sums(name);
   meeting.finish();
-  return engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
+  auto group = engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
+  group->sums = std::move(network_sums);
+  return group;
 }
 
 void leave_job() {
@@ -329,7 +431,9 @@ void leave_job() {
   if (engine.forked()) {
     return;
   }
-  if (const auto healthy = engine.shutdown()) {
+  const auto healthy = engine.shutdown();
+  stop_timeline();
+  if (healthy) {
     Runtime::instance().finalize(*healthy);
   }
 }

@@ -17,9 +17,10 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// Made while there is memory.
+// Made while there is memory, and without a backtrace: to follow one of Python's stacks costs a process some milliseconds.
 const std::exception_ptr& no_memory_at_all() {
-  static const auto error = backend_error("fog: there is no memory for an operation's result, nor to say which one it is");
+  static const auto error = std::make_exception_ptr(
+      c10::DistBackendError("fog: there is no memory for an operation's result, nor to say which one it is", c10::Backtrace()));
   return error;
 }
 

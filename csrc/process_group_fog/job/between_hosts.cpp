@@ -58,6 +58,23 @@ BetweenHosts between_hosts() {
   return chosen ? *chosen : of_environment();
 }
 
+const char* name_of(SumsBy sums) {
+  return sums == SumsBy::kFog ? "fog" : "mpi";
+}
+
+SumsBy sums_by(const std::string& option) {
+  const auto value = environment("FOG_REDUCE");
+  const bool given = !option.empty();
+  const auto& name = given ? option : value;
+  for (const auto sums : {SumsBy::kFog, SumsBy::kMpi}) {
+    if (name == name_of(sums)) {
+      return sums;
+    }
+  }
+  TORCH_CHECK_VALUE(name.empty(), given ? "reduce" : "FOG_REDUCE", ": got '", name, "'; allowed are 'fog' and 'mpi'");
+  return SumsBy::kFog;
+}
+
 size_t rma_bytes() {
   constexpr size_t kDefault = size_t(256) << 20;
   constexpr size_t kLeast = size_t(1) << 20;

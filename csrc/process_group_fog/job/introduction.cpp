@@ -53,6 +53,7 @@ std::string to_text(const Introduction& rank) {
        << rank.host_id << '\n'
        << rank.beacon << '\n'
        << rank.between_hosts << '\n'
+       << rank.reduce << '\n'
        << rank.links << '\n'
        << rank.launched << '\n'
        << rank.job << '\n'
@@ -78,6 +79,7 @@ Introduction read_introduction(const std::string& text) {
   rank.host_id = next();
   rank.beacon = next();
   rank.between_hosts = next();
+  rank.reduce = next();
   rank.links = next() == "1";
   rank.launched = next() == "1";
   rank.job = next();
@@ -113,12 +115,15 @@ void check_alike(const std::vector<Introduction>& ranks) {
     versions.push_back(rank.protocol);
   }
   check_versions(versions);
-  for (size_t rank = 1; rank < ranks.size(); ++rank) {
-    TORCH_CHECK_WITH(
-        DistBackendError, ranks[rank].between_hosts == ranks[0].between_hosts,
-        "fog: ranks disagree on FOG_BETWEEN_HOSTS (or the option between_hosts): rank 0 has '", ranks[0].between_hosts, "', rank ",
-        rank, " has '", ranks[rank].between_hosts, "'");
-  }
+  const auto check_setting = [&](const char* names, std::string Introduction::* setting) {
+    for (size_t rank = 1; rank < ranks.size(); ++rank) {
+      TORCH_CHECK_WITH(
+          DistBackendError, ranks[rank].*setting == ranks[0].*setting, "fog: ranks disagree on ", names, ": rank 0 has '",
+          ranks[0].*setting, "', rank ", rank, " has '", ranks[rank].*setting, "'");
+    }
+  };
+  check_setting("FOG_BETWEEN_HOSTS (or the option between_hosts)", &Introduction::between_hosts);
+  check_setting("FOG_REDUCE (or the option reduce)", &Introduction::reduce);
 }
 
 } // namespace fog

@@ -16,6 +16,7 @@ std::string random_job_name();
 struct Introduction {
   std::string protocol;
   std::string between_hosts; // the setting
+  std::string reduce; // that of the group, see SumsBy
   bool links = true; // false if it is without
   bool launched = false; // a launcher has started it, with this group as its world
   std::string job; // its world, and its rank there; empty if this is its first group

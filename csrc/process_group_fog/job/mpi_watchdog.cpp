@@ -4,6 +4,7 @@
 #include <signal.h>
 
 #include <cstdio>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 #include <c10/util/thread_name.h>
@@ -23,11 +24,15 @@ struct sigaction others_action = {};
 
 } // namespace
 
-void Watchdog::start(std::chrono::milliseconds patience) {
+void Watchdog::start() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  patience_ms_ = std::min(patience_ms_.load(), patience.count());
-  if (!thread_of_watch_.joinable() && !stopping_) {
+  if (thread_of_watch_.joinable() || stopping_) {
+    return;
+  }
+  try {
     thread_of_watch_ = std::thread([this] { watch(); });
+  } catch (const std::system_error& error) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: the system refuses this process a thread: ", error.what()));
   }
 }
 

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -29,8 +30,10 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Starts to watch, unless it does; no call is to last longer than `patience`, also while no deadline is known.
-  void start(std::chrono::milliseconds patience);
+  // Starts to watch, unless it does. Before the first call; a process without MPI needs no such thread. Throws DistBackendError if the system
+  // refuses it.
+  void start();
+  // No call is to last longer, also while no deadline is known.
   void set_patience(std::chrono::milliseconds patience);
   void stop();
 
@@ -38,6 +41,9 @@ class Watchdog {
   // Calls MPI. `peer` is a rank of the world, or -1. Throws DistBackendError if the call was ended, or an earlier one was.
   template <typename Call>
   int call(const char* name, int peer, Call&& call) {
+    if (guard_) {
+      guard_();
+    }
     check();
     return run(name, peer, call);
   }
@@ -46,6 +52,15 @@ class Watchdog {
     if (broken()) {
       throw_broken();
     }
+  }
+  // Is called before each call of MPI, and may break_off(); null: nothing is.
+  void set_guard(std::function<void()> guard) {
+    guard_ = std::move(guard);
+  }
+  // MPI is not to be called any more, for this reason.
+  void break_off(const std::string& reason) {
+    reason_ = reason;
+    broken_ = true;
   }
   // The earliest deadline of what is in flight.
   void set_deadline(Deadline earliest) {
@@ -60,11 +75,11 @@ class Watchdog {
     while (count < earliest && !deadline_.compare_exchange_weak(earliest, count, std::memory_order_relaxed)) {
     }
   }
-  // Whether a call was ended: MPI must not be called any more.
+  // Whether MPI must not be called any more, as a call was ended, say.
   bool broken() const {
     return broken_.load(std::memory_order_relaxed);
   }
-  // Which call; with the engine's lock.
+  // Why; with the engine's lock.
   const std::string& reason() const {
     return reason_;
   }
@@ -107,7 +122,8 @@ class Watchdog {
 
   std::atomic<uint64_t> signalled_{0}; // the call whose thread has been sent the signal
   std::atomic<bool> broken_{false};
-  std::string reason_; // with the engine's lock
+  std::string reason_; // with the engine's lock, as is the next
+  std::function<void()> guard_;
   std::atomic<int64_t> deadline_{Deadline::max().time_since_epoch().count()};
   std::atomic<int64_t> patience_ms_{std::chrono::milliseconds::max().count()};
 

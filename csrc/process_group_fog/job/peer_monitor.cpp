@@ -1,23 +1,15 @@
 #include "job/peer_monitor.hpp"
 
-#include <arpa/inet.h>
-#include <fcntl.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
 #include <sys/epoll.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
-#include <sstream>
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 
 #include "job/network_interface.hpp"
 
@@ -26,127 +18,21 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of a machine with more addresses only the first ones are told.
-constexpr size_t kMostAddresses = 8;
 // One address after the other: how long an answer may take, at first and then, when all have been tried in vain, longer.
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
 constexpr size_t kRounds = 3;
-constexpr auto kGivenUp = std::chrono::seconds(30);
 // How long a host may be silent, in seconds: by default it is noticed before MPI's own connections notice it, which must not be first.
 constexpr const char* kTimeoutVariable = "FOG_HOST_TIMEOUT";
 constexpr int kHostTimeout = 11;
 constexpr int kLeastTimeout = 4;
 constexpr int kMostTimeout = 32767; // of the system's keep-alive probes
-constexpr int kProbes = 3; // after a time without any
-// At its end a process's descriptors are closed from the highest down (seen with Linux 6), so the news that it has ended is
-// out before MPI's connections break. The table of descriptors should not become large for it.
-constexpr rlim_t kHighDescriptor = 4096;
-
-// What a descriptor in the epoll set is.
-constexpr uint64_t kVisitor = 0;
-constexpr uint64_t kLine = uint64_t(1) << 32;
-constexpr uint64_t kListener = uint64_t(2) << 32;
-
-// Whoever has the higher rank connects and says who it is and whom it means; the other one answers with a byte, and a byte
-// more says that this connection is the one. From its answer on the other one does not close it: that would look like its end.
-struct Hello {
-  uint64_t token;
-  int32_t from;
-  int32_t to;
-};
-constexpr char kWelcome = 'y';
-constexpr char kKept = 'k';
-// What whoever ends in good order says on it at last.
-constexpr char kGoodbye = 'g';
-
-bool put(int fd, const void* data, size_t bytes) { // so few bytes always fit
-  return ::send(fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
-}
-
-// Connections must not take what the program may need for files.
-bool is_too_many(int fd) {
-  rlimit limit = {};
-  return getrlimit(RLIMIT_NOFILE, &limit) == 0 && static_cast<rlim_t>(fd) >= limit.rlim_cur / 2;
-}
-
-int moved_up(int fd, int size) {
-  rlimit limit = {};
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) {
-    return fd;
-  }
-  const auto top = std::min(limit.rlim_cur, kHighDescriptor);
-  const auto room = static_cast<rlim_t>(size);
-  const int high = top > 2 * room ? fcntl(fd, F_DUPFD_CLOEXEC, static_cast<int>(top - room)) : -1;
-  if (high < 0) {
-    return fd;
-  }
-  close(fd);
-  return high;
-}
-
-void keep_alive(int fd, int seconds) {
-  const int on = 1;
-  const int interval = std::max(1, seconds * 2 / 11);
-  const int idle = seconds - kProbes * interval;
-  const unsigned milliseconds = 1000U * static_cast<unsigned>(seconds);
-  setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof(kProbes));
-  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
-}
-
-// False if the text is no address in digits.
-bool parse_address(const std::string& text, uint16_t port, sockaddr_storage* address, socklen_t* length) {
-  *address = {};
-  auto& four = reinterpret_cast<sockaddr_in&>(*address);
-  auto& six = reinterpret_cast<sockaddr_in6&>(*address);
-  if (inet_pton(AF_INET, text.c_str(), &four.sin_addr) == 1) {
-    *length = sizeof(four);
-    address->ss_family = AF_INET;
-  } else if (inet_pton(AF_INET6, text.c_str(), &six.sin6_addr) == 1) {
-    *length = sizeof(six);
-    address->ss_family = AF_INET6;
-  } else {
-    return false;
-  }
-  four.sin_port = htons(port); // at the same place in both kinds
-  return true;
-}
-
-// A socket that listens at `address`, or at all addresses of the machine if that is empty; -1 if there is none.
-int listener_at(const std::string& address) {
-  for (const char* all : {"::", "0.0.0.0"}) { // the first one serves both
-    sockaddr_storage own = {};
-    socklen_t length = 0;
-    const int off = 0;
-    const bool parsed = parse_address(address.empty() ? all : address, 0, &own, &length);
-    const int fd = parsed ? socket(own.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0) : -1;
-    if (fd >= 0 && (own.ss_family == AF_INET || setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)) == 0) &&
-        bind(fd, reinterpret_cast<sockaddr*>(&own), length) == 0 && ::listen(fd, SOMAXCONN) == 0) {
-      return fd;
-    }
-    if (fd >= 0) {
-      close(fd);
-    }
-  }
-  return -1;
-}
 
 } // namespace
 
 PeerMonitor::PeerMonitor() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
 
 PeerMonitor::~PeerMonitor() {
-  stop_listening();
-  for (const auto& visitor : visitors_) {
-    close(visitor.fd);
-  }
-  for (int peer = 0; peer < size_; ++peer) {
-    if (lines_[peer].fd >= 0) {
-      close(lines_[peer].fd);
-    }
-  }
+  close_all();
   close(epoll_fd_);
 }
 
@@ -164,324 +50,251 @@ int PeerMonitor::host_timeout() {
 }
 
 std::string PeerMonitor::listen(const std::vector<std::string>& addresses) {
-  if (lines_ && listener_ < 0) {
-    return "";
-  }
-  host_timeout_ = host_timeout();
   if (listener_ < 0) {
-    listener_ = listener_at(addresses.size() == 1 ? addresses.front() : "");
+    listener_ = listen_at(addresses);
     if (listener_ >= 0) {
-      watch(listener_, kListener, EPOLLIN);
+      epoll_event event = {};
+      event.events = EPOLLIN;
+      epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, listener_, &event);
     }
   }
-  sockaddr_storage own = {};
-  socklen_t length = sizeof(own);
-  if (listener_ < 0 || addresses.empty() || getsockname(listener_, reinterpret_cast<sockaddr*>(&own), &length) != 0) {
-    stop_listening();
-    return "";
-  }
-  std::ostringstream text; // the port is at the same place in both kinds of address
-  text << ntohs(reinterpret_cast<const sockaddr_in&>(own).sin_port);
-  for (size_t i = 0; i < std::min(addresses.size(), kMostAddresses); ++i) {
-    text << ' ' << addresses[i];
-  }
-  return text.str();
+  return describe_listener(listener_, addresses);
 }
 
-void PeerMonitor::connect(int rank, int size, uint64_t token, const std::map<int, std::string>& addresses) {
+void PeerMonitor::meet(int rank, int size, uint64_t token, std::map<int, std::string> others, const std::vector<std::string>& reached) {
   rank_ = rank;
+  size_ = size;
   token_ = token;
-  if (!lines_) {
-    lines_ = std::make_unique<Line[]>(static_cast<size_t>(size));
-    size_ = size;
-  }
-  ++making_; // this call itself, so that nothing is over before its end
-  give_up_ = Clock::now() + kGivenUp;
-  const auto own = own_addresses();
-  for (const auto& [peer, text] : addresses) {
-    auto& line = lines_[peer];
-    if (text.empty() || line.state != State::kNone || (peer > rank && listener_ < 0)) {
-      continue;
-    }
-    line.state = State::kAwaited;
-    ++making_;
-    if (peer > rank) {
-      continue;
-    }
-    std::istringstream words(text);
-    int port = 0;
-    words >> port;
-    for (std::string name; words >> name;) {
-      if (std::find(own.begin(), own.end(), name) != own.end()) { // containers' bridges have the same one everywhere
-        continue;
-      }
-      Address to = {};
-      if (parse_address(name, static_cast<uint16_t>(port), &to.address, &to.length)) {
-        line.addresses.push_back(to);
-      }
-    }
-    try_next(peer, false);
-  }
-  end_making();
+  host_timeout_ = host_timeout();
+  own_ = own_addresses();
+  others_ = std::move(others);
+  reached_.insert(reached.begin(), reached.end());
 }
 
-std::vector<int> PeerMonitor::missing() const {
-  std::vector<int> peers;
-  for (int peer = 0; peer < size_ && making_ > 0; ++peer) {
-    if (in_making(lines_[peer].state)) {
-      peers.push_back(peer);
-    }
+void PeerMonitor::begin(int number) {
+  const auto found = others_.find(number);
+  if (found == others_.end() || found->second.empty()) {
+    return;
   }
-  return peers;
+  auto& peer = peers_[number];
+  if (peer.trying || peer.own != nullptr || peer.theirs != nullptr || peer.given_up || peer.ended) {
+    return;
+  }
+  peer.places.clear();
+  for (auto& address : read_listener(found->second, own_)) {
+    peer.places.push_back({std::move(address)});
+  }
+  peer.began = Clock::now();
+  peer.trying = true;
+  trying_.push_back(number);
+  try_next(number, peer);
 }
 
-void PeerMonitor::wait(Clock::time_point limit) const {
-  const auto most = std::min<Clock::duration>(limit - Clock::now(), kFirstPatience / 4); // there are limits of tries as well
-  pollfd polled = {epoll_fd_, POLLIN, 0};
-  ::poll(&polled, 1, std::max(0, static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most).count())));
+bool PeerMonitor::is_settled(const Peer& peer) const {
+  return peer.ended || peer.given_up || peer.theirs != nullptr || (peer.own != nullptr && peer.own->state != State::kConnecting);
+}
+
+bool PeerMonitor::may_send(int number) {
+  auto found = peers_.find(number);
+  if (found == peers_.end() || !is_settled(found->second)) {
+    begin(number);
+    found = peers_.find(number);
+  }
+  if (found == peers_.end() || is_settled(found->second)) {
+    return true;
+  }
+  look();
+  const auto& peer = found->second; // which stays where it is
+  const auto known = [this](const Place& place) { return is_known(place); };
+  return is_settled(peer) ||
+      (std::none_of(peer.places.begin(), peer.places.end(), known) && Clock::now() >= peer.began + kFirstPatience);
 }
 
 std::vector<PeerMonitor::Ended> PeerMonitor::poll() {
-  if (!lines_) {
-    return {};
-  }
   look();
-  if (making_ > 0) {
-    const auto now = Clock::now();
-    for (int peer = 0; peer < size_; ++peer) {
-      auto& line = lines_[peer];
-      if (in_making(line.state) && now > give_up_) {
-        give_up(peer);
-      } else if ((line.state == State::kConnecting || line.state == State::kGreeting) && now > line.limit) {
-        try_next(peer, false);
-      }
+  if (trying_.empty() && visitors_.empty()) {
+    return std::exchange(ended_, {});
+  }
+  const auto now = Clock::now();
+  for (size_t i = 0; i < trying_.size();) {
+    const int number = trying_[i];
+    auto& peer = peers_[number];
+    const auto* own = peer.own;
+    if (peer.ended || peer.given_up || (own == nullptr ? peer.theirs != nullptr : own->state == State::kMade)) {
+      peer.trying = false;
+      trying_[i] = trying_.back();
+      trying_.pop_back();
+      continue;
+    }
+    // Once it is connected only another address would be a reason to leave it: who does not answer may be stopped.
+    const bool may_leave =
+        own != nullptr && (own->state == State::kConnecting || (peer.places.size() > 1 && !is_known(peer.places.front())));
+    if (own == nullptr && now >= peer.again) {
+      try_next(number, peer);
+    } else if (may_leave && now > own->limit) {
+      on_try_over(number, peer);
+    }
+    ++i;
+  }
+  const auto visitors = visitors_;
+  for (auto* visitor : visitors) {
+    if (now > visitor->limit) {
+      drop(*visitor);
     }
   }
   return std::exchange(ended_, {});
 }
 
-bool PeerMonitor::has_ended(int peer) {
-  if (!lines_) {
-    return false;
-  }
+bool PeerMonitor::has_ended(int number) {
   look();
-  return lines_[peer].state == State::kEnded;
+  const auto found = peers_.find(number);
+  return found != peers_.end() && found->second.ended;
 }
 
-void PeerMonitor::say_goodbye() {
-  for (int peer = 0; peer < size_; ++peer) {
-    if (lines_[peer].state == State::kMade) {
-      put(lines_[peer].fd, &kGoodbye, 1);
-    }
-  }
-}
-
-void PeerMonitor::close_in_child() {
+void PeerMonitor::close_all() {
   if (listener_ >= 0) {
     close(listener_);
   }
-  for (int peer = 0; peer < size_; ++peer) {
-    const int fd = lines_[peer].fd;
-    if (fd >= 0) {
+  for (auto* connection = connections_.load(); connection != nullptr; connection = connection->next) {
+    if (const int fd = connection->fd; fd >= 0) {
       close(fd);
     }
   }
 }
 
-void PeerMonitor::look() {
-  std::array<epoll_event, 16> events;
-  int count = 0;
-  do {
-    count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
-    for (int i = 0; i < count; ++i) {
-      const auto key = events[i].data.u64;
-      if (key >= kListener) {
-        accept_all();
-      } else if (key >= kLine) {
-        on_line(static_cast<int>(key - kLine));
-      } else {
-        on_visitor(static_cast<int>(key));
-      }
-    }
-  } while (count == static_cast<int>(events.size()));
+// Connections must not take what the program may need for files.
+bool PeerMonitor::has_too_many() const {
+  return 2 * (storage_.size() - free_.size()) >= most_descriptors();
 }
 
-void PeerMonitor::accept_all() {
-  for (;;) {
-    const int fd = listener_ < 0 ? -1 : accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) {
-      return;
-    }
-    if (is_too_many(fd)) {
-      close(fd);
+void PeerMonitor::try_next(int number, Peer& peer) {
+  while (!peer.places.empty()) {
+    auto& place = peer.places.front();
+    if (!is_known(place) && place.tries >= kRounds) {
+      peer.places.erase(peer.places.begin());
       continue;
     }
-    visitors_.push_back({fd, -1, {}});
-    watch(fd, kVisitor + static_cast<uint64_t>(fd), EPOLLIN | EPOLLRDHUP);
-  }
-}
-
-void PeerMonitor::on_visitor(int fd) {
-  const auto visitor = std::find_if(visitors_.begin(), visitors_.end(), [fd](const Visitor& one) { return one.fd == fd; });
-  if (visitor == visitors_.end()) { // closed by what came just before
+    errno = EMFILE;
+    const int fd = has_too_many() ? -1 : begin_to_connect(place.address);
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
+      if (!std::exchange(told_of_limit_, true)) {
+        LOG(WARNING) << "fog: world rank " << rank_ << ": the limit of open files (ulimit -n: " << most_descriptors()
+                     << ") forbids a connection that would show the end of world rank " << number
+                     << "; without it that is noticed at a time-out, or when others tell. Further ones are not reported.";
+      }
+      give_up(number, peer, "the limit of open files");
+      return;
+    }
+    if (fd < 0) {
+      if (!on_refused(number, peer, errno)) {
+        return;
+      }
+      continue;
+    }
+    const auto now = Clock::now();
+    auto limit = now + kFirstPatience * (1 << (2 * std::min(place.tries, kRounds - 1)));
+    if (is_known(place)) { // it is waited for no longer than for a connection that was made
+      limit = std::max(std::min(limit, peer.began + std::chrono::seconds(host_timeout_)), now + kFirstPatience);
+    }
+    ++place.tries;
+    keep_alive(fd, host_timeout_);
+    peer.own = &take(fd, State::kConnecting, number);
+    peer.own->limit = limit;
+    watch(*peer.own, EPOLLOUT);
     return;
   }
-  std::array<char, sizeof(Hello) + 1> bytes;
-  const auto count = recv(fd, bytes.data(), bytes.size() - visitor->received.size(), 0);
-  bool stays = count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR));
-  visitor->received.append(bytes.data(), static_cast<size_t>(std::max<ssize_t>(count, 0)));
-  if (stays && visitor->peer < 0 && visitor->received.size() >= sizeof(Hello)) {
-    Hello hello = {};
-    std::memcpy(&hello, visitor->received.data(), sizeof(hello));
-    stays = hello.token == token_ && hello.to == rank_ && hello.from > rank_ && hello.from < size_ &&
-        lines_[hello.from].state == State::kAwaited && put(fd, &kWelcome, 1);
-    visitor->peer = hello.from;
-  }
-  const bool kept = stays && visitor->received.size() > sizeof(Hello);
-  if (kept) {
-    const int peer = visitor->peer;
-    visitors_.erase(visitor);
-    adopt(peer, fd);
-  } else if (!stays) {
-    drop(fd);
-    visitors_.erase(visitor);
-  }
+  give_up(number, peer, "nobody answers where it listens");
 }
 
-void PeerMonitor::on_line(int peer) {
-  auto& line = lines_[peer];
-  switch (line.state) {
-    case State::kConnecting: {
-      const Hello hello{token_, rank_, peer};
-      if (!put(line.fd, &hello, sizeof(hello))) {
-        try_next(peer, true);
-        return;
-      }
-      line.state = State::kGreeting;
-      watch(line.fd, kLine + static_cast<uint64_t>(peer), EPOLLIN | EPOLLRDHUP);
-      return;
-    }
-    case State::kGreeting: {
-      char answer = 0;
-      const auto count = recv(line.fd, &answer, 1, 0);
-      if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
-        return;
-      }
-      if (count == 1 && answer == kWelcome && put(line.fd, &kKept, 1)) {
-        adopt(peer, line.fd);
-      } else {
-        try_next(peer, true);
-      }
-      return;
-    }
-    case State::kMade: {
-      char last = 0;
-      const auto count = recv(line.fd, &last, 1, 0);
-      line.departed = line.departed || (count == 1 && last == kGoodbye);
-      if (count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR))) {
-        return;
-      }
-      const bool silent = count < 0 && (errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH);
-      drop(line.fd.exchange(-1));
-      line.state = State::kEnded;
-      ended_.push_back({peer, silent, line.departed});
-      return;
-    }
-    default: // of a descriptor closed since
-      return;
+bool PeerMonitor::on_refused(int number, Peer& peer, int error) {
+  const auto& place = peer.places.front();
+  const bool known = is_known(place);
+  if (error == ECONNREFUSED && (known || place.cut > 0) && peer.theirs == nullptr) {
+    end(number, peer, false, false);
+    return false;
   }
-}
-
-// `refused`: the address that was tried is not the peer's, or cannot be reached.
-void PeerMonitor::try_next(int peer, bool refused) {
-  auto& line = lines_[peer];
-  auto& addresses = line.addresses;
-  if (line.fd >= 0) {
-    drop(line.fd.exchange(-1));
-    if (refused) {
-      addresses.erase(addresses.begin());
+  if (known && error != ECONNREFUSED) { // a network may fail for a moment
+    const auto now = Clock::now();
+    if (now < peer.began + std::chrono::seconds(host_timeout_)) {
+      peer.again = now + kFirstPatience;
     } else {
-      std::rotate(addresses.begin(), addresses.begin() + 1, addresses.end());
-      ++line.tries;
+      end(number, peer, true, false);
+    }
+    return false;
+  }
+  peer.places.erase(peer.places.begin());
+  return true;
+}
+
+void PeerMonitor::on_try_over(int number, Peer& peer) {
+  leave(*peer.own);
+  if (is_known(peer.places.front()) && peer.theirs == nullptr && Clock::now() >= peer.began + std::chrono::seconds(host_timeout_)) {
+    end(number, peer, true, false);
+    return;
+  }
+  std::rotate(peer.places.begin(), peer.places.begin() + 1, peer.places.end());
+  try_next(number, peer);
+}
+
+void PeerMonitor::end(int number, Peer& peer, bool silent, bool departed) {
+  for (auto* connection : {peer.own, peer.theirs}) {
+    if (connection != nullptr) {
+      drop(*connection);
     }
   }
-  for (; !addresses.empty(); addresses.erase(addresses.begin())) {
-    const auto round = line.tries / addresses.size();
-    const auto& to = addresses.front();
-    const int fd = round < kRounds ? socket(to.address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0) : -1;
-    if (fd >= 0 && !is_too_many(fd) &&
-        (::connect(fd, reinterpret_cast<const sockaddr*>(&to.address), to.length) == 0 || errno == EINPROGRESS)) {
-      line.fd = fd;
-      line.state = State::kConnecting;
-      line.limit = Clock::now() + kFirstPatience * (1 << (2 * round));
-      watch(fd, kLine + static_cast<uint64_t>(peer), EPOLLOUT);
-      return;
-    }
-    if (fd >= 0) {
-      close(fd);
-    }
-  }
-  give_up(peer);
+  peer.ended = true;
+  peer.places = {};
+  ended_.push_back({number, silent, departed});
+  ++ends_;
 }
 
-// The connection is the one.
-void PeerMonitor::adopt(int peer, int fd) {
-  auto& line = lines_[peer];
-  const bool was_in_making = in_making(line.state); // it may have been given up
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
-  const int high = moved_up(fd, size_);
-  keep_alive(high, host_timeout_);
-  line.fd = high;
-  line.state = State::kMade;
-  line.addresses = {};
-  watch(high, kLine + static_cast<uint64_t>(peer), EPOLLIN | EPOLLRDHUP);
-  if (was_in_making) {
-    end_making();
+void PeerMonitor::give_up(int number, Peer& peer, const char* why) {
+  peer.given_up = true;
+  peer.places = {};
+  if (peer.theirs == nullptr) {
+    LOG(INFO) << "fog: world rank " << rank_ << ": no connection that would show the end of world rank " << number << ": " << why;
   }
 }
 
-void PeerMonitor::give_up(int peer) {
-  auto& line = lines_[peer];
-  if (line.fd >= 0) {
-    drop(line.fd.exchange(-1));
+PeerMonitor::Connection& PeerMonitor::take(int fd, State state, int peer) {
+  if (free_.empty()) {
+    auto& added = storage_.emplace_back();
+    added.next = connections_.load();
+    free_.reserve(storage_.size());
+    free_.push_back(&added);
+    connections_ = &added;
   }
-  line.state = State::kNone;
-  line.addresses = {};
-  end_making();
+  auto& connection = *free_.back();
+  free_.pop_back();
+  connection.state = state;
+  connection.peer = peer;
+  connection.departed = false;
+  connection.fd = fd;
+  return connection;
 }
 
-void PeerMonitor::end_making() {
-  if (--making_ == 0) {
-    stop_listening();
+void PeerMonitor::drop(Connection& connection) {
+  const int fd = connection.fd.exchange(-1);
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly: a forked child may hold the same connection
+  close(fd);
+  if (connection.state == State::kVisitor) {
+    visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &connection));
+    connection.received.clear();
+  } else if (connection.state != State::kLeaving) {
+    auto& peer = peers_[connection.peer];
+    (peer.own == &connection ? peer.own : peer.theirs) = nullptr;
   }
+  connection.state = State::kFree;
+  free_.push_back(&connection);
 }
 
-// Visitors that were answered keep their connection until they close it.
-void PeerMonitor::stop_listening() {
-  if (const int fd = listener_.exchange(-1); fd >= 0) {
-    drop(fd);
-  }
-  visitors_.remove_if([this](const Visitor& visitor) {
-    if (visitor.peer < 0) {
-      drop(visitor.fd);
-    }
-    return visitor.peer < 0;
-  });
-}
-
-void PeerMonitor::watch(int fd, uint64_t key, uint32_t events) {
+void PeerMonitor::watch(Connection& connection, uint32_t events) const {
   epoll_event event = {};
   event.events = events;
-  event.data.u64 = key;
-  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0) {
-    epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, fd, &event);
+  event.data.ptr = &connection;
+  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, connection.fd, &event) != 0) {
+    epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, connection.fd, &event);
   }
-}
-
-// Explicitly out of the set, too: a forked child may hold the same connection.
-void PeerMonitor::drop(int fd) {
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr);
-  close(fd);
 }
 
 } // namespace fog

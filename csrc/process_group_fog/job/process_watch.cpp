@@ -5,6 +5,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <utility>
@@ -49,6 +50,12 @@ bool ProcessWatch::has_ended(int peer) const {
   const auto found = pidfds_.find(peer);
   pollfd state = {found == pidfds_.end() ? -1 : found->second, POLLIN, 0};
   return state.fd >= 0 && poll(&state, 1, 0) > 0;
+}
+
+size_t ProcessWatch::ends() const {
+  std::array<epoll_event, 16> events; // they stay there for ended()
+  const int count = pidfds_.empty() ? 0 : epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
+  return known_.size() + static_cast<size_t>(std::max(count, 0));
 }
 
 std::vector<int> ProcessWatch::ended() {

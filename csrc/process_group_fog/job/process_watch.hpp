@@ -21,6 +21,9 @@ class ProcessWatch {
   // Whether that process is watched and has ended, as far as can be known now: a system call.
   bool has_ended(int peer) const;
 
+  // How many of the watched processes have ended so far: a system call.
+  size_t ends() const;
+
   // Numbers of the watched processes that have ended since the last call.
   std::vector<int> ended();
 

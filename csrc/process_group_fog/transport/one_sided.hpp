@@ -27,7 +27,11 @@ class OneSided {
   // Where peers find these bytes; nothing if they are not in the pool.
   virtual std::optional<Address> address_of(const void* memory, size_t bytes) const = 0;
 
-  // --- with the engine's lock; they throw Unreachable if the peer has ended, or DistBackendError for what the library reports ---
+  // --- with the engine's lock ---
+  // Whether it is known that the peer is there, which has to be so before any of what follows. Else it soon is.
+  virtual bool may_reach(PeerId peer) = 0;
+
+  // --- the same; they throw Unreachable if the peer has ended, or DistBackendError for what the library reports ---
   // Begins to write. `data` must not change before flush() has returned.
   virtual void put(PeerId peer, Address to, const void* data, size_t bytes) = 0;
   // Begins to read. Nothing is there before flush() has returned.

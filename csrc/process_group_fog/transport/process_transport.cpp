@@ -12,7 +12,6 @@ namespace {
 
 // What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
 constexpr auto kDrainTime = std::chrono::milliseconds(50);
-
 // Data is said to move by RMA so long after a chunk of it has: longer than one takes on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
@@ -114,19 +113,23 @@ ProcessTransport::ProcessTransport(
     Runtime& runtime,
     MessageHandler& handler,
     Watchdog& watchdog,
+    std::unique_ptr<PeerMonitor> monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<mpi::RemoteMemory> remote_memory)
     : self_(runtime.rank()),
       size_(runtime.size()),
       handler_(handler),
+      monitor_(std::move(monitor)),
       owned_links_(std::move(links)),
       links_(*owned_links_),
       streams_(links_),
       copies_(streams_, links_, released_),
       messages_(runtime, *this, watchdog),
+      reductions_(runtime, messages_, watchdog, *this),
       remote_memory_(std::move(remote_memory)) {
   if (remote_memory_) {
-    remote_memory_->ask([this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); });
+    remote_memory_->ask(
+        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); }, [this](PeerId peer) { return may_send(peer); });
     puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, messages_);
     arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, messages_);
   }
@@ -151,18 +154,10 @@ std::vector<Transport::Ended> ProcessTransport::ended() {
   for (const PeerId peer : processes_.ended()) {
     ended.push_back({peer, false, links_.has_departed(peer), std::chrono::milliseconds(0)});
   }
-  for (const auto& [peer, silent, departed] : monitor_.poll()) {
+  for (const auto& [peer, silent, departed] : monitor_->poll()) {
     ended.push_back({peer, silent, departed, silent ? std::chrono::milliseconds(0) : kDrainTime});
   }
   return ended;
-}
-
-void ProcessTransport::hold_back(PeerId peer, bool hold) {
-  if (hold) {
-    held_.insert(peer);
-  } else {
-    held_.erase(peer);
-  }
 }
 
 bool ProcessTransport::holds_back(PeerId destination) const {

@@ -16,6 +16,7 @@
 #include "transport/mpi/messages.hpp"
 #include "transport/mpi/notified_puts.hpp"
 #include "transport/mpi/put_arrivals.hpp"
+#include "transport/mpi/reductions.hpp"
 #include "transport/mpi/remote_memory.hpp"
 #include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
@@ -24,13 +25,14 @@
 
 namespace fog {
 
-class ProcessTransport final : public Transport, private MessageHandler {
+class ProcessTransport final : public Transport, private MessageHandler, private mpi::Reductions::Losses {
  public:
   // `links` are settled. `remote_memory` is null where nothing goes by RMA.
   ProcessTransport(
       Runtime& runtime,
       MessageHandler& handler,
       Watchdog& watchdog,
+      std::unique_ptr<PeerMonitor> monitor,
       std::unique_ptr<shared_memory::Links> links,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
@@ -50,9 +52,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   void depart() override {
     links_.depart();
-    monitor_.say_goodbye();
+    monitor_->say_goodbye();
   }
   std::vector<Ended> ended() override;
+  void watch(PeerId peer) override {
+    monitor_->begin(peer);
+  }
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
   }
@@ -72,7 +77,13 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void go(PeerId destination, const TransferOwner& owner) override {
     messages_.go(owner, destination);
   }
-  void hold_back(PeerId peer, bool hold) override;
+  void hold_back(PeerId peer, bool hold) override {
+    if (hold) {
+      held_.insert(peer);
+    } else {
+      held_.erase(peer);
+    }
+  }
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
   void ignore(PeerId source, const Header& header) override;
@@ -93,9 +104,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
 
-  // Notices the end of processes of other hosts.
-  PeerMonitor& monitor() {
-    return monitor_;
+  bool has_sums_in_flight() const override {
+    return reductions_.in_flight();
+  }
+  // MPI's own sums, see Reductions::among().
+  mpi::Reductions& reductions() {
+    return reductions_;
   }
 
   Doorbell& bell() override {
@@ -130,19 +144,29 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void on_message(PeerId source, const Header& header, const char* data) override;
   // MPI must not be asked to send anything to a process that has ended, see PeerMonitor.
   bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_.has_ended(peer);
+    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_->has_ended(peer);
+  }
+  bool may_send(PeerId peer) override {
+    return monitor_->may_send(peer);
+  }
+  size_t ends() override {
+    return processes_.ends() + monitor_->ends();
+  }
+  bool is_lost(PeerId peer) override {
+    return !handler_.is_leaving(peer) && has_ended(peer);
   }
 
   const PeerId self_;
   const int size_;
   MessageHandler& handler_;
   ProcessWatch processes_;
-  PeerMonitor monitor_;
+  const std::unique_ptr<PeerMonitor> monitor_;
   const std::unique_ptr<shared_memory::Links> owned_links_;
   shared_memory::Links& links_;
   shared_memory::Streams streams_;
   shared_memory::Copies copies_;
   mpi::Messages messages_;
+  mpi::Reductions reductions_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unique_ptr<mpi::PutArrivals> arrivals_; // as well

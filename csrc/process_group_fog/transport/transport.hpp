@@ -99,6 +99,10 @@ class MessageHandler {
   virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
   // Whether a process is known to have ended: nothing must be sent there.
   virtual bool has_ended(PeerId peer) = 0;
+  // Whether a message may go there now. Else it is not known yet whether that process is still there; soon it is.
+  virtual bool may_send(PeerId peer) {
+    return true;
+  }
   // Whether it has said goodbye: it reads what has come, and its memory may be gone at any time.
   virtual bool is_leaving(PeerId peer) {
     return false;
@@ -133,6 +137,8 @@ class Transport {
   };
   // Those of which it was seen since the last call.
   virtual std::vector<Ended> ended() = 0;
+  // This process waits for that peer, or is about to use its memory: its end is to be noticed. Of one that messages go to it is anyway.
+  virtual void watch(PeerId peer) {}
   // What peers of this host need to attach() this process; empty where the system cannot share memory.
   virtual std::string address() const = 0;
   // `peer` is process `pid` of this host: its end is noticed from now on, and messages go through shared memory, if that can be mapped.
@@ -194,6 +200,11 @@ class Transport {
   // How this process reaches that peer's memory while it takes no part; null where it cannot.
   virtual OneSided* one_sided(PeerId peer) {
     return nullptr;
+  }
+
+  // Whether the network's own sums are not done, of groups that have failed as well.
+  virtual bool has_sums_in_flight() const {
+    return false;
   }
 
   // --- progress ---

@@ -102,33 +102,39 @@ class Window::RemoteLeg::Transfer {
     const auto& group = *window.group_;
     const int rank = leg_.neighbor_.rank;
     const char* op = name_of(part_.op);
-    window.check_abandoned(op);
-    if (Clock::now() >= part_.deadline) {
-      window.fail(op, c10::str("timed out: its timeout of ", part_.timeout.count(), " ms is over; rank ", rank, " was not done yet"));
-    }
-    std::optional<std::string> how; // the neighbor has gone
-    std::string what; // else that went wrong
-    try {
-      group.engine.with_lock([&] {
-        group.engine.watchdog().expect(part_.deadline); // with the lock, as others set it anew
-        const auto gone = group.gone.find(rank);
-        if (gone != group.gone.end()) {
-          how = gone->second;
-        } else {
-          act();
-        }
-      });
-    } catch (const Unreachable& error) {
-      how = error.what(); // the engine tells the window when it has noticed, and whether the process has ended
-    } catch (const c10::DistBackendError& error) {
-      what = message_of(error);
-    }
-    if (how) {
-      unflushed_ = 0; // nothing may be asked of it any more
-      window.fail(op, group.describe_member(rank) + ' ' + *how);
-    }
-    if (!what.empty()) {
-      window.fail(op, c10::str("rank ", rank, " was not reached: ", what));
+    for (bool done = false; !done;) {
+      window.check_abandoned(op);
+      if (Clock::now() >= part_.deadline) {
+        window.fail(op, c10::str("timed out: its timeout of ", part_.timeout.count(), " ms is over; rank ", rank, " was not done yet"));
+      }
+      std::optional<std::string> how; // the neighbor has gone
+      std::string what; // else that went wrong
+      try {
+        group.engine.with_lock([&] {
+          group.engine.watchdog().expect(part_.deadline); // with the lock, as others set it anew
+          const auto gone = group.gone.find(rank);
+          if (gone != group.gone.end()) {
+            how = gone->second;
+          } else if (leg_.memory_.may_reach(leg_.peer_)) {
+            act();
+            done = true;
+          }
+        });
+      } catch (const Unreachable& error) {
+        how = error.what(); // the engine tells the window when it has noticed, and whether the process has ended
+      } catch (const c10::DistBackendError& error) {
+        what = message_of(error);
+      }
+      if (how) {
+        unflushed_ = 0; // nothing may be asked of it any more
+        window.fail(op, group.describe_member(rank) + ' ' + *how);
+      }
+      if (!what.empty()) {
+        window.fail(op, c10::str("rank ", rank, " was not reached: ", what));
+      }
+      if (!done) {
+        std::this_thread::sleep_for(kLookInterval);
+      }
     }
   }
 

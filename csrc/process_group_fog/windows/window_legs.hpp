@@ -14,6 +14,7 @@
 #include "windows/mailbox.hpp"
 #include "windows/window.hpp"
 #include "windows/window_service.hpp"
+#include "windows/window_slice.hpp"
 
 namespace fog {
 
@@ -30,6 +31,8 @@ class Window::Call {
       Deadline its_deadline,
       c10::intrusive_ptr<WorkFog> its_work)
       : op(its_op), tensor(std::move(its_tensor)), deadline(its_deadline), work(std::move(its_work)), window_(std::move(window)) {}
+  // It exchanges so many bytes with each of these ranks.
+  void observe(const Peers& peers, size_t bytes);
   void expect() {
     pending_.fetch_add(1);
   }
@@ -50,6 +53,7 @@ class Window::Call {
 
  private:
   const std::shared_ptr<Window> window_;
+  WindowSlice slice_;
   std::atomic<size_t> pending_{1};
   std::mutex mutex_;
   std::exception_ptr error_;

@@ -56,7 +56,22 @@ void Window::Call::finish(const std::exception_ptr& error) {
     }
   }
   window_->end_call();
+  slice_.end(name_of(op), window_->group_->name, window_->name(), error_ != nullptr);
   work->complete(error_);
+}
+
+void Window::Call::observe(const Peers& peers, size_t bytes) {
+  auto& group = window_->group_;
+  group->engine.with_lock([&] {
+    for (const auto& [rank, weight] : peers) {
+      auto& traffic = group->traffic[rank];
+      ++(op == WindowOp::kGet ? traffic.received_messages : traffic.sent_messages);
+      (op == WindowOp::kGet ? traffic.received_bytes : traffic.sent_bytes) += bytes;
+    }
+  });
+  for (const auto& [rank, weight] : peers) {
+    slice_.add(rank, bytes);
+  }
 }
 
 void Window::Call::finish_from_engine(const std::shared_ptr<Call>& call, const std::exception_ptr& error) {
@@ -155,6 +170,9 @@ void Window::launch(
       }
     };
     call->then(then, staging_ && keeps);
+  }
+  if (group_->engine.observed()) {
+    call->observe(peers, op == WindowOp::kGet ? bytes() : data.defined() ? data.nbytes() : 0);
   }
   for (const auto& [rank, weight] : peers) {
     const auto sent_p = options.with_p && shares ? std::make_optional(weight * p) : std::nullopt;
@@ -265,6 +283,7 @@ void Window::count_change(const at::Tensor& tensor) {
 
 at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options) {
   constexpr const char* op = "win_update";
+  WindowSlice slice;
   const Use use(*this, op, For::kThisRank);
   if (staging_) {
     staging_->check(op);
@@ -289,7 +308,12 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   } unlock_at_end{*this, locked};
 
   const auto combined = [&] { return combine(self_weight, neighbors, reset, clone, options.with_p, deadline); };
-  return staging_ ? staging_->update(op, self_weight != 0, clone, combined, deadline) : combined();
+  auto result = staging_ ? staging_->update(op, self_weight != 0, clone, combined, deadline) : combined();
+  for (const auto& neighbor : neighbors) {
+    slice.add(neighbor.first, bytes());
+  }
+  slice.end(op, group_->name, name(), false);
+  return result;
 }
 
 at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline) {

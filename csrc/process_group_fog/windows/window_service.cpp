@@ -36,7 +36,10 @@ void WindowService::open(
   engine_.with_lock([&] {
     engine_.check_open(*group);
     group->next_window = std::max(group->next_window, number + 1);
-    windows_[{group->id, number}] = {window, std::move(memory), std::move(peers), {}, false};
+    windows_[{group->id, number}] = {window, std::move(memory), peers, {}, false};
+    for (const PeerId peer : peers) { // who may write here without a word
+      engine_.transport().watch(peer);
+    }
     for (const auto& [peer, how] : group->gone) {
       window->on_gone(peer, how);
     }

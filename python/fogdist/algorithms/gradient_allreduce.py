@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes
+from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.gradient_exchange import GradientExchange
 from fogdist.training.passes import BackwardPasses, warn_too_many_passes
@@ -112,6 +113,7 @@ class GradientAllreduce(DistributedOptimizer):
             self._scaler_synchronized = True
         return True
 
+    @shown_as("step")
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
 

@@ -17,6 +17,7 @@ from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
+from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
 from fogdist.training.saved_state import load_state, save_state
@@ -330,6 +331,7 @@ class Algorithm(DistributedOptimizer):
 
     # --- an optimizer ---
 
+    @shown_as("step")
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Makes a step of the algorithm.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import ChangeWatch
 from fogdist.training.mixing import Finish, Mixing, Round
@@ -28,6 +29,7 @@ class Mixer:
         """Whether an exchange is in flight."""
         return self._buckets is not None
 
+    @shown_as("begin of an exchange")
     @torch.no_grad()
     def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> None:
         """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`.
@@ -46,6 +48,7 @@ class Mixer:
             self._in_flight[number] = mixing.begin([buckets.flats[number]], round.part(number))
         self._buckets, self._round = buckets, round
 
+    @shown_as("end of an exchange")
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for the exchange in flight, after which the buckets have the average.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from datetime import timedelta
 
 import torch
@@ -25,6 +26,18 @@ _QUIET_SECONDS = 1.0
 _FORGETTING = 0.9
 _QUIET_TIMES = 5.0
 _QUIET_MOST_SECONDS = 15.0
+# Those that are in use, for whoever asks how old neighbors' values are.
+_in_use: weakref.WeakSet[Pace] = weakref.WeakSet()
+
+
+def staleness_of(context: Context) -> dict[int, int]:
+    """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
+    staleness: dict[int, int] = {}
+    for pace in _in_use:
+        if pace.context is context:
+            for rank, exchanges in pace.staleness().items():
+                staleness[rank] = max(exchanges, staleness.get(rank, 0))
+    return staleness
 
 
 class Pace:
@@ -59,6 +72,7 @@ class Pace:
         out_neighbors: list[int],
         timeout: timedelta | None = None,
     ) -> None:
+        self.context = context
         self._peers = sorted({*in_neighbors, *out_neighbors})
         self._name = f"{name} on rank {context.rank}"
         self._timeout = timeout
@@ -77,6 +91,7 @@ class Pace:
         self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two of them
         self._asked: dict[int, dist.Work] = {}  # for news that has not come yet
         self._passed_over: set[int] = set()
+        _in_use.add(self)
 
     @property
     def is_paused(self) -> bool:
@@ -86,6 +101,14 @@ class Pace:
     def takes_part(self, rank: int) -> bool:
         """Whether a neighbor has not paused, as far as it has said."""
         return self._window.slot_p(rank) == 0.0
+
+    def staleness(self) -> dict[int, int]:
+        """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
+        return {
+            rank: 0 if self._counts[rank] >= self._made else self._made - self._seen[rank]
+            for rank in self._in
+            if self.takes_part(rank)
+        }
 
     def advance(self, made: int | None = None) -> None:
         """Counts an exchange, once its data is on its way; a rank that has paused takes part again.
@@ -132,6 +155,7 @@ class Pace:
     def free(self) -> None:
         """Ends it: no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
+        _in_use.discard(self)
         self._window.free(self._timeout)
 
     def _say(self, *, paused: bool) -> None:

@@ -1,4 +1,4 @@
-"""Ranges for a profiler: when a model's forward pass runs, and when its gradients are computed."""
+"""Ranges for a profiler and the timeline: when a model's forward pass runs, and when its gradients are computed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from fogdist.timeline import timeline_end_activity, timeline_start_activity
+
 
 class PassMarks:
-    """Ranges of training passes in the trace of ``torch.profiler``: one a forward pass, one from there to the step.
+    """Ranges of training passes in the trace of ``torch.profiler`` and in the timeline: one a forward pass, one from there to the step.
 
     Operations of fog and the optimizer's step are in the trace by themselves.
 
@@ -22,11 +24,13 @@ class PassMarks:
 
     FORWARD = "fogdist.forward"
     GRADIENT = "fogdist.gradient"
+    TRACK = "passes"
 
     def __init__(self, models: Sequence[Module], optimizer: Optimizer) -> None:
         from fogdist.training.forward_hook import ForwardHook
 
         self._open: torch.profiler.record_function | None = None
+        self._shown = False  # in the timeline, too
         self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
         for model in models:
             before, after = ForwardHook(self._begin, self.FORWARD), ForwardHook(self._begin, self.GRADIENT)
@@ -48,8 +52,11 @@ class PassMarks:
         self._end()
         self._open = torch.profiler.record_function(name)
         self._open.__enter__()  # type: ignore[no-untyped-call]
+        self._shown = timeline_start_activity(self.TRACK, name.removeprefix("fogdist."))
 
     def _end(self) -> None:
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(None, None, None)
+            if self._shown:
+                timeline_end_activity(self.TRACK)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from fogdist import timeline
 from fogdist.training.pass_marks import PassMarks
 from fogdist.training.scaler import unscale
 from fogdist.warn import warn_user
@@ -161,7 +162,9 @@ class DistributedOptimizer(Optimizer):
             raise
 
     def turn_on_timeline(self) -> None:
-        """Marks training passes in the traces of ``torch.profiler`` from now on.
+        """Marks training passes in the traces of ``torch.profiler`` and in the timeline from now on.
+
+        An optimizer that is made while there is a timeline (`fogdist.timeline`) does so by itself.
 
         A range "fogdist.forward" is a forward pass of a model, "fogdist.gradient" goes from its end to the
         step. Exchanges ("fog:neighbor_allreduce" and others) and the optimizer's step are in the traces always.
@@ -279,6 +282,8 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     distributed._fog_models = tuple(models)
     distributed._fog_names = held
     distributed._fog_marks = None
+    if timeline.is_on():
+        distributed.turn_on_timeline()
     return distributed
 
 

@@ -216,9 +216,16 @@ void Messages::make_room() {
 
 void Messages::track(MPI_Request request, Transfer transfer) {
   sending_ += !transfer.data || transfer.data->goes_out ? 1 : 0;
-  parts_ += transfer.data ? 1 : 0;
+  parts_ += transfer.is_data() ? 1 : 0;
   requests_.push_back(request);
   transfers_.push_back(std::move(transfer));
+}
+
+void Messages::follow(MPI_Request request, bool large, Sent ended) {
+  Transfer transfer;
+  transfer.ended = std::move(ended);
+  transfer.large = large;
+  track(request, std::move(transfer));
 }
 
 void Messages::check_reachable(PeerId destination) const {
@@ -234,10 +241,20 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
     std::memcpy(buffer->data() + sizeof(header), data, bytes);
   }
   const size_t length = sizeof(header) + bytes;
+  auto& unsent = unsent_[destination];
+  const bool held = holds(destination);
+  check_reachable(destination); // now, as that may have shown its end
+  if (held) {
+    unsent += buffer->size();
+    held_[destination].push_back({std::move(buffer), length, nullptr});
+  } else {
+    send_now(destination, std::move(buffer), length);
+  }
+}
+
+void Messages::send_now(PeerId destination, std::unique_ptr<Buffer> buffer, size_t length) {
   MPI_Request request = MPI_REQUEST_NULL;
   make_room();
-  auto& unsent = unsent_[destination];
-  check_reachable(destination);
   const auto start = [&] {
     return api().Isend(
         buffer->data(), static_cast<int>(length), MPI_BYTE, mpi_rank(destination), kControlTag, runtime_.communicator(), &request);
@@ -247,9 +264,44 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
   if (done) {
     give_buffer(std::move(buffer));
   } else {
-    unsent += buffer->size();
+    unsent_[destination] += buffer->size();
     track(request, {std::move(buffer), nullptr, 0, destination});
   }
+}
+
+void Messages::start_or_hold(const std::shared_ptr<Data>& data) {
+  if (holds(data->peer())) {
+    held_[data->peer()].push_back({nullptr, 0, data});
+  } else {
+    data->start();
+  }
+}
+
+bool Messages::send_held() {
+  bool progressed = false;
+  for (auto position = held_.begin(); position != held_.end();) {
+    const PeerId destination = position->first;
+    if (!handler_.may_send(destination)) {
+      ++position;
+      continue;
+    }
+    progressed = true;
+    auto messages = std::move(position->second);
+    position = held_.erase(position);
+    for (auto& message : messages) {
+      if (message.data) {
+        message.data->go_on();
+        continue;
+      }
+      unsent_[destination] -= message.buffer->size();
+      if (handler_.has_ended(destination)) { // whoever waits for it hears of the loss
+        give_buffer(std::move(message.buffer));
+      } else {
+        send_now(destination, std::move(message.buffer), message.length);
+      }
+    }
+  }
+  return progressed;
 }
 
 uint32_t Messages::next_tag(PeerId destination) {
@@ -272,7 +324,7 @@ void Messages::send_data(
     check_reachable(destination);
     deferred_.push_back(std::move(outgoing));
   } else {
-    outgoing->start();
+    start_or_hold(outgoing);
   }
 }
 
@@ -284,7 +336,11 @@ void Messages::go(const TransferOwner& owner, std::optional<PeerId> destination)
   std::copy_if(deferred_.begin(), deferred_.end(), std::back_inserter(going), goes);
   deferred_.erase(std::remove_if(deferred_.begin(), deferred_.end(), goes), deferred_.end());
   for (const auto& data : going) {
-    data->go_on();
+    if (holds(data->peer())) {
+      held_[data->peer()].push_back({nullptr, 0, data});
+    } else {
+      data->go_on();
+    }
   }
 }
 
@@ -313,6 +369,12 @@ bool Messages::give_up() {
     lost_transfers_.push_back({nullptr, std::move(data), 0, -1});
   }
   deferred_.clear();
+  for (auto& [peer, messages] : held_) {
+    for (auto& message : messages) {
+      lost_transfers_.push_back({std::move(message.buffer), std::move(message.data), 0, peer});
+    }
+  }
+  held_.clear();
   requests_.clear();
   sources_waiting_.clear();
   sending_ = 0;

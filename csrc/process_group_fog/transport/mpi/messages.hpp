@@ -49,9 +49,17 @@ class Messages {
       bool waits,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent);
-  // What `owner` sends, to that peer if there is one, waits no more.
+  // What `owner` sends, to that peer if there is one, waits no more for a go.
   void go(const TransferOwner& owner, std::optional<PeerId> destination);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+  // Looks after a request that somebody else has begun, after make_room(). `large`: of data that may take a while.
+  void follow(MPI_Request request, bool large, Sent ended);
+  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
+  void make_room();
+  // Others may send to that peer, or get from there.
+  void speak_with(PeerId peer) {
+    unsent_[peer];
+  }
   // `owner` reads nothing any more.
   void abandon(const TransferOwner& owner);
 
@@ -61,10 +69,10 @@ class Messages {
     polled_until_ = Clock::now() + kPolledFurther;
   }
   bool must_poll() const {
-    return !given_up_ && (!requests_.empty() || !sources_waiting_.empty() || polls_further());
+    return !given_up_ && (!requests_.empty() || !sources_waiting_.empty() || !held_.empty() || polls_further());
   }
   bool sending() const {
-    return sending_ > 0 || (!given_up_ && polls_further());
+    return sending_ > 0 || (!given_up_ && (!held_.empty() || polls_further()));
   }
   // Whether anything went there, or came from there.
   bool has_spoken_with(PeerId peer) const {
@@ -107,6 +115,18 @@ class Messages {
     std::shared_ptr<Data> data; // a part of this
     size_t part = 0;
     PeerId destination = -1; // of a small message
+    Sent ended = nullptr; // of what is somebody else's
+    bool large = false; // that
+
+    bool is_data() const {
+      return data || large;
+    }
+  };
+  // What goes to a peer of which it is not known yet whether it is there: MPI must not be asked to send to one that has ended.
+  struct Held {
+    std::unique_ptr<Buffer> buffer; // of a small message; or
+    size_t length = 0;
+    std::shared_ptr<Data> data;
   };
   struct Arriving {
     MPI_Request request;
@@ -121,10 +141,15 @@ class Messages {
     return peer; // all processes of the job have started as MPI's world; one that joins later cannot be reached by MPI
   }
   void check_reachable(PeerId destination) const;
+  // Whether what goes there is to be held, behind what is held already.
+  bool holds(PeerId destination) const {
+    return held_.count(destination) > 0 || !handler_.may_send(destination);
+  }
+  bool send_held();
+  void send_now(PeerId destination, std::unique_ptr<Buffer> buffer, size_t length);
+  void start_or_hold(const std::shared_ptr<Data>& data);
   std::unique_ptr<Buffer> take_buffer();
   void give_buffer(std::unique_ptr<Buffer> buffer);
-  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
-  void make_room();
   void track(MPI_Request request, Transfer transfer);
   bool test(MPI_Request& request, PeerId peer);
   bool poll_messages();
@@ -153,6 +178,7 @@ class Messages {
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
   std::unordered_set<IncomingData*> coming_;
+  std::unordered_map<PeerId, std::vector<Held>> held_; // none is empty
   std::vector<std::shared_ptr<Data>> deferred_; // which MPI has not got yet
   std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
 };

@@ -14,7 +14,7 @@ constexpr int kMessagesPerPoll = 16;
 
 bool Messages::poll() {
   const auto begin = Clock::now();
-  const bool messages = poll_messages();
+  const bool messages = (!held_.empty() && send_held()) | poll_messages();
   const bool progressed = poll_transfers() || messages;
   if (in_parts()) { // other looks ask MPI for less
     moved_ = look_times_.has_moved(Clock::now() - begin);
@@ -126,13 +126,16 @@ bool Messages::poll_transfers() {
   auto ended = std::move(ended_); // a part that ends may start another
   for (auto& [transfer, error] : ended) {
     sending_ -= !transfer.data || transfer.data->goes_out ? 1 : 0;
+    parts_ -= transfer.is_data() ? 1 : 0;
+    const auto text = error == MPI_SUCCESS ? std::string() : error_text(error);
     try {
       if (transfer.buffer) {
         unsent_[transfer.destination] -= transfer.buffer->size();
         give_buffer(std::move(transfer.buffer));
+      } else if (transfer.ended) {
+        transfer.ended(text);
       } else {
-        --parts_;
-        transfer.data->on_part(transfer.part, error == MPI_SUCCESS ? std::string() : error_text(error));
+        transfer.data->on_part(transfer.part, text);
       }
     } catch (const std::exception&) {
       failure = std::current_exception();

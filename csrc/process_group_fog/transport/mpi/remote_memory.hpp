@@ -37,14 +37,18 @@ class RemoteMemory final : public OneSided {
   RemoteMemory& operator=(const RemoteMemory&) = delete;
 
   // Who knows whether a process has ended: it is asked before each flush, as that would crash this process (UCX over shared memory) or
-  // never return.
-  void ask(std::function<bool(PeerId peer)> has_ended) {
+  // never return. And whether it is known that one is there.
+  void ask(std::function<bool(PeerId peer)> has_ended, std::function<bool(PeerId peer)> may_reach) {
     has_ended_ = std::move(has_ended);
+    may_reach_ = std::move(may_reach);
   }
 
   void* allocate(size_t bytes) override;
   void free(void* memory) override;
   std::optional<Address> address_of(const void* memory, size_t bytes) const override;
+  bool may_reach(PeerId peer) override {
+    return may_reach_(peer);
+  }
   void put(PeerId peer, Address to, const void* data, size_t bytes) override;
   void get(PeerId peer, Address from, void* data, size_t bytes) override;
   void flush(PeerId peer) override;
@@ -82,6 +86,7 @@ class RemoteMemory final : public OneSided {
   const size_t bytes_;
   MPI_Win window_ = MPI_WIN_NULL;
   std::function<bool(PeerId peer)> has_ended_;
+  std::function<bool(PeerId peer)> may_reach_;
 
   mutable std::mutex mutex_; // of what follows
   std::map<size_t, size_t> free_; // stretches of the pool: offset and size, no two side by side

@@ -1,4 +1,4 @@
-"""`bluefog.run`. Its launchers `bfrun` and `ibfrun` are torchrun, mpiexec or srun here."""
+"""`bluefog.run`. Its launcher `bfrun` is `fog run -m fogdist.bluefog` here; docs/bluefog.md says more."""
 
 from __future__ import annotations
 

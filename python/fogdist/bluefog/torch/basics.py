@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import networkx as nx
 import torch.distributed as dist
 
 import fogdist
+from fog_pg import environment
 from fogdist.bluefog.common.util import env
+from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 
 __all__ = [
     "get_skip_negotiate_stage",
@@ -25,9 +25,6 @@ __all__ = [
     "timeline_start_activity",
     "unified_mpi_window_model_supported",
 ]
-
-# Of each machine's ranks, where BlueFog's tests say so; fogdist's variable goes before it.
-_MACHINES = "NODES_PER_MACHINE"
 
 _skips_negotiation = False
 
@@ -49,8 +46,9 @@ def init(
     """
     graph = topology_fn
     make = (lambda size: graph) if isinstance(graph, nx.DiGraph) else graph
-    machines = None if f"FOG_{_MACHINES}" in os.environ else os.environ.get(f"BLUEFOG_{_MACHINES}")
-    with env(**{f"FOG_{_MACHINES}": machines}):
+    ranks = environment.BLUEFOG_NODES_PER_MACHINE.get()
+    machines = None if environment.NODES_PER_MACHINE.is_set() or not ranks else str(ranks)
+    with env(**{environment.NODES_PER_MACHINE.name: machines}):
         fogdist.init(make, is_weighted)
     if fogdist.is_homogeneous() and fogdist.machine_size() > 1:
         fogdist.set_machine_topology(fogdist.FullyConnectedGraph(fogdist.machine_size()))
@@ -95,24 +93,3 @@ def suspend() -> None:
 
 def resume() -> None:
     """Does nothing, as `suspend`."""
-
-
-def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """Returns False: there is no timeline file. Operations are in the traces of ``torch.profiler``.
-
-    Args:
-        tensor_name: Not used.
-        activity_name: Not used.
-    """
-    return False
-
-
-def timeline_end_activity(tensor_name: str) -> bool:
-    """Returns False, as `timeline_start_activity`."""
-    return False
-
-
-@contextmanager
-def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
-    """A block that marks nothing, as `timeline_start_activity`."""
-    yield

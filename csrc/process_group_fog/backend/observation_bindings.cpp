@@ -1,0 +1,86 @@
+#include "backend/observation_bindings.hpp"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "core/timeline.hpp"
+#include "engine/flight_record.hpp"
+#include "engine/process_engine.hpp"
+#include "job/mpi_runtime.hpp"
+
+namespace py = pybind11;
+
+namespace fog {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+py::dict to_dict(const FlightRecord::Operation& operation) {
+  py::dict result;
+  result["what"] = operation.what;
+  result["group"] = operation.group;
+  result["rank"] = operation.rank;
+  result["number"] = operation.number;
+  result["key"] = operation.key;
+  result["state"] = operation.state;
+  result["age"] = operation.age;
+  result["seconds"] = operation.seconds;
+  result["awaited"] = operation.awaited;
+  result["awaited_count"] = operation.awaited_count;
+  return result;
+}
+
+py::dict read_flight_record(int pid) {
+  const auto process = FlightRecord::read(pid);
+  py::list operations;
+  for (const auto& operation : process.operations) {
+    operations.append(to_dict(operation));
+  }
+  py::dict result;
+  result["pid"] = process.pid;
+  result["rank"] = process.rank;
+  result["size"] = process.size;
+  result["host"] = process.host;
+  result["unrecorded"] = process.unrecorded;
+  result["operations"] = operations;
+  return result;
+}
+
+py::dict traffic_of(ProcessGroupFog& group) {
+  py::dict result;
+  for (const auto& [peer, traffic] : group.traffic()) {
+    py::dict values;
+    values["sent_messages"] = traffic.sent_messages;
+    values["sent_bytes"] = traffic.sent_bytes;
+    values["received_messages"] = traffic.received_messages;
+    values["received_bytes"] = traffic.received_bytes;
+    values["waited"] = Seconds(traffic.waited).count();
+    values["waited_last"] = Seconds(traffic.waited_last).count();
+    result[py::int_(peer)] = values;
+  }
+  return result;
+}
+
+} // namespace
+
+void bind_observation(py::module_& module, py::class_<ProcessGroupFog, c10d::Backend, c10::intrusive_ptr<ProcessGroupFog>>& group) {
+  group.def_property_readonly("traffic", traffic_of);
+  module.def(
+      "start_timeline", [](const std::string& prefix, int rank, int size) { start_timeline(prefix, rank, size); }, py::arg("prefix"),
+      py::arg("rank"), py::arg("size"));
+  module.def("stop_timeline", &stop_timeline, py::call_guard<py::gil_scoped_release>());
+  module.def("timeline_path", [] { return Timeline::instance().path(); });
+  module.def("timeline_is_on", [] { return Timeline::is_on(); });
+  module.def(
+      "add_to_timeline",
+      [](const std::string& track, const std::string& name, int64_t begin, int64_t end) {
+        using Time = Timeline::Clock::time_point;
+        const auto at = [](int64_t time) { return Time(std::chrono::duration_cast<Time::duration>(std::chrono::nanoseconds(time))); };
+        Timeline::instance().add_span(track, name, at(begin), at(end));
+      },
+      py::arg("track"), py::arg("name"), py::arg("begin"), py::arg("end"));
+  module.def("observe", [](bool on) { process_engine().observe(on); }, py::arg("on"));
+  module.def("read_flight_record", read_flight_record, py::arg("pid"));
+}
+
+} // namespace fog

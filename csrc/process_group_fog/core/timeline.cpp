@@ -1,0 +1,270 @@
+#include "core/timeline.hpp"
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstring>
+#include <fstream>
+#include <new>
+#include <system_error>
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/thread_name.h>
+
+namespace fog {
+namespace {
+
+constexpr auto kWriteInterval = std::chrono::milliseconds(500);
+// Entries that wait to be written; those beyond are dropped and counted.
+constexpr size_t kMostRecorded = size_t(1) << 20;
+// Numbers of tracks with a name, above those of lanes.
+constexpr int kFirstTrack = 1000;
+
+int64_t nanoseconds(Timeline::Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
+// Trace events count in microseconds.
+void print_microseconds(std::FILE* file, int64_t nanoseconds) {
+  std::fprintf(file, "%" PRId64 ".%03d", nanoseconds / 1000, static_cast<int>(nanoseconds % 1000));
+}
+
+// Processes of one kernel have one clock; containers and network namespaces of it, too.
+std::string clock_id(const std::string& host) {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  return file >> id ? id : host;
+}
+
+class Span final : public Timeline::Entry {
+ public:
+  Span(std::string track, std::string name, Timeline::Clock::time_point begin, Timeline::Clock::time_point end)
+      : track_(std::move(track)), name_(std::move(name)), begin_(begin), end_(end) {}
+
+  void write(Timeline::Writer& writer) const override {
+    writer.slice_on(track_, name_, "activity", begin_, end_);
+  }
+
+ private:
+  const std::string track_;
+  const std::string name_;
+  const Timeline::Clock::time_point begin_;
+  const Timeline::Clock::time_point end_;
+};
+
+} // namespace
+
+std::atomic<bool> Timeline::on_{false};
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char letter : text) {
+    if (letter == '"' || letter == '\\') {
+      result += '\\';
+      result += letter;
+    } else if (static_cast<unsigned char>(letter) < 0x20) {
+      char escaped[8];
+      std::snprintf(escaped, sizeof(escaped), "\\u%04x", static_cast<unsigned>(letter));
+      result += escaped;
+    } else {
+      result += letter;
+    }
+  }
+  return result + '"';
+}
+
+// --- the writer ---
+
+void Timeline::Writer::name_track(int track, const std::string& name) {
+  std::fprintf(
+      file_,
+      ",\n{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": %d, \"tid\": %d, \"args\": {\"name\": %s}}"
+      ",\n{\"name\": \"thread_sort_index\", \"ph\": \"M\", \"pid\": %d, \"tid\": %d, \"args\": {\"sort_index\": %d}}",
+      rank_, track, quoted(name).c_str(), rank_, track, track);
+}
+
+void Timeline::Writer::slice(
+    const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end, const std::string& arguments) {
+  for (; named_lanes_ <= lane_; ++named_lanes_) {
+    name_track(named_lanes_, "operations " + std::to_string(named_lanes_));
+  }
+  slice(lane_, name, category, begin, end, arguments);
+}
+
+void Timeline::Writer::slice_on(
+    const std::string& track, const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end) {
+  const auto [found, is_new] = tracks_.emplace(track, kFirstTrack + static_cast<int>(tracks_.size()));
+  if (is_new) {
+    name_track(found->second, track);
+  }
+  slice(found->second, name, category, begin, end, "");
+}
+
+void Timeline::Writer::slice(
+    int track,
+    const std::string& name,
+    const char* category,
+    Clock::time_point begin,
+    Clock::time_point end,
+    const std::string& arguments) {
+  std::fprintf(
+      file_, ",\n{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": %d, \"ts\": ", quoted(name).c_str(), category,
+      rank_, track);
+  print_microseconds(file_, nanoseconds(begin));
+  std::fputs(", \"dur\": ", file_);
+  print_microseconds(file_, nanoseconds(end) - nanoseconds(begin));
+  if (!arguments.empty()) {
+    std::fprintf(file_, ", \"args\": {%s}", arguments.c_str());
+  }
+  std::fputc('}', file_);
+}
+
+// --- the timeline ---
+
+Timeline& Timeline::instance() {
+  static auto* timeline = new Timeline();
+  return *timeline;
+}
+
+void Timeline::start(const std::string& prefix, int rank, int size, const std::string& host) {
+  const std::lock_guard<std::mutex> starting(starting_);
+  TORCH_CHECK_VALUE(!thread_.joinable(), "timeline: got '", prefix, "', but there is a timeline already, '", path(), "'");
+  const auto path = prefix + std::to_string(rank) + ".json";
+  auto* file = std::fopen(path.c_str(), "we");
+  TORCH_CHECK_VALUE(
+      file != nullptr, "timeline: got '", prefix, "'; the file '", path,
+      "' cannot be written: ", std::generic_category().message(errno));
+  // Ranks of a host have one clock; between hosts the wall clock is the first guess.
+  const auto steady = Clock::now();
+  const auto wall = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  std::fprintf(
+      file,
+      "[\n{\"name\": \"fog_timeline\", \"ph\": \"M\", \"pid\": %d, \"args\": {\"rank\": %d, \"size\": %d, \"host\": %s, \"clock\": %s, \"process\": %d, "
+      "\"wall_clock_ns_at_zero\": %" PRId64
+      "}}"
+      ",\n{\"name\": \"process_name\", \"ph\": \"M\", \"pid\": %d, \"args\": {\"name\": %s}}"
+      ",\n{\"name\": \"process_sort_index\", \"ph\": \"M\", \"pid\": %d, \"args\": {\"sort_index\": %d}}",
+      rank, rank, size, quoted(host).c_str(), quoted(clock_id(host)).c_str(), static_cast<int>(getpid()), wall - nanoseconds(steady),
+      rank, quoted("rank " + std::to_string(rank) + " on " + host).c_str(), rank, rank);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    file_ = file;
+    rank_ = rank;
+    path_ = path;
+    stopping_ = false;
+    dropped_ = 0;
+    recorded_.clear();
+    lanes_.clear();
+  }
+  try {
+    thread_ = std::thread([this] { write_all(); });
+  } catch (const std::system_error& error) {
+    std::fclose(file);
+    path_.clear();
+    TORCH_CHECK_VALUE(false, "timeline: got '", prefix, "', but the system refuses this process a thread: ", error.what());
+  }
+  on_.store(true);
+}
+
+bool Timeline::stop() {
+  const std::lock_guard<std::mutex> starting(starting_);
+  if (!thread_.joinable()) {
+    return false;
+  }
+  on_.store(false);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  stopping_signal_.notify_one();
+  thread_.join();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  recorded_.clear();
+  path_.clear();
+  return true;
+}
+
+std::string Timeline::path() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return path_;
+}
+
+int Timeline::take_lane() noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  size_t lane = 0;
+  while (lane < lanes_.size() && lanes_[lane]) {
+    ++lane;
+  }
+  try {
+    if (lane == lanes_.size()) {
+      lanes_.push_back(true);
+    }
+    lanes_[lane] = true;
+  } catch (const std::bad_alloc&) {
+  }
+  return static_cast<int>(lane);
+}
+
+void Timeline::return_lane(int lane) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (static_cast<size_t>(lane) < lanes_.size()) { // else it was taken for an earlier timeline
+    lanes_[static_cast<size_t>(lane)] = false;
+  }
+}
+
+void Timeline::add(int lane, std::unique_ptr<Entry> entry) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (recorded_.size() < kMostRecorded) {
+    recorded_.push_back({lane, std::move(entry)});
+  } else {
+    ++dropped_;
+  }
+}
+
+void Timeline::add_span(const std::string& track, const std::string& name, Clock::time_point begin, Clock::time_point end) {
+  if (is_on()) {
+    add(-1, std::make_unique<Span>(track, name, begin, end));
+  }
+}
+
+void Timeline::write_all() {
+  c10::setThreadName("fog_timeline");
+  Writer writer(file_, rank_);
+  bool broken = false;
+  for (bool last = false; !last;) {
+    std::vector<Recorded> recorded;
+    uint64_t dropped = 0;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      stopping_signal_.wait_for(lock, kWriteInterval, [this] { return stopping_; });
+      last = stopping_;
+      recorded.swap(recorded_);
+      dropped = dropped_;
+    }
+    if (broken) {
+      continue;
+    }
+    for (const auto& each : recorded) {
+      writer.lane_ = each.lane;
+      each.entry->write(writer);
+    }
+    if (last && dropped > 0) {
+      std::fprintf(
+          file_, ",\n{\"name\": \"fog_dropped\", \"ph\": \"M\", \"pid\": %d, \"args\": {\"entries\": %" PRIu64 "}}", rank_, dropped);
+    }
+    if (last) {
+      std::fputs("\n]\n", file_);
+    }
+    if (std::fflush(file_) != 0 || std::ferror(file_) != 0) {
+      broken = true;
+      on_.store(false);
+      LOG(WARNING) << "fog: the timeline '" << path() << "' ends here: it cannot be written: " << std::strerror(errno);
+    }
+  }
+  std::fclose(file_);
+  file_ = nullptr;
+}
+
+} // namespace fog

@@ -1,0 +1,75 @@
+// What the engine notes for those who look at it: the timeline, metrics, the flight record, warnings of long waits.
+#include <cerrno>
+#include <cstdlib>
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include "engine/engine.hpp"
+#include "engine/long_wait.hpp"
+
+namespace fog {
+namespace {
+
+constexpr auto kNoteInterval = std::chrono::seconds(1);
+
+} // namespace
+
+std::chrono::seconds long_wait() {
+  constexpr const char* kVariable = "FOG_WARN_AFTER";
+  constexpr long kDefault = 30;
+  constexpr long kMost = 1'000'000;
+  const char* text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0') {
+    return std::chrono::seconds(kDefault);
+  }
+  char* end = nullptr;
+  errno = 0;
+  const long seconds = std::strtol(text, &end, 10);
+  TORCH_CHECK_VALUE(
+      errno == 0 && *end == '\0' && seconds >= 0 && seconds <= kMost, kVariable, ": got '", text,
+      "'; allowed are whole seconds from 0, for no warning, to ", kMost);
+  return std::chrono::seconds(seconds);
+}
+
+void Engine::record_to(std::unique_ptr<FlightRecord> record) {
+  const Lock lock(mutex_);
+  if (!record_) {
+    record_ = std::move(record);
+  }
+}
+
+std::unordered_map<int, PeerTraffic> Engine::traffic(const std::shared_ptr<Group>& group) {
+  const Lock lock(mutex_);
+  return group->traffic;
+}
+
+void Engine::note_wait(Operation& operation, Deadline now) {
+  const auto begun = operation.deadline() - operation.timeout();
+  if (operation.computing || now < begun + kNoteInterval || now < operation.next_note) {
+    return;
+  }
+  operation.next_note = now + kNoteInterval;
+  if (record_) {
+    record_->wait(operation.flight, operation.awaited());
+  }
+  static const auto patience = long_wait(); // checked when the first group was made
+  if (patience.count() > 0 && !operation.warned && now >= begun + patience) {
+    operation.warned = true;
+    LOG(WARNING) << "fog: " << operation.describe() << " has waited " << patience.count() << " s" << operation.describe_awaited();
+  }
+}
+
+void Engine::end_times(Operation& operation, bool failed) {
+  const auto& group = operation.group();
+  try {
+    const auto [peer, time] = operation.times->last();
+    if (peer >= 0) {
+      group->traffic[peer].waited_last += time;
+    }
+    operation.times->end(operation, failed);
+  } catch (const std::bad_alloc&) { // it is missing in what is observed
+  }
+}
+
+} // namespace fog

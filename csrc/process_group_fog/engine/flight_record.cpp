@@ -1,0 +1,234 @@
+#include "engine/flight_record.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+
+#include <c10/util/Exception.h>
+
+#include "transport/shared_memory/memfd.hpp"
+
+namespace fog {
+namespace {
+
+constexpr const char* kName = "fog_flight_record";
+constexpr uint64_t kMagic = 0x31646365'72676f66; // "fogrecd1"; another layout has another number
+constexpr int kTries = 1000; // to read a slot that is being written
+
+enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
+
+// Of CLOCK_MONOTONIC, which all processes of a host share.
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <size_t kSize>
+void copy_text(std::array<char, kSize>& to, const std::string& from) {
+  const size_t length = std::min(from.size(), kSize - 1);
+  std::memcpy(to.data(), from.data(), length);
+  to[length] = '\0';
+}
+
+} // namespace
+
+struct FlightRecord::Slot {
+  std::atomic<uint32_t> version;
+  State state;
+  int32_t rank;
+  int32_t awaited_count;
+  uint64_t number;
+  uint64_t sequence;
+  uint64_t key;
+  int64_t began;
+  int64_t ended;
+  Signature signature;
+  std::array<int32_t, kNamed> awaited;
+  std::array<char, 48> group;
+
+  template <typename Write>
+  void change(Write&& write) {
+    version.fetch_add(1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    write();
+    version.fetch_add(1, std::memory_order_release);
+  }
+};
+
+struct FlightRecord::File {
+  uint64_t magic;
+  uint32_t slot_bytes;
+  int32_t pid;
+  int32_t rank;
+  int32_t size;
+  std::array<char, 64> host;
+  std::atomic<uint64_t> unrecorded;
+  std::array<Slot, kSlots> slots;
+};
+
+FlightRecord::FlightRecord(int rank, int size, const std::string& host) {
+  fd_ = shared_memory::create_memfd(kName, sizeof(File));
+  if (fd_ < 0) {
+    return;
+  }
+  void* memory = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  if (memory == MAP_FAILED) {
+    close(fd_);
+    fd_ = -1;
+    return;
+  }
+  file_ = static_cast<File*>(memory); // all zero: no operation
+  file_->slot_bytes = sizeof(Slot);
+  file_->pid = static_cast<int32_t>(getpid());
+  file_->rank = rank;
+  file_->size = size;
+  copy_text(file_->host, host);
+  std::atomic_thread_fence(std::memory_order_release);
+  file_->magic = kMagic;
+}
+
+FlightRecord::~FlightRecord() {
+  if (file_ != nullptr) {
+    munmap(file_, sizeof(File));
+    close(fd_);
+  }
+}
+
+FlightRecord::Slot* FlightRecord::slot_of(uint64_t number) const {
+  auto& slot = file_->slots[number % kSlots];
+  return slot.number == number ? &slot : nullptr;
+}
+
+uint64_t FlightRecord::begin(const Signature& signature, const std::string& group, int rank, uint64_t sequence, uint64_t key) {
+  if (file_ == nullptr) {
+    return 0;
+  }
+  // Those in flight keep their slots: the oldest of them is what somebody looks for.
+  for (size_t tries = 0; tries < kSlots; ++tries) {
+    const uint64_t number = next_++;
+    auto& slot = file_->slots[number % kSlots];
+    if (slot.state == State::kInFlight) {
+      continue;
+    }
+    slot.change([&] {
+      slot.state = State::kInFlight;
+      slot.rank = rank;
+      slot.awaited_count = 0;
+      slot.number = number;
+      slot.sequence = sequence;
+      slot.key = key;
+      slot.began = now();
+      slot.signature = signature;
+      copy_text(slot.group, group);
+    });
+    return number;
+  }
+  file_->unrecorded.fetch_add(1, std::memory_order_relaxed);
+  return 0;
+}
+
+void FlightRecord::wait(uint64_t number, const std::set<int>& awaited) {
+  if (number == 0) {
+    return;
+  }
+  if (auto* slot = slot_of(number)) {
+    slot->change([&] {
+      slot->awaited_count = static_cast<int32_t>(awaited.size());
+      std::copy_n(awaited.begin(), std::min(awaited.size(), kNamed), slot->awaited.begin());
+    });
+  }
+}
+
+void FlightRecord::end(uint64_t number, bool failed) {
+  if (number == 0) {
+    return;
+  }
+  if (auto* slot = slot_of(number)) {
+    slot->change([&] {
+      slot->state = failed ? State::kFailed : State::kDone;
+      slot->ended = now();
+    });
+  }
+}
+
+FlightRecord::Process FlightRecord::read(pid_t pid) {
+  const auto folder = "/proc/" + std::to_string(pid) + "/fd";
+  DIR* directory = opendir(folder.c_str());
+  TORCH_CHECK_VALUE(
+      directory != nullptr, "pid: got ", pid, "; ", errno == EACCES ? "that process is another user's" : "there is no such process");
+  int fd = -1;
+  while (const dirent* entry = readdir(directory)) {
+    const auto path = folder + '/' + entry->d_name;
+    std::array<char, 256> target = {};
+    if (readlink(path.c_str(), target.data(), target.size() - 1) > 0 && std::strstr(target.data(), kName) != nullptr) {
+      fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+      break;
+    }
+  }
+  closedir(directory);
+  TORCH_CHECK_VALUE(fd >= 0, "pid: got ", pid, "; that process has no group of fog");
+  const void* memory = mmap(nullptr, sizeof(File), PROT_READ, MAP_SHARED, fd, 0);
+  const bool whole = lseek(fd, 0, SEEK_END) == static_cast<off_t>(sizeof(File));
+  close(fd);
+  TORCH_CHECK_VALUE(memory != MAP_FAILED, "pid: got ", pid, "; its record cannot be read");
+  const std::unique_ptr<const File, void (*)(const File*)> file(
+      static_cast<const File*>(memory), [](const File* mapped) { munmap(const_cast<File*>(mapped), sizeof(File)); });
+  TORCH_CHECK_VALUE(
+      whole && file->magic == kMagic && file->slot_bytes == sizeof(Slot), "pid: got ", pid,
+      "; that process runs another version of fog");
+  TORCH_CHECK_VALUE(file->pid == pid, "pid: got ", pid, ", which is a fork of process ", file->pid, " and has no group of its own");
+  Process process{file->pid, file->rank, file->size, file->host.data(), file->unrecorded.load(), {}};
+  struct Found {
+    uint64_t number;
+    Operation operation;
+  };
+  std::vector<Found> found;
+  for (const auto& slot : file->slots) {
+    for (int tries = 0; tries < kTries; ++tries) {
+      const auto version = slot.version.load(std::memory_order_acquire);
+      const Slot& seen = slot;
+      const auto state = seen.state;
+      const auto group = seen.group;
+      const auto awaited = seen.awaited;
+      const auto signature = seen.signature;
+      const int64_t time = now();
+      Operation operation{
+          "",
+          group.data(),
+          seen.rank,
+          seen.sequence,
+          seen.key,
+          state == State::kInFlight   ? "in flight"
+              : state == State::kDone ? "done"
+                                      : "failed",
+          static_cast<double>(time - seen.began) * 1e-9,
+          static_cast<double>((state == State::kInFlight ? time : seen.ended) - seen.began) * 1e-9,
+          std::vector<int>(awaited.begin(), awaited.begin() + std::clamp<int>(seen.awaited_count, 0, kNamed)),
+          seen.awaited_count};
+      const uint64_t number = seen.number;
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (version % 2 != 0 || slot.version.load(std::memory_order_relaxed) != version) {
+        continue;
+      }
+      if (state != State::kNone) {
+        operation.what = signature.describe();
+        found.push_back({number, std::move(operation)});
+      }
+      break;
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const Found& one, const Found& other) { return one.number < other.number; });
+  for (auto& each : found) {
+    process.operations.push_back(std::move(each.operation));
+  }
+  return process;
+}
+
+} // namespace fog

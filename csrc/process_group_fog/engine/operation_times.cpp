@@ -1,0 +1,103 @@
+#include "engine/operation_times.hpp"
+
+#include <map>
+
+#include <c10/util/StringUtil.h>
+
+#include "engine/group.hpp"
+#include "engine/operation.hpp"
+
+namespace fog {
+namespace {
+
+std::string microseconds(std::chrono::nanoseconds time) {
+  const auto tenths = time.count() / 100;
+  return std::to_string(tenths / 10) + '.' + std::to_string(tenths % 10);
+}
+
+} // namespace
+
+// An operation in the timeline: a slice, and within it its phases.
+class OperationTimes::Entry final : public Timeline::Entry {
+ public:
+  Entry(const OperationTimes& times, const Operation& operation, bool failed)
+      : signature_(operation.signature()),
+        group_(operation.group()),
+        sequence_(operation.sequence()),
+        key_(c10::str(group_->id, ':', operation.key(), ':', operation.use())),
+        failed_(failed),
+        submitted_(times.submitted_),
+        started_(times.started_),
+        ended_(Clock::now()),
+        arrivals_(times.arrivals_),
+        runs_(times.runs_) {}
+
+  void write(Timeline::Writer& writer) const override {
+    std::string waits;
+    std::map<int, Clock::time_point> latest; // by rank
+    for (const auto& [peer, time] : arrivals_) {
+      auto& known = latest[peer];
+      known = std::max(known, time);
+    }
+    for (const auto& [peer, time] : latest) {
+      waits +=
+          (waits.empty() ? "" : ", ") + quoted(std::to_string(group_->members[peer].peer_id)) + ": " + microseconds(time - started_);
+    }
+    std::string arguments = c10::str(
+        "\"group\": ", quoted(group_->name), ", \"number\": ", sequence_, ", \"what\": ", quoted(signature_.describe()),
+        ", \"queued_us\": ", microseconds(started_ - submitted_), ", \"wait_us\": {", waits, "}");
+    if (signature_.kind != OpKind::kPointToPoint) { // which has a tag, and no place in an order
+      arguments += ", \"key\": " + quoted(key_);
+    }
+    if (failed_) {
+      arguments += ", \"failed\": true";
+    }
+    writer.slice(name_of(signature_.kind), "operation", submitted_, ended_, arguments);
+    if (started_ > submitted_) {
+      writer.slice("queued", "phase", submitted_, started_);
+    }
+    for (const auto& run : runs_) {
+      writer.slice(run.computed ? "combined" : "moved", "phase", run.begin, std::min(run.end, ended_));
+    }
+  }
+
+ private:
+  const Signature signature_;
+  const std::shared_ptr<const Group> group_;
+  const uint64_t sequence_;
+  const std::string key_; // the same on all ranks
+  const bool failed_;
+  const Clock::time_point submitted_;
+  const Clock::time_point started_;
+  const Clock::time_point ended_;
+  const c10::SmallVector<std::pair<int, Clock::time_point>, 4> arrivals_;
+  const c10::SmallVector<Run, 4> runs_;
+};
+
+OperationTimes::~OperationTimes() {
+  if (lane_ >= 0) {
+    Timeline::instance().return_lane(lane_);
+  }
+}
+
+std::pair<int, std::chrono::nanoseconds> OperationTimes::last() const {
+  if (arrivals_.empty()) {
+    return {-1, std::chrono::nanoseconds(0)};
+  }
+  const auto& [peer, time] = arrivals_.back();
+  const auto before = arrivals_.size() > 1 ? arrivals_[arrivals_.size() - 2].second : started_;
+  return {peer, time - before};
+}
+
+void OperationTimes::end(const Operation& operation, bool failed) {
+  if (lane_ < 0) {
+    return;
+  }
+  const int lane = std::exchange(lane_, -1);
+  if (Timeline::is_on()) {
+    Timeline::instance().add(lane, std::make_unique<Entry>(*this, operation, failed));
+  }
+  Timeline::instance().return_lane(lane);
+}
+
+} // namespace fog

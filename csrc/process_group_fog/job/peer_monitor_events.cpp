@@ -1,0 +1,260 @@
+// What comes on the connections, and what is said on them.
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "job/peer_monitor.hpp"
+
+namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Whoever connects says at once who it is.
+constexpr auto kVisit = std::chrono::seconds(10);
+// So often somebody may take a connection at a peer's address and close it.
+constexpr size_t kMostCut = 3;
+
+// Whoever connects says who it is and whom it means, and gets a byte back. If two connect with each other at once, the lower
+// rank leaves its own connection as soon as the other one's is made. Whoever leaves one says so first, as it would look like its end.
+struct Hello {
+  uint64_t token;
+  int32_t from;
+  int32_t to;
+};
+constexpr char kWelcome = 'y';
+constexpr char kLeft = 'd';
+// What whoever ends in good order says on it at last.
+constexpr char kGoodbye = 'g';
+
+bool put(int fd, const void* data, size_t bytes) { // so few bytes always fit
+  return ::send(fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+bool is_for_later(int error) {
+  return error == EAGAIN || error == EINTR;
+}
+
+// Of a connection that was made: nothing has come from there for too long.
+bool is_silence(int error) {
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
+}
+
+} // namespace
+
+void PeerMonitor::look() {
+  if (listener_ < 0 && !connections_.load()) {
+    return;
+  }
+  std::array<epoll_event, 16> events;
+  int count = 0;
+  do {
+    count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
+    for (int i = 0; i < count; ++i) {
+      if (events[i].data.ptr == nullptr) {
+        accept_all();
+        continue;
+      }
+      // An event may be that of a descriptor that was closed since, and the connection another one: nothing is believed unseen.
+      auto& connection = *static_cast<Connection*>(events[i].data.ptr);
+      switch (connection.state) {
+        case State::kConnecting:
+          on_connected(connection);
+          break;
+        case State::kGreeting:
+          on_greeting(connection);
+          break;
+        case State::kVisitor:
+          on_visitor(connection);
+          break;
+        case State::kMade:
+          on_made(connection);
+          break;
+        case State::kLeaving:
+          on_leaving(connection);
+          break;
+        case State::kFree:
+          break;
+      }
+    }
+  } while (count == static_cast<int>(events.size()));
+}
+
+// Where there are too many, others wait outside: they are connected, and see this process's end as well.
+void PeerMonitor::accept_all() {
+  while (!has_too_many()) {
+    const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+      return;
+    }
+    auto& visitor = take(fd, State::kVisitor, -1);
+    visitor.limit = Clock::now() + kVisit;
+    visitors_.push_back(&visitor);
+    watch(visitor, EPOLLIN | EPOLLRDHUP);
+  }
+}
+
+void PeerMonitor::on_visitor(Connection& visitor) {
+  std::array<char, sizeof(Hello) + 8> bytes; // it may have left already, or said goodbye
+  const auto count = recv(visitor.fd, bytes.data(), bytes.size() - visitor.received.size(), 0);
+  if (count < 0 && is_for_later(errno)) {
+    return;
+  }
+  visitor.received.append(bytes.data(), static_cast<size_t>(std::max<ssize_t>(count, 0)));
+  if (visitor.received.size() < sizeof(Hello)) {
+    if (count <= 0) {
+      drop(visitor);
+    }
+    return;
+  }
+  Hello hello = {};
+  std::memcpy(&hello, visitor.received.data(), sizeof(hello));
+  const bool is_of_the_job = hello.token == token_ && hello.to == rank_ && others_.count(hello.from) > 0;
+  auto* peer = is_of_the_job ? &peers_[hello.from] : nullptr;
+  if (peer == nullptr || peer->ended) {
+    drop(visitor);
+    return;
+  }
+  visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &visitor));
+  if (peer->theirs != nullptr) { // which it has given up
+    drop(*peer->theirs);
+  }
+  visitor.peer = hello.from;
+  peer->theirs = &visitor;
+  put(visitor.fd, &kWelcome, 1);
+  if (departed_) {
+    put(visitor.fd, &kGoodbye, 1);
+  }
+  if (rank_ < hello.from && peer->own != nullptr) {
+    leave(*peer->own);
+  }
+  const auto more = visitor.received.substr(sizeof(hello));
+  visitor.received.clear();
+  adopt(visitor);
+  on_bytes(visitor, more.data(), more.size());
+}
+
+bool PeerMonitor::on_bytes(Connection& connection, const char* bytes, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    connection.departed = connection.departed || bytes[i] == kGoodbye;
+    if (bytes[i] == kLeft) {
+      drop(connection);
+      return false;
+    }
+  }
+  return true;
+}
+
+void PeerMonitor::on_connected(Connection& connection) {
+  const int number = connection.peer;
+  auto& peer = peers_[number];
+  const Hello hello{token_, rank_, number};
+  int error = error_of_socket(connection.fd);
+  if (error == 0 && !put(connection.fd, &hello, sizeof(hello))) {
+    error = errno;
+    if (is_for_later(error)) { // not yet
+      return;
+    }
+  }
+  if (error == 0) {
+    if (departed_) {
+      put(connection.fd, &kGoodbye, 1);
+    }
+    connection.state = State::kGreeting;
+    watch(connection, EPOLLIN | EPOLLRDHUP);
+    return;
+  }
+  drop(connection);
+  if (on_refused(number, peer, error)) {
+    try_next(number, peer);
+  }
+}
+
+void PeerMonitor::on_greeting(Connection& connection) {
+  const int number = connection.peer;
+  auto& peer = peers_[number];
+  std::array<char, 8> bytes;
+  const auto count = recv(connection.fd, bytes.data(), bytes.size(), 0);
+  const int error = count < 0 ? errno : 0;
+  if (is_for_later(error)) {
+    return;
+  }
+  if (count > 0 && bytes[0] == kWelcome) {
+    reached_.insert(peer.places.front().address.text);
+    peer.places.clear();
+    adopt(connection);
+    on_bytes(connection, bytes.data() + 1, static_cast<size_t>(count) - 1);
+    return;
+  }
+  drop(connection);
+  if (is_silence(error)) {
+    end(number, peer, true, false);
+    return;
+  }
+  // Its end, or somebody else's port: the next try shows it.
+  auto& place = peer.places.front();
+  if (++place.cut >= kMostCut) {
+    if (is_known(place)) {
+      end(number, peer, false, false);
+      return;
+    }
+    peer.places.erase(peer.places.begin());
+  }
+  try_next(number, peer);
+}
+
+void PeerMonitor::on_made(Connection& connection) {
+  std::array<char, 8> bytes;
+  const auto count = recv(connection.fd, bytes.data(), bytes.size(), 0);
+  const int error = count < 0 ? errno : 0;
+  if (is_for_later(error)) {
+    return;
+  }
+  if (count > 0) {
+    on_bytes(connection, bytes.data(), static_cast<size_t>(count));
+    return;
+  }
+  const int number = connection.peer;
+  end(number, peers_[number], is_silence(error), connection.departed);
+}
+
+void PeerMonitor::adopt(Connection& connection) {
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection.fd, nullptr);
+  connection.fd = moved_up(connection.fd, size_);
+  keep_alive(connection.fd, host_timeout_);
+  connection.state = State::kMade;
+  watch(connection, EPOLLIN | EPOLLRDHUP);
+}
+
+void PeerMonitor::say_goodbye() {
+  departed_ = true;
+  for (auto& connection : storage_) {
+    if (connection.state == State::kMade || connection.state == State::kGreeting) {
+      put(connection.fd, &kGoodbye, 1);
+    }
+  }
+}
+
+void PeerMonitor::leave(Connection& connection) {
+  if (connection.state == State::kConnecting || !put(connection.fd, &kLeft, 1)) {
+    drop(connection);
+    return;
+  }
+  auto& peer = peers_[connection.peer];
+  (peer.own == &connection ? peer.own : peer.theirs) = nullptr;
+  connection.state = State::kLeaving;
+}
+
+void PeerMonitor::on_leaving(Connection& connection) {
+  std::array<char, 8> bytes;
+  const auto count = recv(connection.fd, bytes.data(), bytes.size(), 0);
+  if (count == 0 || (count < 0 && !is_for_later(errno))) {
+    drop(connection);
+  }
+}
+
+} // namespace fog

@@ -1,0 +1,57 @@
+#include "windows/window_slice.hpp"
+
+#include <utility>
+
+#include <c10/util/StringUtil.h>
+
+namespace fog {
+
+class WindowSlice::Entry final : public Timeline::Entry {
+ public:
+  Entry(const char* name, std::string arguments, Timeline::Clock::time_point begun)
+      : name_(name), arguments_(std::move(arguments)), begun_(begun), ended_(Timeline::Clock::now()) {}
+
+  void write(Timeline::Writer& writer) const override {
+    writer.slice(name_, "window", begun_, ended_, arguments_);
+  }
+
+ private:
+  const char* const name_;
+  const std::string arguments_;
+  const Timeline::Clock::time_point begun_;
+  const Timeline::Clock::time_point ended_;
+};
+
+WindowSlice::WindowSlice() {
+  if (Timeline::is_on()) {
+    begun_ = Timeline::Clock::now();
+    lane_ = Timeline::instance().take_lane();
+  }
+}
+
+WindowSlice::~WindowSlice() {
+  if (lane_ >= 0) {
+    Timeline::instance().return_lane(lane_);
+  }
+}
+
+void WindowSlice::end(const char* name, const std::string& group, const std::string& window, bool failed) {
+  if (lane_ < 0) {
+    return;
+  }
+  auto& timeline = Timeline::instance();
+  const int lane = std::exchange(lane_, -1);
+  if (Timeline::is_on()) {
+    timeline.add(
+        lane,
+        std::make_unique<Entry>(
+            name,
+            c10::str(
+                "\"group\": ", quoted(group), ", \"window\": ", quoted(window), ", \"ranks\": [", c10::Join(", ", ranks_),
+                "], \"bytes\": ", bytes_, failed ? ", \"failed\": true" : ""),
+            begun_));
+  }
+  timeline.return_lane(lane);
+}
+
+} // namespace fog

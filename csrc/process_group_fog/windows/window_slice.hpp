@@ -1,0 +1,36 @@
+// A window's operation in the timeline.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/timeline.hpp"
+
+namespace fog {
+
+class WindowSlice {
+ public:
+  // Begins now, if there is a timeline.
+  WindowSlice();
+  ~WindowSlice();
+  WindowSlice(const WindowSlice&) = delete;
+  WindowSlice& operator=(const WindowSlice&) = delete;
+
+  // It exchanges so many bytes with one more rank.
+  void add(int rank, size_t bytes) {
+    ranks_.push_back(rank);
+    bytes_ += bytes;
+  }
+  // Ends it; `name` lives for ever.
+  void end(const char* name, const std::string& group, const std::string& window, bool failed);
+
+ private:
+  class Entry;
+
+  Timeline::Clock::time_point begun_;
+  int lane_ = -1;
+  std::vector<int> ranks_;
+  size_t bytes_ = 0;
+};
+
+} // namespace fog

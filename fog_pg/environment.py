@@ -1,0 +1,374 @@
+"""Environment variables: all that fog reads, each described once, and how Python code reads them.
+
+`docs/environment.md` has the same list for users, and tests/test_environment.py compares it, this module and what Python and
+C++ read. C++ reads its own variables by itself ("C++" in `reader`); `check` looks at their values before that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+# What a parser returns for a text that is not allowed.
+_REFUSED = object()
+
+
+@dataclass(frozen=True)
+class Kind(Generic[T]):
+    """A type of values.
+
+    Attributes:
+        name: For the table in the documentation.
+        allowed: Completes "allowed are ..." in errors.
+        parse: Returns the value of a text, which is not empty; `_REFUSED` if it is not allowed.
+    """
+
+    name: str
+    allowed: str
+    parse: Callable[[str], T | object]
+
+
+def choice(*values: str) -> Kind[str]:
+    """One of several words."""
+    listed = ", ".join(values[:-1]) + f" and {values[-1]}"
+    return Kind(" or ".join(values), listed, lambda text: text if text in values else _REFUSED)
+
+
+def whole(least: int, most: int, unit: str) -> Kind[int]:
+    """A whole number of a unit, from `least` to `most`."""
+
+    def parse(text: str) -> int | object:
+        return int(text) if text.isascii() and text.isdecimal() and least <= int(text) <= most else _REFUSED
+
+    end = f"from {least} on" if most >= 2**47 else f"from {least} to {most}"
+    return Kind(unit, f"whole {unit} {end}", parse)
+
+
+FLAG: Kind[bool] = Kind("0 or 1", "0 and 1", lambda text: {"0": False, "1": True}.get(text, _REFUSED))
+TEXT: Kind[str] = Kind("text", "any text", lambda text: text)
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
+
+    Attributes:
+        name: Its name.
+        kind: The type of its values.
+        default: The value where it is not set or empty.
+        reader: "Python", "C++", "Python, C++", "build", which is setup.py and what it calls, or "fog run".
+        meaning: One sentence or two.
+        owner: Whose variable it is; "fog" for fog's own.
+    """
+
+    name: str
+    kind: Kind[T]
+    default: T
+    reader: str
+    meaning: str
+    owner: str = "fog"
+
+    def get(self, environment: Mapping[str, str] | None = None) -> T:
+        """Returns the value.
+
+        Args:
+            environment: Where to look; by default the process's environment.
+
+        Raises:
+            ValueError: The value is not allowed.
+        """
+        text = (os.environ if environment is None else environment).get(self.name, "")
+        if not text:
+            return self.default
+        value = self.kind.parse(text)
+        if value is _REFUSED:
+            raise ValueError(f"{self.name}: got '{text}'; allowed are {self.kind.allowed}")
+        return value  # type: ignore[return-value]
+
+    def is_set(self) -> bool:
+        """Whether it has a value that is not empty."""
+        return bool(os.environ.get(self.name))
+
+
+# --- fog's own, of a run ---------------------------------------------------------------------------------------
+
+MPI_LIBRARY = Variable(
+    "FOG_MPI_LIBRARY",
+    TEXT,
+    "",
+    "Python",
+    "Path or name of the MPI library to load. It must have the standard ABI (MPICH 5, Intel MPI, Open MPI 6). "
+    "By default it is the library of the PyPI package mpich, then the system's.",
+)
+LOCAL_LINKS = Variable(
+    "FOG_LOCAL_LINKS",
+    FLAG,
+    True,
+    "C++",
+    "With 0, ranks of one host send their messages over MPI too, and not through shared memory. With FOG_BETWEEN_HOSTS=rma "
+    "each rank is then a node of its own for MPI.",
+)
+BETWEEN_HOSTS = Variable(
+    "FOG_BETWEEN_HOSTS",
+    choice("auto", "rma", "messages"),
+    "auto",
+    "C++",
+    "How large data goes between hosts. rma: by MPI RMA, the sender puts the data into the receiver's memory. messages: by "
+    "messages. auto: by RMA if a put at the start shows that the fabric moves data while the target is outside of MPI, else "
+    "by messages. It must be the same on all ranks.",
+)
+RMA_BYTES = Variable(
+    "FOG_RMA_BYTES",
+    whole(1 << 20, (1 << 48) - 1, "bytes"),
+    256 << 20,
+    "C++",
+    "How much of its memory a rank lets ranks of other hosts put data into. What finds no room there goes by messages, and so "
+    "waits for its receiver. A rank that sends exchanges is lent 32 MiB, or less if a quarter of the free memory is less; a "
+    "window of n bytes takes about n bytes, and 2 n for each neighbor that puts.",
+)
+REDUCE = Variable(
+    "FOG_REDUCE",
+    choice("fog", "mpi"),
+    "fog",
+    "C++",
+    "Who does allreduce, reduce and reduce_scatter between hosts: fog, or MPI's own nonblocking reductions. If a rank dies in one of "
+    "these, the others may die too, or can no longer use MPI: docs/launchers.md. All ranks need the same value.",
+)
+HOST_TIMEOUT = Variable(
+    "FOG_HOST_TIMEOUT",
+    whole(4, 32767, "seconds"),
+    11,
+    "C++",
+    "After this time without a sign of life on the job's network, a host and its ranks count as lost. With more, MPI's own "
+    "connections may break first, which can crash a rank.",
+)
+INTERFACE = Variable(
+    "FOG_INTERFACE",
+    TEXT,
+    "",
+    "C++",
+    "Name of the network interface on which ranks of other hosts connect to notice each other's end. By default it is the "
+    "interface that reaches the job's store.",
+)
+CONFIRM = Variable(
+    "FOG_CONFIRM",
+    FLAG,
+    False,
+    "Python",
+    "With 1, ranks that only send in an operation (the root of a broadcast) wait until the receivers have accepted the "
+    "messages. A disagreement of ranks then raises in the same call on both sides, and not in the sender's next call. It "
+    "takes time, so it is off; with TORCH_DISTRIBUTED_DEBUG=DETAIL it is on by default.",
+)
+EARLY_BYTES = Variable(
+    "FOG_EARLY_BYTES",
+    whole(0, (1 << 48) - 1, "bytes"),
+    16 << 20,
+    "C++",
+    "How many bytes of messages that came before their operation a rank keeps for each rank that runs ahead of it. What that "
+    "rank sends beyond them stays with it, and its operations wait.",
+)
+TIMELINE = Variable(
+    "FOG_TIMELINE",
+    TEXT,
+    "",
+    "C++",
+    "Each rank records what it does, from the first group on, in the file of this prefix, its rank and `.json`: "
+    "docs/observing.md.",
+)
+WARN_AFTER = Variable(
+    "FOG_WARN_AFTER",
+    whole(0, 1_000_000, "seconds"),
+    30,
+    "C++",
+    "An operation that has waited for so long warns, once, and names the ranks that have not come; 0 turns the warning off.",
+)
+NODES_PER_MACHINE = Variable(
+    "FOG_NODES_PER_MACHINE",
+    whole(1, (1 << 31) - 1, "numbers of ranks"),
+    0,
+    "Python",
+    "At fogdist.init: so many consecutive ranks are one machine for hierarchical operations and the numbers of machines, on "
+    "whatever hosts they run. It must divide the number of ranks. By default a machine is a host.",
+)
+EXCHANGE_ALONE = Variable(
+    "FOG_EXCHANGE_ALONE",
+    FLAG,
+    False,
+    "Python",
+    "With 1, a rank that is alone trains as one of several does, with hooks, buckets and exchanges without peers, so that "
+    "these can be seen and measured in one process.",
+)
+LOG_LEVEL = Variable(
+    "FOG_LOG_LEVEL",
+    choice("debug", "info", "warning", "error"),
+    "warning",
+    "Python",
+    "What the loggers fogdist and fog_pg print on standard error. If TORCH_CPP_LOG_LEVEL is not set, fog sets it to the same "
+    "level, as fog's C++ code logs by torch's own means.",
+)
+
+# --- fog's own, of a build -------------------------------------------------------------------------------------
+
+MPICXX = Variable(
+    "FOG_MPICXX",
+    TEXT,
+    "",
+    "build",
+    "Path of an mpicxx: fog is then built against that MPI itself and not against the standard ABI, which Open MPI 4 and 5 do "
+    "not have.",
+)
+MAX_JOBS = Variable(
+    "MAX_JOBS",
+    whole(1, 4096, "numbers of files"),
+    0,
+    "build",
+    "How many files are compiled at once; by default one a core.",
+    owner="torch",
+)
+NO_COMPILER_WRAPPER = Variable(
+    "TORCH_NO_COMPILER_WRAPPER",
+    TEXT,
+    "",
+    "build",
+    "If it is set, ccache and sccache are not used.",
+    owner="torch",
+)
+
+# --- of others -------------------------------------------------------------------------------------------------
+
+
+def _whole_of(owner: str, name: str, reader: str, meaning: str) -> Variable[int]:
+    return Variable(name, whole(0, (1 << 31) - 1, "numbers"), -1, reader, meaning, owner)
+
+
+RANK = _whole_of("torchrun", "RANK", "Python", "This process's rank.")
+WORLD_SIZE = _whole_of("torchrun", "WORLD_SIZE", "Python", "The number of ranks.")
+LOCAL_WORLD_SIZE = _whole_of("torchrun", "LOCAL_WORLD_SIZE", "C++", "The number of ranks of this host.")
+TORCHELASTIC_RUN_ID = Variable(
+    "TORCHELASTIC_RUN_ID",
+    TEXT,
+    "",
+    "C++",
+    "If it is set, torchrun started this process, and the variables of an MPI launcher are those of torchrun's own start.",
+    owner="torchrun",
+)
+MASTER_ADDR = Variable(
+    "MASTER_ADDR",
+    TEXT,
+    "",
+    "Python",
+    "Under mpiexec and srun: the address on which rank 0 serves the job's store. By default it is rank 0's host name.",
+    owner="torch",
+)
+MASTER_PORT = Variable(
+    "MASTER_PORT",
+    whole(0, 65535, "port numbers"),
+    0,
+    "Python",
+    "Under mpiexec and srun: the store's port. By default (0) it is any free one.",
+    owner="torch",
+)
+DISTRIBUTED_DEBUG = Variable(
+    "TORCH_DISTRIBUTED_DEBUG",
+    TEXT,
+    "",
+    "Python",
+    "DETAIL turns on FOG_CONFIRM, unless that is set.",
+    owner="torch",
+)
+USE_NCCL2 = Variable(
+    "TORCH_DIST_USE_NCCL2",
+    TEXT,
+    "",
+    "Python",
+    "0 makes torch 2.15 take the NCCL backend of earlier versions, and fog follows.",
+    owner="torch",
+)
+CPP_LOG_LEVEL = Variable(
+    "TORCH_CPP_LOG_LEVEL",
+    TEXT,
+    "",
+    "Python",
+    "What torch's and fog's C++ code logs: INFO, WARNING, ERROR or FATAL. It goes before FOG_LOG_LEVEL.",
+    owner="torch",
+)
+UCX_SIGNAL = Variable(
+    "UCX_DEBUG_SIGNO",
+    TEXT,
+    "",
+    "Python",
+    "The signal of UCX's debug mode, SIGHUP by default. Unless it is set, fog sets it to 0, none, so that a hangup ends a "
+    "rank.",
+    owner="UCX",
+)
+GPU_SUPPORT = Variable(
+    "MPIR_CVAR_ENABLE_GPU",
+    TEXT,
+    "",
+    "C++",
+    "MPICH's own handling of GPU memory. Unless it is set, fog sets it to 0, as fog copies GPU memory itself.",
+    owner="MPICH",
+)
+BLUEFOG_NODES_PER_MACHINE = Variable(
+    "BLUEFOG_NODES_PER_MACHINE",
+    NODES_PER_MACHINE.kind,
+    0,
+    "Python",
+    "Under fogdist.bluefog: as FOG_NODES_PER_MACHINE, which goes before it.",
+    owner="BlueFog",
+)
+BLUEFOG_TIMELINE = Variable(
+    "BLUEFOG_TIMELINE",
+    TEXT,
+    "",
+    "C++",
+    "As FOG_TIMELINE, which goes before it.",
+    owner="BlueFog",
+)
+PMI_RANK = _whole_of("MPICH", "PMI_RANK", "Python, C++", "This process's rank, from mpiexec.")
+PMI_SIZE = _whole_of("MPICH", "PMI_SIZE", "C++", "The number of ranks, from mpiexec.")
+PMI_FD = Variable(
+    "PMI_FD", TEXT, "", "C++", "If it is set, srun or mpiexec serves PMI to this process.", owner="MPICH"
+)
+PMIX_RANK = Variable(
+    "PMIX_RANK", TEXT, "", "C++", "If it is set, srun or mpirun serves PMIx to this process.", owner="PMIx"
+)
+MPICH_LOCAL_RANK = _whole_of("MPICH", "MPI_LOCALRANKID", "Python", "This process's rank on its host.")
+MPICH_LOCAL_SIZE = _whole_of("MPICH", "MPI_LOCALNRANKS", "Python, C++", "The number of ranks of this host.")
+OPEN_MPI_RANK = _whole_of("Open MPI", "OMPI_COMM_WORLD_RANK", "Python, C++", "This process's rank.")
+OPEN_MPI_SIZE = _whole_of("Open MPI", "OMPI_COMM_WORLD_SIZE", "C++", "The number of ranks.")
+OPEN_MPI_LOCAL_RANK = _whole_of(
+    "Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK", "Python", "This process's rank on its host."
+)
+OPEN_MPI_LOCAL_SIZE = _whole_of(
+    "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "Python, C++", "The number of ranks of this host."
+)
+SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "C++", "This process's rank, where PMI or PMIx is served.")
+SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "C++", "The number of ranks, where PMI or PMIx is served.")
+SLURM_JOB = Variable(
+    "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
+)
+SLURM_NODES = _whole_of("Slurm", "SLURM_JOB_NUM_NODES", "fog run", "The nodes of the allocation.")
+
+VARIABLES: tuple[Variable[object], ...] = tuple(
+    value for value in list(globals().values()) if isinstance(value, Variable)
+)
+"""All of them, in the order in which the documentation lists them."""
+
+
+def check(environment: Mapping[str, str] | None = None) -> None:
+    """Looks at the values of fog's own variables, whoever reads them.
+
+    Args:
+        environment: Where to look; by default the process's environment.
+
+    Raises:
+        ValueError: A value is not allowed.
+    """
+    for variable in VARIABLES:
+        if variable.owner == "fog" and variable.reader != "build":
+            variable.get(environment)

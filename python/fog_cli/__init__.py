@@ -1,0 +1,78 @@
+"""The command line `fog`: one file a subcommand in `fog_cli.commands`, and what they share beside it.
+
+It is a package of its own because importing any module of fogdist imports torch, which takes seconds, and because
+`fog doctor` must run where torch or fog cannot be imported. torch, fog_pg and fogdist are imported in functions only, and
+in the programs that commands start (`fog_cli.programs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+__all__ = ["COMMANDS", "UsageError", "main", "parser"]
+
+COMMANDS = ("run", "doctor", "topology", "bench", "timeline", "dump", "completion")
+"""The subcommands, in the order of `fog --help`: module NAME of `fog_cli.commands` has `add` and `run`."""
+
+
+class UsageError(Exception):
+    """What the user has asked for cannot be done: `main` prints it and returns 2. Nothing has been started."""
+
+
+def version() -> str:
+    """The installed version of fogdist."""
+    try:
+        return importlib.metadata.version("fogdist")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    top = argparse.ArgumentParser(
+        prog="fog",
+        description="Decentralized training for PyTorch: start ranks, check this machine, look at topologies.",
+        epilog="`fog COMMAND --help` has the options and examples of a command.",
+    )
+    top.add_argument("--version", action="version", version=f"fog {version()}")
+    subparsers = top.add_subparsers(dest="command_name", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"fog_cli.commands.{name}").add(subparsers)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line.
+
+    Args:
+        arguments: The words after `fog`; by default those of this process.
+
+    Returns:
+        The exit status: 0, 2 for a wrong command line, or what the command says.
+    """
+    top = parser()
+    _offer_completions(top)
+    parsed = top.parse_args(arguments)
+    command = importlib.import_module(f"fog_cli.commands.{parsed.command_name}")
+    try:
+        status: int = command.run(parsed)
+    except UsageError as error:
+        print(f"fog {parsed.command_name}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of the output has seen enough
+        sys.stderr.close()
+        return 141
+    return status
+
+
+def _offer_completions(top: argparse.ArgumentParser) -> None:
+    """Answers the shell if it asks for completions; the package argcomplete is optional."""
+    try:
+        import argcomplete
+    except ImportError:
+        return
+    argcomplete.autocomplete(top)

@@ -1,0 +1,98 @@
+"""`fog bench`: a small table of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from fog_cli import UsageError
+from fog_cli.commands.topology import byte_count
+from fog_cli.spawn import run_ranks
+
+_EXAMPLES = """\
+examples:
+  fog bench                       2 ranks; 4 KB, 1 MB and 16 MB
+  fog bench -np 4 --bytes 100M
+
+The times are medians of the slowest rank, of ranks on this machine only. neighbor_allreduce is along the default
+topology; Gloo's is written with isend and irecv. Gloo has no windows. `make benchmark` in fog's checkout measures with
+more care.
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Describes the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time fog beside Gloo on this machine",
+        description="Times operations of fog on ranks of this machine, beside Gloo where Gloo has them, in half a minute.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "-np", "--num-proc", type=int, default=2, metavar="N", help="how many ranks (default: 2)"
+    )
+    parser.add_argument(
+        "--bytes",
+        type=byte_count,
+        nargs="+",
+        default=[4_000, 1_000_000, 16_000_000],
+        metavar="SIZE",
+        help="sizes of the tensor: 1000, 4K, 16M, 64Mi (default: 4K 1M 16M)",
+    )
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long each time is taken (default: 1)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the table."""
+    if arguments.num_proc < 2:
+        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 2 on")
+    if not 0 < arguments.seconds <= 60:
+        raise UsageError(f"--seconds: got {arguments.seconds}; allowed are numbers above 0, up to 60")
+    cores = len(os.sched_getaffinity(0))
+    if arguments.num_proc > cores:
+        print(
+            f"fog bench: {arguments.num_proc} ranks share {cores} cores, and their times say little",
+            file=sys.stderr,
+        )
+    words = [str(arguments.seconds), *map(str, arguments.bytes)]
+    limit = 60.0 + 10 * arguments.seconds * 6 * len(arguments.bytes)
+    ended = run_ranks("bench_ranks", arguments.num_proc, words, limit=limit)
+    for rank, process in enumerate(ended):
+        if why := process.why():
+            print(f"fog bench: rank {rank}: {why}. `fog doctor` says more", file=sys.stderr)
+            return 1
+    print(f"{arguments.num_proc} ranks on {cores} cores")
+    print("\n".join(table(ended[0].lines)))
+    return 0
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns the lines of the table."""
+    cells = [("operation", "bytes", "fog", "Gloo", "Gloo / fog")]
+    for row in rows:
+        gloo = row["gloo"]
+        cells.append(
+            (
+                row["name"],
+                f"{row['bytes']:,}",
+                _shown(row["fog"]),
+                _shown(gloo) if gloo else "-",
+                f"{gloo / row['fog']:.2f}" if gloo else "-",
+            )
+        )
+    widths = [max(len(line[column]) for line in cells) for column in range(5)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

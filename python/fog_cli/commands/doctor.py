@@ -1,0 +1,209 @@
+"""`fog doctor`: what works here, what does not, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fog_cli import machine, version
+from fog_cli.findings import Finding
+from fog_cli.spawn import Ended, run_program, run_ranks
+
+_EXAMPLES = """\
+examples:
+  fog doctor                   look at everything, and try two ranks
+  fog doctor --no-self-test    only look
+  fog doctor --json > here     for an issue, or for a program
+
+Each line is ok, note (one host works, something else may not) or bad. The exit status is 0 if what fog needs on one
+host works, else 1.
+"""
+
+_REBUILD = "in fog's checkout: pip install --no-build-isolation --force-reinstall --no-deps ."
+_MPI_ADVICE = (
+    "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
+    "Ranks of one host under torchrun do without MPI"
+)
+_RMA_ADVICE = "between hosts data then goes by messages; FOG_BETWEEN_HOSTS=auto finds that out by itself: docs/launchers.md"
+_ADVICE = {
+    "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
+    "fog": _REBUILD,
+    "extension": "",  # the error says it
+    "MPI library": _MPI_ADVICE,
+    "MPI": _MPI_ADVICE,
+    "environment": "docs/environment.md lists the variables; correct or unset this one",
+}
+# One host works without these.
+_NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
+# Of the machine: what makes ranks fail.
+_SUSPECTS = ("descriptors", "memory", "shared memory", "ranks share memory", "loopback")
+
+
+def add(subparsers: Any) -> None:
+    """Describes the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="find out what works on this machine",
+        description="Looks at versions, limits and the network of this machine, and has two ranks try what fog does.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
+    parser.add_argument("--no-self-test", dest="self_test", action="store_false", help="do not start ranks")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="what each program that it starts may take (default: 60)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report."""
+    found = []
+    area = ""
+    for finding in findings(arguments.self_test, arguments.timeout):
+        found.append(finding)
+        if arguments.json:
+            continue
+        if finding.area != area:
+            area = finding.area
+            print(f"{area}")
+        print(f"  {finding.state:4}  {finding.name}: {finding.text}", flush=True)
+        if finding.advice:
+            print(f"        {' ' * len(finding.name)}  -> {finding.advice}", flush=True)
+    bad = [finding for finding in found if finding.state == "bad"]
+    if arguments.json:
+        print(
+            json.dumps(
+                {"works": not bad, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2
+            )
+        )
+    elif bad:
+        print(
+            f"\nNot everything that fog needs on one host works: {', '.join(dict.fromkeys(f.name for f in bad))}."
+        )
+    else:
+        tried = "" if arguments.self_test else ", as far as it can be seen without trying"
+        print(f"\nWhat fog needs on one host works{tried}.")
+    return 1 if bad else 0
+
+
+def findings(self_test: bool, limit: float) -> Iterator[Finding]:
+    """Looks at everything, one thing after the other."""
+    yield Finding("versions", "fogdist", "ok", version())
+    usable = True
+    for finding in loaded(run_program("facts", limit=limit)):
+        usable = usable and finding.state != "bad"
+        yield finding
+    suspects = []
+    for finding in machine.findings():
+        yield finding
+        if finding.state != "ok" and finding.name in _SUSPECTS:
+            suspects.append(finding.name)
+    if not self_test:
+        return
+    if not usable:
+        yield Finding("self-test", "all", "bad", "not tried: see above")
+        return
+    yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
+    # As if the two were on hosts of their own: all goes over MPI. By RMA if that works, else by messages.
+    variables = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
+    by_rma = list(
+        tried(run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables), "MPI RMA", needed=False)
+    )
+    if all(finding.state == "ok" for finding in by_rma):
+        yield from by_rma
+        return
+    variables["FOG_BETWEEN_HOSTS"] = "messages"
+    ended = run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables)
+    by_messages = list(tried(ended, "MPI messages", suspects, needed=False))
+    yield from by_messages
+    if all(finding.state == "ok" for finding in by_messages):  # else that is the news
+        yield from (
+            dataclasses.replace(finding, advice=_RMA_ADVICE) for finding in by_rma if finding.state != "ok"
+        )
+
+
+def loaded(ended: Ended) -> Iterator[Finding]:
+    """What the program `facts` says."""
+    for name, text, error in _steps([ended]):
+        if name == "unknown variables":
+            yield Finding(
+                "versions",
+                name,
+                "note",
+                text,
+                "fog knows no such variables; a typing error? docs/environment.md lists them",
+            )
+        elif error is None:
+            yield Finding("versions", name, "ok", text)
+        else:
+            state = "note" if name in _NOT_NEEDED else "bad"
+            advice = _ADVICE.get(name, "")
+            if name == "extension" and "Error: " not in error:  # it crashed or hung
+                advice = f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}"
+            yield Finding("versions", name, state, error, advice)
+    if not ended.lines:
+        yield Finding(
+            "versions",
+            "Python",
+            "bad",
+            ended.why() or "the program that looks said nothing",
+            "see the message",
+        )
+
+
+def tried(
+    ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), needed: bool = True
+) -> Iterator[Finding]:
+    """What the ranks of a self-test say.
+
+    Args:
+        ended: The ranks.
+        where: Begins the names of findings.
+        suspects: Names of findings about the machine that may be the reason if something fails.
+        needed: Whether one host needs it.
+    """
+    advice = {
+        True: "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says",
+        False: f"several hosts, mpiexec and FOG_LOCAL_LINKS=0 need it: {_MPI_ADVICE}",
+    }[needed]
+    if suspects:
+        advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
+    for name, text, error in _steps(ended):
+        if name == "all" or (name == "end" and error is None):
+            continue
+        if error is None:
+            yield Finding("self-test", f"{where}, {name}", "ok", text)
+        else:
+            yield Finding("self-test", f"{where}, {name}", "bad" if needed else "note", error, advice)
+
+
+def _steps(ended: Sequence[Ended]) -> Iterator[tuple[str, str, str | None]]:
+    """Each step that the processes began, with its text, and its error: the first process's to have one."""
+    names = dict.fromkeys(line["name"] for process in ended for line in process.lines)
+    for name in names:
+        texts, errors = [], []
+        for number, process in enumerate(ended):
+            rank = f"rank {number}: " if len(ended) > 1 else ""
+            lines = {
+                key: value for line in process.lines if line["name"] == name for key, value in line.items()
+            }
+            if "error" in lines:
+                errors.append(f"{rank}{lines['error']}")
+            elif "text" in lines:
+                texts.append(lines["text"])
+            elif "begin" in lines:
+                errors.append(f"{rank}{process.why() or 'it ended without a word'}")
+        yield name, texts[0] if texts else "", errors[0] if errors else None
+    if not names and len(ended) > 1:
+        yield (
+            "start",
+            "",
+            next((process.why() for process in ended if process.why()), "the ranks said nothing"),
+        )

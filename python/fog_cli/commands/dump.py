@@ -1,0 +1,50 @@
+"""`fog dump`: what the ranks of this host have in flight, and whom they wait for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from fog_cli import UsageError
+
+_EXAMPLES = """\
+examples:
+  fog dump                   all processes of yours on this host that have a group of fog
+  fog dump 4711 4712         these
+
+It works on processes that hang or are stopped, and does not disturb them. Where a process's Python code is, py-spy says.
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Describes the command."""
+    parser = subparsers.add_parser(
+        "dump",
+        help="show what ranks have in flight, and which ranks hold the others up",
+        description="Shows what processes of this host have in flight, for how long, and for which ranks they wait.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "pids", nargs="*", type=int, metavar="PID", help="processes (default: all of yours on this host)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report."""
+    from fogdist import flight_record
+
+    pids = arguments.pids or flight_record.processes()
+    if not pids:
+        print("fog dump: no process of yours on this host has a group of fog", file=sys.stderr)
+        return 1
+    found = []
+    for pid in pids:
+        try:
+            found.append(flight_record.read(pid))
+        except ValueError as error:
+            if arguments.pids:
+                raise UsageError(str(error)) from None
+    print(flight_record.report(found))
+    return 0

@@ -1,0 +1,285 @@
+"""`fog run`: starts ranks on one host or several."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fog_cli import UsageError, launchers, processes
+from fog_cli.hosts import Host, is_local, parse_hosts, place, read_hostfile
+from fog_cli.launchers import Command, Job
+
+_EXAMPLES = """\
+examples:
+  fog run -np 4 train.py --epochs 3           4 ranks on this host
+  fog run -np 4 python train.py --epochs 3    the same
+  fog run -np 4 -m package.train              a module
+  fog run -np 8 -H a:4,b:4 train.py           4 ranks on each of two hosts, which ssh reaches without a password
+  fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
+  fog run -np 8 --launcher srun train.py      within an allocation of Slurm
+
+Options come before the script; what follows it is the script's. Each line of output begins with its rank:
+"[2] loss 0.31". The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing
+has been started.
+"""
+
+
+def add(subparsers: Any) -> None:
+    """Describes the command."""
+    parser = subparsers.add_parser(
+        "run",
+        help="start a script on several ranks",
+        description="Starts a script on several ranks: on this host by torchrun's machinery, on several by mpiexec or srun.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="fog run -np N [options] [-m] script.py [arguments of the script]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
+    )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        "-H",
+        "--hosts",
+        metavar="HOST:SLOTS,...",
+        help="hosts and how many ranks each takes, 1 if it does not say",
+    )
+    hosts.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="file of hosts, a line each: host slots=N, or host:N"
+    )
+    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
+    parser.add_argument(
+        "--network-interface",
+        metavar="NIC",
+        help="network interface for all traffic between hosts (FOG_INTERFACE and MPI's, Gloo's and NCCL's)",
+    )
+    parser.add_argument(
+        "-x",
+        dest="variables",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable of all ranks; may be repeated",
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        metavar="WORDS",
+        help='words before the launcher, as in --prefix "numactl -m 0"',
+    )
+    parser.add_argument(
+        "--extra-mpi-flags", default="", metavar="WORDS", help="more words for mpiexec or srun"
+    )
+    parser.add_argument(
+        "--launcher",
+        choices=("auto", "torchrun", "mpiexec", "srun"),
+        default="auto",
+        help="what starts the ranks; auto: torchrun's machinery on this host, srun in a Slurm allocation, else mpiexec",
+    )
+    parser.add_argument(
+        "--mpiexec",
+        metavar="PATH",
+        help="the mpiexec to use; default: the one of the package mpich, then the one on PATH",
+    )
+    parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show the launcher's command and set FOG_LOG_LEVEL=debug"
+    )
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
+    )
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="script.py ...",
+        help="the script or program, and its arguments",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Starts the ranks and waits for their end."""
+    command, environment = prepare(arguments, os.environ)
+    if arguments.verbose:
+        print(f"fog run: {command}", file=sys.stderr, flush=True)
+    try:
+        return processes.run(command.words, environment | command.variables)
+    except OSError as error:
+        raise UsageError(f"{command.words[0]}: {error.strerror}") from error
+
+
+def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Command, dict[str, str]]:
+    """Checks what the command line asks for.
+
+    Args:
+        arguments: Of the parser.
+        environment: The variables of this process.
+
+    Returns:
+        The launcher's command, and all its variables but its own.
+
+    Raises:
+        UsageError: It cannot be done.
+    """
+    if arguments.num_proc < 1:
+        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
+    if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
+        raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
+    given = parse_hosts(arguments.hosts) if arguments.hosts else None
+    if arguments.hostfile:
+        given = read_hostfile(arguments.hostfile)
+    hosts = place(given, arguments.num_proc) if given else [Host("localhost", arguments.num_proc)]
+    variables = _variables(arguments, environment)
+    job = Job(
+        ranks=arguments.num_proc,
+        hosts=hosts,
+        command=rank_command(arguments.command, arguments.module, variables),
+        environment=variables,
+        ssh_port=arguments.ssh_port,
+        interface=arguments.network_interface,
+        prefix=shlex.split(arguments.prefix),
+        flags=shlex.split(arguments.extra_mpi_flags),
+        as_root=os.geteuid() == 0,
+    )
+    if job.prefix and shutil.which(job.prefix[0]) is None:
+        raise UsageError(f"--prefix: got {job.prefix[0]!r}, which is no program")
+    launcher = choose_launcher(arguments.launcher, hosts, given is not None, environment)
+    if launcher == "torchrun":
+        return launchers.on_this_host(job), variables
+    if launcher == "srun":
+        if shutil.which("srun") is None:
+            raise UsageError("--launcher srun: there is no srun on PATH")
+        return launchers.by_srun(job, given is not None), variables
+    mpiexec = find_mpiexec(arguments.mpiexec)
+    return launchers.by_mpiexec(job, mpiexec, _version_of(mpiexec)), variables
+
+
+def choose_launcher(asked: str, hosts: Sequence[Host], given: bool, environment: Mapping[str, str]) -> str:
+    """Returns "torchrun", "mpiexec" or "srun".
+
+    Raises:
+        UsageError: torchrun is asked for and a host is not this one, or srun outside of an allocation.
+    """
+    others = [host.name for host in hosts if not is_local(host.name)]
+    allocated = "SLURM_JOB_ID" in environment
+    if asked == "torchrun" and others:
+        raise UsageError(
+            f"--launcher torchrun: it starts ranks of this host only, got {', '.join(others)}. "
+            "Start `torchrun --nnodes` on each host, or take --launcher mpiexec"
+        )
+    if asked == "srun" and not allocated:
+        raise UsageError(
+            "--launcher srun: this is no allocation of Slurm (SLURM_JOB_ID is not set): begin with salloc or sbatch"
+        )
+    if asked != "auto":
+        return asked
+    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+    if allocated and (others or (not given and nodes.isdecimal() and int(nodes) > 1)):
+        return "srun"
+    return "mpiexec" if others else "torchrun"
+
+
+def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
+    """Returns the command of a rank.
+
+    Args:
+        words: A script, a module or a program, and its arguments.
+        is_module: Whether the first word is a module.
+        environment: The ranks' variables, for PATH.
+
+    Raises:
+        UsageError: There is no such thing.
+    """
+    if words and words[0] == "--":
+        words = words[1:]
+    if not words:
+        raise UsageError(
+            "what shall the ranks run? Name a script, -m and a module, or a program, after the options"
+        )
+    first = words[0]
+    if is_module:
+        package = first.partition(".")[0]
+        here = any(Path(package + end).exists() for end in ("", ".py"))
+        if not here and importlib.util.find_spec(package) is None:
+            raise UsageError(f"-m {first}: there is no module {package}")
+        return [sys.executable, "-m", *words]
+    if first.startswith("-"):
+        raise UsageError(f"{first}: no option of fog run; `fog run --help` lists them")
+    if first.endswith(".py") or (Path(first).is_file() and not os.access(first, os.X_OK)):
+        _check_script(first)
+        return [sys.executable, *words]
+    if first not in ("python", "python3") and shutil.which(first, path=environment.get("PATH")) is None:
+        raise UsageError(f"{first}: there is no such script or program")
+    if re.fullmatch(r"python[\d.]*", Path(first).name) and len(words) > 1 and not words[1].startswith("-"):
+        _check_script(words[1])
+    # The one that has fog, whether its environment is activated or not.
+    return [sys.executable if first in ("python", "python3") else first, *words[1:]]
+
+
+def _check_script(path: str) -> None:
+    if not Path(path).is_file():
+        raise UsageError(f"{path}: there is no such script")
+
+
+def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+    """The ranks' environment."""
+    # As torchrun does it: ranks that share cores are slower with a thread a core each. Lines are to be seen at once.
+    variables = {"OMP_NUM_THREADS": "1"} if arguments.num_proc > 1 else {}
+    variables |= {"PYTHONUNBUFFERED": "1"} | dict(environment)
+    if arguments.network_interface:
+        names = ("FOG_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
+        variables |= dict.fromkeys(names, arguments.network_interface)
+    if arguments.verbose:
+        variables["FOG_LOG_LEVEL"] = "debug"
+    if arguments.timeline_filename:
+        variables["FOG_TIMELINE"] = arguments.timeline_filename
+    for entry in arguments.variables:
+        name, is_given, value = entry.partition("=")
+        if not name.isidentifier():
+            raise UsageError(f"-x: got {entry!r}; allowed are NAME and NAME=VALUE")
+        if not is_given and name not in environment:
+            raise UsageError(f"-x {name}: it is not set here; give it a value: -x {name}=VALUE")
+        if is_given:
+            variables[name] = value
+    return variables
+
+
+def find_mpiexec(named: str | None) -> str:
+    """Returns the path of an mpiexec.
+
+    Raises:
+        UsageError: There is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = shutil.which(named) if named else str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise UsageError(
+            f"--mpiexec {named}: there is no such program"
+            if named
+            else "there is no mpiexec: pip install 'mpich>=5', or name one with --mpiexec"
+        )
+    return found
+
+
+def _version_of(mpiexec: str) -> str:
+    try:
+        done = subprocess.run(
+            [mpiexec, "--version"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=20,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{mpiexec} --version: {error}") from error
+    return done.stdout.decode(errors="replace")

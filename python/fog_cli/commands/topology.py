@@ -1,0 +1,199 @@
+"""`fog topology`: what a topology costs and how fast ranks agree on it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fog_cli import UsageError
+
+if TYPE_CHECKING:
+    from fogdist.topology import Topology
+
+_EXAMPLES = """\
+examples:
+  fog topology exp2 -n 16
+  fog topology base-2 -n 12 --plot base.png      the graph of each round, and how fast ranks agree
+  fog topology ring -n 8 --bytes 400M --edges    for a model of 400 MB; who sends to whom
+  fog topology all -n 16                         a table that compares them
+
+Static graphs: {static}.
+Sequences of rounds: {sequences}.
+docs/topologies.md says which to choose.
+"""
+
+# Static ones are those of fogdist.topology.by_name, which imports numpy and networkx; a test compares the two.
+STATIC = (
+    "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus", "d-equistatic",
+    "u-equistatic", "star", "full",
+)  # fmt: skip
+SEQUENCES = (
+    "one-peer-exp2",
+    "one-peer-hypercube",
+    "base-2",
+    "base-3",
+    "base-4",
+    "od-equidyn",
+    "ou-equidyn",
+    "random-matching",
+)
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+
+
+def add(subparsers: Any) -> None:
+    """Describes the command."""
+    parser = subparsers.add_parser(
+        "topology",
+        help="show what a topology costs, and draw it",
+        description="Shows the degree, the spectral gap, the rounds to agreement and the traffic of a topology.",
+        epilog=_EXAMPLES.format(static=", ".join(STATIC), sequences=", ".join(SEQUENCES)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "name",
+        choices=(*STATIC, *SEQUENCES, "all"),
+        metavar="NAME",
+        help="a topology of the lists below, or all",
+    )
+    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
+    parser.add_argument(
+        "--bytes",
+        type=byte_count,
+        default=byte_count("4M"),
+        metavar="SIZE",
+        help="size of what is averaged: 1000, 4K, 400M, 1G, 64Mi (default: 4M)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw it, in the format that the file's ending names; needs matplotlib"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random topologies (default: 0)")
+    parser.add_argument("--edges", action="store_true", help="list who sends to whom, in each round")
+
+
+def byte_count(text: str) -> int:
+    """Returns the bytes of "4K" or "64Mi".
+
+    Raises:
+        argparse.ArgumentTypeError: It is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?[iI]?)B?", text)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; allowed are sizes such as 1000, 4K, 400M, 1G and 64Mi"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the numbers."""
+    _leave_out_torch()
+    from fogdist.topology import TopologyError, plot, summary
+
+    try:
+        if arguments.name == "all":
+            if arguments.plot or arguments.edges:
+                raise UsageError("all: --plot and --edges need the name of one topology")
+            print(summary(arguments.ranks))
+            return 0
+        topology = make(arguments.name, arguments.ranks, arguments.seed)
+        print("\n".join(describe(topology, arguments.bytes)))
+        if arguments.edges:
+            print("\n".join(edges(topology)))
+        if arguments.plot:
+            plot(topology, arguments.plot)
+            print(f"drawn: {arguments.plot}")
+    except TopologyError as error:
+        raise UsageError(str(error)) from error
+    except (ImportError, OSError, ValueError) as error:
+        if not arguments.plot:
+            raise
+        raise UsageError(f"--plot {arguments.plot}: {error}") from error
+    return 0
+
+
+def _leave_out_torch() -> None:
+    """Has `fogdist.topology` imported without the rest of fogdist, which imports torch: this command needs neither."""
+    if "fogdist" in sys.modules:
+        return
+    specification = importlib.util.find_spec("fogdist")
+    if specification is None:
+        raise UsageError("the package fogdist is not installed")
+    sys.modules["fogdist"] = importlib.util.module_from_spec(specification)
+
+
+def make(name: str, ranks: int, seed: int) -> Topology:
+    """Returns a topology by its name.
+
+    Raises:
+        TopologyError: It does not exist for so many ranks.
+    """
+    from fogdist import topology
+
+    if name in STATIC:
+        return topology.Topology.from_graph(name, topology.by_name(name, ranks))
+    sequences: dict[str, Callable[[], Topology]] = {
+        "one-peer-exp2": lambda: topology.one_peer_exponential(ranks),
+        "one-peer-hypercube": lambda: topology.one_peer_hypercube(ranks),
+        "base-2": lambda: topology.base_graph(ranks, 1),
+        "base-3": lambda: topology.base_graph(ranks, 2),
+        "base-4": lambda: topology.base_graph(ranks, 3),
+        "od-equidyn": lambda: topology.equi_dynamic(ranks, seed=seed),
+        "ou-equidyn": lambda: topology.equi_dynamic(ranks, directed=False, seed=seed),
+        "random-matching": lambda: topology.random_matching(ranks, seed=seed),
+    }
+    return sequences[name]()
+
+
+def describe(topology: Topology, size: int) -> list[str]:
+    """Returns the lines that say what a topology costs for tensors of `size` bytes."""
+    exact, near = topology.rounds_to_exact_consensus, topology.rounds_to(1e-6)
+    period = {None: "never repeats", 1: "the same in each step"}.get(
+        topology.period, f"repeats after {topology.period} steps"
+    )
+    mean = topology.bytes_per_step(1.0)
+    rows = [
+        ("ranks", str(topology.size)),
+        ("period", period),
+        ("degree", f"a rank sends to {topology.max_degree} at most, {mean:.2f} on average"),
+        (
+            "spectral gap",
+            f"{topology.spectral_gap:.4f}"
+            + ("" if topology.period in (None, 1) else ", of the product over a period"),
+        ),
+        ("exact average", "only approached" if exact is None else f"after {exact} steps"),
+        ("average to 1e-6", "in more than 1000 steps" if near is None else f"after {near} steps"),
+        ("messages a step", f"{mean * topology.size:.1f} in all, of {_shown(size)}"),
+        (
+            "bytes a step",
+            f"{_shown(mean * size)} sent by a rank on average, {_shown(topology.max_degree * size)} at most",
+        ),
+    ]
+    if near is not None:
+        sent = sum(topology.bytes_per_step(size, t) for t in range(near))
+        rows.append(("bytes to 1e-6", f"{_shown(sent)} sent by a rank on average"))
+    return [topology.name, *(f"  {label:16} {text}" for label, text in rows)]
+
+
+def edges(topology: Topology, most: int = 16) -> list[str]:
+    """Returns who sends to whom, of `most` rounds at most."""
+    rounds = min(topology.period or most, most)
+    lines = []
+    for t in range(rounds):
+        lines.append(f"  step {t}" if topology.period != 1 else "  each step")
+        for rank in range(topology.size):
+            to = ", ".join(map(str, topology.peers(rank, t)["dst_weights"]))
+            lines.append(f"    {rank} -> {to or '-'}")
+    if topology.period is None or topology.period > most:
+        lines.append("    and so on")
+    return lines
+
+
+def _shown(size: float) -> str:
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size:.3g} B"

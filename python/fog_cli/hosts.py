@@ -1,0 +1,93 @@
+"""Where ranks run: `-H host:slots,...` and host files."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fog_cli import UsageError
+
+_NAME = r"\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+"
+_ENTRY = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
+_LINE = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+)|\s+slots\s*=\s*(?P<words>\d+))?")
+_FORMS = "allowed are 'host', 'host:slots' and, in a file, 'host slots=n'"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Returns the hosts of `-H`: "a:2,b:2".
+
+    Raises:
+        UsageError: An entry is not understood.
+    """
+    return _collect(
+        _ENTRY, ((f"-H: entry {number}", entry) for number, entry in enumerate(text.split(","), 1))
+    )
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Returns the hosts of a file: a line each, "host slots=2", "host:2" or "host"; # begins a comment.
+
+    Raises:
+        UsageError: The file cannot be read, has no host, or a line is not understood.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from error
+    entries = [
+        (f"--hostfile {path}: line {number}", line.partition("#")[0]) for number, line in enumerate(lines, 1)
+    ]
+    hosts = _collect(_LINE, ((where, line) for where, line in entries if line.strip()))
+    if not hosts:
+        raise UsageError(f"--hostfile {path}: it names no host; {_FORMS}")
+    return hosts
+
+
+def _collect(pattern: re.Pattern[str], entries: Iterable[tuple[str, str]]) -> list[Host]:
+    """The hosts of entries; one that comes several times has the sum of its slots, as in the files of batch systems."""
+    slots: dict[str, int] = {}
+    for where, entry in entries:
+        match = pattern.fullmatch(entry.strip())
+        found = match.groupdict() if match else {}
+        count = int(found.get("slots") or found.get("words") or 1)
+        if match is None or count < 1:
+            raise UsageError(f"{where}: got {entry.strip()!r}; {_FORMS}, with one slot at least")
+        name = match["name"].strip("[]")
+        slots[name] = slots.get(name, 0) + count
+    return [Host(name, count) for name, count in slots.items()]
+
+
+def place(hosts: Sequence[Host], ranks: int) -> list[Host]:
+    """Returns the hosts that `ranks` ranks fill in order, with the number of ranks of each.
+
+    Raises:
+        UsageError: The hosts have too few slots.
+    """
+    total = sum(host.slots for host in hosts)
+    if total < ranks:
+        listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise UsageError(f"-np: got {ranks}; the hosts have {total} slots: {listed}")
+    placed = []
+    for host in hosts:
+        taken = min(host.slots, ranks)
+        if taken:
+            placed.append(Host(host.name, taken))
+        ranks -= taken
+    return placed
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is this machine's own."""
+    own = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().partition(".")[0]}
+    return name in own

@@ -1,0 +1,92 @@
+"""One rank of `fog bench`, in the environment of torchrun: `python -m fog_cli.programs.bench_ranks SECONDS BYTES ...`"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import fogdist
+import torch
+import torch.distributed as dist
+
+from fog_cli.programs.report import tell
+
+_TIMEOUT = timedelta(seconds=60)
+_WARM_UP, _LEAST, _MOST = 2, 5, 200
+
+
+def _neighbors_by_gloo(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What neighbor_allreduce does, as one writes it with c10d: isend and irecv, then the mean."""
+    receivers, senders = fogdist.out_neighbor_ranks(), fogdist.in_neighbor_ranks()
+    received = [torch.empty_like(x) for _ in senders]
+    works = [dist.irecv(buffer, rank, group) for buffer, rank in zip(received, senders, strict=True)]
+    works += [dist.isend(x, rank, group) for rank in receivers]
+    for work in works:
+        if work is not None:
+            work.wait()
+    return torch.stack([x, *received]).mean(0)
+
+
+def _allreduce(x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    dist.all_reduce(x.fill_(1.0), group=group)
+
+
+def _put(window: Any, x: torch.Tensor) -> None:
+    window.put(x)
+    window.update()
+
+
+def _median(action: Callable[[], object], seconds: float) -> float:
+    """Seconds that one call takes, the slowest rank's median. All ranks make the same number of calls."""
+    for _ in range(_WARM_UP):
+        action()
+    begin = time.perf_counter()
+    action()
+    calls = torch.tensor([seconds / max(time.perf_counter() - begin, 1e-6)], dtype=torch.float64)
+    dist.all_reduce(calls, dist.ReduceOp.MIN)
+    times = []
+    for _ in range(min(max(int(calls.item()), _LEAST), _MOST)):
+        dist.barrier()
+        begin = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - begin)
+    median = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return float(median.item())
+
+
+def main() -> None:
+    """Times each operation in fog and in Gloo, in turn."""
+    seconds, sizes = float(sys.argv[1]), [int(word) for word in sys.argv[2:]]
+    torch.set_num_threads(1)
+    dist.init_process_group("fog", timeout=_TIMEOUT)
+    fogdist.init()
+    gloo: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+    for size in sizes:
+        x = torch.ones(max(size // 4, 1))
+        window = fogdist.Window(x.clone(), zero_init=True)
+        pairs: list[tuple[str, Callable[[], object], Callable[[], object] | None]] = [
+            (
+                "neighbor_allreduce",
+                partial(fogdist.neighbor_allreduce, x),
+                partial(_neighbors_by_gloo, x, gloo),
+            ),
+            ("allreduce", partial(_allreduce, x, None), partial(_allreduce, x, gloo)),
+            ("window put and update", partial(_put, window, x), None),
+        ]
+        for name, by_fog, by_gloo in pairs:
+            times = {"fog": _median(by_fog, seconds), "gloo": _median(by_gloo, seconds) if by_gloo else None}
+            if dist.get_rank() == 0:
+                tell(name=name, bytes=x.numel() * 4, **times)
+        window.free()
+    fogdist.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Starts ranks on this host by torchrun's machinery: `python -m fog_cli.programs.local_ranks N COMMAND ...`.
+
+`torch.distributed.launcher` is what torchrun itself calls. Called here, and not as the program torchrun, it also says
+which rank failed first, whose exit status is passed on.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import uuid
+
+from fog_cli.programs.rank import die_with_parent
+
+
+def main() -> int:
+    """Runs the command of the command line on each rank; returns the exit status."""
+    die_with_parent()
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    ranks, (program, *words) = int(sys.argv[1]), sys.argv[2:]
+    with tempfile.TemporaryDirectory(prefix="fog-run-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=str(uuid.uuid4()),
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # a host's own name need not resolve
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, program)(*words)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            status = int(failure.exitcode)
+            how = f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+            print(f"fog run: rank {rank} (process {failure.pid}) ended {how}", file=sys.stderr)
+            return status if status >= 0 else 128 - status
+        except SignalException as error:
+            return 128 + int(error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Becomes a rank's own program, and puts the rank before each line of output: `python -m fog_cli.programs.rank COMMAND`.
+
+It starts a second process that reads both streams, and then runs the command in its own place: the launcher sees the
+process id, the exit status and the signals of the command itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import selectors
+import signal
+import sys
+from collections.abc import Mapping
+from typing import NoReturn
+
+# What launchers say: torchrun, MPICH and Intel MPI, Open MPI, Slurm. fog_pg.environment describes them, but importing
+# that imports torch.
+RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+# Of <sys/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+_MOST_READ = 1 << 16
+# A line is held until it ends, but not beyond this size.
+_LONGEST = 1 << 20
+
+
+def rank_of(environment: Mapping[str, str]) -> str:
+    """The rank that the launcher gave, "?" if it gave none."""
+    return next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "?")
+
+
+def die_with_parent() -> None:
+    """Has the system send SIGTERM to this process, and to what it becomes, when its parent ends."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class LinePrefixer:
+    """Turns what is read into whole lines with a prefix. A carriage return ends a line too, as in progress bars."""
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._rest = b""
+
+    def lines(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes; without data, what is left at the end."""
+        text = self._rest + data
+        # A "\r" at the very end may be the first half of "\r\n".
+        held = b"\r" if data and text.endswith(b"\r") else b""
+        text = text[: len(text) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *whole, rest = text.split(b"\n")
+        if rest and (not data or len(rest) > _LONGEST):
+            whole.append(rest)
+            rest = b""
+        self._rest = rest + held
+        return [self._prefix + line + b"\n" for line in whole]
+
+
+def copy_lines(streams: Mapping[int, int], prefix: bytes) -> None:
+    """Copies each stream, from descriptor to descriptor, until all of them end."""
+    selector = selectors.DefaultSelector()
+    prefixers = {source: LinePrefixer(prefix) for source in streams}
+    for source in streams:
+        selector.register(source, selectors.EVENT_READ)
+    while selector.get_map():
+        for key, _ in selector.select():
+            source = key.fd
+            data = os.read(source, _MOST_READ)
+            if not data:
+                selector.unregister(source)
+            if lines := prefixers[source].lines(data):
+                write_whole(streams[source], b"".join(lines))
+
+
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Writes all of it with no other rank's lines in between: ranks share a pipe, where only short writes are one."""
+    locked = False
+    with contextlib.suppress(OSError):  # what cannot be locked is not shared
+        fcntl.lockf(descriptor, fcntl.LOCK_EX)
+        locked = True
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        return  # whoever read it is gone, but the rank goes on
+    finally:
+        if locked:
+            fcntl.lockf(descriptor, fcntl.LOCK_UN)
+
+
+def _start_copying(prefix: bytes) -> None:
+    """Puts pipes in the place of both streams, and a process at their ends that is no child of this one."""
+    pipes = {1: os.pipe(), 2: os.pipe()}
+    child = os.fork()
+    if child == 0:
+        if os.fork() == 0:
+            os.setsid()  # launchers kill the whole group of a rank
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(
+                    number, signal.SIG_IGN
+                )  # they are for the rank, whose last words are to be seen
+            for _, writer in pipes.values():
+                os.close(writer)
+            with contextlib.suppress(BaseException):
+                copy_lines({reader: stream for stream, (reader, _) in pipes.items()}, prefix)
+        os._exit(0)
+    os.waitpid(child, 0)
+    for stream, (reader, writer) in pipes.items():
+        os.dup2(writer, stream)
+        os.close(reader)
+        os.close(writer)
+
+
+def main() -> NoReturn:
+    """Runs the command of the command line."""
+    die_with_parent()
+    words = sys.argv[1:]
+    _start_copying(f"[{rank_of(os.environ)}] ".encode())
+    try:
+        os.execvp(words[0], words)
+    except OSError as error:
+        print(f"fog run: {words[0]}: {error.strerror}", file=sys.stderr)
+        sys.exit(127)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Starts the programs of `fog_cli.programs` on this host, as ranks where they are ranks, with a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# By these a process takes itself for another launcher's rank.
+_OF_LAUNCHERS = ("PMI", "OMPI_", "SLURM_", "MPI_LOCAL", "TORCHELASTIC_", "HYDI_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        status: Exit status, negative the signal; None if its time was over and it was killed.
+        lines: The objects that it printed on standard output, a line of JSON each.
+        errors: What it printed on standard error.
+    """
+
+    status: int | None
+    lines: list[dict[str, Any]]
+    errors: str
+
+    def why(self) -> str:
+        """In words why it did not end well, "" if it did."""
+        if self.status == 0:
+            return ""
+        if self.status is None:
+            return "it did not end in time and was killed"
+        last = self.errors.strip().splitlines()[-1:]
+        how = (
+            f"signal {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
+        )
+        return f"{how}: {last[0]}" if last else how
+
+
+def run_program(name: str, words: Sequence[str] = (), *, limit: float) -> Ended:
+    """Runs one program of `fog_cli.programs`; `limit` is in seconds."""
+    (ended,) = _run([(name, list(words), {})], limit)
+    return ended
+
+
+def run_ranks(
+    name: str,
+    ranks: int,
+    words: Sequence[str] = (),
+    *,
+    limit: float,
+    variables: Mapping[str, str] | None = None,
+) -> list[Ended]:
+    """Runs a program on `ranks` processes, in the environment of torchrun.
+
+    Args:
+        name: Of a module of `fog_cli.programs`.
+        ranks: How many.
+        words: Its command line.
+        limit: In seconds.
+        variables: More environment variables.
+
+    Returns:
+        How each rank ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    starts = []
+    for rank in range(ranks):
+        own = {key: str(value) for key, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        starts.append((name, list(words), own | dict(variables or {})))
+    return _run(starts, limit)
+
+
+def _run(starts: Sequence[tuple[str, list[str], dict[str, str]]], limit: float) -> list[Ended]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
+    deadline = time.monotonic() + limit
+    # To files, as a pipe that nobody empties would hold a process up, and one that is left behind would hold this one.
+    with tempfile.TemporaryDirectory(prefix="fog-") as folder:
+        outputs = [
+            (Path(folder, f"{number}.out"), Path(folder, f"{number}.err")) for number in range(len(starts))
+        ]
+        processes = []
+        try:
+            for (name, words, variables), (out, err) in zip(starts, outputs, strict=True):
+                with out.open("wb") as stdout, err.open("wb") as stderr:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, "-m", f"fog_cli.programs.{name}", *words],
+                            env=inherited | variables,
+                            stdin=subprocess.DEVNULL,
+                            stdout=stdout,
+                            stderr=stderr,
+                            start_new_session=True,
+                        )
+                    )
+            statuses = [_wait(process, deadline) for process in processes]
+        finally:
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return [
+            Ended(status, _objects(out), err.read_text(errors="replace"))
+            for status, (out, err) in zip(statuses, outputs, strict=True)
+        ]
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    try:
+        return process.wait(max(deadline - time.monotonic(), 0.0))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """The lines that are JSON objects; libraries print others."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                found.append(value)
+    return found

@@ -1,0 +1,197 @@
+"""What the ranks of this host have in flight, and whom they wait for: read from outside, also while they hang or are stopped.
+
+Each process with a group of fog keeps its last 256 operations, those in flight before all others, in an anonymous file that
+processes of the same user can read. Reading it disturbs nobody. `fog dump` prints `report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fog_pg import _extension
+
+# An operation that is younger may just be on its way; and the ranks that it waits for are noted after a second.
+_SECONDS = 1.0
+# How many of the operations that have ended are printed.
+_LAST = 3
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a process.
+
+    Attributes:
+        what: The call, such as "allreduce(SUM, float32[3])".
+        group: Name of its group.
+        rank: This process's rank in the group.
+        number: Which of the group's operations it is on this rank.
+        key: A number that is the same on all ranks of the group; of an operation with a name, each time the same.
+        state: "in flight", "done" or "failed".
+        age: Seconds since it began.
+        seconds: How long it took, or has taken so far.
+        awaited: The first ranks of the group that it waits for; empty in its first second.
+        awaited_count: How many they are.
+    """
+
+    what: str
+    group: str
+    rank: int
+    number: int
+    key: int
+    state: str
+    age: float
+    seconds: float
+    awaited: list[int]
+    awaited_count: int
+
+    def __str__(self) -> str:
+        return f"#{self.number} {self.what} of group '{self.group}'"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process and its operations.
+
+    Attributes:
+        pid: Its number in this system.
+        rank: Its rank among all of the job.
+        size: Ranks of the job.
+        host: Name of its host.
+        operations: The oldest first.
+    """
+
+    pid: int
+    rank: int
+    size: int
+    host: str
+    operations: list[Operation]
+
+    @property
+    def in_flight(self) -> list[Operation]:
+        """Those that have not ended."""
+        return [operation for operation in self.operations if operation.state == "in flight"]
+
+
+def read(pid: int) -> Process:
+    """Reads what a process of this host has recorded.
+
+    Raises:
+        TypeError: `pid` is no int.
+        ValueError: There is no such process, it is another user's, or it has no group of this version of fog.
+    """
+    if not isinstance(pid, int) or isinstance(pid, bool):
+        raise TypeError(f"pid must be an int, got {type(pid).__name__}")
+    found: dict[str, Any] = _extension.load().read_flight_record(pid)
+    operations = [Operation(**each) for each in found["operations"]]
+    return Process(found["pid"], found["rank"], found["size"], found["host"], operations)
+
+
+def processes() -> list[int]:
+    """The processes of this host that have a record and that this user may read."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, ValueError):  # it has ended, is another user's, or a fork
+            if any(_is_record(link) for link in (entry / "fd").iterdir()):
+                read(int(entry.name))
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _is_record(link: Path) -> bool:
+    try:
+        return "fog_flight_record" in os.readlink(link)
+    except OSError:  # it was closed meanwhile
+        return False
+
+
+def report(found: Sequence[Process]) -> str:
+    """Says in words what processes have in flight, and which ranks hold the others up."""
+    lines = []
+    for process in sorted(found, key=lambda each: (_job(each), each.rank)):
+        lines.append(f"process {process.pid}: rank {process.rank} of {process.size} on {process.host}")
+        for operation in process.in_flight:
+            lines.append(f"  in flight for {operation.age:.1f} s: {operation}{_waits(operation)}")
+        if not process.in_flight:
+            lines.append("  nothing in flight")
+        ended = [operation for operation in process.operations if operation.state != "in flight"]
+        for operation in ended[-_LAST:]:
+            ago = operation.age - operation.seconds
+            lines.append(
+                f"  {operation.state} {ago:.1f} s ago, after {operation.seconds * 1e3:.3g} ms: {operation}"
+            )
+    blamed = _blamed(found)
+    return "\n".join([*lines, *([""] if blamed else []), *blamed])
+
+
+def _waits(operation: Operation) -> str:
+    if not operation.awaited:
+        return ""
+    more = operation.awaited_count - len(operation.awaited)
+    return f", waits for {_ranks(operation.awaited)}" + (f" and {more} more" if more > 0 else "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _job(process: Process) -> tuple[int, int]:
+    """What the ranks of one job on one host have in common: their launcher and how many they are."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return (0, process.size)
+    parent = next((line for line in status.splitlines() if line.startswith("PPid:")), "PPid: 0")
+    return (int(parent.split()[1]), process.size)
+
+
+def _blamed(found: Sequence[Process]) -> list[str]:
+    """A line for each rank that others wait for in an operation that it has not begun."""
+    lines = []
+    jobs: dict[tuple[int, int], list[Process]] = defaultdict(list)
+    for process in found:
+        jobs[_job(process)].append(process)
+    for job in jobs.values():
+        # By group and its rank there.
+        members = {
+            (operation.group, operation.rank): process for process in job for operation in process.operations
+        }
+        waiting: dict[tuple[str, int, int], list[tuple[Process, Operation]]] = defaultdict(list)
+        for process in job:
+            for operation in process.in_flight:
+                if operation.age >= _SECONDS:
+                    for rank in operation.awaited:
+                        waiting[operation.group, operation.key, rank].append((process, operation))
+        for (group, key, rank), waiters in sorted(waiting.items()):
+            operation = waiters[0][1]
+            who = _ranks(sorted(waiter.rank for waiter, _ in waiters))
+            member = members.get((group, rank))
+            if member is None:
+                lines.append(
+                    f"{who} wait{'s' if len(waiters) == 1 else ''} in {operation} for rank {rank}, which is not here."
+                )
+                continue
+            own = [each for each in member.operations if (each.group, each.key) == (group, key)]
+            if not own:
+                last = max(
+                    (each for each in member.operations if each.group == group),
+                    key=lambda each: each.number,
+                    default=None,
+                )
+                done = (
+                    f"; the last that it began there is {last}, {last.age:.1f} s ago"
+                    if last is not None
+                    else ""
+                )
+                lines.append(
+                    f"rank {rank} (process {member.pid}) has not begun {operation}, in which {who} "
+                    f"wait{'s' if len(waiters) == 1 else ''} for it{done}."
+                )
+    return lines

@@ -1,0 +1,269 @@
+"""Merging: the ranks' timelines in one file, on one clock.
+
+Ranks of one machine share a clock. The offset between two machines is found in the messages themselves: none arrives before it
+was sent, so each message one way gives a lower bound of the offset and each message the other way an upper one, and the middle of
+the tightest two is off by half of what a small message takes, there and back, at most. That is done for stretches of time, as
+clocks drift. Machines that exchanged nothing keep their wall clocks. (Cristian, "Probabilistic clock synchronization",
+Distributed Computing 3, 1989, has the bounds.)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Event = dict[str, Any]
+
+# Stretches of time with an offset each, in microseconds.
+_STRETCH = 10e6
+# How often the drift is fitted: the first time from bounds that it has blurred.
+_FITS = 3
+
+
+@dataclass
+class _Trace:
+    """What one rank has recorded."""
+
+    path: Path
+    rank: int
+    size: int
+    clock: str
+    wall: float  # microseconds of the wall clock when this one was 0
+    events: list[Event]
+    # When the operation began here, and its slice, by the key that it has on all ranks.
+    operations: dict[str, tuple[float, Event]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Offset:
+    """The offset of a clock from the first one's, by time.
+
+    Attributes:
+        times: In microseconds of that clock, rising.
+        values: What is to be added there, in microseconds; between them the offset is a line.
+        width: How far the bounds lie apart, at most; infinite where no message showed them.
+    """
+
+    times: tuple[float, ...]
+    values: tuple[float, ...]
+    width: float
+
+    def at(self, time: float) -> float:
+        """The offset at a time of that clock."""
+        return float(np.interp(time, self.times, self.values))
+
+
+def merge(
+    traces: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], output: str | os.PathLike[str]
+) -> int:
+    """Writes one timeline of those of several ranks, on one clock that begins at 0.
+
+    An arrow goes from each operation's sender whose message came last to the receiver. A file whose rank was killed is taken as far
+    as it goes.
+
+    Args:
+        traces: The ranks' files; or the prefix that they were recorded with, after which come a number and ".json".
+        output: The file to write, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
+
+    Returns:
+        How many ranks there are.
+
+    Raises:
+        ValueError: There are no such files, one is not a timeline of fog, or two are of the same rank.
+        OSError: A file cannot be read or written.
+    """
+    if isinstance(traces, (str, os.PathLike)):
+        traces = files_of(traces)
+    read = sorted((_read(Path(path)) for path in traces), key=lambda trace: trace.rank)
+    if not read:
+        raise ValueError("traces must have at least one file, got none")
+    for one, other in itertools.pairwise(read):
+        if one.rank == other.rank:
+            raise ValueError(f"traces: {one.path} and {other.path} are both of rank {one.rank}")
+    offsets = clock_offsets(read)
+    _write(read, offsets, Path(output))
+    return len(read)
+
+
+def files_of(prefix: str | os.PathLike[str]) -> list[Path]:
+    """The timelines that were recorded with a prefix, by rank.
+
+    Raises:
+        ValueError: There are none.
+    """
+    text = os.fspath(prefix)
+    folder, start = os.path.split(text)
+    found = []
+    parent = Path(folder or ".")
+    for path in parent.iterdir() if parent.is_dir() else ():
+        number = path.name[len(start) :].removesuffix(".json")
+        if path.name.startswith(start) and path.name.endswith(".json") and number.isdecimal():
+            found.append((int(number), path))
+    if not found:
+        raise ValueError(f"traces: got the prefix {text!r}, but there is no file {text}<rank>.json")
+    return [path for _, path in sorted(found)]
+
+
+def _events(path: Path) -> Iterator[Event]:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        text = line.strip().rstrip(",")
+        if text in ("", "[", "]"):
+            continue
+        try:
+            event = json.loads(text)
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # its rank was killed while it wrote
+                return
+            raise ValueError(f"traces: {path}, line {number}: {error}") from None
+        if not isinstance(event, dict):
+            raise ValueError(f"traces: {path}, line {number} is no event")
+        yield event
+
+
+def _read(path: Path) -> _Trace:
+    events = list(_events(path))
+    if not events or events[0].get("name") != "fog_timeline":
+        raise ValueError(f"traces: {path} is not a timeline of fog")
+    about = events[0]["args"]
+    trace = _Trace(
+        path, about["rank"], about["size"], about["clock"], about["wall_clock_ns_at_zero"] / 1e3, events
+    )
+    for event in events:
+        key = event["args"].get("key") if event.get("cat") == "operation" else None
+        if key is not None:
+            trace.operations[key] = (event["ts"] + event["args"]["queued_us"], event)
+    return trace
+
+
+def _messages(sender: _Trace, receiver: _Trace) -> Iterator[tuple[float, float]]:
+    """When a rank began an operation, and when its message came to another one, each on the rank's own clock."""
+    for key, (begun, event) in receiver.operations.items():
+        wait = event["args"]["wait_us"].get(str(sender.rank))
+        sent = sender.operations.get(key)
+        if wait is not None and sent is not None:
+            yield sent[0], begun + wait
+
+
+def clock_offsets(traces: Sequence[_Trace]) -> dict[str, Offset]:
+    """The offset of each clock from that of the first trace."""
+    clocks: dict[str, list[_Trace]] = defaultdict(list)
+    for trace in traces:
+        clocks[trace.clock].append(trace)
+    first = traces[0].clock
+    wall = {clock: float(np.median([trace.wall for trace in its])) for clock, its in clocks.items()}
+    offsets = {clock: Offset((0.0,), (wall[clock] - wall[first],), np.inf) for clock in clocks}
+    offsets[first] = Offset((0.0,), (0.0,), 0.0)
+    # From clock to clock along the tightest bounds.
+    known: set[str] = set()
+    queue: list[tuple[float, str, Offset]] = [(0.0, first, offsets[first])]
+    while queue:
+        width, clock, offset = heapq.heappop(queue)
+        if clock in known:
+            continue
+        known.add(clock)
+        offsets[clock] = offset
+        for other in clocks:
+            if other not in known:
+                link = _offset_between(clocks[clock], clocks[other], offset)
+                if link is not None:
+                    heapq.heappush(queue, (max(width, link.width), other, link))
+    return offsets
+
+
+def _offset_between(ones: Iterable[_Trace], others: Iterable[_Trace], known: Offset) -> Offset | None:
+    """The offset of the others' clock, from messages with those whose offset is known; None if these don't bound it."""
+    others = list(others)
+    lower: list[
+        tuple[float, float]
+    ] = []  # when a message was, by the others' clock, and how it bounds the offset
+    upper: list[tuple[float, float]] = []
+    for one in ones:
+        for other in others:
+            lower += [(came, sent + known.at(sent) - came) for sent, came in _messages(one, other)]
+            upper += [(sent, came + known.at(came) - sent) for sent, came in _messages(other, one)]
+    if not lower or not upper:
+        return None
+    # The bounds of a stretch are those of one number only once the clocks' drift, a line, is taken from them.
+    (low_times, lows), (high_times, highs) = np.array(lower).T, np.array(upper).T
+    begin = min(low_times[0], high_times[0])
+    slope = 0.0
+    for fits in range(_FITS):
+        low = _tightest(low_times, lows - slope * (low_times - begin))
+        high = _tightest(high_times, -(highs - slope * (high_times - begin)))
+        stretches = sorted(low.keys() & high.keys())
+        if not stretches:
+            return None
+        times = (np.array(stretches) + 0.5) * _STRETCH
+        middles = np.array([(low[stretch] - high[stretch]) / 2 for stretch in stretches])
+        width = max(-high[stretch] - low[stretch] for stretch in stretches)
+        if len(stretches) > 1 and fits + 1 < _FITS:
+            slope += float(np.polyfit(times, middles, 1)[0])
+    values = middles + slope * (times - begin)
+    # Before the first stretch's middle and after the last one's, the line goes on.
+    times = np.array([times[0] - _STRETCH, *times, times[-1] + _STRETCH])
+    values = np.array([values[0] - slope * _STRETCH, *values, values[-1] + slope * _STRETCH])
+    return Offset(tuple(times), tuple(values), abs(float(width)))
+
+
+def _tightest(times: np.ndarray, bounds: np.ndarray) -> dict[int, float]:
+    """The largest bound of each stretch."""
+    found: dict[int, float] = {}
+    for stretch, bound in zip((times // _STRETCH).astype(int).tolist(), bounds.tolist(), strict=True):
+        found[stretch] = max(bound, found.get(stretch, -np.inf))
+    return found
+
+
+def _write(traces: Sequence[_Trace], offsets: dict[str, Offset], output: Path) -> None:
+    by_rank = {trace.rank: trace for trace in traces}
+    begin = min(
+        (
+            event["ts"] + offsets[trace.clock].at(event["ts"])
+            for trace in traces
+            for event in trace.events
+            if "ts" in event
+        ),
+        default=0.0,
+    )
+
+    def shifted(trace: _Trace, time: float) -> float:
+        return round(time + offsets[trace.clock].at(time) - begin, 3)
+
+    with output.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ns", "traceEvents": [')
+        separator = "\n"
+        arrow = 0
+        for trace in traces:
+            for event in trace.events:
+                if event["name"] in ("fog_timeline", "fog_dropped"):
+                    continue
+                time = {"ts": shifted(trace, event["ts"])} if "ts" in event else {}
+                file.write(separator + json.dumps({**event, **time}))
+                separator = ",\n"
+            for key, (begun, event) in trace.operations.items():
+                waits = event["args"]["wait_us"]
+                if not waits:
+                    continue
+                last = max(waits, key=lambda rank: float(waits[rank]))
+                sender = by_rank.get(int(last))
+                sent = sender.operations.get(key) if sender is not None else None
+                if sender is None or sent is None:
+                    continue
+                arrow += 1
+                common = {"name": "message", "cat": "message", "id": arrow}
+                start, came = shifted(sender, sent[0]), shifted(trace, begun + waits[last])
+                for part in (
+                    {**common, "ph": "s", "pid": sender.rank, "tid": sent[1]["tid"], "ts": start},
+                    {**common, "ph": "f", "bp": "e", "pid": trace.rank, "tid": event["tid"], "ts": came},
+                ):
+                    file.write(separator + json.dumps(part))
+        file.write("\n]}\n")

@@ -1,0 +1,133 @@
+"""Recording: begins and ends this rank's timeline, and adds what Python does to what the engine records by itself."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fog_pg import _extension
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Of activities that have begun: by tensor's name, the innermost last; each with the time when it began.
+_open: dict[str, list[tuple[str, int]]] = {}
+
+
+def start(prefix: str) -> str:
+    """Records what this rank does from now on, until `stop` or the program's end.
+
+    Args:
+        prefix: The file is `prefix`, the rank and ".json"; an older one is overwritten. A prefix that ends in a
+            separator is a folder, which must exist.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        TypeError: `prefix` is no string.
+        ValueError: There is a timeline already, the file cannot be written, or torch.distributed has no process group yet.
+    """
+    if not isinstance(prefix, (str, os.PathLike)):
+        raise TypeError(f"prefix must be a str or a path, got {type(prefix).__name__}")
+    if not dist.is_initialized():
+        raise ValueError("a timeline needs the rank: call fogdist.init() or dist.init_process_group() first")
+    extension = _extension.load()
+    extension.start_timeline(os.fspath(prefix), dist.get_rank(), dist.get_world_size())
+    path: str = extension.timeline_path()
+    return path
+
+
+def stop() -> None:
+    """Ends the timeline and completes its file; does nothing without one."""
+    if (extension := _loaded()) is not None:
+        extension.stop_timeline()
+
+
+def is_on() -> bool:
+    """Whether a timeline is being recorded."""
+    extension = _loaded()
+    return extension is not None and bool(extension.timeline_is_on())
+
+
+def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
+    """Begins an activity; activities of one name nest.
+
+    Args:
+        tensor_name: The track on which the activity is shown.
+        activity_name: What the slice is called.
+
+    Returns:
+        Whether there is a timeline; without one nothing is done.
+
+    Raises:
+        TypeError: A name is no string.
+    """
+    for argument, name in (("tensor_name", tensor_name), ("activity_name", activity_name)):
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} must be a str, got {type(name).__name__}")
+    if not is_on():
+        return False
+    _open.setdefault(tensor_name, []).append((activity_name, time.monotonic_ns()))
+    return True
+
+
+def timeline_end_activity(tensor_name: str) -> bool:
+    """Ends the activity that began last on that track.
+
+    Args:
+        tensor_name: As in `timeline_start_activity`.
+
+    Returns:
+        Whether one was open.
+    """
+    activities = _open.get(tensor_name)
+    if not activities:
+        return False
+    name, begin = activities.pop()
+    _add(tensor_name, name, begin)
+    return True
+
+
+@contextmanager
+def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
+    """A block that is an activity; arguments as in `timeline_start_activity`."""
+    begin = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        _add(tensor_name, activity_name, begin)
+
+
+def shown_as(name: str) -> Callable[[_Function], _Function]:
+    """Decorates a function of training: its calls are slices of that name on the track "training"."""
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def shown(*arguments: Any, **options: Any) -> Any:
+            if not is_on():
+                return function(*arguments, **options)
+            with timeline_context("training", name):
+                return function(*arguments, **options)
+
+        return shown  # type: ignore[return-value]
+
+    return decorate
+
+
+def _add(track: str, name: str, begin: int) -> None:
+    extension = _loaded()
+    if extension is not None:
+        extension.add_to_timeline(track, name, begin, time.monotonic_ns())
+
+
+def _loaded() -> ModuleType | None:
+    """The extension, if anything has loaded it: there is no timeline without it."""
+    return sys.modules.get("fog_pg._C")

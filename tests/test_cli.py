@@ -1,0 +1,811 @@
+"""The command line `fog`: what each command takes and refuses, and a few real runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import address, emulated_hosts
+from scripts import ROOT, Job, started
+
+# The command line need not be installed.
+sys.path.append(str(ROOT / "python"))
+import fog_cli
+from fog_cli import COMMANDS, UsageError, launchers, machine, main, processes
+from fog_cli.commands import doctor, run, topology
+from fog_cli.hosts import Host, is_local, parse_hosts, place, read_hostfile
+from fog_cli.launchers import Job as Ranks
+from fog_cli.programs.rank import LinePrefixer, rank_of
+from fog_cli.spawn import Ended, run_program
+
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+}
+FOG = [sys.executable, "-m", "fog_cli"]
+DOCUMENTATION = (ROOT / "docs" / "cli.md").read_text()
+TIMEOUT = 120.0  # room for a busy machine
+
+
+def fog(
+    *words: str, before: Sequence[str] = (), module: str = "fog_cli", folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `fog` to its end."""
+    return subprocess.run(
+        [*before, sys.executable, "-m", module, *words],
+        cwd=folder,
+        env=os.environ | ENVIRONMENT | variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    top = fog_cli.parser()
+    (action,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+# --- all commands -------------------------------------------------------------------------------------------
+
+
+def test_every_command_has_a_help_with_examples_and_its_options_in_the_documentation() -> None:
+    assert tuple(parsers()) == COMMANDS
+    for name, parser in parsers().items():
+        assert f"examples:\n  fog {name}" in parser.format_help() or f"fog {name}" in (parser.epilog or ""), (
+            name
+        )
+        section = DOCUMENTATION.partition(f"\n## fog {name}\n")[2].partition("\n## ")[0]
+        assert section, f"docs/cli.md has no section of fog {name}"
+        options = {option for action in parser._actions for option in action.option_strings} - {
+            "-h",
+            "--help",
+        }
+        missing = [
+            option for option in options if not re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", section)
+        ]
+        assert not missing, f"docs/cli.md, fog {name}: {missing}"
+        unknown = set(re.findall(r"^\| `(-[\w-]+)", section, re.MULTILINE)) - options
+        assert not unknown, f"docs/cli.md, fog {name}: no such options: {unknown}"
+
+
+LIGHT = """
+import contextlib, sys
+from fog_cli import main
+for words in (["--help"], ["run", "--help"], ["topology", "exp2", "-n", "8"]):
+    with contextlib.suppress(SystemExit):
+        main(words)
+heavy = sorted({"torch", "fog_pg", "matplotlib"} & set(sys.modules))
+assert not heavy, heavy
+"""
+
+
+def test_torch_is_not_imported_by_what_does_without() -> None:
+    subprocess.run(
+        [sys.executable, "-c", LIGHT],
+        env=os.environ | ENVIRONMENT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        timeout=TIMEOUT,
+    )
+
+
+# --- fog run: hosts -----------------------------------------------------------------------------------------
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2,b.example.org:4") == [Host("a", 2), Host("b.example.org", 4)]
+    assert parse_hosts("10.0.0.1, [fe80::1%eth0]:2") == [Host("10.0.0.1", 1), Host("fe80::1%eth0", 2)]
+    assert parse_hosts("a,b,a") == [Host("a", 2), Host("b", 1)]
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\na slots=2\n\nb:4  # the new one\n  c slots = 1\nd\na\n")
+    assert read_hostfile(str(file)) == [Host("a", 3), Host("b", 4), Host("c", 1), Host("d", 1)]
+
+
+@pytest.mark.parametrize("text", ["a:0", "a:x", "a b", ",a", "a:-1", "a;b:1", "a slots=2"])
+def test_wrong_hosts(text: str) -> None:
+    with pytest.raises(UsageError, match=r"-H: entry 1: got .*allowed are 'host'"):
+        parse_hosts(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("a slots=2\nb slots=many\n", r"line 2: got 'b slots=many'; allowed are"),
+        ("a slots=0\n", r"line 1: got 'a slots=0'.*one slot at least"),
+        ("# nothing\n", "it names no host"),
+        (None, "No such file or directory"),
+        ("\udcff", "decode"),
+    ],
+)
+def test_wrong_hostfile(tmp_path: Path, lines: str | None, message: str) -> None:
+    file = tmp_path / "hosts"
+    if lines is not None:
+        file.write_bytes(lines.encode(errors="surrogateescape"))
+    with pytest.raises(UsageError, match=message) as caught:
+        read_hostfile(str(file))
+    assert f"--hostfile {file}" in str(caught.value)
+
+
+def test_ranks_fill_the_hosts_in_order() -> None:
+    hosts = [Host("a", 2), Host("b", 2), Host("c", 2)]
+    assert place(hosts, 3) == [Host("a", 2), Host("b", 1)]
+    assert place(hosts, 6) == hosts
+    with pytest.raises(UsageError, match=r"-np: got 7; the hosts have 6 slots: a:2, b:2, c:2"):
+        place(hosts, 7)
+
+
+# --- fog run: commands of launchers -------------------------------------------------------------------------
+
+TWO_HOSTS = Ranks(
+    ranks=3,
+    hosts=[Host("a", 2), Host("b", 1)],
+    command=["python", "train.py", "--lr", "0.1"],
+    environment={"FOG_CONFIRM": "1", "PATH": "/bin", "HOSTNAME": "here", "BASH_FUNC_x%%": "()"},
+    ssh_port=2222,
+    interface="eth1",
+    prefix=["nice", "-n", "5"],
+    flags=["--more"],
+)
+TRAIN = [*launchers.RANK, "python", "train.py", "--lr", "0.1"]
+
+
+def test_command_of_mpich() -> None:
+    command = launchers.by_mpiexec(TWO_HOSTS, "/opt/mpiexec", "HYDRA build details:\n    Version: 5.0.2")
+    words = [
+        "nice",
+        "-n",
+        "5",
+        "/opt/mpiexec",
+        "-hosts",
+        "a:2,b:1",
+        "-iface",
+        "eth1",
+        "--more",
+        "-n",
+        "3",
+        *TRAIN,
+    ]
+    assert (command.words, command.variables) == (words, {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222"})
+    assert str(command).startswith("'HYDRA_LAUNCHER_EXTRA_ARGS=-p 2222' nice -n 5 /opt/mpiexec")
+
+
+def test_command_of_intel_mpi() -> None:
+    command = launchers.by_mpiexec(
+        TWO_HOSTS, "mpiexec", "Intel(R) MPI Library for Linux* OS, Version 2021.18"
+    )
+    parts = ["-n", "2", "-host", "a", *TRAIN, ":", "-n", "1", "-host", "b", *TRAIN]
+    assert command.words == ["nice", "-n", "5", "mpiexec", "-iface", "eth1", "--more", *parts]
+    assert command.variables == {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-p 2222"}
+
+
+@pytest.mark.parametrize(
+    "version", ["mpirun (Open MPI) 4.1.4", "mpiexec (OpenRTE) 4.1.4", "prterun (PRRTE) 3.0"]
+)
+def test_command_of_open_mpi(version: str) -> None:
+    command = launchers.by_mpiexec(TWO_HOSTS, "mpirun", version)
+    words = [
+        "nice",
+        "-n",
+        "5",
+        "mpirun",
+        "-np",
+        "3",
+        "-H",
+        "a:2,b:1",
+        "--bind-to",
+        "none",
+        "--map-by",
+        "slot",
+    ]
+    words += [
+        "-mca",
+        "plm_rsh_args",
+        "-p 2222",
+        "-mca",
+        "btl_tcp_if_include",
+        "eth1",
+        "-mca",
+        "oob_tcp_if_include",
+        "eth1",
+    ]
+    assert command.words == [*words, "-x", "FOG_CONFIRM", "-x", "PATH", "--more", *TRAIN]
+
+
+def test_unknown_mpi() -> None:
+    with pytest.raises(UsageError, match=r"mpiexec: `--version` says 'LAM 7'; known are MPICH"):
+        launchers.by_mpiexec(TWO_HOSTS, "mpiexec", "LAM 7\nmore")
+
+
+def test_command_of_srun() -> None:
+    words = [
+        "nice",
+        "-n",
+        "5",
+        "srun",
+        "--ntasks=3",
+        "--export=ALL",
+        "--kill-on-bad-exit=1",
+        "--more",
+        *TRAIN,
+    ]
+    assert launchers.by_srun(TWO_HOSTS, hosts_are_given=False).words == words
+    with pytest.raises(UsageError, match="srun starts as many ranks on each host; got a:2, b:1"):
+        launchers.by_srun(TWO_HOSTS, hosts_are_given=True)
+    even = Ranks(4, [Host("a", 2), Host("b", 2)], ["python", "train.py"])
+    assert launchers.by_srun(even, hosts_are_given=True).words[:6] == [
+        *("srun", "--ntasks=4", "--export=ALL", "--kill-on-bad-exit=1"),
+        *("--nodelist=a,b", "--ntasks-per-node=2"),
+    ]
+
+
+def test_command_on_this_host() -> None:
+    job = Ranks(3, [Host("localhost", 3)], ["python", "train.py"], prefix=["nice"])
+    assert launchers.on_this_host(job).words == [
+        "nice",
+        *launchers.LOCAL_RANKS,
+        "3",
+        *launchers.RANK,
+        "python",
+        "train.py",
+    ]
+    with pytest.raises(UsageError, match="--extra-mpi-flags: .*--launcher mpiexec"):
+        launchers.on_this_host(TWO_HOSTS)
+
+
+def test_which_launcher() -> None:
+    here, there = [Host("localhost", 2)], [Host("localhost", 2), Host("far.example.org", 2)]
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    assert is_local("localhost") and not is_local("far.example.org")
+    choose = run.choose_launcher
+    assert choose("auto", here, False, {}) == choose("auto", here, True, slurm) == "torchrun"
+    assert choose("auto", here, False, slurm | {"SLURM_JOB_NUM_NODES": "1"}) == "torchrun"
+    assert choose("auto", there, True, {}) == choose("mpiexec", here, True, slurm) == "mpiexec"
+    assert choose("auto", here, False, slurm) == choose("auto", there, True, slurm) == "srun"
+    with pytest.raises(UsageError, match="starts ranks of this host only, got far.example.org"):
+        choose("torchrun", there, True, {})
+    with pytest.raises(UsageError, match="SLURM_JOB_ID is not set"):
+        choose("srun", here, False, {})
+
+
+# --- fog run: the command line ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "train.py").write_text("pass")
+    (tmp_path / "package").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+def prepared(*words: str, **environment: str) -> tuple[launchers.Command, dict[str, str]]:
+    return run.prepare(
+        fog_cli.parser().parse_args(["run", *words]), {"PATH": os.environ["PATH"], **environment}
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["train.py", "--np", "9", "-x", "-m"], [sys.executable, "train.py", "--np", "9", "-x", "-m"]),
+        (["python", "train.py", "-v"], [sys.executable, "train.py", "-v"]),
+        (["python3", "-c", "pass"], [sys.executable, "-c", "pass"]),
+        (["-m", "package.train", "-v"], [sys.executable, "-m", "package.train", "-v"]),
+        (["--", "sh", "-c", "true"], ["sh", "-c", "true"]),
+    ],
+)
+def test_what_ranks_run(script: str, words: list[str], command: list[str]) -> None:
+    made, _ = prepared("-np", "2", *words)
+    assert made.words == [*launchers.LOCAL_RANKS, "2", *launchers.RANK, *command]
+
+
+def test_variables_of_ranks(script: str) -> None:
+    words = [
+        "--verbose",
+        "--timeline-filename",
+        "t",
+        "--network-interface",
+        "eth1",
+        "-x",
+        "A=1=2",
+        "-x",
+        "HOME",
+        "-x",
+        "B=",
+    ]
+    _, variables = prepared("-np", "2", *words, script, HOME="/h", OMP_NUM_THREADS="4")
+    expected = {"A": "1=2", "B": "", "HOME": "/h", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1"}
+    expected |= {
+        "FOG_LOG_LEVEL": "debug",
+        "FOG_TIMELINE": "t",
+        "FOG_INTERFACE": "eth1",
+        "GLOO_SOCKET_IFNAME": "eth1",
+    }
+    assert {name: variables[name] for name in expected} == expected
+    assert prepared("-np", "2", script)[1]["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in prepared("-np", "1", script)[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "0", "train.py"], "-np: got 0; allowed are numbers from 1 on"),
+        (["-np", "2"], "what shall the ranks run?"),
+        (["-np", "2", "missing.py"], "missing.py: there is no such script"),
+        (["-np", "2", "python", "missing.py"], "missing.py: there is no such script"),
+        (["-np", "2", "no-such-program"], "no-such-program: there is no such script or program"),
+        (["-np", "2", "-m", "nothing.at.all"], "-m nothing.at.all: there is no module nothing"),
+        (["-np", "4", "-H", "a:1,b:2", "train.py"], "-np: got 4; the hosts have 3 slots: a:1, b:2"),
+        (["-np", "2", "-H", "a:b", "train.py"], "-H: entry 1: got 'a:b'"),
+        (["-np", "2", "--hostfile", "missing", "train.py"], "--hostfile missing: No such file"),
+        (["-np", "2", "-p", "0", "train.py"], "--ssh-port: got 0"),
+        (["-np", "2", "-x", "1A=2", "train.py"], "-x: got '1A=2'"),
+        (["-np", "2", "-x", "NOT_SET_HERE", "train.py"], "-x NOT_SET_HERE: it is not set here"),
+        (["-np", "2", "--prefix", "no-such-program", "train.py"], "--prefix: got 'no-such-program'"),
+        (
+            ["-np", "2", "--launcher", "mpiexec", "--mpiexec", "nowhere", "train.py"],
+            "--mpiexec nowhere: there is no",
+        ),
+        (["-np", "2", "--launcher", "mpiexec", "--mpiexec", "true", "train.py"], "`--version` says"),
+        (
+            ["-np", "2", "-H", "a:1,b:1", "--launcher", "torchrun", "train.py"],
+            "it starts ranks of this host only",
+        ),
+    ],
+)
+def test_wrong_command_lines_start_nothing(
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(processes, "run", lambda *_: pytest.fail("something was started"))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["run", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fog run: error: ") and message in error
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "train.py"],
+        ["run", "-np", "x", "t.py"],
+        ["run", "-np", "2", "--no-option", "t.py"],
+        [],
+        ["no"],
+    ],
+)
+def test_what_the_parser_refuses(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2 and "usage: fog" in capsys.readouterr().err
+
+
+# --- fog run: output ----------------------------------------------------------------------------------------
+
+
+def test_lines_get_the_rank_and_stay_whole() -> None:
+    prefixer = LinePrefixer(b"[1] ")
+    assert prefixer.lines(b"a\nb") == [b"[1] a\n"]
+    assert prefixer.lines(b"c\n\nd\r") == [b"[1] bc\n", b"[1] \n"]  # it may be half of "\r\n"
+    assert prefixer.lines(b"\ne\r50%\r100%") == [b"[1] d\n", b"[1] e\n", b"[1] 50%\n"]
+    assert prefixer.lines(b"") == [b"[1] 100%\n"]
+    assert prefixer.lines(b"") == []
+
+
+def test_rank_is_what_the_launcher_says() -> None:
+    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        assert rank_of({name: "3", "SLURM_PROCID": "3"}) == "3"
+    assert rank_of({}) == "?"
+
+
+# If asked to, rank 1 ends with status 7 once both have printed.
+CONSENSUS = """
+import os, sys, time
+import fogdist, torch
+
+fogdist.init()
+x = fogdist.neighbor_allreduce(torch.tensor([float(fogdist.rank())]))
+for _ in range(20):
+    print("-" * WIDTH)
+print("average", x.item(), fogdist.size(), sys.argv[1:])
+print("words for stderr", file=sys.stderr)
+sys.stdout.write("no end of line")
+fogdist.barrier()  # before the launcher ends the other rank
+fogdist.shutdown()
+sys.exit(7 if sys.argv[1] == "fail" and os.environ["RANK"] == "1" else 0)
+"""
+
+
+def check_consensus(output: str, errors: str, words: list[str], width: int) -> None:
+    lines = output.splitlines()
+    for rank in (0, 1):
+        own = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
+        assert own.count("-" * width) == 20 and own[-1] == "no end of line", output[-2000:]
+        assert f"average 0.5 2 {words}" in own, output[-2000:]
+        assert f"[{rank}] words for stderr" in errors.splitlines(), errors
+    assert len(lines) == 2 * 22
+
+
+def test_output_and_status_of_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "consensus.py"
+    script.write_text(f"WIDTH = 10_000\n{CONSENSUS}")
+    done = fog("run", "-np", "2", str(script), "fail", "a b", folder=tmp_path, TMPDIR=str(tmp_path))
+    assert done.returncode == 7, done.stderr
+    check_consensus(done.stdout, done.stderr, ["fail", "a b"], 10_000)
+    assert re.search(r"fog run: rank 1 \(process \d+\) ended with exit status 7", done.stderr)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["consensus.py"]  # no folder of torchrun's is left
+
+
+def test_two_hosts_by_mpiexec(tmp_path: Path) -> None:
+    """Hydra starts its proxies by a program in the place of ssh, which enters the emulated host."""
+    script, ssh = tmp_path / "consensus.py", tmp_path / "ssh"
+    script.write_text(f"WIDTH = 70\n{CONSENSUS}")  # Hydra cuts long lines
+    with emulated_hosts(2) as names:
+        ssh.write_text(
+            f'#!/bin/sh\n[ "$1 $2 $3 $4" = \'-x -p 2222 {address(1)}\' ] || exit 9\nshift 4\nexec ip netns exec {names[1]} sh -c "$*"\n'
+        )
+        ssh.chmod(0o755)
+        words = ["-H", f"{address(0)}:1,{address(1)}:1", "-p", "2222", "--network-interface", "eth0"]
+        words += ["--prefix", f"ip netns exec {names[0]}", "--extra-mpi-flags", f"-launcher-exec {ssh}"]
+        words += ["-x", f"MASTER_ADDR={address(0)}", "-x", "UCX_TLS=tcp", "-x", "UCX_LOG_LEVEL=error"]
+        done = fog("run", "-np", "2", *words, str(script), "well", folder=tmp_path)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr}"
+    check_consensus(done.stdout, done.stderr, ["well"], 70)
+
+
+@pytest.mark.long
+def test_status_of_ranks_by_mpiexec(tmp_path: Path) -> None:
+    script = tmp_path / "consensus.py"
+    script.write_text(f"WIDTH = 70\n{CONSENSUS}")
+    assert (
+        fog("run", "-np", "2", "--launcher", "mpiexec", str(script), "fail", folder=tmp_path).returncode == 7
+    )
+
+
+WAITING = """
+import os, signal, sys, time
+
+def stop(number, frame):
+    print("stopped by", signal.Signals(number).name, flush=True)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_signals_are_passed_on_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING)
+    job = Job([script], 2, tmp_path / "log.txt", [*FOG, "run", "-np", "2"], ENVIRONMENT)
+    with started([job]):
+        job.wait_for(lambda output: output.count("ready") == 2, TIMEOUT)
+        os.kill(job._process.pid, number)
+        status = job.wait(TIMEOUT)
+    # A process that is killed cannot pass anything on; the system tells the ranks that it is gone.
+    shown = {"SIGKILL": "SIGTERM"}.get(number.name, number.name)
+    assert status == (-number if number == signal.SIGKILL else 128 + number)
+    if number != signal.SIGKILL:
+        assert {f"[{rank}] stopped by {shown}" for rank in (0, 1)} <= set(job.output.splitlines()), job.output
+
+
+# --- fog doctor ---------------------------------------------------------------------------------------------
+
+
+def states(report: dict[str, Any]) -> dict[str, str]:
+    return {finding["name"]: finding["state"] for finding in report["findings"]}
+
+
+def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
+    """A tiny /dev/shm, no network, few descriptors: one host works, and the report names all three."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip", "mount"))):
+        pytest.skip("needs root and the programs unshare, ip and mount")
+    cramped = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && ip link set lo up && ulimit -n 300 && exec "$@"'
+    before = ["unshare", "-m", "-n", "sh", "-c", cramped, "sh"]
+    done = fog("doctor", "--json", before=before, FOG_CONFIRMED="1")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    report = json.loads(done.stdout)
+    found = states(report)
+    bad = {name for name, state in found.items() if state == "bad"}
+    assert report["works"] and not bad
+    notes = {name for name, state in found.items() if state == "note"}
+    assert {"descriptors", "shared memory", "network", "unknown variables"} <= notes
+    assert {"torch", "fog", "extension", "loopback", "ranks share memory"} <= set(found) - notes
+    for name in ("start", "collectives", "neighbors", "windows"):
+        assert found[f"one host, {name}"] == "ok", done.stdout
+    advice = {finding["name"]: finding["advice"] for finding in report["findings"]}
+    assert "ulimit -n" in advice["descriptors"] and "--shm-size" in advice["shared memory"]
+    (unknown,) = (finding for finding in report["findings"] if finding["name"] == "unknown variables")
+    assert unknown["text"] == "FOG_CONFIRMED"
+    # MPI itself needs /dev/shm, and ends by SIGBUS without.
+    assert found["MPI messages, start"] == "note" and "shared memory" in advice["MPI messages, start"], (
+        done.stdout
+    )
+
+
+ANOTHER_TORCH = """
+import sys, types
+info = types.ModuleType("fog_pg._build_info")
+info.TORCH_VERSION, info.VERSION, info.NATIVE_MPI = "2.7.1+cu126", "1.0", False
+sys.modules[info.__name__] = info
+"""
+NO_EXTENSION = "import sys; sys.modules['fog_pg._C'] = None"
+
+
+@pytest.mark.parametrize(
+    ("site", "variables", "shown"),
+    [
+        (ANOTHER_TORCH, {}, ["built for torch 2.7.1+cu126", "pip install --no-build-isolation"]),
+        ("", {"FOG_MPI_LIBRARY": "/nowhere/libmpi_abi.so"}, ["/nowhere/libmpi_abi.so", "not a file"]),
+        ("", {"FOG_MPI_LIBRARY": "/etc/passwd"}, ["/etc/passwd", "pip install 'mpich>=5'"]),
+        ("", {"FOG_HOST_TIMEOUT": "soon"}, ["FOG_HOST_TIMEOUT", "docs/environment.md"]),
+        pytest.param(NO_EXTENSION, {}, ["cannot be loaded", "pip install"], marks=pytest.mark.long),
+        pytest.param(
+            "import sys; sys.modules['torch'] = None", {}, ["torch", "pytorch.org"], marks=pytest.mark.long
+        ),
+    ],
+)
+def test_doctor_with_a_broken_installation(
+    tmp_path: Path, site: str, variables: dict[str, str], shown: list[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(site)
+    path = os.pathsep.join([str(tmp_path), ENVIRONMENT["PYTHONPATH"]])
+    done = fog("doctor", "--no-self-test", **variables, PYTHONPATH=path)
+    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
+    (bad,) = re.findall(r"^  bad .*\n(?: +->.*\n)?", done.stdout, re.MULTILINE)
+    assert [text for text in shown if text not in bad] == [], bad
+    assert "Not everything that fog needs on one host works" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_doctor_names_what_hangs_or_crashes() -> None:
+    hangs = Ended(
+        None,
+        [{"name": "torch", "begin": True}, {"name": "torch", "text": "2"}, {"name": "MPI", "begin": True}],
+        "",
+    )
+    found = {finding.name: finding for finding in doctor.loaded(hangs)}
+    assert found["torch"].state == "ok" and found["MPI"].state == "note"
+    assert "did not end in time" in found["MPI"].text and "FOG_MPI_LIBRARY" in found["MPI"].advice
+
+    well = Ended(0, [{"name": "start", "begin": True}, {"name": "start", "text": "fine"}], "")
+    crashed = Ended(-signal.SIGSEGV, [{"name": "start", "begin": True}], "Fatal error\nin MPI_Init")
+    (found_one,) = doctor.tried([well, crashed], "one host", ["memory"])
+    assert found_one.state == "bad" and found_one.text == "rank 1: signal SIGSEGV: in MPI_Init"
+    assert "memory" in found_one.advice
+    (optional,) = doctor.tried([well, crashed], "over MPI", needed=False)
+    assert optional.state == "note" and "FOG_MPI_LIBRARY" in optional.advice
+    (silent,) = doctor.tried([Ended(1, [], "no torch")] * 2, "one host")
+    assert silent.state == "bad" and "no torch" in silent.text
+
+
+def test_programs_that_hang_are_killed() -> None:
+    ended = run_program("facts", limit=0.0)
+    assert ended.status is None and "killed" in ended.why()
+
+
+def in_child(action: Callable[[], Any]) -> Any:
+    """What a function returns in a forked process, whose limits it may change."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, json.dumps(action()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text)
+
+
+@pytest.mark.parametrize(("limit", "state"), [(40, "bad"), (300, "note"), (4096, "ok")])
+def test_limit_of_descriptors(limit: int, state: str) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < limit:
+        pytest.skip("the limit here is lower")
+
+    def look() -> list[str]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        found = machine.descriptors()
+        return [found.state, found.text, found.advice]
+
+    found, text, advice = in_child(look)
+    assert found == state and str(limit) in text
+    assert (advice == "") == (state == "ok")
+
+
+def test_machine_checks_survive_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(machine, "CHECKS", (broken, machine.loopback))
+    first, second = machine.findings()
+    assert first.state == "note" and "OSError: no such thing" in first.text
+    assert second.state == "ok"
+    assert machine.shared_memory("/nowhere").state == "note"
+
+
+def test_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "no-such-host.invalid")
+
+    def unknown(*_: object) -> None:
+        raise machine.socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(machine.socket, "getaddrinfo", unknown)
+    found = machine.host_name()
+    assert found.state == "note" and "does not resolve" in found.text and "MASTER_ADDR" in found.advice
+
+
+# --- fog topology -------------------------------------------------------------------------------------------
+
+
+def test_topologies_are_those_of_fogdist() -> None:
+    from fogdist.topology import TOPOLOGY_NAMES
+
+    assert topology.STATIC == TOPOLOGY_NAMES
+    for name in (*topology.STATIC, *topology.SEQUENCES):
+        made = topology.make(name, 8, 0)
+        assert made.size == 8 and made.name == name
+
+
+def test_topology_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "one-peer-exp2", "-n", "16", "--bytes", "100M"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "one-peer-exp2"
+    rows = {line[2:18].strip(): line[19:] for line in lines[1:]}
+    assert rows["period"] == "repeats after 4 steps" and rows["exact average"] == "after 4 steps"
+    assert rows["degree"] == "a rank sends to 1 at most, 1.00 on average"
+    assert rows["bytes a step"] == "100 MB sent by a rank on average, 100 MB at most"
+    assert rows["bytes to 1e-6"] == "400 MB sent by a rank on average"
+    assert rows["messages a step"] == "16.0 in all, of 100 MB"
+
+    assert main(["topology", "ring-right", "-n", "3", "--edges"]) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "  each step",
+        "    0 -> 1",
+        "    1 -> 2",
+        "    2 -> 0",
+    ]
+    assert main(["topology", "all", "-n", "4"]) == 0
+    assert "one-peer-hypercube" in capsys.readouterr().out
+
+
+def test_random_topologies_take_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for seed in ("1", "1", "2"):
+        assert main(["topology", "random-matching", "-n", "16", "--edges", "--seed", seed]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] != shown[2] and "and so on" in shown[0]
+
+
+def test_topology_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["topology", "exp2", "-n", "8", "--plot", str(tmp_path / "exp2.png")]) == 0
+    assert (tmp_path / "exp2.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["topology", "exp2", "-n", "8", "--plot", str(tmp_path / "exp2.xyz")]) == 2
+    assert "--plot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["one-peer-hypercube", "-n", "12"], "size must be a power of two, got 12"),
+        (["ring", "-n", "0"], "size must be"),
+        (["all", "-n", "4", "--edges"], "need the name of one topology"),
+    ],
+)
+def test_wrong_topologies(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["topology", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [topology.byte_count(text) for text in ("1000", "4K", "1.5M", "64Mi", "2GB")] == [
+        1000,
+        4000,
+        1_500_000,
+        64 << 20,
+        2 * 10**9,
+    ]
+    for text in ("", "x", "-1", "4T", "0", "4i"):
+        with pytest.raises(argparse.ArgumentTypeError, match="allowed are sizes"):
+            topology.byte_count(text)
+
+
+# --- fog bench and fog completion ---------------------------------------------------------------------------
+
+
+def test_bench() -> None:
+    done = fog("bench", "--bytes", "4K", "--seconds", "0.01", module="fogdist")
+    assert done.returncode == 0, done.stderr
+    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines()[1:]]
+    assert rows[0] == ["operation", "bytes", "fog", "Gloo", "Gloo / fog"]
+    assert [row[0] for row in rows[1:]] == ["neighbor_allreduce", "allreduce", "window put and update"]
+    assert all(row[1] == "4,000" and re.fullmatch(r"[\d.]+ [um]s", row[2]) for row in rows[1:])
+    assert [row[3] == "-" for row in rows[1:]] == [False, False, True]
+
+
+def test_bench_refuses_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "-np", "1"]) == 2 and main(["bench", "--seconds", "0"]) == 2
+    assert "allowed are numbers from 2 on" in capsys.readouterr().err
+
+
+def test_completion_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install argcomplete" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("argcomplete")
+    assert main(["completion", shell]) == 0
+    assert "fog" in capsys.readouterr().out
+
+
+def test_completion_completes(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    line, answer = "fog topology one-", tmp_path / "answer"
+    variables = {
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(answer),
+    }
+    fog(**variables)
+    assert answer.read_text().split("\013") == ["one-peer-exp2", "one-peer-hypercube"]
+
+
+# --- timeline and dump ------------------------------------------------------------------------------------------
+
+
+def test_timeline_merge(tmp_path, capsys):
+    for rank in range(2):
+        about = {"rank": rank, "size": 2, "host": "a", "clock": "a", "wall_clock_ns_at_zero": 0}
+        (tmp_path / f"t{rank}.json").write_text(
+            json.dumps({"name": "fog_timeline", "ph": "M", "pid": rank, "args": about})
+        )
+    output = tmp_path / "merged.json"
+    assert fog_cli.main(["timeline", "merge", str(tmp_path / "t"), "-o", str(output)]) == 0
+    assert "2 ranks" in capsys.readouterr().out and json.loads(output.read_text())["traceEvents"] == []
+    assert fog_cli.main(["timeline", "merge", str(tmp_path / "t1.json"), "-o", str(output)]) == 0
+    assert fog_cli.main(["timeline", "merge", str(tmp_path / "other"), "-o", str(output)]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_dump(capsys):
+    assert fog_cli.main(["dump", str(os.getpid())]) == 2
+    assert "has no group of fog" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""What a process has in flight, read from outside; and warnings of long waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import flight_record
+
+
+def rank_one_comes_late() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    fogdist.init()
+    rank = dist.get_rank()
+    fogdist.barrier()
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+        fogdist.allreduce(torch.ones(3), name="late")
+        fogdist.shutdown()
+        return
+    pid = int(store.get("pid"))
+    deadline = time.monotonic() + 20
+    while True:  # until the wait has been noted
+        seen = flight_record.read(pid)
+        if seen.in_flight and seen.in_flight[0].awaited:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (seen.pid, seen.rank, seen.size) == (pid, 0, 2)
+    (waiting,) = seen.in_flight
+    assert (
+        waiting.what == "allreduce(AVG, float32[3])" and waiting.awaited == [1] and waiting.awaited_count == 1
+    )
+    assert (
+        1.0 <= waiting.age < 60
+        and waiting.rank == 0
+        and waiting.seconds == pytest.approx(waiting.age, abs=1e-6)
+    )
+    before = seen.operations[-2]
+    assert before.what.startswith("barrier") and before.state == "done" and before.seconds < before.age
+    assert {pid, os.getpid()} <= set(flight_record.processes())
+    os.kill(pid, signal.SIGSTOP)  # one that is stopped can be read as well
+    try:
+        text = flight_record.report([flight_record.read(pid), flight_record.read(os.getpid())])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (
+        f"process {pid}: rank 0 of 2" in text and "waits for rank 1" in text and "nothing in flight" in text
+    )
+    assert f"rank 1 (process {os.getpid()}) has not begun #{waiting.number} allreduce" in text, text
+    assert "in which rank 0 waits for it; the last that it began there is" in text, text
+    # Without the one that is late, it is one that is not here.
+    assert "which is not here" in flight_record.report([flight_record.read(pid)])
+    fogdist.allreduce(torch.ones(3), name="late")
+    last = flight_record.read(os.getpid()).operations[-1]
+    assert last.state == "done" and last.key == waiting.key
+    fogdist.shutdown()
+
+
+def test_a_rank_that_comes_late(new_world):
+    new_world(2).run(rank_one_comes_late)
+
+
+def many_operations() -> None:
+    """The oldest in flight keeps its place while hundreds come after it."""
+    fogdist.init()
+    rank = dist.get_rank()
+    first = dist.irecv(torch.ones(1), 1, tag=5) if rank == 0 else None
+    for _ in range(700):
+        fogdist.allreduce(torch.ones(1))
+    seen = flight_record.read(os.getpid())
+    assert len(seen.operations) == 256
+    if first is not None:
+        assert len(seen.in_flight) == 1 and "float32[1]" in seen.in_flight[0].what, seen.in_flight
+        assert seen.operations[0].state == "in flight"
+    fogdist.barrier()
+    if rank == 1:
+        dist.send(torch.ones(1), 0, tag=5)
+    if first is not None:
+        first.wait()
+    assert not flight_record.read(os.getpid()).in_flight
+    fogdist.shutdown()
+
+
+def test_many_operations(new_world):
+    new_world(2).run(many_operations)
+
+
+def failed_operation() -> list[str]:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(1))
+    last = flight_record.read(os.getpid()).operations[-1]
+    return [last.what, last.state]
+
+
+def test_an_operation_that_failed(new_world):
+    outcomes = new_world(2).run_raw(failed_operation)
+    assert outcomes[0].value == ["allreduce(SUM, float32[1])", "failed"], outcomes[0]
+
+
+def test_processes_without_a_record():
+    with pytest.raises(ValueError, match="has no group of fog"):
+        flight_record.read(os.getpid())
+    with pytest.raises(ValueError, match="there is no such process"):
+        flight_record.read(2**22 + 1)
+    with pytest.raises(TypeError, match="pid must be an int"):
+        flight_record.read("1")
+    assert os.getpid() not in flight_record.processes()
+
+
+def forked_child() -> str:
+    dist.barrier()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        time.sleep(5)
+        os._exit(0)
+    try:
+        with pytest.raises(ValueError, match="is a fork of process"):
+            flight_record.read(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+
+
+def test_a_fork(new_world):
+    new_world(2).run(forked_child)
+
+
+# --- long waits -----------------------------------------------------------------------------------------------
+
+
+def wait_long() -> str:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+    dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    return Path(os.readlink("/proc/self/fd/2")).read_text()
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [("1", True), ("0", False)])
+def test_a_long_wait_is_warned_of(new_world, seconds, warns):
+    texts = new_world(2, environment={"FOG_WARN_AFTER": seconds}).run(wait_long)
+    expected = "has waited 1 s; not there: rank 1"
+    assert texts[0].count(expected) == int(warns), texts[0]
+    assert "has waited" not in texts[1]
+
+
+def wrong_seconds() -> None:
+    with pytest.raises(ValueError, match="FOG_WARN_AFTER: got '-1'; allowed are whole seconds from 0"):
+        fogdist.init()
+
+
+def test_a_wrong_number_of_seconds(new_world):
+    new_world(2, initialize=False, environment={"FOG_WARN_AFTER": "-1"}).run(wrong_seconds)

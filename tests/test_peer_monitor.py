@@ -1,0 +1,257 @@
+"""Connections that show the end of ranks on other hosts: made with those that are messaged or waited for, and with no others."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKEND, World
+from hosts import (
+    ACROSS,
+    INTERFACE,
+    PORT,
+    address,
+    await_silences,
+    emulated_hosts,
+    ip,
+    move_to_host,
+    run_on_hosts,
+    silences,
+)
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own connections")
+
+# Of FOG_HOST_TIMEOUT by default.
+SILENCE = 11.0
+SOON = 5.0
+
+
+def backend() -> dist.Backend:
+    return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Text of the DistBackendError that the call raises; empty if it raises none."""
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def exchange_along_ring() -> list[float]:
+    """Returns the connections that there were before."""
+    from fog_pg import _C
+
+    before = silences()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers = [((rank + step) % size, 1.0) for step in (1, size - 1)]
+    plan = _C.NeighborPlan(rank, size, 0.0, peers, peers)
+    for _ in range(3):
+        (result,) = backend().neighbor_allreduce_blocking(torch.full((1000,), float(rank)), plan)  # type: ignore[attr-defined]
+        assert result.eq(sum(peer for peer, _ in peers)).all()
+    return before
+
+
+def exchange_with_all() -> None:
+    """Each rank begins with all others at once."""
+    size = dist.get_world_size()
+    inputs = [torch.full((3,), float(dist.get_rank()))] * size
+    outputs = [torch.zeros(3) for _ in range(size)]
+    for _ in range(3):
+        dist.all_to_all(outputs, inputs)
+    assert [output.tolist() for output in outputs] == [[float(rank)] * 3 for rank in range(size)]
+
+
+def settle(expected: list[int]) -> None:
+    """Waits until each rank has so many connections, which then stay."""
+    connections = [SILENCE] * expected[dist.get_rank()]
+    await_silences(connections)
+    time.sleep(0.3)
+    assert silences() == connections
+
+
+def test_only_who_is_messaged_is_watched(tmp_path: Path) -> None:
+    """Along a ring over three hosts each rank has one neighbor elsewhere; both begin at once, and one connection stays."""
+    placement = [0, 0, 1, 1, 2, 2]
+    calls = [
+        ("exchange_along_ring", []),
+        ("settle", [[1] * 6]),
+        ("exchange_with_all", []),
+        ("settle", [[4] * 6]),
+        ("exchange_with_all", []),
+    ]
+    for found in run_on_hosts(tmp_path, placement, __name__, calls):
+        assert found[0] == []
+
+
+def lose_a_stranger(victim: int, moment: str) -> tuple[str, float, str]:
+    """The victim dies without having spoken with anybody.
+
+    Rank 0 waits for it, rank 1 sends it something large, and the others speak with it again and again.
+
+    Args:
+        victim: The rank.
+        moment: "before" they do so, or "during" that.
+
+    Returns:
+        The error, after how many seconds it came, and the error of an operation among the survivors.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    living = dist.new_group([r for r in range(size) if r != victim])
+    if rank == victim:
+        time.sleep(0.2 if moment == "before" else 1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0 if moment == "before" else 0.0)
+    begin = time.monotonic()
+
+    def speak() -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(3), victim)
+        elif rank == 1:
+            dist.isend(torch.ones(1_000_000), victim).wait()  # type: ignore[union-attr]
+        else:
+            while time.monotonic() < begin + 2 * SOON:
+                dist.send(torch.ones(3), victim)
+                time.sleep(0.01)
+
+    error = error_of(speak)
+    seconds = time.monotonic() - begin
+    return error, seconds, error_of(lambda: dist.all_reduce(torch.ones(3), group=living))
+
+
+@pytest.mark.parametrize(
+    ("netmod", "moment"),
+    [("UCX", "before"), ("UCX", "during"), pytest.param("OFI", "before", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("placement", [[0, 1, 2, 3], [0, 1, 1, 0]], ids=["alone", "with others"])
+def test_a_stranger_that_is_lost(tmp_path: Path, netmod: str, moment: str, placement: list[int]) -> None:
+    """MPI would end, or hold, whoever sends to it."""
+    found = run_on_hosts(
+        tmp_path, placement, __name__, [("lose_a_stranger", [3, moment])], killed=[3], netmod=netmod
+    )
+    for (result,) in found[:3]:
+        error, seconds, later = result
+        assert "rank 3 " in error and "was lost: its process ended" in error, result
+        assert seconds < SOON and later == "", result
+
+
+def lose_a_strange_host(victim: int) -> tuple[str, float]:
+    """The victim's host vanishes before anybody has spoken with it; as in `lose_a_stranger`, without small messages."""
+    rank = dist.get_rank()
+    if rank == victim:
+        ip("link", "set", INTERFACE, "down")
+        return "", 0.0
+    time.sleep(0.5)
+    begin = time.monotonic()
+    if rank == 0:
+        error = error_of(lambda: dist.recv(torch.zeros(3), victim))
+    else:
+        error = error_of(dist.isend(torch.ones(1_000_000), victim).wait)  # type: ignore[union-attr]
+    return error, time.monotonic() - begin
+
+
+@pytest.mark.long
+def test_a_strange_host_that_vanishes(tmp_path: Path) -> None:
+    """Its address has answered before, so its silence is an end."""
+    environment = {"FOG_HOST_TIMEOUT": "4"}
+    calls = [("lose_a_strange_host", [2])]
+    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, environment=environment)
+    for ((error, seconds),) in found[:2]:
+        assert "rank 2 " in error and "was lost: its host does not answer" in error, error
+        assert 2.5 < seconds < 4 + SOON, seconds
+
+
+@contextmanager
+def stderr_in_file() -> Iterator[Path]:
+    """What is written to descriptor 2 meanwhile."""
+    with tempfile.NamedTemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def reach_the_limit(folder: str) -> str:
+    """Rank 0 may open no more descriptors when the two first speak; returns what it logged."""
+    ready, limited = Path(folder, "ready"), Path(folder, "limited")
+    if dist.get_rank() != 0:
+        while not limited.exists():
+            time.sleep(0.01)
+        exchange_with_all()
+        await_silences([SILENCE])  # rank 0 does not see it, but its end would be seen
+        return ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with stderr_in_file() as log:
+        ready.touch()
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free // 2, hard))  # others may close theirs
+        ready.rename(limited)
+        try:
+            exchange_with_all()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await_silences([SILENCE])  # who has waited outside is let in
+        return log.read_text()
+
+
+def test_the_limit_of_descriptors(tmp_path: Path) -> None:
+    """One line says so, and all works."""
+    calls = [("reach_the_limit", [str(tmp_path)]), ("exchange_with_all", [])]
+    (text, _), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls)
+    (line,) = [line for line in text.splitlines() if "ulimit -n" in line]
+    assert "world rank 0" in line and "the end of world rank 1" in line, line
+
+
+def nobody_is_watched() -> float:
+    """Seconds of a first exchange."""
+    begin = time.monotonic()
+    exchange_with_all()
+    seconds = time.monotonic() - begin
+    assert silences() == [], silences()
+    return seconds
+
+
+def test_where_connections_are_refused(tmp_path: Path) -> None:
+    """Ranks that listen where nobody comes are sent to all the same."""
+    calls = [("nobody_is_watched", []), ("exchange_along_ring", [])]
+    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, environment={"FOG_INTERFACE": "lo"})
+    assert all(seconds < SOON for seconds, _ in found), found
+
+
+def join_unheard(name: str) -> None:
+    """As one of two hosts, which listens where nothing comes from the other."""
+    move_to_host(name)
+    rank = int(os.environ["RANK"])
+    ip("link", "add", "unheard", "type", "veth", "peer", "name", "end")
+    ip("address", "add", f"10.213.78.{rank + 1}/24", "dev", "unheard")
+    for interface in ("unheard", "end"):
+        ip("link", "set", interface, "up")
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    store = dist.TCPStore(address(0), PORT, 2, rank == 0)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=2)
+
+
+def test_where_nobody_answers(new_world: Callable[..., World]) -> None:
+    with emulated_hosts(2) as names:
+        environment = {**ACROSS["UCX"], "UCX_NET_DEVICES": INTERFACE, "FOG_INTERFACE": "unheard"}
+        world = new_world(2, initialize=False, environment=environment)
+        outcomes = world.run_by_rank(join_unheard, [(name,) for name in names])
+        assert [outcome.state for outcome in outcomes] == ["returned"] * 2, list(map(str, outcomes))
+        assert all(seconds < SOON for seconds in world.run(nobody_is_watched))
+        world.run(exchange_with_all)
+        world.close()
