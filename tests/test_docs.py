@@ -111,6 +111,14 @@ def test_files_that_pages_name_exist() -> None:
                 checks.true(f"{name_of(page)}: {name}", (ROOT / name).exists())
 
 
+def test_lines_have_at_most_120_columns_except_in_tables() -> None:
+    with Checks() as checks:
+        for page in PAGES:
+            for number, line in enumerate(page.read_text().splitlines(), 1):
+                is_fine = len(line) <= 120 or line.startswith("|")
+                checks.true(f"{name_of(page)}:{number}: {len(line)} columns", is_fine)
+
+
 # --- reference ----------------------------------------------------------------------------------------------
 
 
@@ -119,10 +127,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     entries = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
     assert len(set(entries)) == len(entries)
     described = {entry.rpartition(".")[2] for entry in entries}
-    packages = {"algorithms", "topology"}
-    public = {
-        name for module in (fogdist, topology, algorithms, training, windows) for name in module.__all__
-    }
+    packages = {"algorithms", "metrics", "timeline", "topology"}
+    modules = (fogdist, topology, algorithms, training, windows, fogdist.timeline, fogdist.metrics)
+    public = {name for module in modules for name in module.__all__}
     assert public - packages <= described, sorted(public - packages - described)
 
 

@@ -103,7 +103,7 @@ class Average:
         in_place: Whether results go into the tensors themselves.
 
     Attributes:
-        sources: What is sent: the tensors, or copies whose memory is in order.
+        sources: The tensors to send, or copies whose memory is in order.
         given: `sources` as the backend takes them: one tensor, or a list.
         output: Where the backend puts the averages: into `given`, or None for new tensors.
 
@@ -127,13 +127,13 @@ class Average:
                 writable(target, "tensor" if self._single else f"tensor[{place}]")
 
     def results(self, outputs: list[Tensor]) -> Tensor | list[Tensor]:
-        """Returns what the caller gets, a tensor or a list, when the backend has put its results into `outputs`."""
+        """Returns the result for the caller, a tensor or a list, once the backend has put its results into `outputs`."""
         if self._targets is not None:
             outputs = [deliver(*pair) for pair in zip(self.sources, self._targets, strict=True)]
         return outputs[0] if self._single else outputs
 
     def finish(self, work: dist.Work) -> Tensor | list[Tensor]:
-        """Returns what the caller gets of a completed operation."""
+        """Returns the result of a completed operation for the caller."""
         return self.results(self.sources if self._targets is not None else work.get_future().value())
 
 

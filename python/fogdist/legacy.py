@@ -77,12 +77,12 @@ RENAMED: dict[str, tuple[str, Adapter | None]] = {
 
 
 def find(name: str, module: str, names: Mapping[str, Any]) -> Any:
-    """Returns what stands for an old name in a module, and warns.
+    """Returns the replacement of an old name in a module, and warns.
 
     Args:
         name: The name that the module does not have.
         module: Name of the module, which must call this from its ``__getattr__``.
-        names: What the module has.
+        names: The names of the module.
 
     Raises:
         AttributeError: No old name, or its successor is not in this module.

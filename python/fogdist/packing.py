@@ -60,12 +60,12 @@ def make_buckets(
 
 
 def on_device(tensor: Tensor) -> str:
-    """Returns " on cuda" and the like, and "" for the CPU: what ranks compare, as transports are by type of device."""
+    """Returns " on cuda" and the like, and "" for the CPU. Ranks compare it, because transports depend on the type of device."""
     return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
 
 
 def signature_of(tensor: Tensor) -> str:
-    """Returns what ranks compare of a tensor that they exchange: dtype, shape and kind of device."""
+    """Returns the properties of an exchanged tensor that ranks compare: dtype, shape and kind of device."""
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}{on_device(tensor)}"
 
 

@@ -47,7 +47,7 @@ class StaticTopology:
         return share, {source: share for source, _ in sources}
 
     def items(self) -> list[str]:
-        """Returns what all ranks must have given alike, in an order that does not depend on the graph's."""
+        """Returns the items that must be the same on all ranks, in an order that does not depend on the graph's."""
         edges = sorted(
             (int(i), int(j), data.get("weight", 1.0)) for i, j, data in self.graph.edges(data=True)
         )
@@ -72,7 +72,7 @@ def see_topology(
         node: The node that looks.
         size: Number of nodes that there should be.
         argument: Name of the caller's argument, for messages.
-        nodes: What the nodes are.
+        nodes: The kind of nodes.
 
     Raises:
         TypeError: Not a networkx.DiGraph, not `size` nodes, a weight is not a real number, or `is_weighted`

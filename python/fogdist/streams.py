@@ -79,6 +79,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def wait_until_complete(works: Sequence[dist.Work]) -> None:
-    """Waits until operations are done, also where `wait` only orders what a device does; says nothing of failures."""
+    """Waits until operations are complete, even if `wait` only orders the work of a device; does not report failures."""
     while not all(work.is_completed() for work in works):
         time.sleep(_SLEEP)

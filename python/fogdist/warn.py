@@ -9,7 +9,7 @@ _PASSED_OVER = frozenset({"fogdist", "torch", "contextlib"})
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns of what the innermost function that is neither fogdist's nor torch's has done."""
+    """Warns, with the place of the innermost function that is neither fogdist's nor torch's."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _package(frame.f_globals) in _PASSED_OVER:
         level, frame = level + 1, frame.f_back

@@ -140,11 +140,11 @@ class PullGet(AsynchronousDiffusion):
         return window.get_nonblocking(src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost))
 
     def begin(self) -> None:
-        """Nothing but a look at the weights: what is got then is old in `step`."""
+        """Checks the weights only: values that it would get now would be old in `step`."""
         self.check_weights()
 
     def finish(self) -> None:
-        """Gets what the neighbors have now, and averages with it."""
+        """Gets the current values of the neighbors, and averages with them."""
         self.keep_pace()
         super().begin()
         self.take_all()

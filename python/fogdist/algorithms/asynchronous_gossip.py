@@ -181,7 +181,7 @@ class _Windows:
 
     Args:
         context: The group.
-        name: What all ranks call it.
+        name: Its name, the same on all ranks.
         peers: Ranks to gossip with.
         values: The flat vectors.
     """
@@ -206,7 +206,7 @@ class _Windows:
         self._moves: list[tuple[int, dist.Work]] = []
 
     def collect(self) -> None:
-        """Adds to the values what neighbors have left."""
+        """Adds the contents of the inboxes to the values."""
         for place, inbox in enumerate(self._inboxes):
             for peer, taken in self._taken.items():
                 if inbox.slot_p(peer) != 0.0:  # as many moves are there
@@ -216,7 +216,7 @@ class _Windows:
             inbox.p = 1.0
 
     def ready(self) -> list[int]:
-        """Returns the peers that have taken all moves of this rank, and show what they became by them."""
+        """Returns the peers that have applied all moves of this rank, and show the resulting values."""
         return [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
 
     def move(self, peer: int, share: float) -> None:
@@ -255,7 +255,7 @@ class _Windows:
             self._receipts.tensor[peer] = min(taken)
 
     def end_moves(self) -> None:
-        """Waits until what was left for the peers is there."""
+        """Waits until the moves for the peers have arrived."""
         wait_until_complete([move for _, move in self._moves])
 
     def free(self) -> None:

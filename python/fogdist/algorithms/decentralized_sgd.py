@@ -83,7 +83,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         return Algorithm.advance(self) if self.order == "atc" else super().advance()
 
     def combine(self) -> None:
-        """What follows the local steps of "atc"."""
+        """The average that follows the local steps of "atc"."""
         self._mixer.begin(self.buckets, self.mixing, self.this_round())
         self._mixer.finish()
 
@@ -94,7 +94,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
             self._mixer.finish()
 
     def finish(self) -> None:
-        """Ends the exchange of the parameters that it began with, whatever was frozen or added since."""
+        """Ends the exchange of the parameters that it began with, even if some were frozen or added since."""
         self._mixer.finish()
 
 

@@ -65,7 +65,7 @@ class WindowPushSum(WindowAlgorithm):
         self.dst_weights = dict.fromkeys(neighbors, share)
 
     def push_sum_weights(self) -> list[float]:
-        """Returns p of each bucket. Over all ranks, and what is on its way, they add up to the number of ranks."""
+        """Returns p of each bucket. Over all ranks, with shares on their way, they add up to the number of ranks."""
         return list(self._p.values())
 
     def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
@@ -73,7 +73,7 @@ class WindowPushSum(WindowAlgorithm):
 
         Args:
             p: Of the bucket.
-            mean_p: What it was on average.
+            mean_p: Its mean of late.
 
         Raises:
             TypeError: `dst_weights` is no dict, or a weight not a real number.

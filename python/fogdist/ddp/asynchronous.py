@@ -86,7 +86,7 @@ class AsynchronousMixing:
         self._first_round = value - self._iteration
 
     def begin(self) -> None:
-        """Counts the last iteration as soon as may be, if what it put to other hosts has arrived there."""
+        """Counts the last iteration as soon as possible, if its puts to other hosts have arrived there."""
         if all(put.is_completed() for put in self._puts):
             self.discard()
 
@@ -95,7 +95,7 @@ class AsynchronousMixing:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Mixes with what neighbors have put; waits for neighbors that are too far behind."""
+        """Mixes with the values that neighbors have put; waits for neighbors that are too far behind."""
         self.discard()
         if self._pace.is_paused:
             # Neighbors went on meanwhile, and need not wait until this rank has caught up.
@@ -127,7 +127,7 @@ class AsynchronousMixing:
         self.begin()  # on one host everything is there already
 
     def discard(self) -> None:
-        """Waits until what was put has left: from then on the flat buffers may change.
+        """Waits until the put values have left: from then on the flat buffers may change.
 
         Flat buffers on a device may be changed by what the device is given then; the host goes on at once.
         """

@@ -82,11 +82,11 @@ class SynchronousMixing:
             self.mix()
 
     def accept_changes(self) -> None:
-        """What has changed in the parameters since the exchange began is right."""
+        """Accepts the changes of the parameters since the exchange began."""
         self._mixer.accept_changes()
 
     def discard(self) -> None:
-        """Waits for the exchange in flight, if any, and forgets what came."""
+        """Waits for the exchange in flight, if any, and drops its result."""
         self._mixer.discard()
         sent, self._sent = self._sent, []
         for _, _, finish in sent:
@@ -111,4 +111,4 @@ class SynchronousMixing:
         self.discard()
 
     def after_global_average(self) -> None:
-        """Nothing: the next exchange sends what there is then."""
+        """Does nothing: the next exchange sends the values of its time."""

@@ -63,7 +63,7 @@ def check_matrix(W: ArrayLike, argument: str = "W", sums: Sums = "columns") -> N
     Args:
         W: Real numbers of shape (n, n), n at least 1; negative weights are allowed.
         argument: Name of the caller's argument, for the message.
-        sums: What must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
+        sums: The lines that must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
             out its whole mass, as push-sum needs), "both" (doubly stochastic: the average of all ranks
             stays), or "none".
 
@@ -102,7 +102,7 @@ def graph_from_matrix(W: ArrayLike, *, sums: Sums = "columns") -> nx.DiGraph:
 
     Args:
         W: Real numbers of shape (n, n): W[i, j] is the weight of the edge i -> j.
-        sums: What must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
+        sums: The lines that must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
             out its whole mass, as push-sum needs), "both" (doubly stochastic: the average of all ranks
             stays), or "none".
 

@@ -207,7 +207,7 @@ class Algorithm(DistributedOptimizer):
         return result
 
     def adapt(self) -> Any:
-        """A local step, unless gradients overflowed; returns what the optimizer's own step returns."""
+        """Makes a local step, unless gradients overflowed; returns the result of the optimizer's own step."""
         if self.overflowed:
             return None
         self.buckets.write_back()
@@ -216,7 +216,7 @@ class Algorithm(DistributedOptimizer):
         return result
 
     def combine(self) -> None:
-        """What follows every `local_steps` local steps."""
+        """Makes the exchange that follows every `local_steps` local steps."""
         self.average(self.values, in_place=True)
 
     def initial(self, name: str) -> list[Tensor]:
@@ -227,7 +227,7 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def values(self) -> list[Tensor]:
-        """The parameters as flat vectors: what is written to them is in the parameters."""
+        """The parameters as flat vectors: a write to them changes the parameters."""
         return self.buckets.flats
 
     def write(self, vectors: Sequence[Tensor]) -> None:
@@ -259,7 +259,7 @@ class Algorithm(DistributedOptimizer):
         """Returns this round's weighted averages, by the algorithm's own mixing or another one.
 
         Args:
-            tensors: What this rank gives, in one exchange; with the shapes and dtypes of the neighbors'.
+            tensors: This rank's values, in one exchange; with the shapes and dtypes of the neighbors'.
             mixing: By default that of the algorithm.
             in_place: Whether the averages go into the tensors themselves.
         """
@@ -316,7 +316,7 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def name(self) -> str:
-        """What all ranks call this object."""
+        """The name of this object, the same on all ranks."""
         return f"fogdist.{self.algorithm_name} {self._number}"
 
     @property

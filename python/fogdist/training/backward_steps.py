@@ -13,7 +13,7 @@ from fogdist.training.buckets import FlatBuckets
 
 
 def step_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> Any:
-    """Makes an optimizer's step for some of its parameters and returns what that returns.
+    """Makes an optimizer's step for some of its parameters and returns its result.
 
     The others are out of their groups meanwhile, which keep their options, order and identity.
     """

@@ -138,7 +138,7 @@ class FlatBuckets:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Around what may fail of making an owner, which would else have the tensors as long as the error lives."""
+        """Releases the tensors if the construction of an owner fails; it would otherwise keep them while the error lives."""
         try:
             yield
         except BaseException:
@@ -202,7 +202,7 @@ class FlatBuckets:
         return self._bucket_of[tensor]
 
     def label_of(self, tensor: Tensor) -> str:
-        """Returns what messages call one of the tensors: its name, quoted, or its place."""
+        """Returns the name of a tensor for messages: its name, quoted, or its place."""
         return self._labels[tensor]
 
     def views(self, flat_like: Tensor, bucket: int) -> list[Tensor]:
@@ -261,7 +261,7 @@ class FlatBuckets:
         return flats
 
     def layout(self) -> list[str]:
-        """Returns a line for each tensor; where these are the same on two ranks, so is what buffers mean."""
+        """Returns a line for each tensor; if the lines are the same on two ranks, the buffers have the same layout."""
         return [
             f"{self._labels[tensor]}: bucket {i} at {place.offset}, {tensor.dtype} of shape "
             f"{tuple(place.shape)} and strides {place.stride}{on_device(local_of(tensor))}"

@@ -32,7 +32,7 @@ class ForwardHook:
 
     Args:
         method: A bound method, called in place of the hook; None for a hook that does nothing.
-        *arguments: What it is called with; it gets nothing of the pass.
+        *arguments: Its arguments; it gets none of those of the pass.
     """
 
     def __init__(self, method: Callable[..., None] | None = None, *arguments: Any) -> None:

@@ -152,7 +152,7 @@ class GradientExchange:
             self._outdated.add(self._bucket_of[parameter])
 
     def finish(self) -> None:
-        """Sends what was not sent, waits, and writes the average into the gradients.
+        """Sends the remaining buckets, waits, and writes the average into the gradients.
 
         A parameter that has a gradient on any rank has one on all of them afterwards.
         """
@@ -166,12 +166,12 @@ class GradientExchange:
             self._write(number, average)
 
     def end_step(self) -> None:
-        """Takes note that a step was made with what was averaged, on all ranks alike."""
+        """Records that all ranks have made a step with the average."""
         self._step = (self._step + 1) % _NUMBERS
         self._begun_in_step = 0
 
     def discard(self) -> None:
-        """Sends what was not sent, as other ranks may have done already, waits, and forgets the average."""
+        """Sends the remaining buckets, as other ranks may have done already, waits, and drops the average."""
         self._send_missing()
         for _, average in self._completed():
             wait(average.handle)

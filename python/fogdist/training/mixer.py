@@ -68,7 +68,7 @@ class Mixer:
         buckets.write_back()
 
     def discard(self) -> None:
-        """Waits for the exchange in flight, and forgets what came."""
+        """Waits for the exchange in flight, and drops its result."""
         self._changes.forget()
         self._arrive()
 

@@ -120,14 +120,14 @@ class Mixing(abc.ABC):
         """
 
     def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
-        """Begins the sums of push-sum of a round: each rank gives away shares that add up to what it has.
+        """Begins the sums of push-sum of a round: each rank sends shares that add up to its own values.
 
         Arguments and result are those of `begin`. By default averages are such sums.
         """
         return self.begin(tensors, round, in_place)
 
     def items(self, context: Context) -> list[str]:
-        """Returns what must be the same on all ranks of a group: lines of text, which they compare.
+        """Returns the lines of text that must be the same on all ranks of a group, which compare them.
 
         Raises:
             ValueError: It does not fit the group.
@@ -171,7 +171,7 @@ class Neighbors(Mixing):
         return self._along_weights(tensors, round, in_place)
 
     def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
-        """See `Mixing.begin_push`: a rank and its out-neighbors get equal shares of what it has.
+        """See `Mixing.begin_push`: a rank and its out-neighbors get equal shares of its values.
 
         A topology says whom a rank sends to; its weights, which are those of receivers, do not count here.
         Dynamic weights are taken as they are: `self_weight` and `dst_weights` must sum to 1.
@@ -261,7 +261,7 @@ class NoMixing(Mixing):
 
 
 def as_mixing(mixing: MixingLike) -> Mixing:
-    """Returns what a user gave as `mixing` as one.
+    """Returns the user's argument `mixing` as a Mixing.
 
     Raises:
         TypeError: It is none.

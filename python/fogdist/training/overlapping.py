@@ -49,7 +49,7 @@ class OverlappingAlgorithm(Algorithm):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Waits for it, and gives the parameters what came of it."""
+        """Waits for it, and gives the parameters its result."""
         raise NotImplementedError
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -73,7 +73,7 @@ class OverlappingAlgorithm(Algorithm):
             self._hooks.append(handle)
 
     def advance(self) -> Any:
-        """Ends the round, if one is due, and makes the optimizer's step from what it gave."""
+        """Ends the round, if one is due, and makes the optimizer's step from its result."""
         if not self._saw_forward:
             # So a rank without data for one step still answers the others.
             self._passes = [count + 1 for count in self._passes]

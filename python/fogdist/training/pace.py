@@ -111,7 +111,7 @@ class Pace:
         }
 
     def advance(self, made: int | None = None) -> None:
-        """Counts an exchange, once what it sends is on its way; a rank that has paused takes part again.
+        """Counts an exchange, once its data is on its way; a rank that has paused takes part again.
 
         Args:
             made: How many there are now; by default one more.
@@ -153,7 +153,7 @@ class Pace:
         return self._made
 
     def free(self) -> None:
-        """Ends it: nobody waits for this rank from now on. Collective among neighbors."""
+        """Ends it: no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
         _in_use.discard(self)
         self._window.free(self._timeout)

@@ -18,8 +18,8 @@ class PassMarks:
     Operations of fog and the optimizer's step are in the trace by themselves.
 
     Args:
-        models: Whose forward passes count, if in training mode with gradients enabled.
-        optimizer: Whose step ends the second range.
+        models: Their forward passes count in training mode with gradients enabled.
+        optimizer: Its step ends the second range.
     """
 
     FORWARD = "fogdist.forward"

@@ -29,10 +29,10 @@ class Plans:
         topology: A graph, whose weights are used and must sum to 1 at each receiver; or one graph a round; or
             None for whatever the group's topology is when a round is asked for.
         context: The group.
-        argument: What the user calls `topology`.
+        argument: The user's name of `topology`.
 
     Attributes:
-        topology: What was given, as rounds; None for the group's.
+        topology: The argument as rounds; None for the group's topology.
         context: The group.
 
     Raises:
@@ -52,7 +52,7 @@ class Plans:
         self._plans: dict[tuple[int, bool], NeighborPlan] = {}
 
     def items(self) -> list[str]:
-        """Returns what must be the same on all ranks."""
+        """Returns the items that must be the same on all ranks."""
         topology = self.topology
         if topology is None:
             return [f"{self._argument}: the group's topology"]

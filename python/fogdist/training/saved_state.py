@@ -53,13 +53,13 @@ def save_state(
 def load_state(
     state_dict: dict[str, Any], optimizer: Optimizer, algorithm: str, names: Sequence[str]
 ) -> tuple[dict[str, dict[Tensor, Tensor]], dict[str, float]]:
-    """Loads what a state dict has of the optimizer, and returns what it has of the algorithm.
+    """Loads the optimizer's part of a state dict, and returns the algorithm's part.
 
     Args:
         state_dict: Of `save_state`, or of a plain optimizer.
         optimizer: The optimizer.
         algorithm: The algorithm's name.
-        names: What it keeps of each parameter.
+        names: The names of the tensors that it keeps for each parameter.
 
     Returns:
         By name, copies of what is kept of each parameter, as far as there is something; and the numbers.
@@ -91,7 +91,7 @@ def load_state(
 
 
 def keys_of(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[Tensor, Any]:
-    """Returns what an optimizer's parameters, in order, are called in a state dict of it."""
+    """Returns the keys of an optimizer's parameters, in order, in its state dict."""
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     return dict(zip(order, keys, strict=True))

@@ -41,7 +41,7 @@ class ScaledSteps:
     do. An optimizer that says so by itself, as fused ones do, is left alone.
 
     Args:
-        optimizer: Whose steps; not kept alive.
+        optimizer: The optimizer that makes the steps; not kept alive.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -23,7 +23,7 @@ def hook_steps(
     """Has functions called before and after each step of an optimizer, not around steps inside of a step.
 
     Args:
-        optimizer: Whose steps.
+        optimizer: The optimizer that makes the steps.
         before: Given the positional and the keyword arguments of the step, the optimizer first; returns None
             or others, as a tuple of both.
         after: Not called for a step that raises.
@@ -53,7 +53,7 @@ def replace_step(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Any:
     """Makes a step in place of the optimizer's own: with its hooks around it, and counted by schedulers.
 
     Args:
-        optimizer: Whose step is not made.
+        optimizer: The optimizer that does not make its step.
         step: Given the optimizer.
 
     Returns:

@@ -202,7 +202,7 @@ class DistributedOptimizer(Optimizer):
         """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
 
         Args:
-            *arguments, **options: What it is called with.
+            *arguments, **options: Its arguments.
         """
         return None if self._fog_unscale() else self._fog_wrapped.step(*arguments, **options)
 
@@ -305,7 +305,7 @@ def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Ma
 
     Args:
         optimizer: A plain optimizer.
-        arguments, options: What `step` was called with.
+        arguments, options: The arguments of `step`.
     """
     if arguments or dict(options) != {"closure": None} or optimizer.state:
         return False
@@ -316,7 +316,7 @@ def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Ma
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Returns what a step's closure returns, None for no closure; gradients are recorded in it."""
+    """Returns the result of a step's closure, None without a closure; gradients are recorded in it."""
     if closure is None:
         return None
     with torch.enable_grad():

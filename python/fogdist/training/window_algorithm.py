@@ -103,7 +103,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         raise NotImplementedError
 
     def take(self, window: Window) -> None:
-        """Writes what has come into the window's tensor."""
+        """Writes the received values into the window's tensor."""
         raise NotImplementedError
 
     def check_weights(self) -> None:
@@ -181,7 +181,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self.buckets.reattach()
 
     def begin(self) -> None:
-        """Sends, or asks for, what this round exchanges."""
+        """Sends, or asks for, the values of this round."""
         self.check_weights()  # before anything is sent, and before a barrier that others would wait in
         if self.force_barrier:
             # All have ended their last exchange: what is sent now cannot get into it.
@@ -192,12 +192,12 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self._pace.advance()
 
     def finish(self) -> None:
-        """Waits for it, and takes what has come."""
+        """Waits for it, and takes the received values."""
         self.keep_pace()
         self.take_all()
 
     def take_all(self) -> None:
-        """Waits for what was begun, and takes what has come."""
+        """Waits for the exchanges in flight, and takes the received values."""
         error = self._wait()
         if error is not None:
             raise error

@@ -423,7 +423,7 @@ class Window:
         What neighbors of this host still write to it goes nowhere, and on other hosts is an error there.
 
         Args:
-            reason: What happened to it, for messages: "was ...".
+            reason: The event that ended it, for messages: "was ...".
         """
         if self._window is not None:
             self._window, self._closed_because = None, reason

@@ -65,7 +65,7 @@ def set_skip_negotiate_stage(value: bool) -> None:
 
 
 def get_skip_negotiate_stage() -> bool:
-    """Returns what `set_skip_negotiate_stage` was given last, False before."""
+    """Returns the last argument of `set_skip_negotiate_stage`, False before."""
     return _skips_negotiation
 
 
@@ -83,7 +83,7 @@ def mpi_threads_supported() -> bool:
 
 
 def unified_mpi_window_model_supported() -> bool:
-    """Returns whether what a neighbor writes into a window is seen without a further call: True on all machines."""
+    """Returns whether a neighbor's writes into a window are visible without a further call: True on all machines."""
     return True
 
 

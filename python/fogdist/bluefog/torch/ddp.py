@@ -117,7 +117,7 @@ class LocalStepRandomBatchSampler(Sampler[list[int]]):
     it was left, so how often a `DataLoader` starts anew does not matter, nor how many steps other ranks have made.
 
     Args:
-        dataset: What has a length.
+        dataset: An object with a length.
         batch_size: At least 1.
         base_seed: See above.
         rank: See above.

@@ -118,7 +118,7 @@ def win_mutex(
 
 
 def win_read_neighbor(name: str, rank: int, require_mutex: bool = True) -> Tensor:
-    """Returns a copy of one slot: what an in-neighbor has put or added there. Versions are 0 afterwards.
+    """Returns a copy of one slot, with the values that an in-neighbor has put or added. Versions are 0 afterwards.
 
     Args:
         name: Of the window.
