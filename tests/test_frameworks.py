@@ -165,8 +165,6 @@ def test_ray(problem, tmp_path: Path, how: str) -> None:
     needs("ray")
     output = run_alone("with_ray.py", how, tmp_path)
     check(problem, output, sampled(problem, 2, shuffle=False), how)
-    losses, _ = reported(output, 2)
-    assert f"rank 0 reported: loss {losses[0]:.6f}" in output
 
 
 @pytest.mark.parametrize("how", ["gossip", "hsdp"])

@@ -233,7 +233,9 @@ def saved_and_loaded(folder: str, is_async: bool) -> None:
     def made(seed: int, shape: tuple[int, ...] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = network(seed)
         if shape is not None:
-            fully_shard(model, mesh=init_device_mesh("cpu", shape))
+            fully_shard(
+                model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[2 - len(shape) :])
+            )
         return model, adam(model.parameters())
 
     model, optimizer = made(0, (size,))
@@ -279,16 +281,16 @@ def pipelined(schedule: str) -> None:
     each = 1 if issubclass(kind, pipelining.schedules.PipelineScheduleSingle) else 2
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(each * size))).double()
-    mine = copy.deepcopy(whole)
+    own = copy.deepcopy(whole)
     numbers = range(rank, each * size, size)
     stages = [
-        pipelining.PipelineStage(mine[number], number, each * size, torch.device("cpu")) for number in numbers
+        pipelining.PipelineStage(own[number], number, each * size, torch.device("cpu")) for number in numbers
     ]
     inputs, targets = torch.randn(2, 2 * parts, 6, dtype=torch.float64).unbind()
     runner = kind(stages[0] if each == 1 else stages, parts, loss_fn=nn.functional.mse_loss)
     losses: list[Tensor] = []
     for _ in range(2):
-        mine.zero_grad()
+        own.zero_grad()
         losses.clear()
         last = rank == size - 1
         runner.step(
@@ -300,7 +302,7 @@ def pipelined(schedule: str) -> None:
         if last:
             torch.testing.assert_close(torch.stack(losses).mean(), loss)
         for number in numbers:
-            for (name, parameter), other in zip(mine[number].named_parameters(), whole[number].parameters()):
+            for (name, parameter), other in zip(own[number].named_parameters(), whole[number].parameters()):
                 close = torch.allclose(parameter.grad, other.grad, rtol=0, atol=1e-12)
                 checks.true(f"{schedule}: stage {number}, {name}", close)
 
