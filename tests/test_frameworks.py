@@ -18,6 +18,8 @@ from scripts import ROOT, Job, run_script, started
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
+from fog_pg._extension import find_mpi_library
+
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="recipes for fog")
 
 RECIPES = ROOT / "examples" / "frameworks"
@@ -150,17 +152,16 @@ def test_accelerate(problem, tmp_path: Path, how: str) -> None:
     check(problem, recipe("with_accelerate.py", how, tmp_path), by_batches(problem, 2), how)
 
 
-@pytest.mark.parametrize("how", ["ddp", "optimizer"])
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
 def test_transformers(tmp_path: Path, how: str) -> None:
     needs("transformers")
     losses, distances = reported(recipe("with_transformers.py", how, tmp_path), 2)
-    # It begins at log(32); what remains is the word after the first one, one of four: log(4) / 7.
-    assert max(losses) < 0.5
-    # Were the model in DDP as well, gradients and models would be the same on both ranks.
-    assert all((distance > 1e-3) == (how == "optimizer") for distance in distances)
+    assert max(losses) < 0.3  # it begins at log(32)
+    # Were gradients averaged over all ranks, models would be the same on both.
+    assert all((distance > 1e-3) == (how != "ddp") for distance in distances)
 
 
-@pytest.mark.parametrize("how", ["ddp", "optimizer"])
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
 def test_ray(problem, tmp_path: Path, how: str) -> None:
     needs("ray")
     output = run_alone("with_ray.py", how, tmp_path)
@@ -182,6 +183,9 @@ def test_fsdp2(problem, script_worlds: WorldPool, tmp_path: Path, how: str) -> N
 def run_alone(name: str, how: str, folder: Path) -> str:
     """Runs a recipe that starts its ranks itself."""
     words = [RECIPES / name, "--how", how]
-    with started([Job(words, 2, folder / "log.txt", [sys.executable])]) as (job,):
+    # Lightning asks mpi4py, where it is installed, whether mpiexec has started it; in an environment beside the project's, mpi4py
+    # finds no library by itself.
+    environment = {"MPI4PY_LIBMPI": find_mpi_library()}
+    with started([Job(words, 2, folder / "log.txt", [sys.executable], environment)]) as (job,):
         assert job.wait(TIMEOUT) == 0, job.output
         return job.output

@@ -219,6 +219,40 @@ def test_fsdp1(worlds: WorldPool, size: int, strategy: str) -> None:
     worlds(size).run(fully_sharded_data_parallel, strategy)
 
 
+# Context parallel
+
+
+def ring_attention(is_causal: bool) -> None:
+    """The ring that torch's context_parallel runs on GPUs, with the kernel for CPUs, which context_parallel does not take."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Any:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, is_causal)
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, 6 * size, 4, generator=generator) for _ in range(3)]
+    parts = [each.chunk(size, 2)[rank].contiguous() for each in whole]
+    wanted = nn.functional.scaled_dot_product_attention(*whole, is_causal=is_causal).chunk(size, 2)[rank]
+    options = copy.copy(context_parallel._cp_options)
+    context_parallel._cp_options.enable_load_balance = False
+    with Checks() as checks:
+        try:
+            for method in ("allgather", "alltoall"):
+                context_parallel.set_rotate_method(method)
+                ring = context_parallel._templated_ring_attention
+                found = ring(dist.group.WORLD, 2, attention, *parts, is_causal=is_causal)[0]
+                checks.true(method, torch.allclose(found, wanted, rtol=0, atol=1e-5))
+        finally:
+            vars(context_parallel._cp_options).update(vars(options))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ring_attention(worlds: WorldPool, is_causal: bool) -> None:
+    worlds(2).run(ring_attention, is_causal)
+
+
 # Checkpoints
 
 

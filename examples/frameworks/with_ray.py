@@ -1,6 +1,7 @@
-"""Ray Train on fog: with DDP, with a fogdist optimizer.
+"""Ray Train on fog: with DDP, with DDP whose ranks gossip, with a fogdist optimizer.
 
     python examples/frameworks/with_ray.py --how ddp
+    python examples/frameworks/with_ray.py --how gossip
     python examples/frameworks/with_ray.py --how optimizer
 
 Ray starts two workers on this machine. On a cluster fog has to be installed wherever workers run.
@@ -29,6 +30,8 @@ def train_loop(settings: dict[str, Any]) -> None:
         model = prepare_model(net, parallel_strategy=None)  # no DDP
     else:
         model = prepare_model(net)
+    if settings["how"] == "gossip":
+        model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
     loader = prepare_data_loader(make_loader())
     for _ in range(EPOCHS):
         for inputs, targets in loader:
@@ -39,7 +42,7 @@ def train_loop(settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    how = read_how("Ray Train on fog.", "ddp", "optimizer")
+    how = read_how("Ray Train on fog.", "ddp", "gossip", "optimizer")
     ray.init(num_cpus=3, include_dashboard=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = TorchTrainer(

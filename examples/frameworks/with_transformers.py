@@ -1,9 +1,10 @@
-"""transformers' Trainer on fog: with DDP, with a fogdist optimizer.
+"""transformers' Trainer on fog: with DDP, with DDP whose ranks gossip, with a fogdist optimizer.
 
     torchrun --nproc_per_node=2 examples/frameworks/with_transformers.py --how ddp
+    torchrun --nproc_per_node=2 examples/frameworks/with_transformers.py --how gossip
     torchrun --nproc_per_node=2 examples/frameworks/with_transformers.py --how optimizer
 
-A tiny GPT-2 with random weights learns to count in steps, so nothing is downloaded.
+A tiny GPT-2 with random weights learns to count, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,25 +16,41 @@ from typing import Any
 import fogdist
 import torch
 from problem import read_how, report
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 WORDS = 32
 LENGTH = 8
-STRIDES = 4
 
 
 class Counting(Dataset[dict[str, Tensor]]):
-    """Sequences that go on by 1, 2, 3 or 4, modulo the number of words."""
+    """Sequences that count on from each number, modulo the number of words."""
 
     def __len__(self) -> int:
-        return WORDS * STRIDES
+        return WORDS
 
     def __getitem__(self, place: int) -> dict[str, Tensor]:
-        words = (place % WORDS + torch.arange(LENGTH) * (1 + place // WORDS)) % WORDS
+        words = (place + torch.arange(LENGTH)) % WORDS
         return {"input_ids": words, "labels": words}
+
+
+class GossipTrainer(Trainer):
+    """A Trainer whose DDP averages parameters with the neighbors in place of gradients with all ranks."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        prepare = self.accelerator.prepare_model
+
+        def prepare_model(*arguments: Any, **options: Any) -> nn.Module:
+            model = prepare(*arguments, **options)
+            if isinstance(model, DistributedDataParallel):  # not for an evaluation
+                model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
+            return model
+
+        self.accelerator.prepare_model = prepare_model
 
 
 class DecentralizedTrainer(Trainer):
@@ -63,7 +80,7 @@ def loss_of_all(model: GPT2LMHeadModel) -> float:
 
 
 def main() -> None:
-    how = read_how("transformers on fog.", "ddp", "optimizer")
+    how = read_how("transformers on fog.", "ddp", "gossip", "optimizer")
     fogdist.init()  # before TrainingArguments, which adopts the group
     torch.manual_seed(0)
     config = GPT2Config(
@@ -83,8 +100,8 @@ def main() -> None:
         arguments = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
-            per_device_train_batch_size=16,
-            num_train_epochs=15,
+            per_device_train_batch_size=8,
+            num_train_epochs=30,
             learning_rate=1e-2,
             lr_scheduler_type="constant",
             report_to=[],
@@ -93,7 +110,7 @@ def main() -> None:
             disable_tqdm=True,
             seed=0,
         )
-        kind = DecentralizedTrainer if how == "optimizer" else Trainer
+        kind = {"ddp": Trainer, "gossip": GossipTrainer, "optimizer": DecentralizedTrainer}[how]
         trainer = kind(model=model, args=arguments, train_dataset=Counting())
         trainer.train()
     report(model, loss_of_all(model))
