@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -30,6 +30,7 @@ LINTERS_STAMP := $(VENV)/.linters
 # The site needs neither torch nor the extension, so it has an environment of its own.
 DOCS_VENV := build/docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.requirements
+FRAMEWORKS_STAMP := build/frameworks/.installed
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # What clang-format is for.
@@ -56,6 +57,7 @@ help:
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
+	@echo "make test-frameworks  install Lightning, accelerate, transformers and Ray below build/frameworks, run the recipes"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
@@ -169,6 +171,11 @@ test-mpi: build
 	echo "== tests under every launcher"; \
 	$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_MPI=all python -m pytest tests/test_mpi.py $(ARGS) && exit $$installed
 
+# With the tests of fogdist's optimizers inside of Lightning's wrappers.
+test-frameworks: build $(FRAMEWORKS_STAMP)
+	@echo "== recipes for frameworks"
+	@$(IN_VENV) OMP_NUM_THREADS=1 build/frameworks/bin/python -m pytest tests/test_frameworks.py tests/test_wrapped_optimizers.py $(ARGS)
+
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
@@ -226,4 +233,14 @@ $(DOCS_STAMP): pyproject.toml
 	@$(PYTHON) -m venv "$(DOCS_VENV)"
 	@"$(DOCS_VENV)/bin/python" -c "$$REQUIREMENTS" project optional-dependencies docs > "$(DOCS_VENV)/requirements.txt"
 	@"$(DOCS_VENV)/bin/python" -m pip --disable-pip-version-check install --quiet -r "$(DOCS_VENV)/requirements.txt"
+	@touch "$@"
+
+# The frameworks have an environment of their own, which sees the packages of $(VENV), torch among them, and adds nothing to it.
+$(FRAMEWORKS_STAMP): $(REQUIREMENTS_STAMP) pyproject.toml
+	@echo "== frameworks: installing them into build/frameworks"
+	@$(IN_VENV) python -c "$$REQUIREMENTS" project optional-dependencies frameworks > "$(VENV)/frameworks.txt"
+	@rm -rf build/frameworks && $(IN_VENV) python -m venv build/frameworks
+	@packages=$$($(IN_VENV) python -c 'import site; print(site.getsitepackages()[0])') && \
+		echo "import site; site.addsitedir('$$packages')" > "$$(echo build/frameworks/lib/python*/site-packages)/of-the-project.pth"
+	@build/frameworks/bin/python -m pip --disable-pip-version-check install --quiet -r "$(VENV)/frameworks.txt"
 	@touch "$@"

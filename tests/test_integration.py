@@ -1,4 +1,5 @@
-"""torch's distributed libraries on the backend: meshes, DTensor, FSDP2, DDP's options, ZeRO, compile, profiler, debug mode.
+"""torch's distributed libraries on the backend: meshes, DTensor, FSDP, pipelines, checkpoints, DDP's options, ZeRO, compile, profiler,
+debug mode, restarts.
 
 Training is compared with one process that sees the concatenated batch.
 """
@@ -6,8 +7,11 @@ Training is compared with one process that sees the concatenated batch.
 from __future__ import annotations
 
 import copy
+import re
 import shutil
+import textwrap
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from harness import BACKEND, World, WorldPool, init_process_group, sizes
 from reference import Checks
+from scripts import Job, launcher_command, started
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
@@ -184,6 +189,162 @@ def fully_sharded(reshard: bool, hybrid: bool) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fully_shard(worlds: WorldPool, size: int, hybrid: bool, reshard: bool) -> None:
     worlds(size).run(fully_sharded, reshard, hybrid)
+
+
+# FSDP1
+
+
+def fully_sharded_data_parallel(strategy: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2)) if "HYBRID" in strategy else None
+    model = FullyShardedDataParallel(
+        network(),
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    train(model, adam(model.parameters()), mine, size)
+    with Checks() as checks, FullyShardedDataParallel.summon_full_params(model):
+        check_parameters(checks, strategy, dict(model.named_parameters()), size)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("size", "strategy"), [(2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")])
+def test_fsdp1(worlds: WorldPool, size: int, strategy: str) -> None:
+    worlds(size).run(fully_sharded_data_parallel, strategy)
+
+
+# Context parallel
+
+
+def ring_attention(is_causal: bool) -> None:
+    """The ring that torch's context_parallel runs on GPUs, with the kernel for CPUs, which context_parallel does not take."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Any:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, is_causal)
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(1, 2, 6 * size, 4, generator=generator) for _ in range(3)]
+    parts = [each.chunk(size, 2)[rank].contiguous() for each in whole]
+    wanted = nn.functional.scaled_dot_product_attention(*whole, is_causal=is_causal).chunk(size, 2)[rank]
+    options = copy.copy(context_parallel._cp_options)
+    context_parallel._cp_options.enable_load_balance = False
+    with Checks() as checks:
+        try:
+            for method in ("allgather", "alltoall"):
+                context_parallel.set_rotate_method(method)
+                ring = context_parallel._templated_ring_attention
+                found = ring(dist.group.WORLD, 2, attention, *parts, is_causal=is_causal)[0]
+                checks.true(method, torch.allclose(found, wanted, rtol=0, atol=1e-5))
+        finally:
+            vars(context_parallel._cp_options).update(vars(options))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_ring_attention(worlds: WorldPool, is_causal: bool) -> None:
+    worlds(2).run(ring_attention, is_causal)
+
+
+# Checkpoints
+
+
+def saved_and_loaded(folder: str, is_async: bool) -> None:
+    """What ranks save of their shards, others load: into shards along another mesh, and into whole models."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    size = dist.get_world_size()
+
+    def made(seed: int, shape: tuple[int, ...] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = network(seed)
+        if shape is not None:
+            fully_shard(
+                model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")[2 - len(shape) :])
+            )
+        return model, adam(model.parameters())
+
+    model, optimizer = made(0, (size,))
+    train(model, optimizer, mine, size)
+    wanted = [parameter.full_tensor() for parameter in model.parameters()]
+    names = "model", "optimizer"
+    state = dict(zip(names, get_state_dict(model, optimizer)))
+    if is_async:
+        dcp.async_save(state, checkpoint_id=folder).result()
+    else:
+        dcp.save(state, checkpoint_id=folder)
+    dist.barrier()
+    moments = [optimizer.state[parameter]["exp_avg"].full_tensor() for parameter in model.parameters()]
+    with Checks() as checks:
+        for shape in ((size, 1), None):
+            other, its = made(1, shape)
+            state = dict(zip(names, get_state_dict(other, its)))
+            dcp.load(state, checkpoint_id=folder)
+            set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            for label, found, expected in (
+                ("parameters", list(other.parameters()), wanted),
+                ("moments", [its.state[parameter]["exp_avg"] for parameter in other.parameters()], moments),
+            ):
+                whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+                checks.equal(f"{label} on {shape}", [each.detach() for each in whole], expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_async", [False, True])
+def test_distributed_checkpoint(worlds: WorldPool, tmp_path: Path, is_async: bool) -> None:
+    worlds(2).run(saved_and_loaded, str(tmp_path), is_async)
+
+
+# Pipelines
+
+
+def pipelined(schedule: str) -> None:
+    """Layers in stages of their own: gradients are those of the whole network."""
+    import torch.distributed.pipelining as pipelining
+
+    rank, size, parts = dist.get_rank(), dist.get_world_size(), 4
+    kind = getattr(pipelining, schedule)
+    each = 1 if issubclass(kind, pipelining.schedules.PipelineScheduleSingle) else 2
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(each * size))).double()
+    own = copy.deepcopy(whole)
+    numbers = range(rank, each * size, size)
+    stages = [
+        pipelining.PipelineStage(own[number], number, each * size, torch.device("cpu")) for number in numbers
+    ]
+    inputs, targets = torch.randn(2, 2 * parts, 6, dtype=torch.float64).unbind()
+    runner = kind(stages[0] if each == 1 else stages, parts, loss_fn=nn.functional.mse_loss)
+    losses: list[Tensor] = []
+    for _ in range(2):
+        own.zero_grad()
+        losses.clear()
+        last = rank == size - 1
+        runner.step(
+            *([inputs] if rank == 0 else []), **({"target": targets, "losses": losses} if last else {})
+        )
+    loss = nn.functional.mse_loss(whole(inputs), targets)
+    loss.backward()
+    with Checks() as checks:
+        if last:
+            torch.testing.assert_close(torch.stack(losses).mean(), loss)
+        for number in numbers:
+            for (name, parameter), other in zip(own[number].named_parameters(), whole[number].parameters()):
+                close = torch.allclose(parameter.grad, other.grad, rtol=0, atol=1e-12)
+                checks.true(f"{schedule}: stage {number}, {name}", close)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_pipeline(worlds: WorldPool, schedule: str) -> None:
+    worlds(2).run(pipelined, schedule)
 
 
 # DDP
@@ -482,3 +643,50 @@ def overlapping_groups() -> None:
 
 def test_overlapping_groups(worlds: WorldPool) -> None:
     worlds(4).run(overlapping_groups)
+
+
+# Restarts
+
+ELASTIC = textwrap.dedent(
+    """
+    import os, sys
+    from pathlib import Path
+    import torch, torch.distributed as dist
+
+    dist.init_process_group(sys.argv[1])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    saved = Path(f"saved-{rank}")
+    step, value = torch.load(saved) if saved.exists() else (0, torch.tensor([float(rank)]))
+    # A rank that was killed may have saved a step that others have not.
+    first = torch.tensor([step])
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    step, value = torch.load(f"saved-{rank}-{first.item()}") if first.item() else (0, torch.tensor([float(rank)]))
+    begun = step
+    while step < 6:
+        dist.all_reduce(value)
+        value = value / size + rank
+        step += 1
+        for name in (f"saved-{rank}-{step}", "new-" + saved.name):
+            torch.save((step, value), name)
+        os.replace("new-" + saved.name, saved)
+        if step == 3 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(3)
+    sys.stdout.write(f"rank {rank} from step {begun}: {value.item()}\\n")
+    """
+)
+
+
+@pytest.mark.long
+def test_elastic_restart(tmp_path: Path) -> None:
+    """torchrun starts all ranks again when one has failed; they go on from what they had saved."""
+    script = tmp_path / "elastic.py"
+    script.write_text(ELASTIC)
+    launcher = [*launcher_command("torchrun", 2), "--max-restarts=1"]
+    with started([Job([script, BACKEND], 2, tmp_path / "log.txt", launcher)]) as (job,):
+        assert job.wait(120) == 0, job.output
+    values = [0.0, 1.0]
+    for _ in range(6):
+        values = [sum(values) / 2 + rank for rank in range(2)]
+    for rank, value in enumerate(values):
+        found = re.findall(rf"rank {rank} from step (\d): (\S+)", job.output)
+        assert found and found[-1][0] in "23" and float(found[-1][1]) == value, job.output

@@ -1,0 +1,191 @@
+"""The recipes of examples/frameworks, each where its framework is installed, against a simulation in one process.
+
+`make test-frameworks` makes an environment that has the frameworks, and runs these tests there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import BACKEND, WorldPool
+from scripts import ROOT, Job, run_script, started
+from torch import Tensor
+from torch.utils.data import DistributedSampler
+
+from fog_pg._extension import find_mpi_library
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="recipes for fog")
+
+RECIPES = ROOT / "examples" / "frameworks"
+# Frameworks take seconds to import, in each rank.
+TIMEOUT = 240.0
+LINE = re.compile(r"rank (\d) on (\S+): loss (\S+), distance from the mean (\d\.\d+)")
+
+
+def needs(package: str) -> None:
+    """Skips the test if a framework is not installed; nothing of it is loaded into this process."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: make test-frameworks")
+
+
+def reported(output: str, ranks: int) -> tuple[list[float], list[float]]:
+    """Returns the losses and distances that ranks have printed, in their order."""
+    found = {
+        int(rank): (backend, float(loss), float(far)) for rank, backend, loss, far in LINE.findall(output)
+    }
+    assert sorted(found) == list(range(ranks)), output
+    assert {backend for backend, _, _ in found.values()} == {"fog"}, output
+    return [found[rank][1] for rank in range(ranks)], [found[rank][2] for rank in range(ranks)]
+
+
+def recipe(name: str, how: str, folder: Path, launcher: str | WorldPool = "torchrun", ranks: int = 2) -> str:
+    return run_script([RECIPES / name, "--how", how], ranks, folder / "log.txt", launcher, timeout=TIMEOUT)
+
+
+# --- what recipes are to give -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def problem(monkeypatch: pytest.MonkeyPatch):
+    """The module of the recipes' problem, which they import as the file beside them."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    module = importlib.import_module("problem")
+    yield module
+    del sys.modules["problem"]
+
+
+def sampled(problem, ranks: int, shuffle: bool) -> list[list[Tensor]]:
+    """The rows of each rank's batches, of all epochs, as DistributedSampler deals them out."""
+    dealt: list[list[Tensor]] = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(problem.make_rows(), ranks, rank, shuffle=shuffle)
+        dealt.append([])
+        for epoch in range(problem.EPOCHS):
+            sampler.set_epoch(epoch)
+            dealt[rank] += torch.tensor([*sampler]).split(problem.BATCH)
+    return dealt
+
+
+def by_batches(problem, ranks: int) -> list[list[Tensor]]:
+    """The rows of each rank's batches, of all epochs, as accelerate deals them out: a batch each."""
+    batches = torch.arange(problem.ROWS).split(problem.BATCH)
+    return [list(batches[rank::ranks]) * problem.EPOCHS for rank in range(ranks)]
+
+
+def simulate(problem, rows: list[list[Tensor]], groups: int) -> tuple[list[float], float]:
+    """Trains as `groups` groups of ranks do, each with a model of its own that all its ranks make gradients for.
+
+    Each step is ``x+ = mean(x) - step(gradient at x)``, the mean over the groups. With one group it is DDP.
+
+    Returns:
+        The losses of all ranks' models on all rows, and the distance of the models from their mean.
+    """
+    inputs, targets = problem.make_rows().tensors
+    models = [problem.make_net() for _ in range(groups)]
+    optimizers = [problem.make_sgd(model) for model in models]
+    each = len(rows) // groups
+    for batches in zip(*rows):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers)):
+            optimizer.zero_grad()
+            for batch in batches[number * each :][:each]:
+                (problem.loss_of(model, inputs[batch], targets[batch]) / each).backward()
+        with torch.no_grad():
+            for same in zip(*(model.parameters() for model in models)):
+                mean = torch.stack(same).mean(0)
+                for parameter in same:
+                    parameter.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        losses = [problem.loss_of(model, inputs, targets).item() for model in models]
+        vectors = torch.stack([torch.cat([p.flatten() for p in model.parameters()]) for model in models])
+    distance = (vectors - vectors.mean(0)).square().sum().div(groups).sqrt().item()
+    return [loss for loss in losses for _ in range(each)], distance
+
+
+def check(problem, output: str, rows: list[list[Tensor]], how: str) -> None:
+    """Holds what ranks printed against the simulation."""
+    alone, together = simulate(problem, rows, len(rows)), simulate(problem, rows, 1)
+    # The network learns, and to gossip is something else than DDP.
+    assert (
+        max(*alone[0], *together[0]) < 0.3 < problem.loss_of(problem.make_net(), *problem.make_rows().tensors)
+    )
+    assert alone[0] != pytest.approx(together[0], rel=0.01)
+    expected, apart = together if how == "ddp" else alone
+    assert (apart > 1e-3) == (how != "ddp")
+    losses, distances = reported(output, len(rows))
+    assert losses == pytest.approx(expected, rel=1e-3)
+    assert distances == pytest.approx([apart] * len(rows), rel=1e-3, abs=2e-6)
+
+
+# --- the recipes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
+def test_lightning(problem, tmp_path: Path, how: str) -> None:
+    needs("lightning")
+    # Lightning shuffles what a model is trained on.
+    check(problem, recipe("with_lightning.py", how, tmp_path), sampled(problem, 2, shuffle=True), how)
+
+
+def test_lightning_starts_ranks_itself(problem, tmp_path: Path) -> None:
+    needs("lightning")
+    output = run_alone("with_lightning.py", "gossip", tmp_path)
+    check(problem, output, sampled(problem, 2, shuffle=True), "gossip")
+
+
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
+def test_fabric(problem, tmp_path: Path, how: str) -> None:
+    needs("lightning")
+    check(problem, recipe("with_fabric.py", how, tmp_path), sampled(problem, 2, shuffle=False), how)
+
+
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
+def test_accelerate(problem, tmp_path: Path, how: str) -> None:
+    needs("accelerate")
+    check(problem, recipe("with_accelerate.py", how, tmp_path), by_batches(problem, 2), how)
+
+
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
+def test_transformers(tmp_path: Path, how: str) -> None:
+    needs("transformers")
+    losses, distances = reported(recipe("with_transformers.py", how, tmp_path), 2)
+    assert max(losses) < 0.3  # it begins at log(32)
+    # Were gradients averaged over all ranks, models would be the same on both.
+    assert all((distance > 1e-3) == (how != "ddp") for distance in distances)
+
+
+@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
+def test_ray(problem, tmp_path: Path, how: str) -> None:
+    needs("ray")
+    output = run_alone("with_ray.py", how, tmp_path)
+    check(problem, output, sampled(problem, 2, shuffle=False), how)
+
+
+@pytest.mark.parametrize("how", ["gossip", "hsdp"])
+def test_fsdp2(problem, script_worlds: WorldPool, tmp_path: Path, how: str) -> None:
+    output = recipe("with_fsdp2.py", how, tmp_path, script_worlds, ranks=4)
+    groups = 2 if how == "gossip" else 1
+    expected, apart = simulate(problem, sampled(problem, 4, shuffle=False), groups)
+    losses, distances = reported(output, 4)
+    assert losses == pytest.approx(expected, rel=1e-3)
+    # A rank's distance is that of its part of the model.
+    assert math.hypot(*distances[:2]) == pytest.approx(apart, rel=1e-3, abs=2e-6)
+    assert (apart > 1e-3) == (how == "gossip")
+
+
+def run_alone(name: str, how: str, folder: Path) -> str:
+    """Runs a recipe that starts its ranks itself."""
+    words = [RECIPES / name, "--how", how]
+    # Lightning asks mpi4py, where it is installed, whether mpiexec has started it; in an environment beside the project's, mpi4py
+    # finds no library by itself.
+    environment = {"MPI4PY_LIBMPI": find_mpi_library()}
+    with started([Job(words, 2, folder / "log.txt", [sys.executable], environment)]) as (job,):
+        assert job.wait(TIMEOUT) == 0, job.output
+        return job.output
