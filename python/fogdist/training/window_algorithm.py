@@ -27,8 +27,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
     A round begins at the end of a forward pass. Nothing waits for other ranks but the making of the object,
     `add_param_group`, `unregister_window`, with `force_barrier` each exchange, and a rank that would run away from one
     that gets no core (`max_staleness`). While there are windows the
-    topology stays. They are freed by `unregister_window`, which is collective, or end with `fogdist.shutdown`;
-    dropping the object does not free them. Parameters that are frozen when it is made are not trained later.
+    topology stays. They are freed by `unregister_window`, which is collective, or end with `fogdist.shutdown` or where
+    another algorithm takes over; dropping the object does not free them. Parameters that are frozen when it is made are not trained later.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -138,6 +138,13 @@ class WindowAlgorithm(OverlappingAlgorithm):
                 error = error or failure
         if error is not None:
             raise error
+
+    def _fog_give_up(self) -> None:
+        """Ends the windows, too, each rank for itself: ranks agreed that this is over, and nobody sends any more."""
+        super()._fog_give_up()
+        self._handles, self._pace = [], None
+        for window in self.windows:
+            window.abandon("ended when another distributed optimizer took over the model")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group whose parameters belong to the model; collective, as it makes windows for them.
