@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
+.PHONY: help build build-tests demo lint format test test-all test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -27,6 +27,7 @@ TORCH_STAMP := $(VENV)/.made-with-torch
 REQUIREMENTS_STAMP := $(VENV)/.requirements
 EXTENSION_STAMP := $(VENV)/.extension
 LINTERS_STAMP := $(VENV)/.linters
+NOTEBOOKS_STAMP := $(VENV)/.notebooks
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # What clang-format is for.
@@ -53,6 +54,7 @@ help:
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
+	@echo "make test-notebooks  ranks of a notebook, with ipyparallel, and the notebooks of examples/notebooks   (ARGS=\"-k suspend\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make build   make the environment and build the extension"
@@ -161,6 +163,10 @@ test-mpi: build
 	echo "== tests under every launcher"; \
 	$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_MPI=all python -m pytest tests/test_mpi.py $(ARGS) && exit $$installed
 
+test-notebooks: $(NOTEBOOKS_STAMP)
+	@echo "== notebooks"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests/test_interactive.py $(ARGS)
+
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
@@ -206,6 +212,11 @@ $(REQUIREMENTS_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 $(EXTENSION_STAMP): $(REQUIREMENTS_STAMP) $(SOURCES)
 	@echo "== extension: compiling fog_pg._C and installing fogdist in place (minutes the first time)"
 	@$(PIP) install --quiet --no-build-isolation '$(TORCH)' --editable '.[test,examples]'
+	@touch "$@"
+
+$(NOTEBOOKS_STAMP): $(EXTENSION_STAMP) pyproject.toml
+	@echo "== ipyparallel and nbclient: installing"
+	@$(PIP) install --quiet --no-build-isolation '$(TORCH)' --editable '.[test-notebooks]'
 	@touch "$@"
 
 $(LINTERS_STAMP): $(EXTENSION_STAMP) pyproject.toml
