@@ -199,6 +199,20 @@ def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
     assert re.findall(r"\[(\d):execute\]", str(caught.value)) == ["2"]
 
 
+@with_notebooks
+def test_an_interrupt_beside_a_cell_loses_no_answer(cluster: Cluster) -> None:
+    """One that came while an engine read a request, or answered it, once ended the answer."""
+    for number in range(40):
+        result = run(cluster, "x = sum(range(1000))")
+        time.sleep(number * 5e-4)
+        cluster.interrupt()
+        try:
+            printed(result)
+        except Failed as error:
+            assert "KeyboardInterrupt" in str(error)
+    assert output(cluster, "print(fogdist.rank())") == ["0", "1", "2"]
+
+
 def interrupt_through_the_door() -> None:
     from fogdist.bluefog.run.interactive_run import interrupt_hanged_processes
 

@@ -17,10 +17,11 @@ from typing import Any, BinaryIO, cast
 
 import torch.distributed as dist
 
-from fogdist.interactive import guard
+from fogdist.interactive import engine, guard
 
 # Engines that are stopped do not answer, and are not lost: a process beside each engine tells of its end.
 _CONTROLLER = [
+    "-m",
     "ipyparallel.controller",
     "--ip=127.0.0.1",
     "--nodb",
@@ -29,7 +30,7 @@ _CONTROLLER = [
     "--HeartMonitor.period=1000",
     "--HeartMonitor.max_heartmonitor_misses=1000000000",
 ]
-_ENGINE = ["ipyparallel.engine", "--IPEngine.max_heartbeat_misses=0"]
+_ENGINE = [engine.__file__, "--Engine.max_heartbeat_misses=0"]
 _LOG_TAIL = 3000
 _POLL_SECONDS = 0.05
 
@@ -78,7 +79,7 @@ class Processes:
             )
             self._connection("engine")
             for rank in range(size):
-                arguments = [*_ENGINE, f"--IPEngine.id={rank}", f"--IPEngine.timeout={timeout}"]
+                arguments = [*_ENGINE, f"--Engine.id={rank}", f"--Engine.timeout={timeout}"]
                 variables = {**environment, **self._variables(rank, size, environment)}
                 self.ranks.append(self._spawn(f"rank {rank}", arguments, variables))
             self.client = parallel.Client(self._connection("client"), timeout=timeout)
@@ -132,10 +133,9 @@ class Processes:
     def _spawn(
         self, name: str, arguments: list[str], variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        module, *options = arguments
         with open(Path(self._folder, f"{name}.log"), "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, f"--profile-dir={self._folder}", *options],
+                [sys.executable, *arguments, f"--profile-dir={self._folder}"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
