@@ -98,6 +98,14 @@ def handles_of_family(pids: list[int]) -> list[int]:
     return [os.pidfd_open(pid) for pid in sorted(family)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ipython_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is written to the one in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Cluster]:
     with fogdist.interactive.start(SIZE, environment={"FLAVOUR": "lemon"}, timeout=TIMEOUT) as cluster:
@@ -228,7 +236,7 @@ def seconds_of_cores(cluster: Cluster) -> float:
 
 
 @with_notebooks
-def test_suspend_and_resume(cluster: Cluster) -> None:
+def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
     result = run(
         cluster,
         """
@@ -238,7 +246,7 @@ def test_suspend_and_resume(cluster: Cluster) -> None:
             x = fogdist.neighbor_allreduce(torch.ones(1))
             done = os.path.exists(FLAG) and fogdist.rank() == 0
             done = fogdist.broadcast(torch.tensor([float(done)]), 0).item() == 1
-        """.replace("FLAG", repr(str(flag := Path(tempfile.mkdtemp()) / "flag"))),
+        """.replace("FLAG", repr(str(flag := tmp_path / "flag"))),
     )
     wait_until_printed(result, "computes")
     cluster.suspend()
@@ -380,11 +388,10 @@ def texts_of(notebook: Any) -> list[str]:
     return texts
 
 
-def run_notebook(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def run_notebook(notebook: Any, folder: Path) -> list[str]:
     """Runs all cells as Jupyter does; returns what the code cells have shown."""
     import nbclient
 
-    monkeypatch.setenv("IPYTHONDIR", tempfile.mkdtemp())
     client = nbclient.NotebookClient(
         notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     )
@@ -393,7 +400,7 @@ def run_notebook(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @with_notebooks
-def test_cells_that_are_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cells_that_are_run_again(tmp_path: Path) -> None:
     """%%px works at once; a cell that makes an optimizer, or starts the ranks, can be run again."""
     import nbformat
 
@@ -423,7 +430,7 @@ def test_cells_that_are_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
     )
-    texts = run_notebook(notebook, tmp_path, monkeypatch)
+    texts = run_notebook(notebook, tmp_path)
     for setup_text in (texts[1], texts[3]):
         for rank in range(2):
             assert re.search(rf"\[stdout:{rank}\]\s*rank {rank}\n", setup_text), setup_text
@@ -433,14 +440,14 @@ def test_cells_that_are_run_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["hello_world", "resource_allocation"])
 @with_notebooks
-def test_notebook(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook(name: str) -> None:
     import nbformat
 
     folder = ROOT / "examples" / "notebooks"
     notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not kept"
-    shown = "\n".join(run_notebook(notebook, folder, monkeypatch))
+    shown = "\n".join(run_notebook(notebook, folder))
     if name == "hello_world":
         assert all(f"rank {rank} of 4 hears from the ranks" in shown for rank in range(4))
         assert shown.count("1.5000") == 4

@@ -1,4 +1,4 @@
-"""`bluefog.run`. Its launchers `bfrun` and `ibfrun` are torchrun, mpiexec or srun here."""
+"""`bluefog.run`. Of its launchers, `bfrun` is torchrun, mpiexec or srun here, and `ibfrun` is `fogdist.interactive`."""
 
 from __future__ import annotations
 
