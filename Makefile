@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -31,6 +31,7 @@ LINTERS_STAMP := $(VENV)/.linters
 DOCS_VENV := build/docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.requirements
 FRAMEWORKS_STAMP := build/frameworks/.installed
+NOTEBOOKS_STAMP := $(VENV)/.notebooks
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
 # What clang-format is for.
@@ -58,6 +59,7 @@ help:
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make test-frameworks  install Lightning, accelerate, transformers and Ray below build/frameworks, run the recipes"
+	@echo "make test-notebooks  ranks of a notebook, with ipyparallel, and the notebooks of examples/notebooks   (ARGS=\"-k suspend\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
@@ -176,6 +178,10 @@ test-frameworks: build $(FRAMEWORKS_STAMP)
 	@echo "== recipes for frameworks"
 	@$(IN_VENV) OMP_NUM_THREADS=1 build/frameworks/bin/python -m pytest tests/test_frameworks.py tests/test_wrapped_optimizers.py $(ARGS)
 
+test-notebooks: $(NOTEBOOKS_STAMP)
+	@echo "== notebooks"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests/test_interactive.py $(ARGS)
+
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
@@ -221,6 +227,11 @@ $(REQUIREMENTS_STAMP): $(TORCH_STAMP) pyproject.toml setup.py
 $(EXTENSION_STAMP): $(REQUIREMENTS_STAMP) $(SOURCES)
 	@echo "== extension: compiling fog_pg._C and installing fogdist in place (minutes the first time)"
 	@$(PIP) install --quiet --no-build-isolation '$(TORCH)' --editable '.[test,examples]'
+	@touch "$@"
+
+$(NOTEBOOKS_STAMP): $(EXTENSION_STAMP) pyproject.toml
+	@echo "== ipyparallel and nbclient: installing"
+	@$(PIP) install --quiet --no-build-isolation '$(TORCH)' --editable '.[test-notebooks]'
 	@touch "$@"
 
 $(LINTERS_STAMP): $(EXTENSION_STAMP) pyproject.toml

@@ -763,10 +763,11 @@ OWNERS = ["awc", "atc", "put", "ExactDiffusion", "wrapper"]
 
 @on_ranks(2, kind=OWNERS)
 def test_a_model_has_one_owner(kind: str) -> None:
+    """A wrapper keeps its model from all others, an optimizer from a wrapper."""
     start(topologies.FullyConnectedGraph)
     model = make_net(0)
     first = distribute(kind, sgd(model), model)
-    for other in OWNERS:
+    for other in OWNERS if kind == "wrapper" else ["wrapper"]:
         before = snapshot(model)
         with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):
             distribute(other, sgd(model), model)
@@ -788,6 +789,69 @@ def test_a_model_has_one_owner(kind: str) -> None:
     with distributed(kind, sgd(model), model):
         twin = copy.deepcopy(model)
         distribute("atc", sgd(twin), twin)
+
+
+REPLACED = ["awc", "atc", "atc in backward", "cta", "put", "push-sum", "ExactDiffusion"]
+
+
+def hooks_of(model: nn.Module) -> int:
+    """How many hooks there are on a model and its parameters."""
+    hooks = [model._forward_hooks, model._forward_pre_hooks]
+    hooks += [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
+    return sum(map(len, hooks))
+
+
+@on_ranks(3, kind=REPLACED)
+def test_a_later_optimizer_takes_over(kind: str) -> None:
+    """As where a notebook's cell is run again: the later ones train as if the earlier had never been."""
+    rank, size = start(topologies.RingGraph)
+    model = make_net(rank)
+    simulation = Simulation("awc", map(make_net, range(size)))
+    replaced = []
+    options = {"window_prefix": "again"} if kind in WINDOWS else {}
+    for number in range(3):
+        _, optimizer = distribute(kind, sgd(model), model, **options)
+        train_step(model, optimizer, rank, 10 + number)
+        loss_of(model, rank, 20).backward()  # and no step: an exchange may be in flight
+        optimizer.zero_grad()
+        optimizer.turn_on_timeline()
+        replaced.append(optimizer)
+    with torch.no_grad():
+        for mine, first in zip(model.parameters(), make_net(rank).parameters(), strict=True):
+            mine.copy_(first)
+    with distributed("awc", sgd(model), model) as (called, optimizer):
+        assert hooks_of(model) == 1
+        assert not fogdist.get_current_created_window_names()
+        for step in range(3):
+            train_step(called, optimizer, rank, step)
+            simulation.train(step)
+            before = snapshot(model)
+            for earlier in replaced:
+                with pytest.raises(
+                    RuntimeError, match=r"fogdist\.\w+ \d+ was replaced: another distributed optimizer"
+                ):
+                    earlier.step()
+                with pytest.raises(RuntimeError, match="was replaced"):
+                    earlier.add_param_group({"params": []})
+                end(called, earlier)
+            assert torch.equal(snapshot(model), before)
+    simulation.check(rank, model)
+
+
+@on_ranks(2, kind=["awc", "atc", "put"])
+def test_an_optimizer_that_was_refused_takes_nothing_over(kind: str) -> None:
+    rank, size = start(topologies.FullyConnectedGraph)
+    model = make_net(rank)
+    simulation = Simulation(RULES[kind], map(make_net, range(size)))
+    with distributed(kind, sgd(model), model) as (called, optimizer):
+        for step in range(4):
+            with pytest.raises(ValueError, match="model must be the same on all ranks"):
+                distribute("ExactDiffusion", sgd(model), model, local_steps=1 + rank)
+            train_step(called, optimizer, rank, step)
+            simulation.train(step)
+        with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):
+            distribute("wrapper", sgd(model), model)
+    simulation.check(rank, model)
 
 
 @on_ranks(2, kind=["awc", "wrapper"], how=["in place", "data"])

@@ -135,6 +135,12 @@ class AdaptThenCombine(DecentralizedSGD):
         super().refresh()
         self._counter.watch(self.buckets.tensors)
 
+    def _fog_give_up(self) -> None:
+        """Counts no backward pass any more."""
+        super()._fog_give_up()
+        self._counter.stop()
+        self._backward = None
+
     def _after_gradient(self, parameter: Tensor) -> None:
         passes = self._counter.passes_of(parameter)
         # The check of a dynamic topology waits for all ranks, which may complete their buckets in any order.

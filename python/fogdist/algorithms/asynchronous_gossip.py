@@ -149,6 +149,11 @@ class AsynchronousGossip(Algorithm):
             )
         super().load_state_dict(state_dict)
 
+    def _fog_give_up(self) -> None:
+        """Ends the windows, each rank for itself; moves that have not been taken are lost."""
+        super()._fog_give_up()
+        self._windows = None
+
     def advance(self) -> Any:
         """See the class."""
         result = self.adapt()

@@ -78,6 +78,9 @@ class Algorithm(DistributedOptimizer):
     values of a parameter may change in any way; its dtype, device and shape may not. The ranks compare their parameters
     when the algorithm is created and whenever parameters are added, frozen or unfrozen, which all ranks must do alike.
 
+    An algorithm that is made of the same parameters later, as by a notebook's cell that is run again, takes over: hooks and
+    windows of this one go, without waiting for other ranks, an exchange in flight is forgotten, and `step` raises.
+
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
@@ -96,8 +99,8 @@ class Algorithm(DistributedOptimizer):
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
-            parameter that is not in the model; two parameters have the same name or overlap in memory; another living
-            optimizer or wrapper has one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
+            parameter that is not in the model; two parameters have the same name or overlap in memory; a living wrapper
+            has one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
             algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
@@ -142,6 +145,7 @@ class Algorithm(DistributedOptimizer):
     _group_numbers: list[int]
     _has_state: bool
     _loaded: dict[str, dict[Tensor, Tensor]]
+    _fog_is_replaced: bool
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -185,7 +189,7 @@ class Algorithm(DistributedOptimizer):
         self.local_steps = local_steps
         self.is_alone = context.is_alone
         self.steps = self.rounds = 0
-        self.overflowed = False
+        self.overflowed = self._fog_is_replaced = False
         self.numbers = dict(self.state_numbers)
         self.vectors = {name: [] for name in self.state_vectors}
         self._step_options = {}
@@ -347,7 +351,9 @@ class Algorithm(DistributedOptimizer):
 
         Raises:
             ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.
+            RuntimeError: Another distributed optimizer has taken over the model.
         """
+        self._fog_check_not_replaced()
         if only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_wrapped.step(**options)
         closure, self._step_options = closure_of(arguments, options)
@@ -430,6 +436,27 @@ class Algorithm(DistributedOptimizer):
 
     # --- inside ---
 
+    def _fog_give_up(self) -> None:
+        """Lets another owner have the parameters; see the class. A subclass ends what it has hung on the model, and windows."""
+        self._fog_is_replaced = True
+        self.turn_off_timeline()
+        self.buckets.release()
+
+    def _fog_check_not_replaced(self) -> None:
+        if self._fog_is_replaced:
+            raise RuntimeError(
+                f"{self.name} was replaced: another distributed optimizer was made of its model's parameters; call that one"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See `DistributedOptimizer.add_param_group`.
+
+        Raises:
+            RuntimeError: Another distributed optimizer has taken over the model.
+        """
+        self._fog_check_not_replaced()
+        super().add_param_group(param_group)
+
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         """The parameters that are not frozen now, and the number of the group of each, as far as that counts."""
         pairs = [
@@ -451,7 +478,8 @@ class Algorithm(DistributedOptimizer):
             self._bucket_bytes,
             names=[self._fog_names[parameter] for parameter in parameters],
             groups=numbers,
-            owner=self,
+            owner=self._fog_view(),
+            takes_over=True,
         )
         with buckets.released_on_error():
             context = self.context
@@ -459,6 +487,7 @@ class Algorithm(DistributedOptimizer):
                 check_same_everywhere(context.backend, "model", [*items, *buckets.layout()])
                 if self.warns_apart and not self._has_state:
                     _warn_if_apart(context, parameters)
+            buckets.take_over()
         # Not before ranks agree: they would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
 

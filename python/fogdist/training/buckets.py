@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,7 +28,15 @@ ALIGNMENT = 64
 # To give a tensor other memory takes some microseconds of Python, to copy so many bytes no less.
 _WORTH_SWAPPING = 128 << 10
 # Of each tensor with an owner: the buckets that it is in, and the owner. It counts while both are alive.
+_Holder = tuple["weakref.ref[FlatBuckets]", "weakref.ref[object]"]
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An owner that gives its tensors up where another one takes over."""
+
+    def _fog_give_up(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -66,6 +75,7 @@ class FlatBuckets:
         groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
         owner: The object that exchanges the buffers. While it and these buckets live, no other owner gets the tensors,
             because both would mix them; the owner may put them into other buckets itself. None for no owner.
+        takes_over: Whether `owner` may have tensors of an owner that is `Replaceable`, which `take_over` then ends.
 
     Raises:
         TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, or no tensor.
@@ -81,11 +91,14 @@ class FlatBuckets:
         names: Sequence[str] | None = None,
         groups: Sequence[int] | None = None,
         owner: object | None = None,
+        takes_over: bool = False,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self._max_bytes = max_bytes
         self._owner = None if owner is None else weakref.ref(owner)
+        self._takes_over = takes_over
+        self._displaced: dict[Tensor, _Holder] = {}  # who had the tensors, until `take_over`
         self._labels: dict[Tensor, str] = {}
         self._sharded: set[Tensor] = set()
         self._flats: list[Tensor] = []
@@ -117,7 +130,7 @@ class FlatBuckets:
         distinct = list(labels)[known:]
         owner = None if self._owner is None else self._owner()
         if owner is not None:
-            _check_free({tensor: labels[tensor] for tensor in distinct}, owner)
+            _check_free({tensor: labels[tensor] for tensor in distinct}, owner, self._takes_over)
         self._labels = labels
         self._sharded.update(tensor for tensor in distinct if is_sharded(tensor))
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
@@ -134,6 +147,8 @@ class FlatBuckets:
         self._move(distinct)
         if owner is not None:
             for tensor in distinct:
+                if tensor in _holders:
+                    self._displaced[tensor] = _holders[tensor]
                 _holders[tensor] = weakref.ref(self), weakref.ref(owner)
 
     @contextmanager
@@ -145,11 +160,25 @@ class FlatBuckets:
             self.release()
             raise
 
+    def take_over(self) -> None:
+        """Ends the owners that had the tensors before. Not before ranks agree: until then `release` gives them back."""
+        owner = None if self._owner is None else self._owner()
+        displaced, self._displaced = self._displaced, {}
+        ended: list[object] = [owner]
+        for _, reference in displaced.values():
+            other = reference()
+            if isinstance(other, Replaceable) and not any(other is each for each in ended):
+                ended.append(other)
+                other._fog_give_up()
+
     def release(self) -> None:
-        """Lets other owners have the tensors, which stay where they are."""
+        """Lets other owners have the tensors, which stay where they are: those that had them, before `take_over`."""
+        displaced, self._displaced = self._displaced, {}
         for tensor in self._labels:
             if tensor in _holders and _holders[tensor][0]() is self:
                 del _holders[tensor]
+                if tensor in displaced:
+                    _holders[tensor] = displaced[tensor]
 
     @property
     def flats(self) -> list[Tensor]:
@@ -390,12 +419,12 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
 
 
-def _check_free(labels: Mapping[Tensor, str], owner: object) -> None:
-    """Raises ValueError if a tensor is in living buckets of another living owner."""
-    if _held(labels, owner) is None:
+def _check_free(labels: Mapping[Tensor, str], owner: object, takes_over: bool) -> None:
+    """Raises ValueError if a tensor is in living buckets of another living owner, which may not be replaced."""
+    if _held(labels, owner, takes_over) is None:
         return
     gc.collect()  # an owner that was dropped may be in a cycle of references
-    label = _held(labels, owner)
+    label = _held(labels, owner, takes_over)
     if label is not None:
         raise ValueError(
             f"{label} must belong to one distributed optimizer, algorithm or wrapper, got it while another one has "
@@ -403,11 +432,14 @@ def _check_free(labels: Mapping[Tensor, str], owner: object) -> None:
         )
 
 
-def _held(labels: Mapping[Tensor, str], owner: object) -> str | None:
+def _held(labels: Mapping[Tensor, str], owner: object, takes_over: bool) -> str | None:
     for tensor, label in labels.items():
         if tensor in _holders:
-            buckets, other = _holders[tensor]
-            if buckets() is not None and other() not in (None, owner):
+            buckets, reference = _holders[tensor]
+            other = reference()
+            if buckets() is None or other is None or other is owner:
+                continue
+            if not (takes_over and isinstance(other, Replaceable)):
                 return label
     return None
 

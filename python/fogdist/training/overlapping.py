@@ -128,6 +128,13 @@ class OverlappingAlgorithm(Algorithm):
             finally:
                 self.rounds += 1
 
+    def _fog_give_up(self) -> None:
+        """Takes the hooks off the models. What is in flight ends by itself: nobody need come to wait for it here."""
+        super()._fog_give_up()
+        self.is_in_round = False
+        for hook in self._hooks:
+            hook.remove()
+
     def _count_forward(self, place: int) -> None:
         self._saw_forward = True
         self._passes[place] += 1

@@ -81,6 +81,10 @@ class BackwardPasses:
         self._until_last_step = 0
         self._since_last_step.clear()
 
+    def stop(self) -> None:
+        """Takes the hooks off the parameters; nothing is counted any more."""
+        _remove(self._hooks)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Counts nothing inside."""

@@ -27,8 +27,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
     A round begins at the end of a forward pass. Ranks wait for each other in the constructor, in `add_param_group` and
     `unregister_window`, in each exchange with `force_barrier`, and if a rank would run away from one that gets no core
     (`max_staleness`). While there are windows the topology cannot change. `unregister_window`, which is collective, and
-    `fogdist.shutdown` free the windows; dropping the object does not. Parameters that are frozen at construction cannot
-    be trained later.
+    `fogdist.shutdown` free the windows, and so does another algorithm that takes over the model; dropping the object
+    does not. Parameters that are frozen at construction cannot be trained later.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -138,6 +138,13 @@ class WindowAlgorithm(OverlappingAlgorithm):
                 error = error or failure
         if error is not None:
             raise error
+
+    def _fog_give_up(self) -> None:
+        """Ends the windows, too, each rank for itself: ranks agreed that this is over, and nobody sends any more."""
+        super()._fog_give_up()
+        self._handles, self._pace = [], None
+        for window in self.windows:
+            window.abandon("ended when another distributed optimizer took over the model")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group whose parameters belong to the model; collective, as it makes windows for them.

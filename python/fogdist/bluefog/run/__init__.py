@@ -1,4 +1,4 @@
-"""`bluefog.run`. Its launcher `bfrun` is `fog run -m fogdist.bluefog` here; docs/bluefog.md says more."""
+"""`bluefog.run`. `bfrun` is `fog run -m fogdist.bluefog` here, and `ibfrun` is `fogdist.interactive`; see docs/bluefog.md."""
 
 from __future__ import annotations
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from fogdist import interactive
 
 
-def interrupt_hanged_processes(profile: str = "bluefog") -> NoReturn:
-    """Would interrupt the engines that `ibfrun` started, which fogdist does not have.
+def interrupt_hanged_processes(profile: str = "bluefog") -> None:
+    """Interrupts the ranks of this notebook, as `fogdist.interactive.Cluster.interrupt` does.
 
-    Whoever starts engines interrupts them: ``cluster.signal_engines_sync(signal.SIGINT)`` of ipyparallel. An operation of
-    fogdist ends then with KeyboardInterrupt, and otherwise at the group's timeout with an error that names the missing rank.
+    `ibfrun start -np 4` is `fogdist.interactive.start` here.
+
+    Args:
+        profile: Not used: they are all ranks that this process has started.
 
     Raises:
-        NotImplementedError: Always, with this advice.
+        RuntimeError: This process has started no ranks, or they are suspended.
     """
-    raise NotImplementedError(
-        f"fogdist has started no engines of profile {profile!r}; interrupt them with ipyparallel: "
-        "cluster.signal_engines_sync(signal.SIGINT)"
-    )
+    clusters = interactive.running()
+    if not clusters:
+        raise RuntimeError(
+            "this process has started no ranks to interrupt: fogdist.interactive.start(4) does what `ibfrun start -np 4` did"
+        )
+    for cluster in clusters:
+        cluster.interrupt()

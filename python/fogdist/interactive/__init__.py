@@ -1,0 +1,283 @@
+"""Ranks for a notebook: each is a process that runs the cells that begin with ``%%px``.
+
+::
+
+    import fogdist.interactive
+
+    cluster = fogdist.interactive.start(4)
+
+Then, in other cells::
+
+    %%px
+    import fogdist
+
+    fogdist.init()
+    print(fogdist.rank(), fogdist.in_neighbor_ranks())
+
+The ranks are engines of ipyparallel on this host, with the environment that torchrun gives its workers: engine i is
+rank i. docs/notebooks.md says more.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import weakref
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from fogdist.interactive.processes import Processes, import_ipyparallel
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Cluster", "running", "start"]
+
+# Of all ranks to start: an import of torch each, on a machine that may be busy.
+START_TIMEOUT = 120.0
+
+_running: WeakSet[Cluster] = WeakSet()
+
+
+class Cluster:
+    """Ranks that run a notebook's cells. `start` makes it.
+
+    The processes live until `stop`, the end of a ``with`` block, the end of this process, however it ends, or until
+    nothing refers to the object any more, as where the cell that made it is run again.
+
+    Args:
+        size: The number of ranks.
+        environment: Variables for the ranks, beside those of this process.
+        timeout: Seconds until all ranks are there.
+
+    Raises:
+        ImportError: ipyparallel is not installed.
+        TypeError: An argument has a wrong type.
+        ValueError: `size` is below 1 or `timeout` not above 0.
+        RuntimeError: A process ended while it was starting.
+        TimeoutError: Ranks are missing after `timeout`.
+    """
+
+    def __init__(
+        self, size: int, *, environment: Mapping[str, str] | None = None, timeout: float = START_TIMEOUT
+    ) -> None:
+        _check(size, environment, timeout)
+        self._size = size
+        self._environment = dict(environment or {})
+        self._timeout = timeout
+        self._is_suspended = False
+        # What the finalizer, which must not refer to the object, ends: one, or none after stop().
+        self._processes: list[Processes] = []
+        self._finalizer = weakref.finalize(self, _end, self._processes)
+        self._start()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._size
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there are processes: not after `stop`."""
+        return bool(self._processes)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether ranks are stopped: after `suspend` and before `resume`."""
+        return self._is_suspended
+
+    @property
+    def client(self) -> Any:
+        """ipyparallel's `Client`; another one after `restart`."""
+        return self._open().client
+
+    @property
+    def view(self) -> Any:
+        """ipyparallel's `DirectView` of all ranks, which ``%%px`` uses; another one after `restart`."""
+        self._open()
+        return self._view
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ID of each rank."""
+        return [process.pid for process in self._open().ranks]
+
+    def check(self) -> None:
+        """Raises RuntimeError if a rank has ended or ranks are suspended; cells ask for it before they run."""
+        processes = self._open()
+        ended = [f"rank {rank} {how}" for rank in range(self._size) if (how := processes.end_of(rank))]
+        if ended:
+            raise RuntimeError(f"{'; '.join(ended)}. cluster.restart() starts all ranks anew")
+        if self._is_suspended:
+            raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
+
+    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
+        """Ends the cell that ranks are running by a KeyboardInterrupt, as the notebook's stop button does.
+
+        An operation of fog that waits for other ranks ends by it too. The group may not know then which
+        operation is next: `restart`, or ``fogdist.shutdown()`` and ``fogdist.init()`` in a cell. A rank that runs no cell goes on.
+
+        Args:
+            ranks: By default all.
+
+        Raises:
+            TypeError: A rank is not an integer.
+            ValueError: There is no such rank.
+            RuntimeError: Ranks are suspended, or after `stop`.
+        """
+        chosen = range(self._size) if ranks is None else list(ranks)
+        for rank in chosen:
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise TypeError(f"ranks must be integers, got {type(rank).__name__}")
+            if not 0 <= rank < self._size:
+                raise ValueError(f"ranks must be from 0 to {self._size - 1}, got {rank}")
+        processes = self._open()
+        if self._is_suspended:
+            raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
+        for rank in chosen:
+            processes.ranks[rank].send_signal(signal.SIGINT)  # does nothing if it has ended
+
+    def suspend(self) -> None:
+        """Stops the ranks where they are, so that they use no core; `resume` has them go on.
+
+        Ranks that run no cell use none anyway: fog waits asleep. The timeout of an operation in flight goes on
+        meanwhile. Does nothing if they are suspended.
+
+        Raises:
+            RuntimeError: After `stop`.
+        """
+        self._signal_groups(signal.SIGSTOP)
+        self._is_suspended = True
+
+    def resume(self) -> None:
+        """Has the ranks go on after `suspend`; otherwise it does nothing.
+
+        Raises:
+            RuntimeError: After `stop`.
+        """
+        self._signal_groups(signal.SIGCONT)
+        self._is_suspended = False
+
+    def restart(self) -> None:
+        """Ends the ranks and starts as many new ones, of a job of their own; ``%%px`` goes to these.
+
+        Raises:
+            RuntimeError: As the class; then there are no ranks.
+            TimeoutError: As the class.
+        """
+        self.stop()
+        self._start()
+
+    def stop(self) -> None:
+        """Ends the ranks, by force after some seconds; does nothing if there are none."""
+        self._is_suspended = False
+        _end(self._processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "suspended" if self._is_suspended else "running" if self._processes else "stopped"
+        return f"<fogdist.interactive.Cluster of {self._size} ranks, {state}>"
+
+    def _start(self) -> None:
+        processes = Processes(self._size, self._environment, self._timeout)
+        self._processes.append(processes)
+        self._view = _view_of(processes.client, weakref.ref(self))
+        _running.add(self)
+
+    def _open(self) -> Processes:
+        if not self._processes:
+            raise RuntimeError("the cluster was stopped. cluster.restart() starts its ranks anew")
+        return self._processes[0]
+
+    def _signal_groups(self, number: signal.Signals) -> None:
+        """Sends a signal to each rank and what it has started, such as workers that load data."""
+        processes = self._open()
+        for rank, process in enumerate(processes.ranks):
+            if processes.end_of(rank) is None:
+                os.killpg(process.pid, number)
+
+
+def start(
+    size: int, *, environment: Mapping[str, str] | None = None, timeout: float = START_TIMEOUT
+) -> Cluster:
+    """Starts ranks on this host, each a process that runs the cells that begin with ``%%px``.
+
+    Each has the environment that torchrun gives its workers (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`,
+    `MASTER_PORT` and others), so that ``fogdist.init()`` in such a cell works. What a rank prints is shown with its number.
+
+    Args:
+        size: The number of ranks.
+        environment: Variables for the ranks, beside those of this process.
+        timeout: Seconds until all ranks are there.
+
+    Returns:
+        The cluster. Keep it: the ranks end with it. It is a context manager, which ends them with its block.
+
+    Raises:
+        ImportError: ipyparallel is not installed: ``pip install 'fogdist[notebook]'``.
+        TypeError: As `Cluster`.
+        ValueError: As `Cluster`.
+        RuntimeError: As `Cluster`.
+        TimeoutError: As `Cluster`.
+    """
+    return Cluster(size, environment=environment, timeout=timeout)
+
+
+def running() -> list[Cluster]:
+    """Returns the clusters of this process whose ranks have not been stopped."""
+    return [cluster for cluster in _running if cluster.is_running]
+
+
+def _check(size: object, environment: object, timeout: object) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"size must be an integer, got {type(size).__name__}")
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    if environment is not None:
+        if not isinstance(environment, Mapping):
+            raise TypeError(
+                f"environment must be a dict of strings to strings, got {type(environment).__name__}"
+            )
+        for name, value in environment.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise TypeError(f"environment must be a dict of strings to strings, got {name!r}: {value!r}")
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+        raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
+    import_ipyparallel()
+
+
+def _view_of(client: Any, reference: weakref.ref[Cluster]) -> Any:
+    """Returns a view of all ranks, for ``%%px`` where this is a notebook, that says why where a cell cannot run."""
+    from IPython import get_ipython
+
+    view = client[:]
+    view.block = True
+    execute = view.execute
+
+    def checked(*arguments: Any, **options: Any) -> Any:
+        cluster = reference()
+        if cluster is None:
+            raise RuntimeError("the cluster is gone: keep what fogdist.interactive.start() returns")
+        cluster.check()
+        return execute(*arguments, **options)
+
+    view.execute = checked
+    if get_ipython() is not None:
+        view.activate()
+    return view
+
+
+def _end(processes: list[Processes]) -> None:
+    while processes:
+        processes.pop().end()

@@ -1,0 +1,465 @@
+"""Ranks of a notebook: what starts, stops, interrupts and ends them, and the notebooks of examples/notebooks.
+
+What needs ipyparallel is skipped where it is not installed; `make test-notebooks` installs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import fogdist.bluefog
+import fogdist.interactive
+import pytest
+from fogdist.interactive import Cluster
+from harness import BACKEND
+from scripts import ROOT
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own")
+
+NEEDED = ["ipyparallel", "nbclient", "ipykernel"]
+missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+with_notebooks = pytest.mark.skipif(
+    bool(missing), reason=f"{', '.join(missing)} not installed: make test-notebooks"
+)
+
+SIZE = 3
+# Of one cell. It is done in a fraction of it: the rest is room for a busy machine.
+TIMEOUT = 120.0
+# In which those that wait for a lost rank hear of it, and processes are gone that were ended.
+SOON = 30.0
+
+
+class Failed(Exception):
+    """What a cell raised on some ranks, in one text."""
+
+
+def run(cluster: Cluster, cell: str, **options: Any) -> Any:
+    """Begins a cell on all ranks."""
+    return cluster.view.execute(textwrap.dedent(cell), silent=False, block=False, **options)
+
+
+def printed(result: Any) -> list[str]:
+    """What each rank printed in a cell, when it is done; `Failed` with the text of the errors."""
+    try:
+        result.get(timeout=TIMEOUT)
+    except Exception as error:
+        raise Failed(str(error)) from error
+    result.wait_for_output(timeout=SOON)
+    return [text.strip() for text in result.stdout]
+
+
+def output(cluster: Cluster, cell: str) -> list[str]:
+    return printed(run(cluster, cell))
+
+
+def wait_until_printed(result: Any, text: str) -> None:
+    """Until each rank has printed a text in a cell that goes on."""
+    deadline = time.monotonic() + TIMEOUT
+    while not all(text in each for each in result.stdout):
+        assert time.monotonic() < deadline and not result.ready(), result.stdout
+        time.sleep(0.02)
+
+
+def until_gone(handles: list[int]) -> None:
+    """Waits for processes by their pidfds."""
+    for handle in handles:
+        poll = select.poll()
+        poll.register(handle, select.POLLIN)
+        assert poll.poll(1000 * SOON), "a process is left"
+        os.close(handle)
+
+
+def handles_of_family(pids: list[int]) -> list[int]:
+    """Pidfds of processes and of what they have started."""
+    parents = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                text = (folder / "stat").read_text()
+            except OSError:
+                continue
+            parents[int(folder.name)] = int(text.rpartition(")")[2].split()[1])
+    family = set(pids)
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return [os.pidfd_open(pid) for pid in sorted(family)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ipython_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is written to the one in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Cluster]:
+    with fogdist.interactive.start(SIZE, environment={"FLAVOUR": "lemon"}, timeout=TIMEOUT) as cluster:
+        yield cluster
+    assert not cluster.is_running
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """One that all tests have, whose ranks are new where the last one ended some."""
+    try:
+        shared.check()
+    except RuntimeError:
+        shared.restart()
+    output(shared, "import fogdist, os, time, torch; fogdist.shutdown(); fogdist.init()")
+    return shared
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"size": "4"}, TypeError, "size must be an integer, got str"),
+        ({"size": True}, TypeError, "size must be an integer, got bool"),
+        ({"size": 0}, ValueError, "size must be at least 1, got 0"),
+        ({"size": 1, "environment": ["A"]}, TypeError, "environment must be a dict .* got list"),
+        ({"size": 1, "environment": {"A": 1}}, TypeError, "environment must be a dict .* got 'A': 1"),
+        ({"size": 1, "timeout": "1"}, TypeError, "timeout must be a number of seconds, got str"),
+        ({"size": 1, "timeout": 0.0}, ValueError, "timeout must be above 0 seconds, got 0"),
+    ],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fogdist.interactive.start(**options)
+
+
+def test_without_ipyparallel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipyparallel", None)
+    with pytest.raises(ImportError, match=r"needs ipyparallel.*pip install 'fogdist\[notebook\]'"):
+        fogdist.interactive.start(1)
+    assert not fogdist.interactive.running()
+
+
+def test_the_door_without_ranks() -> None:
+    assert not fogdist.interactive.running()
+    with pytest.raises(RuntimeError, match=r"no ranks.*fogdist\.interactive\.start"):
+        interrupt_through_the_door()
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+@with_notebooks
+def test_ranks_have_what_torchrun_gives(cluster: Cluster) -> None:
+    cell = """
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FLAVOUR"]
+        print(*[os.environ[name] for name in names], os.getpid(), fogdist.rank(), fogdist.size())
+        print(fogdist.allreduce(torch.ones(1), average=False).item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    """
+    texts = output(cluster, cell)
+    for rank, text in enumerate(texts):
+        first, second = text.splitlines()
+        assert first == f"{rank} {rank} {SIZE} {SIZE} lemon {cluster.pids[rank]} {rank} {SIZE}"
+        assert second == texts[0].splitlines()[1] and second.startswith("3.0 127.0.0.1 ")
+    assert cluster.size == SIZE and cluster in fogdist.interactive.running()
+    assert repr(cluster) == "<fogdist.interactive.Cluster of 3 ranks, running>"
+
+
+@with_notebooks
+def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
+    with pytest.raises(ValueError, match="ranks must be from 0 to 2, got 3"):
+        cluster.interrupt([3])
+    with pytest.raises(TypeError, match="ranks must be integers, got str"):
+        cluster.interrupt(["0"])  # type: ignore[list-item]
+    cell = """
+        print("waits", flush=True)
+        if fogdist.rank() == 1:
+            time.sleep(1000)
+        fogdist.barrier()
+    """
+    for interrupt in (cluster.interrupt, interrupt_through_the_door):
+        result = run(cluster, cell)
+        wait_until_printed(result, "waits")
+        interrupt()
+        with pytest.raises(Failed) as caught:
+            printed(result)
+        for rank in range(SIZE):
+            assert f"[{rank}:execute]KeyboardInterrupt" in str(caught.value)
+        # The processes are the same, and a new group works.
+        assert output(cluster, "fogdist.shutdown(); fogdist.init(); print(fogdist.size())") == ["3"] * SIZE
+    # Only some, where nothing else runs.
+    result = run(cluster, 'print("waits", flush=True); time.sleep(1000 if fogdist.rank() == 2 else 0)')
+    wait_until_printed(result, "waits")
+    cluster.interrupt([2])
+    with pytest.raises(Failed) as caught:
+        printed(result)
+    assert re.findall(r"\[(\d):execute\]", str(caught.value)) == ["2"]
+
+
+@with_notebooks
+def test_an_interrupt_beside_a_cell_loses_no_answer(cluster: Cluster) -> None:
+    """One that came while an engine read a request, or answered it, once ended the answer."""
+    for number in range(40):
+        result = run(cluster, "x = sum(range(1000))")
+        time.sleep(number * 5e-4)
+        cluster.interrupt()
+        try:
+            printed(result)
+        except Failed as error:
+            assert "KeyboardInterrupt" in str(error)
+    assert output(cluster, "print(fogdist.rank())") == ["0", "1", "2"]
+
+
+def interrupt_through_the_door() -> None:
+    from fogdist.bluefog.run.interactive_run import interrupt_hanged_processes
+
+    interrupt_hanged_processes()
+
+
+def seconds_of_cores(cluster: Cluster) -> float:
+    """What all ranks have used so far."""
+    ticks = 0
+    for pid in cluster.pids:
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@with_notebooks
+def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
+    result = run(
+        cluster,
+        """
+        print("computes", flush=True)
+        done = False
+        while not done:
+            x = fogdist.neighbor_allreduce(torch.ones(1))
+            done = os.path.exists(FLAG) and fogdist.rank() == 0
+            done = fogdist.broadcast(torch.tensor([float(done)]), 0).item() == 1
+        """.replace("FLAG", repr(str(flag := tmp_path / "flag"))),
+    )
+    wait_until_printed(result, "computes")
+    cluster.suspend()
+    cluster.suspend()
+    assert cluster.is_suspended and repr(cluster).endswith("suspended>")
+    time.sleep(0.1)  # a process is stopped when its signal is delivered
+    before = seconds_of_cores(cluster)
+    time.sleep(1)
+    assert seconds_of_cores(cluster) == before
+    flag.touch()
+    for call in (lambda: run(cluster, "1"), cluster.interrupt):
+        with pytest.raises(RuntimeError, match=r"are suspended\. cluster\.resume\(\)"):
+            call()
+    assert not result.ready()
+    cluster.resume()
+    cluster.resume()
+    assert not cluster.is_suspended
+    printed(result)
+    assert output(cluster, "print(x.item())") == ["1.0"] * SIZE
+
+
+@with_notebooks
+def test_ranks_that_run_no_cell_use_no_core(cluster: Cluster) -> None:
+    """What `suspend` of BlueFog was for: its ranks had a thread that was busy all the time."""
+    output(cluster, 'fogdist.win_create(torch.ones(4), "w"); fogdist.win_put(torch.ones(4), "w")')
+    time.sleep(0.5)
+    before = seconds_of_cores(cluster)
+    time.sleep(2)
+    used = (seconds_of_cores(cluster) - before) / SIZE
+    output(cluster, "fogdist.win_free()")
+    assert used < 0.2  # a busy thread uses 2, or its share of a busy machine
+
+
+@with_notebooks
+def test_a_killed_rank_is_named(cluster: Cluster) -> None:
+    result = run(
+        cluster,
+        """
+        print("waits", flush=True)
+        if fogdist.rank() == 1:
+            time.sleep(1000)
+        fogdist.barrier()
+        """,
+    )
+    wait_until_printed(result, "waits")
+    handles = handles_of_family(cluster.pids)
+    old = cluster.pids
+    os.kill(old[1], signal.SIGKILL)
+    with pytest.raises(Failed) as caught:
+        printed(result)
+    text = str(caught.value)
+    assert "Engine 1 died" in text and re.search(r"\[0:execute\]DistBackendError: .*rank 1 .* was lost", text)
+    for call in (cluster.check, lambda: run(cluster, "1")):
+        with pytest.raises(RuntimeError, match=r"^rank 1 was ended by SIGKILL\. cluster\.restart\(\)"):
+            call()
+    cluster.interrupt()
+    cluster.suspend()
+    cluster.restart()
+    until_gone(handles)
+    assert not set(old) & set(cluster.pids) and not cluster.is_suspended
+    # A job of their own: nothing of the old one is there.
+    assert output(cluster, "print('fogdist' in dir())") == ["False"] * SIZE
+    assert output(cluster, "import fogdist; fogdist.init(); print(fogdist.rank())") == ["0", "1", "2"]
+
+
+@with_notebooks
+def test_a_cell_that_ends_its_rank(cluster: Cluster) -> None:
+    with pytest.raises(Failed, match="Engine 2 died"):
+        output(cluster, "if fogdist.rank() == 2: os._exit(7)")
+    with pytest.raises(RuntimeError, match=r"^rank 2 ended with exit status 7"):
+        cluster.check()
+
+
+@with_notebooks
+def test_a_rank_that_cannot_start() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"(?s)ended with exit status 1 while the cluster started.*No module"
+    ):
+        fogdist.interactive.start(1, environment={"PYTHONHOME": "/nowhere"}, timeout=TIMEOUT)
+    before = set(Path(tempfile.gettempdir()).glob("fogdist-interactive-*"))
+    with pytest.raises(TimeoutError, match=r"timed out after 0\.01 s: waiting for ipyparallel's controller"):
+        fogdist.interactive.start(1, timeout=0.01)
+    assert set(Path(tempfile.gettempdir()).glob("fogdist-interactive-*")) <= before
+
+
+ENDS = """
+import os, signal, sys
+import fogdist.interactive
+
+cluster = fogdist.interactive.start(2, timeout=100)
+if "suspended" in sys.argv:
+    cluster.suspend()
+print(*cluster.pids, cluster._processes[0]._controller.pid, cluster._processes[0]._folder, flush=True)
+sys.stdin.readline()
+if "killed" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "dropped" in sys.argv:
+    del cluster
+    assert not fogdist.interactive.running()
+    print("goes on", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed suspended", "exits", "dropped"])
+@with_notebooks
+def test_nothing_is_left_of_a_notebook_that_is_gone(how: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDS, *how.split()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        *pids, folder = process.stdout.readline().split()
+        handles = handles_of_family([int(pid) for pid in pids])
+        assert len(handles) > 4  # each engine has a process beside it
+        process.stdin.write("\n")
+        process.stdin.flush()
+        if how == "dropped":
+            assert process.stdout.readline() == "goes on\n"
+        until_gone(handles)
+        deadline = time.monotonic() + SOON
+        while Path(folder).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.stdin.close()
+
+
+# --- notebooks ----------------------------------------------------------------------------------------------
+
+
+def texts_of(notebook: Any) -> list[str]:
+    """What each code cell of a notebook that was run has shown."""
+    texts = []
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            parts = [
+                each.get("text", "") or each.get("data", {}).get("text/plain", "") for each in cell.outputs
+            ]
+            texts.append("".join(parts))
+    return texts
+
+
+def run_notebook(notebook: Any, folder: Path) -> list[str]:
+    """Runs all cells as Jupyter does; returns what the code cells have shown."""
+    import nbclient
+
+    client = nbclient.NotebookClient(
+        notebook, timeout=TIMEOUT, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute()
+    return texts_of(notebook)
+
+
+@with_notebooks
+def test_cells_that_are_run_again(tmp_path: Path) -> None:
+    """%%px works at once; a cell that makes an optimizer, or starts the ranks, can be run again."""
+    import nbformat
+
+    begin = "import fogdist.interactive\ncluster = fogdist.interactive.start(2)"
+    setup = "%%px\nimport fogdist, torch\nfogdist.init()\nmodel = torch.nn.Linear(2, 1)\nprint('rank', fogdist.rank())"
+    make = (
+        "%%px\noptimizer = fogdist.{}(torch.optim.SGD(model.parameters(), lr=0.1), model)\nold = optimizer\n"
+    )
+    train = """
+    %%px
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    print("trained", model.weight.isfinite().all().item())
+    """
+    names = [
+        "DistributedAdaptWithCombineOptimizer",
+        "DistributedAdaptThenCombineOptimizer",
+        "DistributedWinPutOptimizer",
+        "DistributedGradientAllreduceOptimizer",
+    ]
+    cells = [begin, setup, begin, setup]
+    for name in names:
+        cells += [make.format(name), train, make.format(name), make.format(name), train]
+    cells += ["print(len(fogdist.interactive.running()))\ncluster.stop()"]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
+    )
+    texts = run_notebook(notebook, tmp_path)
+    for setup_text in (texts[1], texts[3]):
+        for rank in range(2):
+            assert re.search(rf"\[stdout:{rank}\]\s*rank {rank}\n", setup_text), setup_text
+    assert sum("trained True" in text for text in texts) == 2 * len(names)
+    assert texts[-1].strip() == "1"
+
+
+@pytest.mark.parametrize("name", ["hello_world", "resource_allocation"])
+@with_notebooks
+def test_notebook(name: str) -> None:
+    import nbformat
+
+    folder = ROOT / "examples" / "notebooks"
+    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not kept"
+    shown = "\n".join(run_notebook(notebook, folder))
+    if name == "hello_world":
+        assert all(f"rank {rank} of 4 hears from the ranks" in shown for rank in range(4))
+        assert shown.count("1.5000") == 4
+        lines = re.findall(r"y = ([\d.]+) x \+ ([\d.]+), consensus distance ([\d.e+-]+)", shown)
+        assert len(lines) == 4
+        for slope, offset, distance in lines:
+            assert abs(float(slope) - 2) < 0.2 and abs(float(offset) - 1) < 0.1 and float(distance) < 0.1
+        assert all(f"[{rank}:execute]KeyboardInterrupt" in shown for rank in [0])
+        assert shown.count("4.0") == 4
+    else:
+        lines = re.findall(r"at first, ([\d.e+-]+) after 50 iterations, ([\d.e+-]+) after 300", shown)
+        assert len(lines) == 4 and all(float(last) < 1e-6 for _, last in lines)
+        assert [float(each) < 1e-6 for each in re.findall(r"missing in all: ([\d.e+-]+)", shown)] == [
+            True
+        ] * 4
