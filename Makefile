@@ -249,9 +249,9 @@ $(DOCS_STAMP): pyproject.toml
 # The frameworks have an environment of their own, which sees the packages of $(VENV), torch among them, and adds nothing to it.
 $(FRAMEWORKS_STAMP): $(REQUIREMENTS_STAMP) pyproject.toml
 	@echo "== frameworks: installing them into build/frameworks"
-	@$(IN_VENV) python -c "$$REQUIREMENTS" project optional-dependencies frameworks > "$(VENV)/frameworks.txt"
 	@rm -rf build/frameworks && $(IN_VENV) python -m venv build/frameworks
+	@$(IN_VENV) python -c "$$REQUIREMENTS" project optional-dependencies frameworks > build/frameworks/requirements.txt
 	@packages=$$($(IN_VENV) python -c 'import site; print(site.getsitepackages()[0])') && \
 		echo "import site; site.addsitedir('$$packages')" > "$$(echo build/frameworks/lib/python*/site-packages)/of-the-project.pth"
-	@build/frameworks/bin/python -m pip --disable-pip-version-check install --quiet -r "$(VENV)/frameworks.txt"
+	@build/frameworks/bin/python -m pip --disable-pip-version-check install --quiet -r build/frameworks/requirements.txt
 	@touch "$@"
