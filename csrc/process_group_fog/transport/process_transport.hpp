@@ -153,7 +153,8 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     return processes_.ends() + monitor_->ends();
   }
   bool is_lost(PeerId peer) override {
-    return !handler_.is_leaving(peer) && has_ended(peer);
+    // A process of this host ends without waiting until its goodbye was read.
+    return !handler_.is_leaving(peer) && has_ended(peer) && !links_.has_departed(peer);
   }
 
   const PeerId self_;
