@@ -60,6 +60,8 @@ from goals import Goal, print_goals
 from interleaved import Times
 from report import Row, Table, size_text, write_json
 
+from fog_pg._extension import load as load_extension
+
 SYSTEMS = {"fog": "fog", "gloo": "Gloo"}
 TABLE = Table(SYSTEMS, [("fog", "gloo")])
 GOALS = [Goal("start", ranks, 0, "fog", "gloo", 1.5) for ranks in (32, 64)]
@@ -441,6 +443,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > program.BUSY:
         print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    load_extension()
     # Forked processes then neither traverse nor copy these objects.
     gc.collect()
     gc.freeze()

@@ -3,7 +3,8 @@
 #include <string.h>
 
 int MPI_Get_library_version(char* text, int* length) {
+  const int code = PMPI_Get_library_version(text, length); // the linker leaves out a library that nobody calls
   strcpy(text, "AnotherMPI 7.8.9, of a test");
   *length = (int)strlen(text);
-  return MPI_SUCCESS;
+  return code;
 }
