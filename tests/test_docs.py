@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import re
 import subprocess
 import sys
@@ -46,6 +48,8 @@ def dotted(node: ast.expr) -> str | None:
 def find(name: str) -> Any:
     found: Any = fogdist
     for part in name.split(".")[1:]:
+        with contextlib.suppress(ImportError, AttributeError):  # a module that `import fogdist` leaves out
+            importlib.import_module(f"{found.__name__}.{part}")
         found = getattr(found, part)
     return found
 
