@@ -821,7 +821,7 @@ def test_a_later_optimizer_takes_over(kind: str) -> None:
             mine.copy_(first)
     with distributed("awc", sgd(model), model) as (called, optimizer):
         assert hooks_of(model) == 1
-        assert not fogdist.get_current_created_window_names()
+        assert not fogdist.get_current_created_window_names() and not handles()._in_flight
         for step in range(3):
             train_step(called, optimizer, rank, step)
             simulation.train(step)
@@ -836,6 +836,25 @@ def test_a_later_optimizer_takes_over(kind: str) -> None:
                 end(called, earlier)
             assert torch.equal(snapshot(model), before)
     simulation.check(rank, model)
+
+
+@on_ranks(2)
+def test_gossip_is_taken_over() -> None:
+    """Its windows are not those of the group's table."""
+    rank, _ = start(topologies.RingGraph)
+    model = make_net(0)
+    first = algorithms.AsynchronousGossip(sgd(model), model)
+    for step in range(3):
+        train_step(model, first, rank, step)
+    fogdist.broadcast_parameters(model.named_parameters(), 0)
+    second = algorithms.AsynchronousGossip(sgd(model), model)
+    with pytest.raises(RuntimeError, match="was replaced"):
+        first.step()
+    first.finish()  # of nothing: no rank waits
+    for step in range(3):
+        train_step(model, second, rank, step)
+    second.finish()
+    assert second.rounds > 0 and snapshot(model).isfinite().all()
 
 
 @on_ranks(2, kind=["awc", "atc", "put"])

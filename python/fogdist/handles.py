@@ -71,6 +71,10 @@ class HandleTable:
         if handle in self._in_flight:
             self._in_flight[handle].work.wait()
 
+    def forget(self, handle: int) -> None:
+        """Frees a handle that nobody is going to wait for; its operation goes on, and keeps what it needs itself."""
+        self._in_flight.pop(handle, None)
+
     def settle(self) -> None:
         """Returns when all operations are complete, whether well or not. Their handles stay."""
         for operation in list(self._in_flight.values()):

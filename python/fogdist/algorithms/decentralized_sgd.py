@@ -93,6 +93,11 @@ class DecentralizedSGD(OverlappingAlgorithm):
         if self.order == "cta":
             self._mixer.finish()
 
+    def _fog_give_up(self) -> None:
+        """Drops the exchange in flight, too."""
+        super()._fog_give_up()
+        self._mixer = Mixer()
+
     def finish(self) -> None:
         """Ends the exchange of the parameters that it began with, even if some were frozen or added since."""
         self._mixer.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
@@ -13,6 +14,7 @@ from torch import Tensor
 from fogdist.arguments import Average
 from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import Context, handles
+from fogdist.handles import HandleTable
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce_nonblocking,
     hierarchical_neighbor_allreduce_nonblocking_,
@@ -244,7 +246,7 @@ class GlobalAverage(Mixing):
             )
             for place, each in enumerate(tensors)
         ]
-        return lambda: [wait(handle) for handle in pending]
+        return _forgotten_unless_called(lambda: [wait(handle) for handle in pending], pending)
 
 
 class NoMixing(Mixing):
@@ -322,4 +324,15 @@ def _by_device(tensors: Sequence[Tensor], name: str, start: Callable[[list[Tenso
                 results[place] = result
         return results
 
+    return _forgotten_unless_called(finish, pending)
+
+
+def _forgotten_unless_called(finish: Finish, pending: Sequence[int]) -> Finish:
+    """Frees the handles when `finish` is dropped: an optimizer may be, with an exchange in flight."""
+    weakref.finalize(finish, _forget, handles(), pending).atexit = False
     return finish
+
+
+def _forget(table: HandleTable, pending: Sequence[int]) -> None:
+    for handle in pending:
+        table.forget(handle)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import barrier, wait
+from fogdist.context import handles
 from fogdist.packing import BUCKET_CAP_MB, signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
@@ -142,6 +143,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
     def _fog_give_up(self) -> None:
         """Ends the windows, too, each rank for itself: ranks agreed that this is over, and nobody sends any more."""
         super()._fog_give_up()
+        for handle in self._handles:
+            handles().forget(handle)
         self._handles, self._pace = [], None
         for window in self.windows:
             window.abandon("ended when another distributed optimizer took over the model")
