@@ -15,7 +15,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ with_notebooks = pytest.mark.skipif(
 
 SIZE = 3
 # Of one cell. It is done in a fraction of it: the rest is room for a busy machine.
-TIMEOUT = 120.0
+TIMEOUT = 60.0
 # In which those that wait for a lost rank hear of it, and processes are gone that were ended.
 SOON = 30.0
 
@@ -71,6 +71,15 @@ def wait_until_printed(result: Any, text: str) -> None:
     while not all(text in each for each in result.stdout):
         assert time.monotonic() < deadline and not result.ready(), result.stdout
         time.sleep(0.02)
+
+
+def interrupt_until_done(interrupt: Callable[[], None], result: Any) -> None:
+    """Interrupts again while ranks go on: a signal between a check for signals and a sleep is noticed after the sleep."""
+    deadline = time.monotonic() + TIMEOUT
+    while not result.ready():
+        assert time.monotonic() < deadline, "an interrupt ends nothing"
+        interrupt()
+        result.wait(5)
 
 
 def until_gone(handles: list[int]) -> None:
@@ -191,17 +200,19 @@ def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
     for interrupt in (cluster.interrupt, interrupt_through_the_door):
         result = run(cluster, cell)
         wait_until_printed(result, "waits")
-        interrupt()
+        interrupt_until_done(interrupt, result)
         with pytest.raises(Failed) as caught:
             printed(result)
         for rank in range(SIZE):
-            assert f"[{rank}:execute]KeyboardInterrupt" in str(caught.value)
+            # A rank may hear that another was interrupted before it is itself.
+            assert re.search(rf"\[{rank}:execute\](KeyboardInterrupt|DistBackendError)", str(caught.value))
+        assert "[1:execute]KeyboardInterrupt" in str(caught.value)
         # The processes are the same, and a new group works.
         assert output(cluster, "fogdist.shutdown(); fogdist.init(); print(fogdist.size())") == ["3"] * SIZE
     # Only some, where nothing else runs.
     result = run(cluster, 'print("waits", flush=True); time.sleep(1000 if fogdist.rank() == 2 else 0)')
     wait_until_printed(result, "waits")
-    cluster.interrupt([2])
+    interrupt_until_done(lambda: cluster.interrupt([2]), result)
     with pytest.raises(Failed) as caught:
         printed(result)
     assert re.findall(r"\[(\d):execute\]", str(caught.value)) == ["2"]
