@@ -407,7 +407,9 @@ dist.init_process_group('fog')
 x = torch.ones(5)
 dist.all_reduce(x)
 assert x.eq(2).all()
-print('MPI is', 'there' if 'libmpi' in open('/proc/self/maps').read() else 'not there')
+import sys
+there = 'there' if 'libmpi' in open('/proc/self/maps').read() else 'not there'
+sys.stdout.write(f'MPI is {there}\\n')  # one write, so that ranks do not mix
 """
 
 
