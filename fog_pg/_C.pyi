@@ -671,6 +671,13 @@ def timeline_is_on() -> bool:
 def add_to_timeline(track: str, name: str, begin: int, end: int) -> None:
     """Adds a slice; times are those of ``time.monotonic_ns``. Does nothing without a timeline."""
 
+def observe_as(rank: int, size: int) -> None:
+    """Says which rank of how many this process is, for the timeline and the flight record; only the first call counts.
+
+    Raises:
+        ValueError: FOG_TIMELINE is set and its file cannot be written.
+    """
+
 def observe(on: bool) -> None:
     """Operations that begin from now on are counted in `ProcessGroupFog.traffic`; as many calls with False end that."""
 

@@ -32,6 +32,8 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     """Makes the backend of one group; torch calls it on every rank of the group."""
     import logging
 
+    import torch.distributed as dist
+
     from fog_pg import _timeouts
     from fog_pg._extension import confirm_by_default, load
 
@@ -49,6 +51,11 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend_options._timeout = _timeouts.within_reach(options.timeout)
     backend_options.group_name = str(options.group_id)
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
+    # Of a group that is not torch's first, ranks are numbers within it.
+    is_first = not dist.is_initialized()
+    extension.observe_as(
+        options.group_rank if is_first else dist.get_rank(), options.group_size if is_first else dist.get_world_size()
+    )
     backend: ProcessGroupFog = extension.ProcessGroupFog(
         options.store, options.group_rank, options.group_size, backend_options
     )

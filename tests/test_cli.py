@@ -104,6 +104,11 @@ def test_torch_is_not_imported_by_what_does_without() -> None:
     )
 
 
+def test_every_command_is_in_the_table_of_the_documentation() -> None:
+    table = DOCUMENTATION.partition("\n## ")[0]
+    assert re.findall(r"^\| `fog (\w+)` \|", table, re.MULTILINE) == list(COMMANDS)
+
+
 # --- fog run: hosts -----------------------------------------------------------------------------------------
 
 
@@ -360,6 +365,11 @@ def test_variables_of_ranks(script: str) -> None:
         (["-np", "2", "-x", "1A=2", "train.py"], "-x: got '1A=2'"),
         (["-np", "2", "-x", "NOT_SET_HERE", "train.py"], "-x NOT_SET_HERE: it is not set here"),
         (["-np", "2", "--prefix", "no-such-program", "train.py"], "--prefix: got 'no-such-program'"),
+        (["-np", "2", "--prefix", "'oops", "train.py"], """--prefix: got "'oops": no closing quotation"""),
+        (
+            ["-np", "2", "--extra-mpi-flags", "'oops", "train.py"],
+            """--extra-mpi-flags: got "'oops": no closing quotation""",
+        ),
         (
             ["-np", "2", "--launcher", "mpiexec", "--mpiexec", "nowhere", "train.py"],
             "--mpiexec nowhere: there is no",
@@ -383,6 +393,18 @@ def test_wrong_command_lines_start_nothing(
     assert main(["run", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fog run: error: ") and message in error
+
+
+def test_flags_that_begin_with_a_dash(script: str) -> None:
+    arguments = fog_cli.parser().parse_args(["run", "-np", "2", "--extra-mpi-flags=-x", script])
+    assert arguments.extra_mpi_flags == "-x" and arguments.command == [script]
+    for text in (parsers()["run"].format_help(), DOCUMENTATION):
+        assert "--extra-mpi-flags=-x" in text
+
+
+def test_documentation_says_that_srun_orders_the_hosts() -> None:
+    (said,) = re.findall(r"Ranks fill\s+the hosts in the order[^.]*\.", DOCUMENTATION)
+    assert "srun" in said
 
 
 @pytest.mark.parametrize(
@@ -518,6 +540,82 @@ def test_signals_are_passed_on_and_nothing_is_left(tmp_path: Path, number: signa
     assert status == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
         assert {f"[{rank}] stopped by {shown}" for rank in (0, 1)} <= set(job.output.splitlines()), job.output
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+subprocess.Popen(["sleep", "600"], start_new_session=True)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_signal_kills_ranks_that_ignore_the_first(tmp_path: Path) -> None:
+    """They, and what they have started, are in sessions of their own."""
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    job = Job([script], 2, tmp_path / "log.txt", [*FOG, "run", "-np", "2"], ENVIRONMENT)
+    try:
+        with started([job]):
+            job.wait_for(lambda output: output.count("ready") == 2, TIMEOUT)
+            os.kill(job._process.pid, signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                job._process.wait(0.5)
+            os.kill(job._process.pid, signal.SIGTERM)
+            assert job._process.wait(TIMEOUT) == 128 + signal.SIGTERM
+    finally:
+        for pid in job.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+# A signal comes once the launcher has been started and before `Popen` has returned.
+EARLY = """
+import os, signal, subprocess, sys
+from fog_cli import processes
+
+class Popen(subprocess.Popen):
+    def __init__(self, *words, **options):
+        super().__init__(*words, **options)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+subprocess.Popen = Popen
+sys.exit(processes.run(["sleep", "60"], os.environ))
+"""
+
+
+def test_a_signal_at_the_start_reaches_the_launcher() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY],
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    launcher = Path("/proc", done.stdout.strip())
+    lives = launcher.exists()
+    if lives:
+        os.kill(int(launcher.name), signal.SIGKILL)
+    assert done.returncode == 128 + signal.SIGTERM and not lives
+
+
+def test_a_process_id_that_was_given_out_anew_is_left_alone() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        ((pid, at),) = processes._identified([process.pid])
+        assert pid == process.pid and (pid, at) in processes._with_descendants(
+            processes._identified([os.getpid()])
+        )
+        assert processes._with_descendants([(pid, at - 1)]) == set()
+        processes._send((pid, at - 1), signal.SIGKILL)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        processes._send((pid, at), signal.SIGKILL)
+        assert process.wait(TIMEOUT) == -signal.SIGKILL
 
 
 # --- fog doctor ---------------------------------------------------------------------------------------------
@@ -809,3 +907,9 @@ def test_timeline_merge(tmp_path, capsys):
 def test_dump(capsys):
     assert fog_cli.main(["dump", str(os.getpid())]) == 2
     assert "has no group of fog" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pid", [0, 1 << 31, 99999999999999])
+def test_dump_refuses_what_is_no_process(capsys: pytest.CaptureFixture[str], pid: int) -> None:
+    assert main(["dump", str(pid)]) == 2
+    assert f"fog dump: error: {pid}: there is no such process" in capsys.readouterr().err

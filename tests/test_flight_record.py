@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import flight_record
+from harness import init_process_group
 
 
 def rank_one_comes_late() -> None:
@@ -35,7 +36,9 @@ def rank_one_comes_late() -> None:
     assert (seen.pid, seen.rank, seen.size) == (pid, 0, 2)
     (waiting,) = seen.in_flight
     assert (
-        waiting.what == "allreduce(AVG, float32[3])" and waiting.awaited == [1] and waiting.awaited_count == 1
+        waiting.what == "allreduce(AVG, float32[3])"
+        and waiting.awaited == [(1, os.getpid())]
+        and waiting.awaited_count == 1
     )
     assert (
         1.0 <= waiting.age < 60
@@ -51,12 +54,16 @@ def rank_one_comes_late() -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert (
-        f"process {pid}: rank 0 of 2" in text and "waits for rank 1" in text and "nothing in flight" in text
+        f"process {pid}: rank 0 of 2" in text
+        and f"waits for rank 1 (process {os.getpid()})" in text
+        and "nothing in flight" in text
     )
     assert f"rank 1 (process {os.getpid()}) has not begun #{waiting.number} allreduce" in text, text
-    assert "in which rank 0 waits for it; the last that it began there is" in text, text
+    assert ": rank 0 waits for it; the last that it began there is" in text, text
     # Without the one that is late, it is one that is not here.
-    assert "which is not here" in flight_record.report([flight_record.read(pid)])
+    assert f"process {os.getpid()} is not shown here: rank 0 waits" in flight_record.report(
+        [flight_record.read(pid)]
+    )
     fogdist.allreduce(torch.ones(3), name="late")
     last = flight_record.read(os.getpid()).operations[-1]
     assert last.state == "done" and last.key == waiting.key
@@ -65,6 +72,40 @@ def rank_one_comes_late() -> None:
 
 def test_a_rank_that_comes_late(new_world):
     new_world(2).run(rank_one_comes_late)
+
+
+def subgroup_of_another_backend() -> None:
+    """Ranks are those of the default group, also where fog has a subgroup only and its ranks are others."""
+    import fog_pg  # noqa: F401
+
+    init_process_group(30.0, "gloo")
+    rank = dist.get_rank()
+    group = dist.new_group([1, 2], backend="fog")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.set("pid1", str(os.getpid()))
+        dist.all_reduce(torch.ones(3), group=group)
+    elif rank == 2:
+        pid = int(store.get("pid1"))
+        deadline = time.monotonic() + 20
+        while not any(operation.awaited for operation in flight_record.read(pid).in_flight):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        seen = flight_record.read(pid)
+        assert (seen.rank, seen.size) == (1, 3) and seen.in_flight[0].awaited == [(1, os.getpid())]
+        text = flight_record.report([seen, flight_record.read(os.getpid())])
+        assert f"rank 2 (process {os.getpid()}) has not begun" in text and ": rank 1 waits for it" in text, (
+            text
+        )
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier()
+
+
+def test_a_subgroup(new_world, tmp_path):
+    world = new_world(3, initialize=False, environment={"FOG_TIMELINE": f"{tmp_path}/t"})
+    world.run(subgroup_of_another_backend)
+    world.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t1.json", "t2.json"]
 
 
 def many_operations() -> None:

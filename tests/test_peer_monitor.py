@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -260,3 +262,86 @@ def test_where_nobody_answers(new_world: Callable[..., World]) -> None:
         assert all(seconds < SOON for seconds in world.run(nobody_is_watched))
         world.run(exchange_with_all)
         world.close()
+
+
+class LateStore(dist.Store):
+    """The job's store, of a rank that gets no core once it knows which hosts are reached."""
+
+    def __init__(self, store: dist.Store, seconds: float) -> None:
+        super().__init__()
+        self._store = store
+        self._seconds = seconds
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self._store.get(key)
+        if "reached" in key:
+            time.sleep(self._seconds)
+        return value
+
+    def append(self, key: str, value: bytes) -> None:
+        self._store.append(key, value)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._store.multi_get(keys)
+        if any("reached" in key for key in keys):
+            time.sleep(self._seconds)
+        return values
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        self._store.multi_set(keys, values)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def add(self, key: str, number: int) -> int:
+        return self._store.add(key, number)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait(keys, *timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=30)
+
+
+def join_late(rank: int, host: str, late: int, seconds: float) -> None:
+    move_to_host(host)
+    os.environ.update(ACROSS["UCX"])
+    import fog_pg  # noqa: F401
+
+    store: dist.Store = dist.TCPStore(address(0), PORT, 2, rank == 0, timeout=timedelta(seconds=30))
+    if rank == late:
+        store = LateStore(store, seconds)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_is_late_to_know_the_others_is_not_lost() -> None:
+    """It listens already, and whoever comes before it can tell friend from stranger waits."""
+    spawn = multiprocessing.get_context("spawn")
+    with emulated_hosts(2) as names:
+        ranks = [
+            spawn.Process(target=join_late, args=(rank, name, 1, 1.0)) for rank, name in enumerate(names)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+            process.kill()
+            process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]

@@ -758,7 +758,7 @@ def test_ranks_with_other_parameters(kind: str) -> None:
         checks.true("not averaged", torch.equal(snapshot(model), before))
 
 
-OWNERS = ["awc", "atc", "put", "ExactDiffusion", "wrapper"]
+OWNERS = ["awc", "atc", "gradient", "put", "ExactDiffusion", "wrapper"]
 
 
 @on_ranks(2, kind=OWNERS)
@@ -791,7 +791,7 @@ def test_a_model_has_one_owner(kind: str) -> None:
         distribute("atc", sgd(twin), twin)
 
 
-REPLACED = ["awc", "atc", "atc in backward", "cta", "put", "push-sum", "ExactDiffusion"]
+REPLACED = ["awc", "atc", "atc in backward", "gradient", "cta", "put", "push-sum", "ExactDiffusion"]
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -838,6 +838,53 @@ def test_a_later_optimizer_takes_over(kind: str) -> None:
     simulation.check(rank, model)
 
 
+@on_ranks(3, earlier=["awc", "gradient"], later=["awc", "gradient"])
+def test_an_average_of_gradients_is_taken_over(earlier: str, later: str) -> None:
+    """Also one in flight; and it takes over from others."""
+    rank, size = start(topologies.RingGraph)
+    model = make_net(rank)
+    simulation = Simulation(later, map(make_net, range(size)))
+    with distributed(later, sgd(alone := make_net(rank)), alone):
+        hooks = hooks_of(alone)
+    first = distribute(earlier, sgd(model), model, bucket_cap_mb=1e-5)[1]
+    loss_of(model, rank, 20).backward()
+    assert handles()._in_flight  # a bucket is so small that some are complete
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with distributed(later, sgd(model), model) as (called, optimizer):
+            assert hooks_of(model) == hooks and not handles()._in_flight
+            for step in range(3):
+                train_step(called, optimizer, rank, step)
+                simulation.train(step)
+                before = snapshot(model)
+                for call in (
+                    first.step,
+                    lambda: first.add_param_group({"params": []}),
+                    *([first.synchronize] if earlier == "gradient" else []),
+                ):
+                    with pytest.raises(RuntimeError, match=r"fogdist\.\w+ \d+ was replaced: another"):
+                        call()
+                assert torch.equal(snapshot(model), before) and hooks_of(model) == hooks
+    simulation.check(rank, model)
+
+
+@on_ranks(3)
+def test_parameters_that_gradients_are_averaged_of_later_are_taken_over_too() -> None:
+    """Parameters that were frozen when it was made are not its own until it finds them trained."""
+    rank, _ = start(topologies.RingGraph)
+    model = make_net(0)
+    model.head.requires_grad_(False)
+    first = distribute("gradient", sgd(model), model)[1]
+    model.head.requires_grad_(True)
+    head = fogdist.DistributedAdaptThenCombineOptimizer(sgd(model.head), model.head)
+    train_step(model, first, rank, 1)
+    with pytest.raises(RuntimeError, match="was replaced"):
+        head.step()
+    train_step(model, first, rank, 2)
+    with pytest.raises(ValueError, match="'weight' must belong to one"):
+        distribute("wrapper", sgd(model.head), model.head)
+
+
 @on_ranks(2)
 def test_gossip_is_taken_over() -> None:
     """Its windows are not those of the group's table."""
@@ -857,7 +904,7 @@ def test_gossip_is_taken_over() -> None:
     assert second.rounds > 0 and snapshot(model).isfinite().all()
 
 
-@on_ranks(2, kind=["awc", "atc", "put"])
+@on_ranks(2, kind=["awc", "atc", "gradient", "put"])
 def test_an_optimizer_that_was_refused_takes_nothing_over(kind: str) -> None:
     rank, size = start(topologies.FullyConnectedGraph)
     model = make_net(rank)
@@ -866,6 +913,9 @@ def test_an_optimizer_that_was_refused_takes_nothing_over(kind: str) -> None:
         for step in range(4):
             with pytest.raises(ValueError, match="model must be the same on all ranks"):
                 distribute("ExactDiffusion", sgd(model), model, local_steps=1 + rank)
+            fewer = torch.optim.SGD(list(model.parameters())[rank:], lr=0.1)
+            with pytest.raises(ValueError, match="model must be the same on all ranks"):
+                distribute("gradient", fewer, model)
             train_step(called, optimizer, rank, step)
             simulation.train(step)
         with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):

@@ -25,7 +25,7 @@ class Job:
 
     Attributes:
         ranks: How many.
-        hosts: The hosts with the ranks of each, in the order of ranks; one is this machine.
+        hosts: The hosts with the ranks of each, in the order of ranks, except under srun; one is this machine.
         command: A rank's command.
         environment: All variables of the ranks.
         ssh_port: None for ssh's own.
@@ -112,7 +112,7 @@ def by_open_mpi(job: Job, mpiexec: str) -> Command:
 
 
 def by_srun(job: Job, hosts_are_given: bool) -> Command:
-    """By srun within an allocation of Slurm.
+    """By srun within an allocation of Slurm, which puts the hosts into an order of its own.
 
     Args:
         job: What to start.

@@ -35,7 +35,8 @@ class Operation:
         state: "in flight", "done" or "failed".
         age: Seconds since it began.
         seconds: How long it took, or has taken so far.
-        awaited: The first ranks of the group that it waits for; empty in its first second.
+        awaited: The first ranks of the group that it waits for, each with its pid, or 0 on another host; empty in the
+            operation's first second.
         awaited_count: How many they are.
     """
 
@@ -47,7 +48,7 @@ class Operation:
     state: str
     age: float
     seconds: float
-    awaited: list[int]
+    awaited: list[tuple[int, int]]
     awaited_count: int
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ def _is_record(link: Path) -> bool:
 def report(found: Sequence[Process]) -> str:
     """Says in words what processes have in flight, and which ranks hold the others up."""
     lines = []
-    for process in sorted(found, key=lambda each: (_job(each), each.rank)):
+    for process in sorted(found, key=lambda each: (each.size, each.rank, each.pid)):
         lines.append(f"process {process.pid}: rank {process.rank} of {process.size} on {process.host}")
         for operation in process.in_flight:
             lines.append(f"  in flight for {operation.age:.1f} s: {operation}{_waits(operation)}")
@@ -135,63 +136,42 @@ def _waits(operation: Operation) -> str:
     if not operation.awaited:
         return ""
     more = operation.awaited_count - len(operation.awaited)
-    return f", waits for {_ranks(operation.awaited)}" + (f" and {more} more" if more > 0 else "")
+    named = ", ".join(
+        f"{rank} (process {pid})" if pid else f"{rank} (another host)" for rank, pid in operation.awaited
+    )
+    ranks = f"rank{'s' if operation.awaited_count > 1 else ''} {named}"
+    return f", waits for {ranks}" + (f" and {more} more" if more > 0 else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _job(process: Process) -> tuple[int, int]:
-    """What the ranks of one job on one host have in common: their launcher and how many they are."""
-    try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:
-        return (0, process.size)
-    parent = next((line for line in status.splitlines() if line.startswith("PPid:")), "PPid: 0")
-    return (int(parent.split()[1]), process.size)
-
-
 def _blamed(found: Sequence[Process]) -> list[str]:
-    """A line for each rank that others wait for in an operation that it has not begun."""
-    lines = []
-    jobs: dict[tuple[int, int], list[Process]] = defaultdict(list)
+    """A line for each process that others wait for in an operation that it has not begun."""
+    by_pid = {process.pid: process for process in found}
+    waiting: dict[tuple[int, str, int], list[tuple[Process, Operation]]] = defaultdict(list)
     for process in found:
-        jobs[_job(process)].append(process)
-    for job in jobs.values():
-        # By group and its rank there.
-        members = {
-            (operation.group, operation.rank): process for process in job for operation in process.operations
-        }
-        waiting: dict[tuple[str, int, int], list[tuple[Process, Operation]]] = defaultdict(list)
-        for process in job:
-            for operation in process.in_flight:
-                if operation.age >= _SECONDS:
-                    for rank in operation.awaited:
-                        waiting[operation.group, operation.key, rank].append((process, operation))
-        for (group, key, rank), waiters in sorted(waiting.items()):
-            operation = waiters[0][1]
-            who = _ranks(sorted(waiter.rank for waiter, _ in waiters))
-            member = members.get((group, rank))
-            if member is None:
-                lines.append(
-                    f"{who} wait{'s' if len(waiters) == 1 else ''} in {operation} for rank {rank}, which is not here."
-                )
-                continue
-            own = [each for each in member.operations if (each.group, each.key) == (group, key)]
-            if not own:
-                last = max(
-                    (each for each in member.operations if each.group == group),
-                    key=lambda each: each.number,
-                    default=None,
-                )
-                done = (
-                    f"; the last that it began there is {last}, {last.age:.1f} s ago"
-                    if last is not None
-                    else ""
-                )
-                lines.append(
-                    f"rank {rank} (process {member.pid}) has not begun {operation}, in which {who} "
-                    f"wait{'s' if len(waiters) == 1 else ''} for it{done}."
-                )
+        for operation in process.in_flight:
+            if operation.age >= _SECONDS:
+                for _, pid in operation.awaited:
+                    if pid:
+                        waiting[pid, operation.group, operation.key].append((process, operation))
+    lines = []
+    for (pid, group, key), waiters in sorted(waiting.items()):
+        operation = waiters[0][1]
+        who = f"{_ranks(sorted(waiter.rank for waiter, _ in waiters))} wait{'s' if len(waiters) == 1 else ''} for it"
+        if (late := by_pid.get(pid)) is None:
+            lines.append(f"process {pid} is not shown here: {who} in {operation}.")
+            continue
+        own = [each for each in late.operations if each.group == group]
+        if any(each.key == key for each in own):
+            continue
+        last = max(own, key=lambda each: each.number, default=None)
+        done = (
+            f"the last that it began there is {last}, {last.age:.1f} s ago"
+            if last
+            else "it has begun nothing there"
+        )
+        lines.append(f"rank {late.rank} (process {pid}) has not begun {operation}: {who}; {done}.")
     return lines

@@ -25,7 +25,11 @@ py::dict to_dict(const FlightRecord::Operation& operation) {
   result["state"] = operation.state;
   result["age"] = operation.age;
   result["seconds"] = operation.seconds;
-  result["awaited"] = operation.awaited;
+  std::vector<std::pair<int, int>> awaited;
+  for (const auto& [rank, pid] : operation.awaited) {
+    awaited.emplace_back(rank, pid);
+  }
+  result["awaited"] = awaited;
   result["awaited_count"] = operation.awaited_count;
   return result;
 }
@@ -79,6 +83,7 @@ void bind_observation(py::module_& module, py::class_<ProcessGroupFog, c10d::Bac
         Timeline::instance().add_span(track, name, at(begin), at(end));
       },
       py::arg("track"), py::arg("name"), py::arg("begin"), py::arg("end"));
+  module.def("observe_as", &observe_as, py::arg("rank"), py::arg("size"));
   module.def("observe", [](bool on) { process_engine().observe(on); }, py::arg("on"));
   module.def("read_flight_record", read_flight_record, py::arg("pid"));
 }

@@ -157,11 +157,14 @@ void Timeline::start(const std::string& prefix, int rank, int size, const std::s
     dropped_ = 0;
     recorded_.clear();
     lanes_.clear();
+    ++timelines_;
   }
   try {
     thread_ = std::thread([this] { write_all(); });
   } catch (const std::system_error& error) {
     std::fclose(file);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    file_ = nullptr;
     path_.clear();
     TORCH_CHECK_VALUE(false, "timeline: got '", prefix, "', but the system refuses this process a thread: ", error.what());
   }
@@ -191,46 +194,63 @@ std::string Timeline::path() {
   return path_;
 }
 
-int Timeline::take_lane() noexcept {
+Timeline::Lane Timeline::take_lane(Clock::time_point begin) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  size_t lane = 0;
-  while (lane < lanes_.size() && lanes_[lane]) {
-    ++lane;
+  size_t number = 0;
+  while (number < lanes_.size() && (lanes_[number].taken || lanes_[number].end > begin)) {
+    ++number;
   }
   try {
-    if (lane == lanes_.size()) {
-      lanes_.push_back(true);
+    if (number == lanes_.size()) {
+      lanes_.emplace_back();
     }
-    lanes_[lane] = true;
+    lanes_[number].taken = true;
   } catch (const std::bad_alloc&) {
   }
-  return static_cast<int>(lane);
+  return {static_cast<int>(number), timelines_};
 }
 
-void Timeline::return_lane(int lane) {
+void Timeline::return_lane(const Lane& lane, Clock::time_point end) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (static_cast<size_t>(lane) < lanes_.size()) { // else it was taken for an earlier timeline
-    lanes_[static_cast<size_t>(lane)] = false;
+  if (lane.timeline == timelines_ && static_cast<size_t>(lane.number) < lanes_.size()) {
+    lanes_[static_cast<size_t>(lane.number)] = {false, end};
   }
 }
 
-void Timeline::add(int lane, std::unique_ptr<Entry> entry) {
+void Timeline::add(const Lane& lane, std::unique_ptr<Entry> entry) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (recorded_.size() < kMostRecorded) {
-    recorded_.push_back({lane, std::move(entry)});
-  } else {
-    ++dropped_;
+  if (lane.number >= 0 && lane.timeline != timelines_) {
+    return;
   }
+  try {
+    if (recorded_.size() < kMostRecorded) {
+      recorded_.push_back({lane.number, std::move(entry)});
+      return;
+    }
+  } catch (const std::bad_alloc&) {
+  }
+  ++dropped_;
 }
 
 void Timeline::add_span(const std::string& track, const std::string& name, Clock::time_point begin, Clock::time_point end) {
   if (is_on()) {
-    add(-1, std::make_unique<Span>(track, name, begin, end));
+    add({}, std::make_unique<Span>(track, name, begin, end));
   }
 }
 
 void Timeline::write_all() {
   c10::setThreadName("fog_timeline");
+  try {
+    write_until_stopped();
+  } catch (const std::exception& error) { // no memory
+    on_.store(false);
+    LOG(WARNING) << "fog: the timeline ends here: " << error.what();
+  }
+  std::fclose(file_);
+  file_ = nullptr;
+}
+
+void Timeline::write_until_stopped() {
   Writer writer(file_, rank_);
   bool broken = false;
   for (bool last = false; !last;) {
@@ -263,8 +283,6 @@ void Timeline::write_all() {
       LOG(WARNING) << "fog: the timeline '" << path() << "' ends here: it cannot be written: " << std::strerror(errno);
     }
   }
-  std::fclose(file_);
-  file_ = nullptr;
 }
 
 } // namespace fog

@@ -48,10 +48,17 @@ class Timeline {
   // The file; empty if there is none.
   std::string path();
 
-  // The lowest lane that is free: slices that overlap lie in lanes of their own. Without memory for another one, one that is not.
-  int take_lane() noexcept;
-  void return_lane(int lane);
-  void add(int lane, std::unique_ptr<Entry> entry);
+  // Slices that overlap lie in lanes of their own.
+  struct Lane {
+    int number = -1; // none
+    uint32_t timeline = 0; // the how manieth of this process it is of
+  };
+  // The lowest lane that is free from `begin` on. Without memory for another one, one that is not.
+  Lane take_lane(Clock::time_point begin) noexcept;
+  // Its last slice ended at `end`.
+  void return_lane(const Lane& lane, Clock::time_point end) noexcept;
+  // It is left out if there is no memory for it, or if the lane is an earlier timeline's.
+  void add(const Lane& lane, std::unique_ptr<Entry> entry) noexcept;
   // A slice with a name on a track of its own, such as a user's activity. Those of one track must nest.
   void add_span(const std::string& track, const std::string& name, Clock::time_point begin, Clock::time_point end);
 
@@ -64,6 +71,7 @@ class Timeline {
   static std::atomic<bool> on_;
 
   void write_all();
+  void write_until_stopped();
 
   std::mutex starting_; // start() and stop()
   std::mutex mutex_; // of what follows
@@ -71,7 +79,12 @@ class Timeline {
   bool stopping_ = false;
   std::vector<Recorded> recorded_;
   uint64_t dropped_ = 0; // as the file was slower than the program
-  std::vector<bool> lanes_; // whether taken
+  struct State {
+    bool taken = false;
+    Clock::time_point end; // of its last slice
+  };
+  std::vector<State> lanes_;
+  uint32_t timelines_ = 0; // so far
   std::string path_;
   std::thread thread_;
   // The thread's own, while it runs.

@@ -227,6 +227,7 @@ class Engine final : public Driver, public MessageHandler {
   void ask_early(Operation& operation, Deadline now);
   // For those that look at this process from outside; a long wait is warned of, once.
   void note_wait(Operation& operation, Deadline now);
+  void note_awaited(const Operation& operation);
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
   // To a member of the group, if it can be reached.

@@ -51,13 +51,26 @@ void Engine::note_wait(Operation& operation, Deadline now) {
   }
   operation.next_note = now + kNoteInterval;
   if (record_) {
-    record_->wait(operation.flight, operation.awaited());
+    note_awaited(operation);
   }
   static const auto patience = long_wait(); // checked when the first group was made
   if (patience.count() > 0 && !operation.warned && now >= begun + patience) {
     operation.warned = true;
     LOG(WARNING) << "fog: " << operation.describe() << " has waited " << patience.count() << " s" << operation.describe_awaited();
   }
+}
+
+void Engine::note_awaited(const Operation& operation) {
+  const auto& members = operation.group()->members;
+  const auto& own_host = members[operation.group()->rank].host_id;
+  const auto awaited = operation.awaited();
+  std::vector<FlightRecord::Awaited> first;
+  for (const int rank : awaited) {
+    if (first.size() < FlightRecord::kNamed) {
+      first.push_back({rank, members[rank].host_id == own_host ? members[rank].pid : 0});
+    }
+  }
+  record_->wait(operation.flight, first, awaited.size());
 }
 
 void Engine::end_times(Operation& operation, bool failed) {

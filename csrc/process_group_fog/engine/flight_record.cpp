@@ -20,7 +20,7 @@ namespace fog {
 namespace {
 
 constexpr const char* kName = "fog_flight_record";
-constexpr uint64_t kMagic = 0x31646365'72676f66; // "fogrecd1"; another layout has another number
+constexpr uint64_t kMagic = 0x32646365'72676f66; // "fogrecd2"; another layout has another number
 constexpr int kTries = 1000; // to read a slot that is being written
 
 enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
@@ -50,7 +50,7 @@ struct FlightRecord::Slot {
   int64_t began;
   int64_t ended;
   Signature signature;
-  std::array<int32_t, kNamed> awaited;
+  std::array<Awaited, kNamed> awaited;
   std::array<char, 48> group;
 
   template <typename Write>
@@ -134,13 +134,13 @@ uint64_t FlightRecord::begin(const Signature& signature, const std::string& grou
   return 0;
 }
 
-void FlightRecord::wait(uint64_t number, const std::set<int>& awaited) {
+void FlightRecord::wait(uint64_t number, const std::vector<Awaited>& awaited, size_t count) {
   if (number == 0) {
     return;
   }
   if (auto* slot = slot_of(number)) {
     slot->change([&] {
-      slot->awaited_count = static_cast<int32_t>(awaited.size());
+      slot->awaited_count = static_cast<int32_t>(count);
       std::copy_n(awaited.begin(), std::min(awaited.size(), kNamed), slot->awaited.begin());
     });
   }
@@ -210,7 +210,7 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
                                       : "failed",
           static_cast<double>(time - seen.began) * 1e-9,
           static_cast<double>((state == State::kInFlight ? time : seen.ended) - seen.began) * 1e-9,
-          std::vector<int>(awaited.begin(), awaited.begin() + std::clamp<int>(seen.awaited_count, 0, kNamed)),
+          std::vector<Awaited>(awaited.begin(), awaited.begin() + std::clamp<int>(seen.awaited_count, 0, kNamed)),
           seen.awaited_count};
       const uint64_t number = seen.number;
       std::atomic_thread_fence(std::memory_order_acquire);

@@ -8,7 +8,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -29,8 +28,13 @@ class FlightRecord {
 
   // An operation begins. The number is for what follows; an operation that finds no slot, as all others are in flight, has 0.
   uint64_t begin(const Signature& signature, const std::string& group, int rank, uint64_t sequence, uint64_t key);
-  // It has waited for a while, and still does, for these group ranks.
-  void wait(uint64_t number, const std::set<int>& awaited);
+  // A rank of the operation's group.
+  struct Awaited {
+    int32_t rank;
+    int32_t pid; // 0 if it is on another host
+  };
+  // It has waited for a while, and still does, for `count` ranks, the first of which are these.
+  void wait(uint64_t number, const std::vector<Awaited>& awaited, size_t count);
   void end(uint64_t number, bool failed);
 
   struct Operation {
@@ -42,7 +46,7 @@ class FlightRecord {
     std::string state; // "in flight", "done", "failed"
     double age; // seconds since it began
     double seconds; // from its begin to its end, or until now
-    std::vector<int> awaited; // group ranks, the first few; known after a second
+    std::vector<Awaited> awaited; // the first few; known after a second
     int awaited_count;
   };
   struct Process {

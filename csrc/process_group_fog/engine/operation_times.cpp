@@ -75,8 +75,13 @@ class OperationTimes::Entry final : public Timeline::Entry {
 };
 
 OperationTimes::~OperationTimes() {
-  if (lane_ >= 0) {
-    Timeline::instance().return_lane(lane_);
+  give_lane_back();
+}
+
+void OperationTimes::give_lane_back() noexcept {
+  if (lane_.number >= 0) {
+    Timeline::instance().return_lane(lane_, Clock::now());
+    lane_ = {};
   }
 }
 
@@ -90,14 +95,10 @@ std::pair<int, std::chrono::nanoseconds> OperationTimes::last() const {
 }
 
 void OperationTimes::end(const Operation& operation, bool failed) {
-  if (lane_ < 0) {
-    return;
+  if (lane_.number >= 0 && Timeline::is_on()) {
+    Timeline::instance().add(lane_, std::make_unique<Entry>(*this, operation, failed));
   }
-  const int lane = std::exchange(lane_, -1);
-  if (Timeline::is_on()) {
-    Timeline::instance().add(lane, std::make_unique<Entry>(*this, operation, failed));
-  }
-  Timeline::instance().return_lane(lane);
+  give_lane_back();
 }
 
 } // namespace fog

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -36,7 +37,7 @@ class OperationTimes {
   void start() noexcept {
     started_ = Clock::now();
     if (Timeline::is_on()) {
-      lane_ = Timeline::instance().take_lane();
+      lane_ = Timeline::instance().take_lane(submitted_);
     }
   }
   // A message of that group rank has come.
@@ -48,14 +49,18 @@ class OperationTimes {
   // The rank whose message came last, and how long after the one before, or after the start; -1 if none came.
   std::pair<int, std::chrono::nanoseconds> last() const;
   // The engine's threads have copied data from `begin` on, or computed.
-  void ran(Clock::time_point begin, bool computed) {
-    runs_.push_back({begin, Clock::now(), computed});
+  void ran(Clock::time_point begin, bool computed) noexcept {
+    try {
+      runs_.push_back({begin, Clock::now(), computed});
+    } catch (const std::bad_alloc&) { // it is missing in the timeline
+    }
   }
   // It has ended: what is known of it goes into the timeline.
   void end(const Operation& operation, bool failed);
 
  private:
   class Entry;
+  void give_lane_back() noexcept;
   struct Run {
     Clock::time_point begin;
     Clock::time_point end;
@@ -66,7 +71,7 @@ class OperationTimes {
   Clock::time_point started_;
   c10::SmallVector<std::pair<int, Clock::time_point>, 4> arrivals_;
   c10::SmallVector<Run, 4> runs_;
-  int lane_ = -1;
+  Timeline::Lane lane_;
 };
 
 } // namespace fog

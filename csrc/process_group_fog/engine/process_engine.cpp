@@ -348,8 +348,9 @@ std::vector<std::string> Meeting::addresses() const {
   return addresses;
 }
 
-// The first group of this process tells which rank of the world it is, for those who look at it from outside.
-void observe_first_group(int rank, int size) {
+} // namespace
+
+void observe_as(int rank, int size) {
   static std::once_flag once;
   std::call_once(once, [&] {
     process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name()));
@@ -362,8 +363,6 @@ void observe_first_group(int rank, int size) {
     }
   });
 }
-
-} // namespace
 
 void start_timeline(const std::string& prefix, int rank, int size) {
   Timeline::instance().start(prefix, rank, size, host_name());
@@ -405,7 +404,7 @@ std::shared_ptr<Group> connect(
   rma_bytes();
   long_wait();
   const auto& runtime = Runtime::instance();
-  observe_first_group(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
+  observe_as(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
   if (size == 1 && !runtime.joined()) { // nobody to talk to: no messages
     return engine.add_group(0, name, rank, {{0, static_cast<int>(getpid()), 0, host_id(), host_name()}}, {});
   }

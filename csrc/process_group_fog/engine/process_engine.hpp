@@ -25,6 +25,10 @@ std::shared_ptr<Group> connect(
     const std::string& name,
     SumsBy sums);
 
+// This process is this rank of so many, for those who look at it from outside; begins what FOG_TIMELINE asks for. The first call counts, and
+// connect() makes it if nobody else has.
+void observe_as(int rank, int size);
+
 // Records this process's operations in the file `prefix` + rank + ".json", see Timeline::start(). FOG_TIMELINE does so from the first group on.
 void start_timeline(const std::string& prefix, int rank, int size);
 // Ends that; does nothing without a timeline.

@@ -217,6 +217,7 @@ bool PeerMonitor::on_refused(int number, Peer& peer, int error) {
     const auto now = Clock::now();
     if (now < peer.began + std::chrono::seconds(host_timeout_)) {
       peer.again = now + kFirstPatience;
+      std::rotate(peer.places.begin(), peer.places.begin() + 1, peer.places.end()); // another address may be reached
     } else {
       end(number, peer, true, false);
     }

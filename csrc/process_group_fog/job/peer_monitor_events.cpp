@@ -47,7 +47,8 @@ bool is_silence(int error) {
 } // namespace
 
 void PeerMonitor::look() {
-  if (listener_ < 0 && !connections_.load()) {
+  // Before meet() nobody can be recognized: visitors wait, connected, until they are accepted.
+  if (rank_ < 0 || (listener_ < 0 && !connections_.load())) {
     return;
   }
   std::array<epoll_event, 16> events;

@@ -1,5 +1,6 @@
 #include "windows/window_slice.hpp"
 
+#include <new>
 #include <utility>
 
 #include <c10/util/StringUtil.h>
@@ -25,33 +26,36 @@ class WindowSlice::Entry final : public Timeline::Entry {
 WindowSlice::WindowSlice() {
   if (Timeline::is_on()) {
     begun_ = Timeline::Clock::now();
-    lane_ = Timeline::instance().take_lane();
+    lane_ = Timeline::instance().take_lane(begun_);
   }
 }
 
 WindowSlice::~WindowSlice() {
-  if (lane_ >= 0) {
-    Timeline::instance().return_lane(lane_);
+  give_lane_back();
+}
+
+void WindowSlice::give_lane_back() noexcept {
+  if (lane_.number >= 0) {
+    Timeline::instance().return_lane(lane_, Timeline::Clock::now());
+    lane_ = {};
   }
 }
 
-void WindowSlice::end(const char* name, const std::string& group, const std::string& window, bool failed) {
-  if (lane_ < 0) {
-    return;
+void WindowSlice::end(const char* name, const std::string& group, const std::string& window, bool failed) noexcept {
+  if (lane_.number >= 0 && Timeline::is_on()) {
+    try {
+      Timeline::instance().add(
+          lane_,
+          std::make_unique<Entry>(
+              name,
+              c10::str(
+                  "\"group\": ", quoted(group), ", \"window\": ", quoted(window), ", \"ranks\": [", c10::Join(", ", ranks_),
+                  "], \"bytes\": ", bytes_, failed ? ", \"failed\": true" : ""),
+              begun_));
+    } catch (const std::bad_alloc&) { // it is missing in the timeline
+    }
   }
-  auto& timeline = Timeline::instance();
-  const int lane = std::exchange(lane_, -1);
-  if (Timeline::is_on()) {
-    timeline.add(
-        lane,
-        std::make_unique<Entry>(
-            name,
-            c10::str(
-                "\"group\": ", quoted(group), ", \"window\": ", quoted(window), ", \"ranks\": [", c10::Join(", ", ranks_),
-                "], \"bytes\": ", bytes_, failed ? ", \"failed\": true" : ""),
-            begun_));
-  }
-  timeline.return_lane(lane);
+  give_lane_back();
 }
 
 } // namespace fog

@@ -18,17 +18,20 @@ class WindowSlice {
 
   // It exchanges so many bytes with one more rank.
   void add(int rank, size_t bytes) {
-    ranks_.push_back(rank);
-    bytes_ += bytes;
+    if (lane_.number >= 0) {
+      ranks_.push_back(rank);
+      bytes_ += bytes;
+    }
   }
   // Ends it; `name` lives for ever.
-  void end(const char* name, const std::string& group, const std::string& window, bool failed);
+  void end(const char* name, const std::string& group, const std::string& window, bool failed) noexcept;
 
  private:
   class Entry;
+  void give_lane_back() noexcept;
 
   Timeline::Clock::time_point begun_;
-  int lane_ = -1;
+  Timeline::Lane lane_;
   std::vector<int> ranks_;
   size_t bytes_ = 0;
 };

@@ -32,8 +32,8 @@ def add(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the script."""
     try:
-        import argcomplete
+        from argcomplete import shell_integration
     except ImportError:
         raise UsageError("completions need the package argcomplete: pip install argcomplete") from None
-    print(argcomplete.shellcode(["fog"], shell=arguments.shell))
+    print(shell_integration.shellcode(["fog"], shell=arguments.shell))
     return 0

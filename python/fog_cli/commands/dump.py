@@ -33,6 +33,9 @@ def add(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report."""
+    for pid in arguments.pids:
+        if not 0 < pid < 1 << 31:
+            raise UsageError(f"{pid}: there is no such process")
     from fogdist import flight_record
 
     pids = arguments.pids or flight_record.processes()

@@ -78,7 +78,10 @@ def add(subparsers: Any) -> None:
         help='words before the launcher, as in --prefix "numactl -m 0"',
     )
     parser.add_argument(
-        "--extra-mpi-flags", default="", metavar="WORDS", help="more words for mpiexec or srun"
+        "--extra-mpi-flags",
+        default="",
+        metavar="WORDS",
+        help="more words for mpiexec or srun; with an equals sign, as in --extra-mpi-flags=-x",
     )
     parser.add_argument(
         "--launcher",
@@ -146,8 +149,8 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tu
         environment=variables,
         ssh_port=arguments.ssh_port,
         interface=arguments.network_interface,
-        prefix=shlex.split(arguments.prefix),
-        flags=shlex.split(arguments.extra_mpi_flags),
+        prefix=_words("--prefix", arguments.prefix),
+        flags=_words("--extra-mpi-flags", arguments.extra_mpi_flags),
         as_root=os.geteuid() == 0,
     )
     if job.prefix and shutil.which(job.prefix[0]) is None:
@@ -161,6 +164,14 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tu
         return launchers.by_srun(job, given is not None), variables
     mpiexec = find_mpiexec(arguments.mpiexec)
     return launchers.by_mpiexec(job, mpiexec, _version_of(mpiexec)), variables
+
+
+def _words(option: str, text: str) -> list[str]:
+    """The words of an option's value, split as a shell does it."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:  # a quotation mark without its partner
+        raise UsageError(f"{option}: got {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
 
 
 def choose_launcher(asked: str, hosts: Sequence[Host], given: bool, environment: Mapping[str, str]) -> str:

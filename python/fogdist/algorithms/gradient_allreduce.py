@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.context import current
-from fogdist.packing import BUCKET_CAP_MB, cap_bytes
+from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.gradient_exchange import GradientExchange
+from fogdist.training.ownership import Ownership
 from fogdist.training.passes import BackwardPasses, warn_too_many_passes
 from fogdist.training.view import (
     DistributedOptimizer,
@@ -42,6 +43,9 @@ class GradientAllreduce(DistributedOptimizer):
     on one rank appears on all ranks: all ranks skip the same steps, and their scales stay the same. To clip
     gradients, call `synchronize` first, then the scaler's `unscale_` if there is one, then clip.
 
+    As with every `Algorithm`, a distributed optimizer that is made of the same parameters later takes over: the hooks
+    of this one go, an average in flight is forgotten, and `step` raises.
+
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters.
@@ -55,14 +59,16 @@ class GradientAllreduce(DistributedOptimizer):
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that this has too, or a
-            parameter that is not in the model; two parameters have the same name; `local_steps` is below 1, or
-            `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks alike); before `init`.
+            parameter that is not in the model; two parameters have the same name; a living wrapper has one;
+            `local_steps` is below 1, or `bucket_cap_mb` not above 0; ranks hold different parameters (on all ranks
+            alike); before `init`.
         RuntimeError: After `shutdown`.
     """
 
     local_steps: int
     _average: GradientExchange
     _counter: BackwardPasses
+    _ownership: Ownership
     _is_synchronized: bool
     _scaler_synchronized: bool
     _has_warned_passes: bool
@@ -89,11 +95,12 @@ class GradientAllreduce(DistributedOptimizer):
         self._is_synchronized = self._scaler_synchronized = False
         self._has_warned_passes = self._has_warned_local = False
         bucket_bytes = cap_bytes(bucket_cap_mb)
-        name = f"fogdist.GradientAllreduce {context.next_number()}"
-        self._average = GradientExchange(name, self._fog_names, bucket_bytes, group)
+        self._fog_title = f"fogdist.GradientAllreduce {context.next_number()}"
+        self._average = GradientExchange(self._fog_title, self._fog_names, bucket_bytes, group)
         self._counter = BackwardPasses(self._after_gradient)
+        self._ownership = Ownership(self)
         if not self._is_alone:
-            self._average.hold(self._fog_parameters())
+            self._hold(self._fog_parameters())
             self._counter.watch(self._fog_parameters())
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -125,8 +132,10 @@ class GradientAllreduce(DistributedOptimizer):
             What the closure returned, else what the optimizer's own step returns.
 
         Raises:
-            RuntimeError: A gradient scaler's `unscale_` was called without `synchronize` before it.
+            RuntimeError: A gradient scaler's `unscale_` was called without `synchronize` before it; another distributed
+                optimizer has taken over the model.
         """
+        self._fog_check_not_replaced()
         closure, others = closure_of(arguments, options)
         loss = evaluated(closure)
         self._check_scaler()
@@ -136,12 +145,17 @@ class GradientAllreduce(DistributedOptimizer):
         return result if closure is None else loss
 
     def synchronize(self) -> None:
-        """Averages the gradients now; the next `step` uses them as they are then. Collective."""
+        """Averages the gradients now; the next `step` uses them as they are then. Collective.
+
+        Raises:
+            RuntimeError: Another distributed optimizer has taken over the model.
+        """
+        self._fog_check_not_replaced()
         if self._is_alone:
             return
         parameters = self._fog_parameters()
         if not self._average.has_begun:
-            self._average.begin(parameters)
+            self._begin(parameters)
         self._average.finish()
         self._counter.reset()
         self._counter.watch(parameters)
@@ -168,6 +182,28 @@ class GradientAllreduce(DistributedOptimizer):
             self._average.discard()
             self._counter.reset()
         self._fog_wrapped.zero_grad(set_to_none=set_to_none)
+
+    def _fog_give_up(self) -> None:
+        """Counts no backward pass any more, and drops the average in flight."""
+        super()._fog_give_up()
+        self._counter.stop()
+        self._average.forget()
+        self._ownership.release()
+
+    def _hold(self, parameters: list[Tensor]) -> None:
+        """Takes the parameters, from their last owner if they have one; collective, as ranks compare them."""
+        ownership = Ownership(self._fog_view(), takes_over=True)
+        with ownership.released_on_error():
+            ownership.take({parameter: repr(self._fog_names[parameter]) for parameter in parameters})
+            self._average.hold(parameters)
+            ownership.take_over()
+        self._ownership = ownership
+
+    def _begin(self, parameters: list[Tensor]) -> None:
+        """Starts an average of the gradients of the parameters, whichever are trained now."""
+        if not are_same(self._ownership.tensors, parameters):
+            self._hold(parameters)
+        self._average.begin(parameters)
 
     def _check_scaler(self) -> None:
         came_late, self._scaler_synchronized = self._scaler_synchronized, False
@@ -204,7 +240,7 @@ class GradientAllreduce(DistributedOptimizer):
         if passes < self.local_steps:
             return
         if not self._average.has_begun:
-            self._average.begin(self._fog_parameters())
+            self._begin(self._fog_parameters())
         if passes == self.local_steps:
             self._average.add(parameter)
             return

@@ -114,7 +114,7 @@ def files_of(prefix: str | os.PathLike[str]) -> list[Path]:
 
 
 def _events(path: Path) -> Iterator[Event]:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         text = line.strip().rstrip(",")
         if text in ("", "[", "]"):

@@ -70,9 +70,7 @@ def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
     Raises:
         TypeError: A name is no string.
     """
-    for argument, name in (("tensor_name", tensor_name), ("activity_name", activity_name)):
-        if not isinstance(name, str):
-            raise TypeError(f"{argument} must be a str, got {type(name).__name__}")
+    _check_names(tensor_name, activity_name)
     if not is_on():
         return False
     _open.setdefault(tensor_name, []).append((activity_name, time.monotonic_ns()))
@@ -98,7 +96,8 @@ def timeline_end_activity(tensor_name: str) -> bool:
 
 @contextmanager
 def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
-    """A block that is an activity; arguments as in `timeline_start_activity`."""
+    """A block that is an activity; arguments and errors as in `timeline_start_activity`."""
+    _check_names(tensor_name, activity_name)
     begin = time.monotonic_ns()
     try:
         yield
@@ -122,10 +121,19 @@ def shown_as(name: str) -> Callable[[_Function], _Function]:
     return decorate
 
 
+def _check_names(tensor_name: str, activity_name: str) -> None:
+    for argument, name in (("tensor_name", tensor_name), ("activity_name", activity_name)):
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} must be a str, got {type(name).__name__}")
+
+
 def _add(track: str, name: str, begin: int) -> None:
     extension = _loaded()
-    if extension is not None:
-        extension.add_to_timeline(track, name, begin, time.monotonic_ns())
+    if extension is not None and extension.timeline_is_on():
+        readable = [
+            text.encode("utf-8", "replace").decode() for text in (track, name)
+        ]  # without lone surrogates
+        extension.add_to_timeline(*readable, begin, time.monotonic_ns())
 
 
 def _loaded() -> ModuleType | None:

@@ -145,7 +145,6 @@ class Algorithm(DistributedOptimizer):
     _group_numbers: list[int]
     _has_state: bool
     _loaded: dict[str, dict[Tensor, Tensor]]
-    _fog_is_replaced: bool
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -189,7 +188,7 @@ class Algorithm(DistributedOptimizer):
         self.local_steps = local_steps
         self.is_alone = context.is_alone
         self.steps = self.rounds = 0
-        self.overflowed = self._fog_is_replaced = False
+        self.overflowed = False
         self.numbers = dict(self.state_numbers)
         self.vectors = {name: [] for name in self.state_vectors}
         self._step_options = {}
@@ -197,6 +196,7 @@ class Algorithm(DistributedOptimizer):
         self._loaded = {}
         # What is refused here alone has no number: ranks would count differently from then on.
         self._number = context.next_number()
+        self._fog_title = self.name
         if self.is_running:
             self._hold([self.name, *items])
 
@@ -438,24 +438,8 @@ class Algorithm(DistributedOptimizer):
 
     def _fog_give_up(self) -> None:
         """Lets another owner have the parameters; see the class. A subclass ends what it has hung on the model, and windows."""
-        self._fog_is_replaced = True
-        self.turn_off_timeline()
+        super()._fog_give_up()
         self.buckets.release()
-
-    def _fog_check_not_replaced(self) -> None:
-        if self._fog_is_replaced:
-            raise RuntimeError(
-                f"{self.name} was replaced: another distributed optimizer was made of its model's parameters; call that one"
-            )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `DistributedOptimizer.add_param_group`.
-
-        Raises:
-            RuntimeError: Another distributed optimizer has taken over the model.
-        """
-        self._fog_check_not_replaced()
-        super().add_param_group(param_group)
 
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         """The parameters that are not frozen now, and the number of the group of each, as far as that counts."""

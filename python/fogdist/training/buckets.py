@@ -5,38 +5,25 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fogdist.memory import empty_flat, is_shared
 from fogdist.packing import BUCKET_BYTES, make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
+from fogdist.training.ownership import Ownership
 
 # A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
 ALIGNMENT = 64
 # To give a tensor other memory takes some microseconds of Python, to copy so many bytes no less.
 _WORTH_SWAPPING = 128 << 10
-# Of each tensor with an owner: the buckets that it is in, and the owner. It counts while both are alive.
-_Holder = tuple["weakref.ref[FlatBuckets]", "weakref.ref[object]"]
-_holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-@runtime_checkable
-class Replaceable(Protocol):
-    """An owner that gives its tensors up where another one takes over."""
-
-    def _fog_give_up(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -96,9 +83,7 @@ class FlatBuckets:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self._max_bytes = max_bytes
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._takes_over = takes_over
-        self._displaced: dict[Tensor, _Holder] = {}  # who had the tensors, until `take_over`
+        self._ownership = None if owner is None else Ownership(owner, takes_over=takes_over)
         self._labels: dict[Tensor, str] = {}
         self._sharded: set[Tensor] = set()
         self._flats: list[Tensor] = []
@@ -128,9 +113,9 @@ class FlatBuckets:
             labels.setdefault(tensor, label)
         _check_apart(labels)
         distinct = list(labels)[known:]
-        owner = None if self._owner is None else self._owner()
-        if owner is not None:
-            _check_free({tensor: labels[tensor] for tensor in distinct}, owner, self._takes_over)
+        taken = {tensor: labels[tensor] for tensor in distinct}
+        if self._ownership is not None:
+            self._ownership.check_free(taken)
         self._labels = labels
         self._sharded.update(tensor for tensor in distinct if is_sharded(tensor))
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
@@ -145,40 +130,22 @@ class FlatBuckets:
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
             self._bucket_of.update(dict.fromkeys(members, len(self._flats) - 1))
         self._move(distinct)
-        if owner is not None:
-            for tensor in distinct:
-                if tensor in _holders:
-                    self._displaced[tensor] = _holders[tensor]
-                _holders[tensor] = weakref.ref(self), weakref.ref(owner)
+        if self._ownership is not None:
+            self._ownership.take(taken)
 
-    @contextmanager
-    def released_on_error(self) -> Iterator[None]:
+    def released_on_error(self) -> AbstractContextManager[None]:
         """Releases the tensors if the construction of an owner fails; it would otherwise keep them while the error lives."""
-        try:
-            yield
-        except BaseException:
-            self.release()
-            raise
+        return nullcontext() if self._ownership is None else self._ownership.released_on_error()
 
     def take_over(self) -> None:
         """Ends the owners that had the tensors before. Not before ranks agree: until then `release` gives them back."""
-        owner = None if self._owner is None else self._owner()
-        displaced, self._displaced = self._displaced, {}
-        ended: list[object] = [owner]
-        for _, reference in displaced.values():
-            other = reference()
-            if isinstance(other, Replaceable) and not any(other is each for each in ended):
-                ended.append(other)
-                other._fog_give_up()
+        if self._ownership is not None:
+            self._ownership.take_over()
 
     def release(self) -> None:
         """Lets other owners have the tensors, which stay where they are: those that had them, before `take_over`."""
-        displaced, self._displaced = self._displaced, {}
-        for tensor in self._labels:
-            if tensor in _holders and _holders[tensor][0]() is self:
-                del _holders[tensor]
-                if tensor in displaced:
-                    _holders[tensor] = displaced[tensor]
+        if self._ownership is not None:
+            self._ownership.release()
 
     @property
     def flats(self) -> list[Tensor]:
@@ -417,31 +384,6 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must have memory, got one on the device meta")
     if any(step == 0 and length > 1 for length, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
-
-
-def _check_free(labels: Mapping[Tensor, str], owner: object, takes_over: bool) -> None:
-    """Raises ValueError if a tensor is in living buckets of another living owner, which may not be replaced."""
-    if _held(labels, owner, takes_over) is None:
-        return
-    gc.collect()  # an owner that was dropped may be in a cycle of references
-    label = _held(labels, owner, takes_over)
-    if label is not None:
-        raise ValueError(
-            f"{label} must belong to one distributed optimizer, algorithm or wrapper, got it while another one has "
-            "it: both would mix it in each step. Delete that one before (`del`), or end it (`close`, `unregister_window`)"
-        )
-
-
-def _held(labels: Mapping[Tensor, str], owner: object, takes_over: bool) -> str | None:
-    for tensor, label in labels.items():
-        if tensor in _holders:
-            buckets, reference = _holders[tensor]
-            other = reference()
-            if buckets() is None or other is None or other is owner:
-                continue
-            if not (takes_over and isinstance(other, Replaceable)):
-                return label
-    return None
 
 
 def _check_apart(labels: dict[Tensor, str]) -> None:

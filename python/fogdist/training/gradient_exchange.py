@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_nonblocking_, wait
-from fogdist.context import current
+from fogdist.context import current, handles
 from fogdist.memory import empty_flat
 from fogdist.packing import Bucket, are_same, make_buckets, signature_of
 from fogdist.shards import is_sharded
@@ -51,7 +51,7 @@ class GradientExchange:
         group: The group of ranks; by default that of `init`.
 
     Attributes:
-        has_begun: Whether `begin` was called without `finish` or `discard`.
+        has_begun: Whether `begin` was called without `finish`, `discard` or `forget`.
     """
 
     def __init__(
@@ -175,6 +175,11 @@ class GradientExchange:
         self._send_missing()
         for _, average in self._completed():
             wait(average.handle)
+
+    def forget(self) -> None:
+        """Drops the average in flight, if any, and waits for nothing: nobody is going to use it."""
+        for _, average in self._completed():
+            handles().forget(average.handle)
 
     def _send_missing(self) -> None:
         for number in range(len(self._buckets)):

@@ -98,6 +98,8 @@ class DistributedOptimizer(Optimizer):
     _fog_models: tuple[Module, ...]
     _fog_names: dict[Tensor, str]
     _fog_marks: PassMarks | None
+    _fog_title: str  # for messages
+    _fog_is_replaced: bool
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -152,7 +154,9 @@ class DistributedOptimizer(Optimizer):
 
         Raises:
             ValueError: A parameter is not in the model.
+            RuntimeError: Another distributed optimizer has taken over the model.
         """
+        self._fog_check_not_replaced()
         self._fog_wrapped.add_param_group(param_group)
         try:
             self._fog_names.update(names(self._fog_models))
@@ -179,6 +183,18 @@ class DistributedOptimizer(Optimizer):
         if self._fog_marks is not None:
             self._fog_marks.remove()
             self._fog_marks = None
+
+    def _fog_give_up(self) -> None:
+        """Lets another owner have the parameters. A subclass ends what it has hung on the model, too."""
+        self._fog_is_replaced = True
+        self.turn_off_timeline()
+
+    def _fog_check_not_replaced(self) -> None:
+        if self._fog_is_replaced:
+            raise RuntimeError(
+                f"{self._fog_title} was replaced: another distributed optimizer was made of its model's parameters; "
+                "call that one"
+            )
 
     def _fog_holder(self, name: str) -> Optimizer:
         """Which object an attribute is written to: this one, the view that it wraps, or what the view wraps."""
@@ -282,6 +298,7 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     distributed._fog_models = tuple(models)
     distributed._fog_names = held
     distributed._fog_marks = None
+    distributed._fog_is_replaced = False
     if timeline.is_on():
         distributed.turn_on_timeline()
     return distributed
