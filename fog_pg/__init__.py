@@ -54,7 +54,8 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     # Of a group that is not torch's first, ranks are numbers within it.
     is_first = not dist.is_initialized()
     extension.observe_as(
-        options.group_rank if is_first else dist.get_rank(), options.group_size if is_first else dist.get_world_size()
+        options.group_rank if is_first else dist.get_rank(),
+        options.group_size if is_first else dist.get_world_size(),
     )
     backend: ProcessGroupFog = extension.ProcessGroupFog(
         options.store, options.group_rank, options.group_size, backend_options
