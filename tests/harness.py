@@ -189,6 +189,15 @@ def init_process_group(timeout: float, backend: str = BACKEND) -> None:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
 
 
+def error_of(call: Callable[[], object]) -> str:
+    """Text of the DistBackendError that the call raises; empty if it raises none."""
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
 def exception_of(work: dist.Work) -> Any:
     """Of a Work that has ended; None if it ended well. Torch 2.11 can show that only."""
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, Outcome, World
+from harness import BACKEND, Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import Tensor
 
@@ -162,15 +162,6 @@ def may_complete(kind: str, rank: int, victim: int) -> bool:
 def takes_no_part(kind: str, rank: int, victim: int) -> bool:
     """Whether the kind is a message between two others."""
     return operation_of(kind) == "send/recv" and rank not in (victim, _next(victim))
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """Text of the DistBackendError that the call raises; empty if it raises none."""
-    try:
-        call()
-    except dist.DistBackendError as error:
-        return str(error)
-    return ""
 
 
 def wait_for(work: dist.Work | None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, WorldPool, sizes
+from harness import BACKEND, World, WorldPool, error_of, sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import (
     COMPLEX,
@@ -364,15 +364,6 @@ def disagreement(kind: str) -> str:
         return error_of(work.wait)
     plan = _C.NeighborPlan(machine, 2, own, sources, destinations)
     return error_of(lambda: backend(group).hierarchical_neighbor_allreduce(tensor, machines, plan).wait())
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """The text of a DistBackendError, "" without one."""
-    try:
-        call()
-    except dist.DistBackendError as error:
-        return str(error)
-    return ""
 
 
 NAME = r"hierarchical_neighbor_allreduce"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World
+from harness import BACKEND, World, error_of
 from hosts import (
     ACROSS,
     INTERFACE,
@@ -39,15 +39,6 @@ SOON = 5.0
 
 def backend() -> dist.Backend:
     return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """Text of the DistBackendError that the call raises; empty if it raises none."""
-    try:
-        call()
-    except dist.DistBackendError as error:
-        return str(error)
-    return ""
 
 
 def exchange_along_ring() -> list[float]:
