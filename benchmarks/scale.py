@@ -52,6 +52,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import numpy as np
 import program
 import torch
