@@ -17,9 +17,9 @@ namespace fog {
 namespace {
 
 constexpr auto kWriteInterval = std::chrono::milliseconds(500);
-// Entries that wait to be written; those beyond are dropped and counted.
+// Limit of entries that wait to be written. Further entries are dropped and counted.
 constexpr size_t kMostRecorded = size_t(1) << 20;
-// Numbers of tracks with a name, above those of lanes.
+// Named tracks have numbers from here on, above those of lanes.
 constexpr int kFirstTrack = 1000;
 
 int64_t nanoseconds(Timeline::Clock::time_point time) {
@@ -31,7 +31,7 @@ void print_microseconds(std::FILE* file, int64_t nanoseconds) {
   std::fprintf(file, "%" PRId64 ".%03d", nanoseconds / 1000, static_cast<int>(nanoseconds % 1000));
 }
 
-// Processes of one kernel have one clock; containers and network namespaces of it, too.
+// All processes of one kernel share a clock, including those in containers and network namespaces.
 std::string clock_id(const std::string& host) {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
@@ -136,7 +136,7 @@ void Timeline::start(const std::string& prefix, int rank, int size, const std::s
   TORCH_CHECK_VALUE(
       file != nullptr, "timeline: got '", prefix, "'; the file '", path,
       "' cannot be written: ", std::generic_category().message(errno));
-  // Ranks of a host have one clock; between hosts the wall clock is the first guess.
+  // Ranks of one host share a clock. Between hosts the wall clock is the first estimate.
   const auto steady = Clock::now();
   const auto wall = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   std::fprintf(
@@ -242,7 +242,7 @@ void Timeline::write_all() {
   c10::setThreadName("fog_timeline");
   try {
     write_until_stopped();
-  } catch (const std::exception& error) { // no memory
+  } catch (const std::exception& error) { // out of memory
     on_.store(false);
     LOG(WARNING) << "fog: the timeline ends here: " << error.what();
   }
