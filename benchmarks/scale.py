@@ -180,7 +180,11 @@ def serve(
     """The life of a forked rank."""
     die_with_parent()
     torch.set_num_threads(1)
-    me = Rank(system, rank, size, store, timeout)
+    obey(connection, rank, Rank(system, rank, size, store, timeout))
+
+
+def obey(connection: Connection, rank: int, me: object) -> None:
+    """Calls the methods that the parent names, until it says that this is the end."""
     while (word := connection.recv()) is not None:
         name, *arguments = word
         try:
