@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from emulated_hosts import ACROSS, address, move_to_host
 from fogdist import algorithms, topology
-from scale import die_with_parent, obey
+from forked_ranks import die_with_parent, obey
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import (

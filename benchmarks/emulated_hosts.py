@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -145,9 +146,22 @@ def emulated_hosts(
                     _limit(switch, port, own)
                 elif latency:
                     _delay(name, INTERFACE, latency, "root")
-            for center, (here, there) in enumerate(zip(switches, switches[1:], strict=False)):
+            for center, (here, there) in enumerate(itertools.pairwise(switches)):
                 ends = f"next{center}", f"last{center}"
-                ip("-n", here, "link", "add", ends[0], "type", "veth", "peer", "name", ends[1], "netns", there)
+                ip(
+                    "-n",
+                    here,
+                    "link",
+                    "add",
+                    ends[0],
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    ends[1],
+                    "netns",
+                    there,
+                )
                 for switch, end in zip((here, there), ends, strict=True):
                     ip("-n", switch, "link", "set", end, "master", "bridge", "up")
                     if between is not None:
