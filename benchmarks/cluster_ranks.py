@@ -18,15 +18,20 @@ import torch
 import torch.distributed as dist
 from emulated_hosts import ACROSS, address, move_to_host
 from fogdist import algorithms, topology
+from fogdist.packing import cap_bytes
+from fogdist.training.buckets import FlatBuckets
 from forked_ranks import die_with_parent, obey
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import (
     DDP_CAP_MB,
+    FLOAT_BYTES,
     FOG_CAP_MB,
     FORWARD_SHARE,
     MODELS,
     Dilation,
+    bucket_bytes,
+    ddp_buckets,
     sizes_of,
 )
 
@@ -67,6 +72,7 @@ class Job:
         dilation: Of the world.
         compute: Emulated seconds of a step.
         local_steps: Of the ways that have them.
+        grouped: Real local steps that one of those ways' steps stands for, with as many times the compute.
         centers: Data centers.
         ranks_per_host: Consecutive ranks that share a host.
         slow: By host, by what its compute is multiplied.
@@ -79,6 +85,7 @@ class Job:
     dilation: Dilation
     compute: float
     local_steps: int = 8
+    grouped: int = 1
     centers: int = 1
     ranks_per_host: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -242,15 +249,31 @@ class ClusterRank:
                 times.append(time.perf_counter() - begin)
         return sorted(times)[len(times) // 2] / 2
 
-    def make(self, way: str) -> list[float]:
-        """Sets a way up; collective."""
-        self.trainers[way] = self._trainer(way, emulated_model(self.job, self.device, self.slowness))
-        return []
+    def make(self, way: str) -> list[int]:
+        """Sets a way up; collective. Returns the bytes of its buckets, in the order in which they leave."""
+        grouped = self.job.grouped if way in LOCAL else 1
+        model = emulated_model(self.job, self.device, grouped * self.slowness)
+        self.trainers[way] = self._trainer(way, model)
+        sizes, dilation = sizes_of(MODELS[self.job.model], self.job.dilation), self.job.dilation
+        if way == "none":
+            return []
+        if way.startswith("ddp_"):
+            return bucket_bytes(sizes, ddp_buckets(sizes, dilation.cap_mb(DDP_CAP_MB)))
+        tensors = [torch.empty(size) for size in sizes]
+        flats = FlatBuckets(tensors, cap_bytes(dilation.cap_mb(FOG_CAP_MB))).flats
+        return [FLOAT_BYTES * flat.numel() for flat in flats]
 
     def run(self, way: str, steps: int, seconds: float | None = None) -> dict[str, float]:
-        """Makes so many steps; or as many as begin within so many seconds. Says when it began and ended."""
+        """Makes one step, and then so many more; or as many more as begin within so many seconds.
+
+        Returns:
+            When the first step had ended, when the last one ended, how many came after the first one, and the seconds
+            of this process's CPU.
+        """
         trainer = self.trainers[way]
-        cpu, begin = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
+        self._step(trainer)
+        begin = time.perf_counter()
         made = 0
         while made < steps if seconds is None else time.perf_counter() - begin < seconds:
             self._step(trainer)
