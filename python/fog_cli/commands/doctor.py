@@ -105,10 +105,11 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
         yield finding
         if finding.state != "ok" and finding.name in _SUSPECTS:
             suspects.append(finding.name)
+        usable = usable and finding.state != "bad"  # ranks would wait for each other until their time is over
     if not self_test:
         return
     if not usable:
-        yield Finding("self-test", "all", "bad", "not tried: see above")
+        yield Finding("self-test", "two ranks", "bad", "not tried: see above")
         return
     yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
     # As if the two were on hosts of their own: all goes over MPI. By RMA if that works, else by messages.
