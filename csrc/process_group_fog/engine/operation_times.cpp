@@ -17,7 +17,7 @@ std::string microseconds(std::chrono::nanoseconds time) {
 
 } // namespace
 
-// An operation in the timeline: a slice, and within it its phases.
+// An operation in the timeline: a slice that contains its phases.
 class OperationTimes::Entry final : public Timeline::Entry {
  public:
   Entry(const OperationTimes& times, const Operation& operation, bool failed)
@@ -46,7 +46,7 @@ class OperationTimes::Entry final : public Timeline::Entry {
     std::string arguments = c10::str(
         "\"group\": ", quoted(group_->name), ", \"number\": ", sequence_, ", \"what\": ", quoted(signature_.describe()),
         ", \"queued_us\": ", microseconds(started_ - submitted_), ", \"wait_us\": {", waits, "}");
-    if (signature_.kind != OpKind::kPointToPoint) { // which has a tag, and no place in an order
+    if (signature_.kind != OpKind::kPointToPoint) { // which has a tag, but no place in the program order
       arguments += ", \"key\": " + quoted(key_);
     }
     if (failed_) {
