@@ -1,4 +1,4 @@
-// What a Window checks before anything happens, and the texts of its errors.
+// The checks of a Window's arguments and state, and its error messages.
 
 #include <algorithm>
 #include <cmath>
