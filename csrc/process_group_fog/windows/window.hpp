@@ -118,8 +118,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   // Waits for operations in flight and for the neighbors to call it too; afterwards no rank uses this rank's memory.
   void free(Milliseconds timeout);
 
-  // How this rank's operations reach its neighbors: for CPU tensors the used ones of "shared memory", "rma" and
-  // "messages", joined by " and "; for device tensors the same with "staged".
+  // How this rank's operations reach its neighbors: for a CPU tensor the used ones of "shared memory", "rma" and
+  // "messages", joined by " and "; "staged" for a device tensor.
   std::string transport() const;
   // How they reach this neighbor: one of these for CPU tensors; "staged", "staged, by rma" or "staged, by messages" for
   // device tensors.
