@@ -580,7 +580,10 @@ def profiled_phases() -> None:
         checks.true(f"{len(phases)} phases", len(phases) >= 1)
         for phase in phases:
             inside = any(
-                event.time_range.start <= phase.time_range.start <= phase.time_range.end <= event.time_range.end
+                event.time_range.start
+                <= phase.time_range.start
+                <= phase.time_range.end
+                <= event.time_range.end
                 for event in whole
             )
             checks.true(f"{phase.time_range} is within the operation", inside)

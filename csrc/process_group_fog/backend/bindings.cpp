@@ -102,6 +102,7 @@ void without_gil(const std::function<void()>& function) {
 } // namespace
 
 // Keep one argument per line.
+// clang-format off
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
   fog::process_engine().serve(std::make_unique<fog::WindowService>(fog::process_engine()));

@@ -23,6 +23,7 @@ std::chrono::milliseconds checked(const Timeout& timeout, const Window& window) 
 } // namespace
 
 // Keep one argument per line.
+// clang-format off
 void bind_windows(py::module_& module, GroupClass& group) {
   const py::call_guard<py::gil_scoped_release> release_gil;
   py::class_<Window::Hold>(module, "WindowHold").def("release", &Window::Hold::release, release_gil);

@@ -16,8 +16,7 @@ class Reduction : public Operation {
   // The parameters of a sum.
   struct Terms {
     Signature signature;
-    c10::ScalarType
-        dtype; // of tensors here and of messages; may be wider than the signature's, see partial_dtype()
+    c10::ScalarType dtype; // of tensors here and of messages; may be wider than the signature's, see partial_dtype()
     double scale; // this rank's factor for PREMUL_SUM
     const Layout& layout; // of the participating ranks
   };

@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -23,11 +25,26 @@ class Timeline {
 
   // Writes slices. Only the timeline's thread has a writer.
   class Writer;
+  // Memory of entries, apart from the heap. Entries live for up to half a second. On the heap they would lie between
+  // the large tensors of a training step, whose memory the allocator would then return to the system and fetch again in
+  // every step.
+  static std::pmr::memory_resource* memory();
+  // A text of an entry.
+  using Text = std::pmr::string;
+  static Text text(std::string_view text) {
+    return Text(text, memory());
+  }
   // An event that has ended and will be written.
   class Entry {
    public:
     virtual ~Entry() = default;
     virtual void write(Writer& writer) const = 0;
+    static void* operator new(size_t size) {
+      return memory()->allocate(size);
+    }
+    static void operator delete(void* entry, size_t size) {
+      memory()->deallocate(entry, size);
+    }
   };
 
   // Returns the timeline of this process. It is never destroyed.
@@ -79,7 +96,7 @@ class Timeline {
   std::mutex mutex_; // guards the members below
   std::condition_variable stopping_signal_;
   bool stopping_ = false;
-  std::vector<Recorded> recorded_;
+  std::pmr::vector<Recorded> recorded_{memory()};
   uint64_t dropped_ = 0; // entries that were dropped because the file is slower than the program
   struct State {
     bool taken = false;
@@ -101,21 +118,20 @@ class Timeline::Writer {
   // Writes a slice to the lane that the entry was added to. `arguments` are members of a JSON object, such as
   // "\"bytes\": 12"; may be empty.
   void slice(
-      const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end, const std::string& arguments = "");
+      std::string_view name, const char* category, Clock::time_point begin, Clock::time_point end, std::string_view arguments = "");
   // Writes a slice to a named track.
-  void slice_on(
-      const std::string& track, const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end);
+  void slice_on(std::string_view track, std::string_view name, const char* category, Clock::time_point begin, Clock::time_point end);
 
  private:
   friend class Timeline;
   void name_track(int track, const std::string& name);
   void slice(
       int track,
-      const std::string& name,
+      std::string_view name,
       const char* category,
       Clock::time_point begin,
       Clock::time_point end,
-      const std::string& arguments);
+      std::string_view arguments);
 
   std::FILE* const file_;
   const int rank_;
@@ -125,6 +141,6 @@ class Timeline::Writer {
 };
 
 // Returns a JSON string with its quotes.
-std::string quoted(const std::string& text);
+std::string json_string(std::string_view text);
 
 } // namespace fog

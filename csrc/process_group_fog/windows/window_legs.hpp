@@ -206,8 +206,7 @@ struct Window::Neighbor {
   std::unique_ptr<Leg> raw_leg; // for write() and signal(), if not the same
   std::unique_ptr<RankMutex> mutex_here; // [this rank][neighbor]
   std::unique_ptr<RankMutex> mutex_there; // [neighbor][this rank]
-  std::mutex
-      writing; // held by the writer of this rank's slot there or, without a mailbox, of its slot here
+  std::mutex writing; // held by the writer of this rank's slot there or, without a mailbox, of its slot here
   std::atomic<bool> gone{false};
   std::atomic<bool> ended{false}; // its process has ended
   std::string how; // why it has gone; guarded by state_
