@@ -125,7 +125,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
   check_list("allreduce", "tensors", tensors);
   check_disjoint("allreduce", {"tensors", tensors}, {});
   TORCH_CHECK_VALUE(
-      options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; with AVG allowed is one a rank");
+      options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; AVG allows one per rank");
   const auto reduced = flatten({tensors[0]});
   const auto signature = reduction_signature(OpKind::kAllreduce, tensors[0], options.reduceOp);
   const auto local_op =

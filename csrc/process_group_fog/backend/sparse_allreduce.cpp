@@ -28,13 +28,12 @@ void check_sparse(const at::Tensor& tensor, const at::Tensor& like) {
       tensor.layout() == at::kSparse, "allreduce_sparse: tensors: got a tensor of layout ", tensor.layout(),
       "; allowed are sparse COO tensors");
   TORCH_CHECK_VALUE(
-      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(),
-      "; this version of fog serves tensors on cpu (its CUDA transport does not exist yet)");
+      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(), "; allowed are tensors on cpu");
   check_same("allreduce_sparse", "tensors", tensor, like);
   TORCH_CHECK_VALUE(
       tensor.sizes() == like.sizes() && tensor.sparse_dim() == like.sparse_dim(), "allreduce_sparse: tensors: got shape ",
-      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is that of the first one, ", like.sizes(), " with ",
-      like.sparse_dim());
+      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is the same as in the first tensor, ", like.sizes(),
+      " with ", like.sparse_dim());
 }
 
 // The values that ranks must agree on, unlike the number of entries: dtype, shape and the dimensions of one entry.

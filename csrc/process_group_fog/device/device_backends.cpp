@@ -83,8 +83,8 @@ void DelegateGate::enter(const IsFree& is_free, const Enter& enter) {
     std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(
         DistBackendError, changed_.wait_for(lock, patience, is_free), "waited ", patience.count(),
-        " ms for another thread's operation on the same type of device, which has yet to return: does it connect ranks whose threads "
-        "call in another order?");
+        " ms for another thread's operation on the same type of device, which has not returned yet: does it connect ranks whose threads "
+        "make these calls in a different order?");
     enter();
   });
 }

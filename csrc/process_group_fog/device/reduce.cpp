@@ -65,7 +65,7 @@ void check_reduction_on_device(const char* op, RedOp reduction, const at::Tensor
   const bool needs_sign = reduction == RedOp::MIN || reduction == RedOp::MAX || reduction == RedOp::AVG;
   TORCH_CHECK_VALUE(
       !(needs_sign && signed_type(tensor.scalar_type())), op, ": op: got ", reduction_name(reduction), " for dtype ",
-      dtype_name(tensor.scalar_type()), " on ", tensor.device(), "; of unsigned dtypes it allows uint8 there");
+      dtype_name(tensor.scalar_type()), " on ", tensor.device(), "; there uint8 is the only unsigned dtype that it allows");
 }
 
 void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {

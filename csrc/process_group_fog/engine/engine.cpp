@@ -36,7 +36,7 @@ void Engine::use(std::unique_ptr<Transport> transport) {
 void Engine::check_not_forked() const {
   TORCH_CHECK(
       !forked_,
-      "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
+      "fog: this process was forked from one that used fog; it can neither use the parent's groups nor create its own (start ranks with spawn or exec)");
 }
 
 void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {

@@ -81,7 +81,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
   switch (header.kind) {
     case MessageKind::kError: {
       TORCH_CHECK_WITH(
-          DistBackendError, header.key < group->members.size(), "rank ", source, " reports a failure of no rank of the group");
+          DistBackendError, header.key < group->members.size(), "rank ", source,
+          " reports a failure of a rank that is not in the group");
       Group::News news{static_cast<int>(header.key), std::string(data, header.bytes), {source, static_cast<int>(header.key)}};
       afterwards_.emplace_back([this, group, news = std::move(news)] {
         if (group->failure.reason.empty() && !group->news) {

@@ -151,7 +151,7 @@ void Operation::on_unmatched(int source, const Header& header) {
       DistBackendError,
       c10::str(
           "got a message from rank ", source, " that it does not expect: rank ", source, " called ", header.signature.describe(),
-          " and has this rank among those it sends to; this rank does not receive from it"));
+          " and sends to this rank, which does not receive from it"));
 }
 
 void Operation::on_message(int source, const Header& header, const char* data) {

@@ -56,7 +56,7 @@ void MailboxReader::take_latest() {
     }
     TORCH_CHECK_WITH(
         DistBackendError, ++looks < kMostLooks, "fog: put ", version, " of a neighbor has the header of put ", header.number,
-        " in this rank's memory. It is damaged?");
+        " in this rank's memory. Is it damaged?");
     sched_yield();
   }
   if (starves) {
