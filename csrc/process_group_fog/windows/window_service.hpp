@@ -180,7 +180,7 @@ class WindowService final : public Service {
 
   // --- as the target ---
   void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // Takes its data, which has come with the header or else is received from now on; sets the request's `error` if that
+  // Takes its data, which came with the header or is received from now on; sets the request's `error` if that
   // fails.
   void take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data);
   std::vector<std::shared_ptr<Window>> windows_of(const Group& group);
