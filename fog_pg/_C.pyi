@@ -1,7 +1,6 @@
-"""Types of the C++ extension; csrc/process_group_fog/bindings.cpp is what they describe.
+"""Types of the C++ extension, whose bindings are in csrc/process_group_fog/backend/.
 
-The extension is loaded by `fog_pg._extension.load`, which also opens the MPI library. Without that only
-NeighborPlan works.
+`fog_pg._extension.load` loads the extension and chooses the MPI library. Without that call only NeighborPlan works.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ torch_version: str
 native_mpi: bool
 
 class NeighborPlan:
-    """Peers and weights of one neighbor exchange, as one rank sees it; it cannot be changed.
+    """The peers and weights of one rank in a neighbor exchange; immutable.
 
-    A rank gets `sum(w * x_j for j, w in sources) + self_weight * x`, where x_j is source j's tensor times
-    the weight that j's own plan has for this rank among its destinations. Sums run in the order of `sources`.
+    The rank's result is `sum(w * x_j for j, w in sources) + self_weight * x`. x_j is source j's tensor, multiplied by
+    the weight for this rank in the destinations of j's own plan. Sums run in the order of `sources`.
 
     Args:
         rank: This rank in the group.
-        size: Ranks of the group.
+        size: Number of ranks in the group.
         self_weight: Weight of this rank's own tensor.
-        sources: Ranks this one receives from, with weights.
-        destinations: Ranks this one sends to, with weights.
+        sources: Ranks that this rank receives from, with weights.
+        destinations: Ranks that this rank sends to, with weights.
         mean: Divides the sum by `len(sources) + 1` instead of weighting its terms; all weights must be 1.0.
 
     Raises:
-        ValueError: If a rank is out of range, this rank itself or there twice, if a weight is not finite, or
+        ValueError: If a rank is out of range, is this rank itself or occurs twice, if a weight is not finite, or
             if `mean` is set and a weight is not 1.0.
     """
 
@@ -62,26 +61,26 @@ class NeighborPlan:
     def __repr__(self) -> str: ...
 
 class ProcessGroupFog(Backend):
-    """The backend object of one group: all of c10d's operations, and those below.
+    """The backend object of one group, with all operations of c10d and the operations below.
 
     Operations are asynchronous: each returns a Work at once. For errors in flight (a peer that is lost or late,
     ranks that disagree), `Work.wait()` raises torch.distributed.DistBackendError. Wrong arguments raise
-    ValueError or TypeError here, before anything is sent.
+    ValueError or TypeError in the call, before anything is sent.
 
     Common arguments:
         name: Rendezvous key of the operation, so that ranks may issue named operations in different orders.
-            Without one the key is the operation's place in the program. ValueError if an operation of the
-            same kind and name is in flight on this rank.
-        confirm: Whether the operation also waits until its destinations have accepted what it sends, so that
-            a disagreement raises on both sides at once; without it, those that only send learn of it at their
-            next operation. Default is the group's option.
-        timeout: Of this operation; default is the group's.
+            Without a name the key is the operation's place in the program. Raises ValueError if an operation of
+            the same kind and name is in flight on this rank.
+        confirm: Whether the operation also waits until its destinations have accepted the data, so that
+            a disagreement raises on both sides at once. Without it, ranks that only send learn of a disagreement
+            at their next operation. The default is the group's option.
+        timeout: Timeout of this operation; the default is the group's.
 
-    Tensors on another device than the CPU go by messages of that device's delegate, with these differences:
-    calls are matched in their order, and names do not count; wait() of a Work orders the current stream and
-    does not block; `timeout` applies to the work on the host only. `confirm` compares signatures on the
-    host beforehand, by name if one is given, and gathers always do: then the call itself waits, and
-    raises. The first operation on a device waits until all ranks have called one.
+    Tensors on other devices than the CPU use messages of the device's delegate, with these differences: calls are
+    matched by their order, regardless of names; wait() of a Work makes the current stream wait and does not block;
+    `timeout` only applies to the work on the host. With `confirm`, the ranks first compare signatures on the host,
+    by name if one is given; gathers always do. In this case the call itself waits, and raises. The first operation
+    on a device waits until all ranks have called an operation on it.
     """
 
     class Options(Backend.Options):
@@ -89,32 +88,32 @@ class ProcessGroupFog(Backend):
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
-            between_hosts: How data goes between hosts: "auto", "rma" or "messages"; "" (default) uses
+            between_hosts: The transport between hosts: "auto", "rma" or "messages"; "" (default) uses
                 FOG_BETWEEN_HOSTS. The choice of the first group holds for the process, and must be the same on
                 all ranks.
-            reduce: What sums in allreduce, reduce and reduce_scatter_tensor of a group on several hosts: "fog", or
-                "mpi" for MPI's own nonblocking reductions; "" (default) uses FOG_REDUCE, or else "fog". It must be
-                the same on all ranks of the group. With "mpi" the loss of a rank during a sum may end the others,
-                or leaves them without MPI: see docs/launchers.md.
-            group_name: The name of the group in messages.
+            reduce: The implementation of allreduce, reduce and reduce_scatter_tensor in a group on several hosts:
+                "fog", or "mpi" for MPI's own nonblocking reductions; "" (default) uses FOG_REDUCE, or otherwise
+                "fog". It must be the same on all ranks of the group. With "mpi", the loss of a rank during a sum
+                may end the other ranks, or leave them without MPI: see docs/launchers.md.
+            group_name: The name of the group in error messages.
         """
 
         confirm: bool
         between_hosts: str
         reduce: str
-        group_name: str  # type: ignore[assignment]  # torch has a type of its own for it, which is one
+        group_name: str  # type: ignore[assignment]  # torch declares a subtype of str
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
 
     def __init__(self, store: Store, rank: int, size: int, options: ProcessGroupFog.Options) -> None:
-        """Blocks until all ranks have come to `store`; the first group of a process starts MPI.
+        """Blocks until all ranks have come to `store`; the first group of a process starts MPI if it is needed.
 
         Raises:
-            ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS or FOG_REDUCE is none of the
-                names, FOG_RMA_BYTES no such number, or the first group has chosen another way between hosts.
-            torch.distributed.DistBackendError: Naming the ranks that did not come within the timeout, or those
-                that want different ways between hosts, or different sums; or RMA was asked for and
-                cannot be done here.
+            ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS, FOG_REDUCE or FOG_RMA_BYTES has
+                an invalid value, or the first group has chosen another transport between hosts.
+            torch.distributed.DistBackendError: Some ranks did not come within the timeout, or ranks have different
+                values of `between_hosts` or `reduce` (the error names the ranks), or RMA was requested and is not
+                available.
         """
 
     def neighbor_allreduce(
@@ -130,22 +129,21 @@ class ProcessGroupFog(Backend):
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
         Sums run in float64 for float32 and float64 and in float32 for float16 and bfloat16, and are rounded
-        once. On other devices than the CPU a sender's weight other than 1 is applied before it sends, and
-        rounded to the dtype.
+        once. On other devices than the CPU, a sender's weight other than 1 is applied before sending, and the
+        product is rounded to the dtype.
 
-        A list is exchanged as one: a single exchange for all tensors of one dtype, dtypes in the order in
-        which they first appear. It costs no copy where the tensors of a dtype lie one after the other,
-        without gaps, in one storage (views of a flat buffer, in its order), and one copy in where they do
-        not; the same holds for `output`. Outputs that are made here lie so: views of one storage for each
-        dtype. Lists that differ between neighbors in number, order, shapes or dtypes are an error on both
-        sides. A list of one tensor is that tensor.
+        All tensors of one dtype in a list are exchanged together; the dtypes are in the order of their first
+        appearance. If the tensors of a dtype are contiguous in one storage (views of a flat buffer, in its
+        order), they are not copied; otherwise they are copied once. The same holds for `output`. New outputs are
+        views of one storage per dtype. It is an error on both sides if the lists of neighbors differ in the
+        number, order, shapes or dtypes of their tensors. A list with one tensor is the same as that tensor.
 
         Args:
-            tensor: Any shape, the same on all neighbors; float16, bfloat16, float32, float64, complex64 or
-                complex128. Or a list of such tensors, not empty.
-            plan: Must be this rank's in this group.
-            output: Takes the result, or a list of results; shapes and dtypes of `tensor`. Each shares no
-                memory with `tensor`, or is the tensor in its place. Default: new tensors.
+            tensor: A tensor of any shape, the same on all neighbors, and of dtype float16, bfloat16, float32,
+                float64, complex64 or complex128; or a non-empty list of such tensors.
+            plan: This rank's plan in this group.
+            output: The tensor, or list of tensors, for the result, with the shapes and dtypes of `tensor`. Each
+                must share no memory with `tensor`, or be the same tensor. Default: new tensors.
 
         Returns:
             A Work whose `result()` is `[output]`, or the list of outputs.
@@ -160,7 +158,7 @@ class ProcessGroupFog(Backend):
         confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> list[Tensor]:
-        """neighbor_allreduce, waited for: it makes no Work for Python, and wakes no other thread meanwhile.
+        """neighbor_allreduce that waits for the result. It creates no Python Work and wakes no other thread.
 
         Returns:
             `[output]`, or the list of outputs.
@@ -180,17 +178,17 @@ class ProcessGroupFog(Backend):
         confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """neighbor_allreduce between machines, each of which enters with the mean of its ranks' tensors.
+        """neighbor_allreduce between machines; each machine contributes the mean of its ranks' tensors.
 
-        All ranks of a machine get the same bits. Each rank averages and mixes a slice of the tensor, so that
-        a machine's link to another carries one tensor. Means are rounded to the dtype before they are mixed.
+        All ranks of a machine get the same bits. Each rank averages and mixes a slice of the tensor, so the link
+        between two machines carries one tensor. Means are rounded to the dtype before they are mixed.
 
         Args:
             tensor: As in neighbor_allreduce.
-            machines: The ranks of each machine, equally many; each rank of the group is in one machine. They
-                need not be hosts. The same on all ranks.
-            plan: That of this rank's machine among the machines, the same on all its ranks: its ranks are
-                indices into `machines`.
+            machines: The ranks of each machine, the same number for each; each rank of the group is in one machine.
+                A machine can be different from a host. The same on all ranks.
+            plan: The plan of this rank's machine, whose ranks are indices into `machines`; the same on all ranks
+                of the machine.
             output: As in neighbor_allreduce.
 
         Returns:
@@ -224,26 +222,26 @@ class ProcessGroupFog(Backend):
         confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        """The sources' tensors joined along dimension 0, in the order of the plan; its weights are not used.
+        """Concatenates the sources' tensors along dimension 0, in the order of the plan; its weights are not used.
 
         Args:
-            tensor: One dimension or more; dimension 0 may differ between ranks, the others and the dtype may
-                not.
+            tensor: A tensor with at least one dimension. Ranks may differ in dimension 0, but not in the other
+                dimensions and the dtype.
 
         Returns:
-            A Work whose `result()` is `[joined]`.
+            A Work whose `result()` is `[concatenated]`.
         """
 
     def allgather_concat(
         self, tensor: Tensor, *, name: str = "", confirm: bool | None = None, timeout: timedelta | None = None
     ) -> Work:
-        """All ranks' tensors joined along dimension 0, in rank order; `tensor` as in neighbor_allgather."""
+        """Concatenates all ranks' tensors along dimension 0, in rank order; `tensor` as in neighbor_allgather."""
 
     def agree(self, sums: Tensor, *, name: str = "") -> Work:
-        """Sums all ranks' uint64 numbers, modulo 2^64, in place. The caller waits for it at once.
+        """Sums all ranks' uint64 numbers, modulo 2^64, in place. The caller must wait for the Work at once.
 
-        They are zero if the ranks agree: each rank adds the marks of its outgoing edges and subtracts those of its
-        incoming edges (`fogdist.agreement`).
+        The sums are zero if the ranks agree: each rank adds the marks of its outgoing edges and subtracts the marks of
+        its incoming edges (`fogdist.agreement`).
         """
 
     def allreduce_named(
@@ -271,100 +269,103 @@ class ProcessGroupFog(Backend):
         zero_init: bool = False,
         timeout: timedelta | None = None,
     ) -> Window:
-        """Makes a one-sided window; collective over the group.
+        """Creates a one-sided window; collective over the group.
 
-        Ranks may write to `tensor`'s slots on the others as soon as this returns. `tensor` stays the same
-        tensor, but its storage moves into shared memory, as `fogdist.share_` does it.
+        Ranks may write to the other ranks' slots as soon as this call returns. `tensor` stays the same object,
+        but its storage moves into shared memory, as with `fogdist.share_`.
 
         Args:
-            tensor: Contiguous CPU tensor of integers, float16, bfloat16, float32, float64, complex64 or
-                complex128; of one shape and dtype on all ranks.
-            name: For messages; the same on all ranks.
-            in_neighbors: Ranks that write to this one, each of which has a slot here; from these it can also
-                get.
-            out_neighbors: Ranks that this one writes to. `j` is an out-neighbor of `i` if and only if `i` is
+            tensor: Contiguous tensor of integers, float16, bfloat16, float32, float64, complex64 or complex128;
+                with the same shape and dtype on all ranks.
+            name: For error messages; the same on all ranks.
+            in_neighbors: Ranks that write to this rank. Each has a slot here, and this rank can also get from it.
+            out_neighbors: Ranks that this rank writes to. `j` is an out-neighbor of `i` if and only if `i` is
                 an in-neighbor of `j`.
             zero_init: Slots start as zeros; otherwise as copies of this rank's own tensor.
-            timeout: Of this call; default is the group's, which is also that of the window's operations.
+            timeout: Timeout of this call; the default is the group's, which is also the default of the window's
+                operations.
 
         Raises:
-            ValueError: On all ranks, if they disagree; the group goes on. On this rank alone for a tensor or
-                a rank that is none: then the others wait for it.
+            ValueError: The ranks disagree: raised on all ranks, and the group stays usable. Or an argument has an
+                invalid type or rank: raised on this rank only, and the other ranks wait for it.
         """
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Does nothing. torch calls it on ranks outside of a new group, as some backends need it for a split."""
+        """Does nothing. torch calls it on ranks outside of a new group, because some backends need it for a split."""
 
     def delegate(self, device_type: str) -> Backend | None:
-        """The backend that serves tensors of a type of device, such as "cuda"; None if none has been made yet."""
+        """The backend that serves tensors of a device type such as "cuda"; None if it has not been created yet."""
 
     @property
     def options(self) -> ProcessGroupFog.Options:
-        """A copy of the group's options; changing it changes nothing."""
+        """A copy of the group's options; changing it has no effect on the group."""
 
     @property
     def sent(self) -> tuple[int, int]:
-        """How many messages the operations of this group have sent from here, and how many bytes of data in them."""
+        """The number of messages that this rank's operations in the group have sent, and of bytes of data in them."""
     @property
     def traffic(self) -> dict[int, dict[str, int | float]]:
-        """By rank, what operations and windows have exchanged with it while `observe` was on; see `fogdist.metrics`.
+        """By rank: the exchanges of operations and windows with it while `observe` was on; see `fogdist.metrics`.
 
-        "sent_messages", "sent_bytes", "received_messages" and "received_bytes" count. "waited" are seconds from an operation's
-        start to each of its messages, and "waited_last" those of them in which that message alone was missing.
+        "sent_messages", "sent_bytes", "received_messages" and "received_bytes" are counters. "waited" are the seconds
+        from an operation's start to each message of that rank, and "waited_last" the part of them during which only
+        that message was missing.
         """
 
     @property
     def local_ranks(self) -> list[int]:
-        """Ranks of this group on this rank's host, ascending, itself included."""
+        """Ranks of this group on this rank's host, including this rank, in ascending order."""
 
     @property
     def hosts(self) -> list[int]:
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
     def transport(self, rank: int) -> str:
-        """How large data goes to another rank: "shared memory", "rma" or "messages".
+        """How large data travels to another rank: "shared memory", "rma" or "messages".
 
         Raises:
-            ValueError: It is no other rank of the group.
+            ValueError: `rank` is not another rank of the group.
         """
 
 class Window:
     """A tensor of each rank and a slot for each of its in-neighbors; from `create_window`.
 
-    `put` and `accumulate` write into a slot of another rank, `get` into one of this rank's own; no other
-    rank takes part. On one host they run in the caller's thread, straight in the other rank's memory;
-    between hosts by messages that the other rank's engine answers. A slot's value is replaced as a whole, and no
-    reader sees a half-written value. With `reset`, `update` adds each value exactly once, so nothing is lost or
-    counted twice. `get` never sees a half-done `update`. It may see a part of other arithmetic of the owner,
-    unless both sides hold the mutex. If a `get` and a `put` write to one slot at the same time, either may come
-    last.
+    `put` and `accumulate` write into a slot of another rank, `get` into a slot of this rank; the programs of other
+    ranks take no part. On one host they run in the caller's thread, directly in the other rank's memory. Between
+    hosts they are messages that the other rank's engine answers, or one-sided operations of the network. A slot's
+    value is replaced as a whole, and readers never see a partially written value. With `reset`, `update` adds each
+    value exactly once, so no value is lost or counted twice. `get` never sees a partial `update`. It may see a part
+    of the owner's other arithmetic on the tensor, unless both sides hold the mutex. If a `get` and a `put` write to
+    one slot at the same time, either may come last.
 
-    Windows of device tensors do the same, with the same arguments: on the host, with copies in the order of streams.
+    Windows of device tensors behave in the same way. They work on the host, with copies in the order of streams.
 
-    With each value goes p, the weight of push-sum, always of the same state: `p` is this rank's own, 1.0 at
-    first, and slots start with 0.0.
+    Each value comes with p, the push-sum weight, which always belongs to the same state. `p` is this rank's own
+    weight, initially 1.0; slots start with 0.0.
 
     Attributes:
         p: This rank's own push-sum weight.
 
-    Each pair of neighbors has two mutexes, one for each of them as the owner. They are fair, a thread may lock
-    one again that it has, and what a rank holds is free when its process ends.
+    Each pair of neighbors has two mutexes; each of the two ranks owns one. The mutexes are fair, a thread may lock
+    a mutex again that it holds, and the mutexes of a rank are released when its process ends.
 
     Common arguments:
-        destinations: Out-neighbors with finite weights, each once; weight 0.0 stands for zeros whatever the
-            tensor holds.
-        sources: The same of in-neighbors.
-        with_p: p goes along, by the same weights. Otherwise the p of slots stays as it is.
-        mutex: Holds, for each destination or source, the mutex that it owns with this rank; for `update` those
-            that this rank owns with `neighbors`. Operations that have to wait for one run later in another thread.
-        skip_lost: Leaves out ranks that are known to have gone. Otherwise these fail the Work, after all
-            others have been served.
-        timeout: For mutexes and for other hosts' replies; default is that of the group.
+        destinations: Out-neighbors with finite weights, each at most once. Weight 0.0 sends zeros, whatever the
+            tensor contains.
+        sources: In-neighbors with weights, in the same way.
+        with_p: Sends p as well, with the same weights. Otherwise the p of the slots stays unchanged.
+        mutex: Holds the mutex of each destination or source with this rank during the operation; for `update` the
+            mutexes of this rank with `neighbors`. Operations that have to wait for a mutex run later in another
+            thread.
+        skip_lost: Skips ranks that are known to have gone. Otherwise these ranks fail the Work, after all other
+            ranks have been served.
+        timeout: Timeout for mutexes and for replies of other hosts; the default is the group's.
 
     Raises:
-        ValueError: Ranks that are no such neighbors, weights that are not finite, another shape or dtype.
-        torch.distributed.DistBackendError: Naming operation, window and rank; from `Work.wait()`, and at once
-            if the window was freed or its group destroyed. The group and other windows go on.
+        ValueError: A rank is not a neighbor of the right kind, a weight is not finite, or the shape or dtype is wrong.
+        torch.distributed.DistBackendError: The operation failed; the error names operation, window and rank. Raised by
+            `Work.wait()`, or at once if the window was freed or its group destroyed. The group and other windows
+            stay usable.
     """
 
     p: float
@@ -379,13 +380,14 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Slot `[destination][this rank]` becomes weight * tensor, and its version one more.
+        """Sets slot `[destination][this rank]` to weight * tensor, and increments its version.
 
         Args:
-            tensor: Of the window's shape and dtype; it may be the window's own. It must not change until the
-                Work is complete, which it is on return but for other hosts and for mutexes that others hold.
-            self_weight: What `tensor`, and p if `with_p`, are multiplied by in place before the Work is complete.
-                They are not if it fails. Integers are rounded as those that are sent.
+            tensor: A tensor of the window's shape and dtype; it may be the window's own. It must not change until
+                the Work is complete. The Work is complete on return, except for destinations on other hosts and
+                for mutexes that other ranks hold.
+            self_weight: Factor for `tensor`, and for p if `with_p`; they are multiplied in place before the Work is
+                complete, unless the Work fails. Integers are rounded as in the sent values.
         """
 
     def accumulate(
@@ -399,7 +401,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Adds weight * tensor to slot `[destination][this rank]`; its version stays. Otherwise as `put`."""
+        """Adds weight * tensor to slot `[destination][this rank]` without a new version. Otherwise as `put`."""
 
     def get(
         self,
@@ -409,7 +411,7 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> Work:
-        """Slot `[this rank][source]` becomes weight * the source's tensor, and its version one more."""
+        """Sets slot `[this rank][source]` to weight * the source's tensor, and increments its version."""
 
     def update(
         self,
@@ -422,13 +424,13 @@ class Window:
         with_p: bool = False,
         timeout: timedelta | None = None,
     ) -> Tensor:
-        """self_weight * tensor + the sum of weight * slot `[this rank][neighbor]`; versions start at 0 again.
+        """Computes self_weight * tensor + the sum of weight * slot `[this rank][neighbor]`; versions restart at 0.
 
         Args:
             self_weight: Finite; with 0.0 the tensor's content does not matter.
-            neighbors: In-neighbors with finite weights. They may be gone: their slots are here.
-            reset: These slots are zeros afterwards, and their p 0.0 if `with_p`.
-            clone: Returns a new tensor, and the window's stays as it is.
+            neighbors: In-neighbors with finite weights. They may have gone, because their slots are on this rank.
+            reset: Sets these slots to zero, and their p to 0.0 if `with_p`.
+            clone: Returns a new tensor, and leaves the window's tensor unchanged.
 
         Returns:
             The window's tensor, changed in place, or the clone.
@@ -437,14 +439,14 @@ class Window:
     def write(
         self, tensor: Tensor, destination: int, offset: int, *, timeout: timedelta | None = None
     ) -> Work:
-        """Copies into the destination's tensor itself, past slots: c10d::Window's put, from torch 2.14 on.
+        """Copies into the destination's tensor itself, not into a slot: c10d::Window's put, from torch 2.14 on.
 
-        Nothing keeps readers from seeing half of it; `signal` says that it is there.
+        Readers may see a partial write; `signal` tells the destination when the data is there.
 
         Args:
-            tensor: Of the window's dtype; any shape that fits.
+            tensor: A tensor of the window's dtype and any shape that fits.
             destination: An out-neighbor.
-            offset: Element of the destination's flat tensor where it begins.
+            offset: Element of the destination's flat tensor at which the write begins.
         """
 
     def signal(self, destination: int, *, timeout: timedelta | None = None) -> Work:
@@ -454,36 +456,38 @@ class Window:
         """Takes one signal of an in-neighbor; the Work waits for it."""
 
     def map_remote(self, rank: int) -> Tensor | None:
-        """A neighbor's tensor where it is; None if it is on another host. It keeps the window."""
+        """A neighbor's tensor in place; None if it is on another host. The result keeps the window alive."""
 
     def version(self, rank: int) -> int:
-        """How many puts and gets the slot of this in-neighbor has taken since the last `update`; at most 2**24 - 1."""
+        """The number of puts and gets into this in-neighbor's slot since the last `update`; at most 2**24 - 1."""
 
     def slot_p(self, rank: int) -> float:
-        """The p of the value in the slot of this in-neighbor; a value without p does not change it."""
+        """The p of the value in this in-neighbor's slot; a value without p leaves it unchanged."""
 
     def is_gone(self, rank: int) -> bool:
-        """Whether a neighbor takes no further part: its process has ended, or it has closed the group."""
+        """Returns whether a neighbor takes no further part: its process has ended, or it has closed the group."""
 
     def lock(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> None:
-        """Takes mutexes, in one order on all ranks; all of them or none.
+        """Locks mutexes, in the same order on all ranks; locks all of them or none.
 
         Args:
             ranks: In- or out-neighbors, which own the mutexes.
-            own: This rank owns them, and each of `ranks` is the other of the pair.
+            own: Locks the mutexes that this rank owns with `ranks` instead.
         """
 
     def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
-        """Gives them back; ValueError, and nothing given back, if this thread does not have them all."""
+        """Unlocks mutexes. Raises ValueError and unlocks none if this thread does not hold all of them."""
 
     def hold(
         self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
     ) -> WindowHold:
-        """Takes mutexes as `lock` does, until the returned object releases them."""
+        """Locks mutexes as `lock` does, until the returned object releases them."""
 
     def free(self, timeout: timedelta | None = None) -> None:
-        """Waits for this rank's operations in flight and until all neighbors have called it; ranks that are gone do not
-        count. Afterwards the window does nothing more. The tensor stays."""
+        """Waits for this rank's operations in flight, and until all neighbors that have not gone have called it.
+
+        Afterwards the window cannot be used any more. The tensor stays valid.
+        """
 
     @property
     def tensor(self) -> Tensor: ...
@@ -491,11 +495,12 @@ class Window:
     def name(self) -> str: ...
     @property
     def transport(self) -> str:
-        """How this rank's operations reach its neighbors: those of "shared memory", "rma" and "messages" that there are, with
-        " and " between; or "staged"."""
+        """How this rank's operations reach its neighbors: the used ones of "shared memory", "rma" and "messages",
+        joined by " and "; "staged" for device tensors.
+        """
 
     def transport_to(self, rank: int) -> str:
-        """How they reach this neighbor: one of these, "staged, by rma" or "staged, by messages"."""
+        """How they reach this neighbor: one of these words, "staged, by rma" or "staged, by messages"."""
     @property
     def in_neighbors(self) -> list[int]: ...
     @property
@@ -503,33 +508,33 @@ class Window:
 
 class WindowHold:
     def release(self) -> None:
-        """Gives the mutexes back; once more does nothing."""
+        """Unlocks the mutexes; a second call does nothing."""
 
 def set_version(version: str) -> None:
-    """Tells the extension the package's version, before `load_mpi`; ranks of a job must have the same one."""
+    """Sets the package's version, before `load_mpi`; all ranks of a job must have the same version."""
 
 def choose_mpi(path: str) -> None:
-    """Says which MPI library `load_mpi` opens. Once one is open, another call does nothing.
+    """Sets the MPI library that `load_mpi` opens. Does nothing once a library is open.
 
     Args:
         path: The argument of dlopen; not used if `native_mpi`.
     """
 
 def load_mpi() -> None:
-    """Opens the MPI library without starting MPI. Ranks that have to use MPI do so themselves.
+    """Opens the MPI library without starting MPI. Otherwise the library is opened when ranks have to use MPI.
 
     Raises:
         RuntimeError: If it cannot be opened or does not follow the MPI standard ABI.
     """
 
 def mpi_library() -> str:
-    """Path of the library that was chosen; empty if none was."""
+    """Path of the chosen library; empty if no library was chosen."""
 
 def mpi_version() -> str:
     """The result of MPI_Get_library_version; needs an open library."""
 
 def launcher_world() -> tuple[int, int] | None:
-    """Rank and size that mpiexec or srun gave this process; None if neither or torchrun started it."""
+    """This process's rank and size from mpiexec or srun; None if torchrun or no launcher started it."""
 
 def start_from_launcher(timeout: timedelta) -> tuple[int, int]:
     """Starts MPI with the help of the launcher, without a Store; returns rank and size.
@@ -542,47 +547,48 @@ def empty_shared(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor in memory that the host's other ranks can map; see `fogdist.empty`."""
 
 def share(tensor: Tensor) -> None:
-    """Moves the tensor's storage into such memory; see `fogdist.share_`."""
+    """Moves the tensor's storage into shared memory; see `fogdist.share_`."""
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether all of the tensor's storage is in such memory."""
+    """Returns whether all of the tensor's storage is in shared memory."""
 
 def protocol() -> str:
-    """The facts that must be the same on all ranks of a job: the versions of fog, torch and MPI, and the protocol's number and
-    layout."""
+    """The properties that all ranks of a job must share: the versions of fog and torch, and the number and layout of
+    the protocol.
+    """
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
-    """How large the memory that a rank shares may become.
+    """The largest size of the memory that a rank shares.
 
     Args:
-        memory: Bytes of memory of the host.
-        local_ranks: How many ranks map each other's.
-        addresses: Bytes of addresses that a process may have.
+        memory: The host's memory in bytes.
+        local_ranks: Number of ranks that map each other's memory.
+        addresses: Size of a process's address space in bytes.
     """
 
 class Rendezvous:
-    """For tests: how ranks meet in a Store, as every group does."""
+    """For tests: the meeting of ranks in a Store, which every group uses."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None: ...
     def allgather(self, key: str, value: str) -> list[str]:
         """Every rank's value."""
 
     def finish(self) -> None:
-        """Tells that this rank needs nothing of it any more; the last rank that calls it deletes the exchanged data."""
+        """Ends this rank's use; the last rank that calls it deletes the exchanged data."""
 
 class VirtualWorld:
-    """For tests: ranks of one process, each with an engine and a group of its own, which exchange messages through its memory.
+    """For tests: ranks of one process. Each has its own engine and group; they exchange messages through memory.
 
-    They have no threads: operations that were started move when `progress` is called. Windows go by messages.
+    They have no threads: operations only make progress when `progress` is called. Windows use messages.
 
     Args:
-        size: How many ranks.
-        ranks_per_host: Every so many consecutive ranks pretend to share a host.
-        hosts: The number of each rank's host, instead.
-        timeout: Of operations.
+        size: Number of ranks.
+        ranks_per_host: This number of consecutive ranks share a virtual host.
+        hosts: If not empty, the number of each rank's host instead.
+        timeout: Timeout of operations.
         confirm: Whether senders wait until receivers have accepted their messages, see `ProcessGroupFog.Options`.
-        seed: Of the delays.
-        most_delay: How many rounds a message may be late, so that those of different ranks overtake each other.
+        seed: Seed of the delays.
+        most_delay: The most rounds that a message may be late, so that messages of different ranks overtake each other.
     """
 
     def __init__(
@@ -598,95 +604,98 @@ class VirtualWorld:
     ) -> None: ...
     @property
     def sent(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Messages of operations, and their bytes, from rank to rank."""
+        """The messages of operations, and their bytes, by pair of ranks."""
     @property
     def groups(self) -> list[ProcessGroupFog]:
         """The group of each rank."""
 
     def progress(self) -> None:
-        """Drives all ranks until nothing moves and no message is on its way."""
+        """Drives all ranks until there is no progress and no message is in flight."""
 
     @property
     def failures_told(self) -> list[int]:
-        """Messages that tell of failures, by the rank that sent them."""
+        """The number of failure messages, by the rank that sent them."""
 
     def lose(self, rank: int, *, noticed: bool = True) -> None:
-        """Ends a rank without a goodbye, as if its process had been killed; the others notice at once, or not at all."""
+        """Ends a rank without a goodbye, as if its process were killed; the others notice at once, or never."""
 
 def emulate(*, page_bytes: int = 0, memory_bytes: int = 0, host_id: str = "", protocol: str = "") -> None:
-    """For tests: lets this process take itself for one of another machine, or of another build. Before anything is shared.
+    """For tests: makes this process behave like a process of another machine, or of another build.
+
+    Must be called before anything is shared.
 
     Args:
-        page_bytes: Of a page of memory; a multiple of the real one. 0: as it is.
-        memory_bytes: Of the machine's memory. 0: as it is.
-        host_id: What tells hosts apart as far as names can; "" as it is.
-        protocol: What `protocol` says; "" as it is.
+        page_bytes: Size of a memory page; a multiple of the real size. 0: unchanged.
+        memory_bytes: Size of the machine's memory. 0: unchanged.
+        host_id: The name that distinguishes hosts; "" leaves it unchanged.
+        protocol: The result of `protocol`; "" leaves it unchanged.
     """
 
 def set_delegate_factory(
     device_type: str, make: Callable[[Store, int, int, Backend.Options, torch.device, bool], Backend] | None
 ) -> None:
-    """Sets what makes a group's backend for tensors of a type of device.
+    """Sets the function that creates a group's backend for tensors of a device type, in all groups of the process.
 
-    It is called when a first such tensor comes, with the group's store, rank, size and options, the tensor's device and whether
-    all ranks come together. Only if they do may it communicate. It holds for all groups of the process.
+    It is called for the first tensor of that type, with the group's store, rank, size and options, the tensor's device,
+    and whether all ranks call it together. Only in that case may it communicate.
 
     Args:
-        device_type: Such as "cuda".
-        make: None for no backend.
+        device_type: Type of device, such as "cuda".
+        make: The function; None for no backend.
     """
 
 def bookkeeping() -> dict[str, int]:
-    """Sizes of tables of this process that must not grow for ever, for tests.
+    """For tests: sizes of this process's tables, which must not grow without limit.
 
     Returns:
-        "names" of operations that groups remember, "closed_groups" that other ranks have not closed, "early_bytes" of messages that
-        came before their operation, "deferred_windows" that were dropped and whose memory neighbors may still use.
+        "names": operation names that groups remember; "closed_groups": groups that other ranks have not closed;
+        "early_bytes": bytes of messages that came before their operation; "deferred_windows": dropped windows whose
+        memory neighbors may still use.
     """
 
 def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:
-    """Rank 0's text on every rank of the launcher's world; after start_from_launcher.
+    """Returns rank 0's text on every rank of the launcher's world. Call after start_from_launcher.
 
     Args:
         text: At most 511 bytes; used on rank 0 only.
-        timeout: Of the call.
+        timeout: Timeout of the call.
     """
 
 def start_timeline(prefix: str, rank: int, size: int) -> None:
-    """Records what the engine does in the file ``prefix<rank>.json``; see `fogdist.timeline`.
+    """Records this process's operations in the file ``prefix<rank>.json``; see `fogdist.timeline`.
 
     Raises:
-        ValueError: There is a timeline already, or the file cannot be written.
+        ValueError: A timeline is being recorded already, or the file cannot be written.
     """
 
 def stop_timeline() -> None:
-    """Ends the timeline and completes its file; does nothing without one."""
+    """Ends the timeline and completes its file; does nothing without a timeline."""
 
 def timeline_path() -> str:
-    """The timeline's file; empty without one."""
+    """The timeline's file; empty without a timeline."""
 
 def timeline_is_on() -> bool:
-    """Whether a timeline is being recorded."""
+    """Returns whether a timeline is being recorded."""
 
 def add_to_timeline(track: str, name: str, begin: int, end: int) -> None:
     """Adds a slice; times are those of ``time.monotonic_ns``. Does nothing without a timeline."""
 
 def observe_as(rank: int, size: int) -> None:
-    """Says which rank of how many this process is, for the timeline and the flight record; only the first call counts.
+    """Sets this process's rank and size for the timeline and the flight record; only the first call has an effect.
 
     Raises:
         ValueError: FOG_TIMELINE is set and its file cannot be written.
     """
 
 def observe(on: bool) -> None:
-    """Operations that begin from now on are counted in `ProcessGroupFog.traffic`; as many calls with False end that."""
+    """Counts operations that begin from now on in `ProcessGroupFog.traffic`, until a matching call with False."""
 
 def read_flight_record(pid: int) -> dict[str, object]:
-    """What the operations of a process of this host did last; see `fogdist.flight_record`.
+    """Reads the record of the last operations of a process on this host; see `fogdist.flight_record`.
 
     Raises:
-        ValueError: There is no such process, or it has no group of fog, or of another version.
+        ValueError: There is no such process, or it has no record, or the record is of another version of fog.
     """
 
 def shutdown() -> None:
-    """Fails what is in flight, says goodbye to the other ranks and ends MPI; for interpreter exit."""
+    """Fails operations in flight, says goodbye to the other ranks and ends MPI; for interpreter exit."""

@@ -1,6 +1,6 @@
 """Registers the torch.distributed backend "fog".
 
-Importing this package loads no library; the C++ extension and MPI are loaded when a first group is made.
+Importing this package loads no library; the first group loads the C++ extension and MPI.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["autoload", "register"]
 
 
 def register() -> None:
-    """Registers "fog" for the device types cpu and cuda; calling it again does nothing."""
+    """Registers "fog" for the device types cpu and cuda; a second call does nothing."""
     import torch.distributed as dist
 
     if not dist.is_available() or "FOG" in dist.Backend._plugins:
@@ -24,12 +24,12 @@ def register() -> None:
 
 
 def autoload() -> None:
-    """What torch 2.11 to 2.13 call at the end of "import torch". An exception here would break that import."""
+    """Called by torch 2.11 to 2.13 at the end of "import torch". An exception here would break that import."""
     register()
 
 
 def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
-    """Makes the backend of one group; torch calls it on every rank of the group."""
+    """Creates the backend of one group; torch calls it on every rank of the group."""
     import logging
 
     import torch.distributed as dist
@@ -42,16 +42,16 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
         backend_options = extension.ProcessGroupFog.Options()
         backend_options.confirm = confirm_by_default()
     elif isinstance(backend_options, extension.ProcessGroupFog.Options):
-        backend_options = copy.deepcopy(backend_options)  # the caller may use his for several groups
+        backend_options = copy.deepcopy(backend_options)  # the caller may use the options for several groups
     else:
         raise TypeError(
             f"pg_options: got {type(backend_options).__name__}; allowed for backend fog is ProcessGroupFog.Options"
         )
-    # What init_process_group and new_group were given holds, as with torch's own backends.
+    # The arguments of init_process_group and new_group take precedence, as with torch's own backends.
     backend_options._timeout = _timeouts.within_reach(options.timeout)
     backend_options.group_name = str(options.group_id)
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
-    # Of a group that is not torch's first, ranks are numbers within it.
+    # In groups after torch's first, group_rank is not the process's rank.
     is_first = not dist.is_initialized()
     extension.observe_as(
         options.group_rank if is_first else dist.get_rank(),

@@ -20,7 +20,7 @@ _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
 def confirm_by_default() -> bool:
-    """What FOG_CONFIRM says, or else whether torch debugs collectives; the same on every rank, please."""
+    """Returns FOG_CONFIRM, or otherwise whether torch debugs collectives; must be the same on all ranks."""
     debugging = environment.DISTRIBUTED_DEBUG.get().upper() == "DETAIL"
     return environment.CONFIRM.get() if environment.CONFIRM.is_set() else debugging
 
@@ -59,7 +59,7 @@ def _mpich_package_library() -> Path | None:
 
 
 def find_mpi_library() -> str:
-    """Path of the MPI library: FOG_MPI_LIBRARY, else the mpich package's, else the system's.
+    """Returns the path of the MPI library: FOG_MPI_LIBRARY, or the mpich package's, or the system's.
 
     Raises:
         ImportError: If FOG_MPI_LIBRARY names no file, or if none is found.
@@ -86,7 +86,7 @@ def find_mpi_library() -> str:
 
 @cache
 def load() -> ModuleType:
-    """The extension module, with MPI's library found; opened and started it is where ranks have to use it.
+    """Loads the extension module and finds the MPI library, which is opened only when ranks have to use it.
 
     Raises:
         ImportError: If the extension is missing or built for another torch, or if no MPI library can be used.
@@ -95,7 +95,7 @@ def load() -> ModuleType:
     environment.check()
     _logging.set_up()
     _check_build()
-    # UCX, inside MPI, takes SIGHUP for its debug mode, and a rank would outlive its terminal. It looks as it is loaded.
+    # UCX, inside MPI, uses SIGHUP for its debug mode, so a rank would outlive its terminal. UCX reads this when loaded.
     os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
     from fog_pg import _monitored_barrier, _nccl
 
@@ -112,13 +112,13 @@ def load() -> ModuleType:
     try:
         library = "" if _C.native_mpi else find_mpi_library()
         _C.choose_mpi(library)
-        if _C.native_mpi or environment.MPI_LIBRARY.is_set():  # what somebody has named is to be right
+        if _C.native_mpi or environment.MPI_LIBRARY.is_set():  # report an unusable explicit choice now
             _C.load_mpi()
     except RuntimeError as error:
         raise ImportError(f"fog_pg: {error}. Install one with: pip install 'mpich>=5'") from error
     _C.set_delegate_factory("cuda", _nccl.create)
     _monitored_barrier.serve()
     _log.info("fog %s, extension %s, MPI %s", VERSION, _C.__file__, library or "that of the build")
-    # Before the interpreter goes: the progress thread may run Python callbacks.
+    # Before the interpreter ends, because the progress thread may run Python callbacks.
     atexit.register(_C.shutdown)
     return _C

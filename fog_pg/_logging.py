@@ -1,6 +1,6 @@
 """The loggers "fogdist" and "fog_pg": quiet by default, a rank in each line, and the same level for the C++ code.
 
-Where the program has given the root logger handlers, records go there only, with an attribute `rank` for its formats.
+If the program has given the root logger handlers, records only go there, with an attribute `rank` for its formats.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from fog_pg import environment
 
 _LOGGERS = ("fogdist", "fog_pg")
-# Itanium's name of c10::initLogging(), which reads TORCH_CPP_LOG_LEVEL; torch itself calls it when it is imported.
+# The mangled name (Itanium ABI) of c10::initLogging(), which reads TORCH_CPP_LOG_LEVEL. torch calls it when imported.
 _INIT_LOGGING = "_ZN3c1011initLoggingEv"
 
 
 def rank_of_process() -> str:
-    """This process's rank, "-" where nothing says it yet."""
+    """Returns this process's rank; "-" if it is not known yet."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
@@ -34,7 +34,7 @@ class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
-            self.setStream(sys.stderr)  # as it is now: tests and notebooks replace it
+            self.setStream(sys.stderr)  # the current one: tests and notebooks replace it
             super().emit(record)
 
 
@@ -45,10 +45,10 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 @cache
 def set_up() -> None:
-    """Gives the loggers their level and handler, once a process.
+    """Gives the loggers their level and handler, once per process.
 
     Raises:
-        ValueError: FOG_LOG_LEVEL is no level.
+        ValueError: FOG_LOG_LEVEL is not a level.
     """
     level = environment.LOG_LEVEL.get().upper()
     handler = _Handler()
@@ -65,11 +65,11 @@ def set_up() -> None:
 
 
 def _tell_cpp() -> None:
-    """Makes a torch that is imported already read TORCH_CPP_LOG_LEVEL again."""
+    """Makes torch, if it is already imported, read TORCH_CPP_LOG_LEVEL again."""
     torch = sys.modules.get("torch")
     if torch is None or torch.__file__ is None:
         return
-    # A torch without that function logs as it did.
+    # A torch without that function keeps its log level.
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         getattr(library, _INIT_LOGGING)()

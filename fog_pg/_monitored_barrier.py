@@ -1,7 +1,7 @@
-"""torch.distributed.monitored_barrier for fog under the torch versions that grant it to Gloo alone.
+"""torch.distributed.monitored_barrier for fog, under the torch versions that only support it for Gloo.
 
-Up to 2.13 torch compares the group's backend with "gloo" before it asks the backend; later it asks only whether the group
-serves CPU tensors. Once a program has loaded fog's extension, monitored_barrier asks that group's backend here as well.
+Up to 2.13, torch requires the group's backend to be "gloo"; later versions only require that the group serves CPU
+tensors. Once a program has loaded fog's extension, monitored_barrier accepts groups of fog as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fog_pg._timeouts import within_reach
 
 
 def serve() -> None:
-    """Lets torch.distributed.monitored_barrier reach fog groups; calling it again does nothing."""
+    """Makes torch.distributed.monitored_barrier accept fog groups; a second call does nothing."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d

@@ -1,4 +1,4 @@
-"""Makes the NCCL backend that serves a group's CUDA tensors: the one that torch itself would take."""
+"""Creates the NCCL backend that serves a group's CUDA tensors: the one that torch itself would use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# torch 2.15's NCCL backend connects all ranks of a group when it is given a device. This one of torch's waits for a first
-# operation, and connects two ranks alone for messages between them, as NCCL backends of earlier versions do.
+# torch 2.15's default NCCL backend connects all ranks of a group when it is given a device. This variant of torch
+# waits for the first operation, and connects only two ranks for messages between them, like the NCCL backends of
+# earlier versions.
 _LAZY = "nccl-lazy"
 
 
@@ -20,13 +21,13 @@ def create(store: dist.Store, rank: int, size: int, options: Any, device: torch.
     """Returns a backend for CUDA tensors.
 
     Args:
-        store: The group's.
+        store: The group's store.
         rank: This rank in the group.
         size: Number of ranks.
-        options: The group's, of which time-out, name and global ranks hold for the new backend too.
-        device: Where the first tensor is. torch 2.15's backend stays on that device.
-        eager: All ranks of the group call this now, so it may connect them. Otherwise it does not communicate: the
-            backend connects ranks when a first operation comes.
+        options: The group's options; timeout, name and global ranks also apply to the new backend.
+        device: The first tensor's device. torch 2.15's backend stays on that device.
+        eager: All ranks of the group make this call now, so it may connect them. Otherwise it does not communicate:
+            the backend connects ranks in the first operation.
 
     Raises:
         RuntimeError: This torch has no NCCL.
@@ -36,8 +37,8 @@ def create(store: dist.Store, rank: int, size: int, options: Any, device: torch.
     if not dist.is_nccl_available():
         raise RuntimeError("fog: CUDA tensors need a torch with NCCL, which this one is built without")
     own = dist.PrefixStore("fog.cuda", store)
-    # Empty in the default group, for which NCCL backends before torch 2.15 have the ranks only if they are the first
-    # of the process; to split they need them.
+    # The list is empty in the default group, but NCCL backends before torch 2.15 need it to split a group, unless they
+    # are the first of the process.
     ranks = list(options.global_ranks_in_group) or list(range(size))
     given = dist.ProcessGroupNCCL.Options()
     given._timeout = options._timeout
@@ -45,7 +46,7 @@ def create(store: dist.Store, rank: int, size: int, options: Any, device: torch.
     plugin = _plugin(dist, lazy)
     if plugin is not None:
         if lazy:
-            setattr(given, "lazy_init", True)  # noqa: B010  which older ones have not
+            setattr(given, "lazy_init", True)  # noqa: B010  older versions lack the attribute
         return plugin.creator_fn(
             SimpleNamespace(
                 store=own,
@@ -69,12 +70,12 @@ def create(store: dist.Store, rank: int, size: int, options: Any, device: torch.
 
 
 def _plugin(dist: Any, lazy: bool) -> Any:
-    """What makes NCCL backends in torch 2.14 and later, where they are registered as anybody's; else None."""
+    """The registered plugin for NCCL in torch 2.14 and later; None for earlier versions, where NCCL is built in."""
     ensure = getattr(dist.Backend, "_ensure_backend_registered", None)
     if ensure is None:
         return None
     wanted = ["nccl"]
-    if lazy and environment.USE_NCCL2.get() != "0":  # which takes the backend of earlier versions
+    if lazy and environment.USE_NCCL2.get() != "0":  # with 0, torch uses the backend of earlier versions
         wanted.insert(0, _LAZY)
     for name in wanted:
         ensure(name)

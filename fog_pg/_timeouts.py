@@ -1,4 +1,4 @@
-"""Timeouts that torch can carry: it counts them in microseconds, for which the largest timedeltas are too large."""
+"""Limits timeouts to the range of torch, which counts microseconds: the largest timedeltas would overflow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from datetime import timedelta
 
 __all__ = ["LONGEST", "within_reach"]
 
-# Longer than any program runs, and small enough to be added to a time in nanoseconds.
+# Longer than any program runs, and small enough to be added to a time in nanoseconds without an overflow.
 LONGEST = timedelta(days=36_500)
 
 
 def within_reach(timeout: timedelta) -> timedelta:
-    """The timeout, or `LONGEST` if it is longer, or has become what nobody gives: torch's overflow is negative."""
+    """Returns the timeout, or `LONGEST` if it is longer or has overflowed in torch, which makes it negative."""
     return timeout if -LONGEST < timeout < LONGEST else LONGEST

@@ -1,7 +1,8 @@
-"""Environment variables: all that fog reads, each described once, and how Python code reads them.
+"""All environment variables that fog reads, with their descriptions, and functions to read them in Python.
 
-`docs/environment.md` has the same list for users, and tests/test_environment.py compares it, this module and what Python and
-C++ read. C++ reads its own variables by itself ("C++" in `reader`); `check` looks at their values before that.
+`docs/environment.md` has the same list for users; tests/test_environment.py compares the list, this module and the
+variables that Python and C++ code reads. C++ code reads its variables itself ("C++" in `reader`); `check` validates
+their values before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# What a parser returns for a text that is not allowed.
+# Returned by a parser for a text that is not allowed.
 _REFUSED = object()
 
 
@@ -24,7 +25,7 @@ class Kind(Generic[T]):
     Attributes:
         name: For the table in the documentation.
         allowed: Completes "allowed are ..." in errors.
-        parse: Returns the value of a text, which is not empty; `_REFUSED` if it is not allowed.
+        parse: Returns the value of a non-empty text, or `_REFUSED` if it is not allowed.
     """
 
     name: str
@@ -59,10 +60,10 @@ class Variable(Generic[T]):
     Attributes:
         name: Its name.
         kind: The type of its values.
-        default: The value where it is not set or empty.
-        reader: "Python", "C++", "Python, C++", "build", which is setup.py and what it calls, or "fog run".
-        meaning: One sentence or two.
-        owner: Whose variable it is; "fog" for fog's own.
+        default: The value if the variable is not set or empty.
+        reader: "Python", "C++", "Python, C++", "fog run", or "build" (setup.py and the programs that it calls).
+        meaning: One or two sentences.
+        owner: The program that defines the variable; "fog" for fog's own variables.
     """
 
     name: str
@@ -90,11 +91,11 @@ class Variable(Generic[T]):
         return value  # type: ignore[return-value]
 
     def is_set(self) -> bool:
-        """Whether it has a value that is not empty."""
+        """Returns whether the variable has a non-empty value."""
         return bool(os.environ.get(self.name))
 
 
-# --- fog's own, of a run ---------------------------------------------------------------------------------------
+# --- fog's own variables for a run -----------------------------------------------------------------------------
 
 MPI_LIBRARY = Variable(
     "FOG_MPI_LIBRARY",
@@ -109,50 +110,51 @@ LOCAL_LINKS = Variable(
     FLAG,
     True,
     "C++",
-    "With 0, ranks of one host send their messages over MPI too, and not through shared memory. With FOG_BETWEEN_HOSTS=rma "
-    "each rank is then a node of its own for MPI.",
+    "With 0, ranks of one host also send their messages over MPI instead of shared memory. With FOG_BETWEEN_HOSTS=rma "
+    "each rank is then a separate node for MPI.",
 )
 BETWEEN_HOSTS = Variable(
     "FOG_BETWEEN_HOSTS",
     choice("auto", "rma", "messages"),
     "auto",
     "C++",
-    "How large data goes between hosts. rma: by MPI RMA, the sender puts the data into the receiver's memory. messages: by "
-    "messages. auto: by RMA if a put at the start shows that the fabric moves data while the target is outside of MPI, else "
-    "by messages. It must be the same on all ranks.",
+    "The transport of large data between hosts. rma: MPI RMA, the sender puts the data into the receiver's memory. "
+    "messages: MPI messages. auto: RMA if a put at the start shows that the fabric moves data while the target is "
+    "outside of MPI, otherwise messages. It must be the same on all ranks.",
 )
 RMA_BYTES = Variable(
     "FOG_RMA_BYTES",
     whole(1 << 20, (1 << 48) - 1, "bytes"),
     256 << 20,
     "C++",
-    "How much of its memory a rank lets ranks of other hosts put data into. What finds no room there goes by messages, and so "
-    "waits for its receiver. A rank that sends exchanges is lent 32 MiB, or less if a quarter of the free memory is less; a "
-    "window of n bytes takes about n bytes, and 2 n for each neighbor that puts.",
+    "The size of a rank's memory into which ranks of other hosts can put data. Data for which there is no room goes by "
+    "messages, and so waits for its receiver. Each rank that sends in exchanges is lent 32 MiB, or a quarter of the "
+    "free memory if that is less; a window of n bytes takes about n bytes, and 2 n for each neighbor that puts.",
 )
 REDUCE = Variable(
     "FOG_REDUCE",
     choice("fog", "mpi"),
     "fog",
     "C++",
-    "Who does allreduce, reduce and reduce_scatter between hosts: fog, or MPI's own nonblocking reductions. If a rank dies in one of "
-    "these, the others may die too, or can no longer use MPI: docs/launchers.md. All ranks need the same value.",
+    "The implementation of allreduce, reduce and reduce_scatter between hosts: fog, or MPI's own nonblocking "
+    "reductions. If a rank dies in one of MPI's, the others may die too, or can no longer use MPI: docs/launchers.md. "
+    "It must be the same on all ranks.",
 )
 HOST_TIMEOUT = Variable(
     "FOG_HOST_TIMEOUT",
     whole(4, 32767, "seconds"),
     11,
     "C++",
-    "After this time without a sign of life on the job's network, a host and its ranks count as lost. With more, MPI's own "
-    "connections may break first, which can crash a rank.",
+    "After this time without a sign of life on the job's network, a host and its ranks count as lost. With a longer "
+    "time, MPI's own connections may break first, which can crash a rank.",
 )
 INTERFACE = Variable(
     "FOG_INTERFACE",
     TEXT,
     "",
     "C++",
-    "Name of the network interface on which ranks of other hosts connect to notice each other's end. By default it is the "
-    "interface that reaches the job's store.",
+    "Name of the network interface for the connections by which ranks of different hosts notice each other's end. By "
+    "default it is the interface that reaches the job's store.",
 )
 CONFIRM = Variable(
     "FOG_CONFIRM",
@@ -160,23 +162,23 @@ CONFIRM = Variable(
     False,
     "Python",
     "With 1, ranks that only send in an operation (the root of a broadcast) wait until the receivers have accepted the "
-    "messages. A disagreement of ranks then raises in the same call on both sides, and not in the sender's next call. It "
-    "takes time, so it is off; with TORCH_DISTRIBUTED_DEBUG=DETAIL it is on by default.",
+    "messages. A disagreement of ranks then raises in the same call on both sides, instead of the sender's next call. "
+    "This takes time, so it is off by default, except with TORCH_DISTRIBUTED_DEBUG=DETAIL.",
 )
 EARLY_BYTES = Variable(
     "FOG_EARLY_BYTES",
     whole(0, (1 << 48) - 1, "bytes"),
     16 << 20,
     "C++",
-    "How many bytes of messages that came before their operation a rank keeps for each rank that runs ahead of it. What that "
-    "rank sends beyond them stays with it, and its operations wait.",
+    "The most bytes of messages that a rank keeps for each rank that runs ahead of it, before it starts their "
+    "operations. Further data stays at the sender, whose operations wait.",
 )
 TIMELINE = Variable(
     "FOG_TIMELINE",
     TEXT,
     "",
     "C++",
-    "Each rank records what it does, from the first group on, in the file of this prefix, its rank and `.json`: "
+    "Each rank records its operations, from the first group on, in the file of this prefix, its rank and `.json`: "
     "docs/observing.md.",
 )
 WARN_AFTER = Variable(
@@ -184,49 +186,50 @@ WARN_AFTER = Variable(
     whole(0, 1_000_000, "seconds"),
     30,
     "C++",
-    "An operation that has waited for so long warns, once, and names the ranks that have not come; 0 turns the warning off.",
+    "An operation that has waited for this time warns once and names the ranks that have not come; 0 turns the warning "
+    "off.",
 )
 NODES_PER_MACHINE = Variable(
     "FOG_NODES_PER_MACHINE",
     whole(1, (1 << 31) - 1, "numbers of ranks"),
     0,
     "Python",
-    "At fogdist.init: so many consecutive ranks are one machine for hierarchical operations and the numbers of machines, on "
-    "whatever hosts they run. It must divide the number of ranks. By default a machine is a host.",
+    "Read by fogdist.init: this number of consecutive ranks form one machine for hierarchical operations and the "
+    "machine numbers, regardless of their hosts. It must divide the number of ranks. By default a machine is a host.",
 )
 EXCHANGE_ALONE = Variable(
     "FOG_EXCHANGE_ALONE",
     FLAG,
     False,
     "Python",
-    "With 1, a rank that is alone trains as one of several does, with hooks, buckets and exchanges without peers, so that "
-    "these can be seen and measured in one process.",
+    "With 1, a single rank trains in the same way as one of several ranks, with hooks, buckets and exchanges without "
+    "peers, so that these can be observed and measured in one process.",
 )
 LOG_LEVEL = Variable(
     "FOG_LOG_LEVEL",
     choice("debug", "info", "warning", "error"),
     "warning",
     "Python",
-    "What the loggers fogdist and fog_pg print on standard error. If TORCH_CPP_LOG_LEVEL is not set, fog sets it to the same "
-    "level, as fog's C++ code logs by torch's own means.",
+    "The level of the loggers fogdist and fog_pg, which print on standard error. If TORCH_CPP_LOG_LEVEL is not set, "
+    "fog sets it to the same level, because fog's C++ code uses torch's logging.",
 )
 
-# --- fog's own, of a build -------------------------------------------------------------------------------------
+# --- fog's own variables for a build ---------------------------------------------------------------------------
 
 MPICXX = Variable(
     "FOG_MPICXX",
     TEXT,
     "",
     "build",
-    "Path of an mpicxx: fog is then built against that MPI itself and not against the standard ABI, which Open MPI 4 and 5 do "
-    "not have.",
+    "Path of an mpicxx: fog is then built against that MPI itself instead of the standard ABI, which Open MPI 4 and 5 "
+    "do not have.",
 )
 MAX_JOBS = Variable(
     "MAX_JOBS",
     whole(1, 4096, "numbers of files"),
     0,
     "build",
-    "How many files are compiled at once; by default one a core.",
+    "The number of files that are compiled at the same time; by default one per core.",
     owner="torch",
 )
 NO_COMPILER_WRAPPER = Variable(
@@ -238,7 +241,7 @@ NO_COMPILER_WRAPPER = Variable(
     owner="torch",
 )
 
-# --- of others -------------------------------------------------------------------------------------------------
+# --- variables of other programs -------------------------------------------------------------------------------
 
 
 def _whole_of(owner: str, name: str, reader: str, meaning: str) -> Variable[int]:
@@ -253,7 +256,7 @@ TORCHELASTIC_RUN_ID = Variable(
     TEXT,
     "",
     "C++",
-    "If it is set, torchrun started this process, and the variables of an MPI launcher are those of torchrun's own start.",
+    "If it is set, torchrun started this process, and the variables of an MPI launcher belong to torchrun itself.",
     owner="torchrun",
 )
 MASTER_ADDR = Variable(
@@ -285,7 +288,7 @@ USE_NCCL2 = Variable(
     TEXT,
     "",
     "Python",
-    "0 makes torch 2.15 take the NCCL backend of earlier versions, and fog follows.",
+    "0 makes torch 2.15 use the NCCL backend of earlier versions; fog does the same.",
     owner="torch",
 )
 CPP_LOG_LEVEL = Variable(
@@ -293,7 +296,7 @@ CPP_LOG_LEVEL = Variable(
     TEXT,
     "",
     "Python",
-    "What torch's and fog's C++ code logs: INFO, WARNING, ERROR or FATAL. It goes before FOG_LOG_LEVEL.",
+    "The log level of torch's and fog's C++ code: INFO, WARNING, ERROR or FATAL. It takes precedence over FOG_LOG_LEVEL.",
     owner="torch",
 )
 UCX_SIGNAL = Variable(
@@ -301,8 +304,8 @@ UCX_SIGNAL = Variable(
     TEXT,
     "",
     "Python",
-    "The signal of UCX's debug mode, SIGHUP by default. Unless it is set, fog sets it to 0, none, so that a hangup ends a "
-    "rank.",
+    "The signal of UCX's debug mode, SIGHUP by default. Unless it is set, fog sets it to 0 (no signal), so that a "
+    "hangup ends a rank.",
     owner="UCX",
 )
 GPU_SUPPORT = Variable(
@@ -310,7 +313,7 @@ GPU_SUPPORT = Variable(
     TEXT,
     "",
     "C++",
-    "MPICH's own handling of GPU memory. Unless it is set, fog sets it to 0, as fog copies GPU memory itself.",
+    "MPICH's own handling of GPU memory. Unless it is set, fog sets it to 0, because fog copies GPU memory itself.",
     owner="MPICH",
 )
 BLUEFOG_NODES_PER_MACHINE = Variable(
@@ -318,7 +321,7 @@ BLUEFOG_NODES_PER_MACHINE = Variable(
     NODES_PER_MACHINE.kind,
     0,
     "Python",
-    "Under fogdist.bluefog: as FOG_NODES_PER_MACHINE, which goes before it.",
+    "With fogdist.bluefog: the same as FOG_NODES_PER_MACHINE, which takes precedence.",
     owner="BlueFog",
 )
 BLUEFOG_TIMELINE = Variable(
@@ -326,7 +329,7 @@ BLUEFOG_TIMELINE = Variable(
     TEXT,
     "",
     "C++",
-    "As FOG_TIMELINE, which goes before it.",
+    "The same as FOG_TIMELINE, which takes precedence.",
     owner="BlueFog",
 )
 PMI_RANK = _whole_of("MPICH", "PMI_RANK", "Python, C++", "This process's rank, from mpiexec.")
@@ -347,8 +350,8 @@ OPEN_MPI_LOCAL_RANK = _whole_of(
 OPEN_MPI_LOCAL_SIZE = _whole_of(
     "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "Python, C++", "The number of ranks of this host."
 )
-SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "C++", "This process's rank, where PMI or PMIx is served.")
-SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "C++", "The number of ranks, where PMI or PMIx is served.")
+SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "C++", "This process's rank, if PMI or PMIx is served.")
+SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "C++", "The number of ranks, if PMI or PMIx is served.")
 SLURM_JOB = Variable(
     "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
 )
@@ -357,11 +360,11 @@ SLURM_NODES = _whole_of("Slurm", "SLURM_JOB_NUM_NODES", "fog run", "The nodes of
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)
 )
-"""All of them, in the order in which the documentation lists them."""
+"""All variables, in the order of the documentation."""
 
 
 def check(environment: Mapping[str, str] | None = None) -> None:
-    """Looks at the values of fog's own variables, whoever reads them.
+    """Validates the values of fog's own variables, in whichever language they are read.
 
     Args:
         environment: Where to look; by default the process's environment.

@@ -1,4 +1,4 @@
-// What several operations do with their arguments: checks of one against another, and the memory they stand for.
+// Checks of arguments against each other, and the memory of arguments, for several operations.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace fog {
 
-// The device of a tensor that is still to be checked.
+// The device of a tensor that has not been checked yet.
 inline at::Device where_is(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.device() : at::Device(at::kCPU);
 }
@@ -31,7 +31,7 @@ Signature reduction_signature(OpKind kind, const at::Tensor& tensor, const c10d:
 // The memory of a contiguous tensor.
 Part part_of(const at::Tensor& tensor);
 
-// Equal parts of a contiguous tensor, one a rank.
+// Divides a contiguous tensor into equal parts, one per rank.
 std::vector<Part> parts_of(const at::Tensor& tensor, int count);
 
 } // namespace fog

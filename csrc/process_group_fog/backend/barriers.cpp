@@ -15,10 +15,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-// The errors below begin with the words that scripts know from Gloo.
+// The errors below begin with the same words as Gloo's, which scripts may match.
 
-// Rank 0 alone knows who is missing. The others, whose time ends at about the same moment, give its report this much
-// longer before they speak for themselves.
+// Only rank 0 knows the missing ranks. The timeouts of the other ranks end at about the same time: they wait this much
+// longer for rank 0's report before they report their own error.
 constexpr auto kReportTime = std::chrono::milliseconds(1000);
 
 // "Ranks 1, 3"
@@ -33,8 +33,8 @@ std::string name_ranks(const std::vector<int>& ranks, bool all) {
 } // namespace
 
 WorkPtr ProcessGroupFog::barrier(const c10d::BarrierOptions& options) {
-  // Of a device only where the program names one, on all ranks alike: one that torch guesses may not be named by all, and a delegate
-  // would wait for those for ever. torch's dispatch passes `device_ids` on, but not `device`.
+  // Use a device only if the program names one, alike on all ranks: torch may guess a device on some ranks only, and
+  // the delegate would then wait forever for the others. torch's dispatch passes `device_ids` on, but not `device`.
   auto given = options;
   if (const auto bound = getBoundDeviceId()) {
     given.device = bound;

@@ -1,4 +1,4 @@
-// The Python module fog_pg._C. Its types are described in fog_pg/_C.pyi.
+// The Python module fog_pg._C. fog_pg/_C.pyi describes its types.
 #include <variant>
 
 #include <pybind11/chrono.h>
@@ -37,7 +37,7 @@ using Timeout = std::optional<GivenTimeout>;
 using Confirm = std::optional<bool>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// An argument that is a tensor or a list of them.
+// An argument that is a tensor or a list of tensors.
 using Tensors = ProcessGroupFog::Tensors;
 using OneOrMore = std::variant<at::Tensor, Tensors>;
 
@@ -56,7 +56,7 @@ ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Tim
   return {std::move(name), confirm, timeout ? std::make_optional(checked(*timeout)) : std::nullopt, waits};
 }
 
-// For a thread that waits without the GIL: lets Python's signal handlers run, so that Ctrl-C ends the wait.
+// Lets Python's signal handlers run in a thread that waits without the GIL, so that Ctrl-C ends the wait.
 void check_interrupt() {
   if (Py_IsInitialized() == 0) {
     return;
@@ -67,7 +67,7 @@ void check_interrupt() {
   }
 }
 
-// Calls a Python function, which may outlive the interpreter's last code: then it is kept for ever.
+// A factory that calls a Python function. If the factory outlives the interpreter, the function is not released.
 fog::DelegateFactory delegate_factory(py::function make) {
   const auto held = std::shared_ptr<py::function>(new py::function(std::move(make)), [](py::function* function) {
     if (Py_IsInitialized() == 0) {
@@ -101,7 +101,7 @@ void without_gil(const std::function<void()>& function) {
 
 } // namespace
 
-// One argument, one line.
+// Keep one argument per line.
 // clang-format off
 PYBIND11_MODULE(_C, module) {
   module.doc() = "The C++ part of the fog backend.";
@@ -293,7 +293,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("timeout") = py::none(),
           py::call_guard<py::gil_scoped_release>())
-      // new_group calls it on ranks outside of a new group, if the backend can split and has a device of its own.
+      // new_group calls it on ranks outside of a new group, if the backend can split and is bound to a device.
       .def(
           "perform_nocolor_split",
           [](ProcessGroupFog&, const at::Device&) {},

@@ -14,14 +14,14 @@ fog::Window::Options options_for(const fog::Window& window, const C10dOptions& o
   return ours;
 }
 
-// c10d's ranks are wider than fog's.
+// Converts a rank of c10d, which has more bits than fog's.
 int narrow(const char* op, int64_t rank) {
   const auto narrowed = static_cast<int>(rank);
   TORCH_CHECK_VALUE(narrowed == rank, op, ": rank: got rank ", rank, ", which no group has");
   return narrowed;
 }
 
-// What c10d's calls return: they wait themselves unless they are asynchronous.
+// The result of a call of c10d, which waits itself unless it is asynchronous.
 c10::intrusive_ptr<c10d::Work> returned(c10::intrusive_ptr<c10d::Work> work, bool async_op) {
   if (!async_op) {
     work->wait();

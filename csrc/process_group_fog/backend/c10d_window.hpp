@@ -12,17 +12,17 @@
 
 namespace fog {
 
-// A Window in which all ranks are neighbors, for its raw part: put() writes into the other rank's tensor itself, and signals say
-// when that has come. Tensors are of one shape and dtype on all ranks. What fails raises as it does in Window.
+// A Window with all ranks as neighbors, for its raw operations: put() writes into the other rank's tensor itself, and
+// signals tell when the data is there. Tensors have the same shape and dtype on all ranks. Failures raise as in Window.
 class C10dWindow final : public c10d::Window {
  public:
-  // Makes fog's window of a tensor; collective.
+  // Creates fog's window of a tensor; collective.
   using Create = std::function<std::shared_ptr<fog::Window>(const at::Tensor& tensor)>;
 
   C10dWindow(Create create, int rank) : create_(std::move(create)), rank_(rank) {}
 
-  // The tensor's storage moves to where the others reach it. With `owning` false the window keeps the storage all the same: others may
-  // write to it.
+  // Moves the tensor's storage to memory that the other ranks can reach. The window keeps the storage even if `owning`
+  // is false, because other ranks may write to it.
   void tensor_register(const at::Tensor& tensor, bool owning = true) override;
   void tensor_deregister() override;
   c10::intrusive_ptr<c10d::Work> put(
@@ -36,7 +36,8 @@ class C10dWindow final : public c10d::Window {
       int64_t peer, bool async_op, const c10d::SignalOptions& options = c10d::SignalOptions()) override;
   c10::intrusive_ptr<c10d::Work> wait_signal(
       int64_t peer, bool async_op, const c10d::WaitSignalOptions& options = c10d::WaitSignalOptions()) override;
-  // Memory that this process has mapped is one; between hosts a put is in the other rank's once its Work is complete.
+  // UNIFIED for memory that this process has mapped. Otherwise SEPARATE: the data of a put is in the other rank's
+  // memory once its Work is complete.
   c10d::WindowAttr get_attr(int64_t peer) override;
 
  private:

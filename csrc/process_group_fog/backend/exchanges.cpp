@@ -1,4 +1,4 @@
-// Operations that move tensors and compute nothing: broadcast, gathers, scatter, all-to-all.
+// Operations that move tensors without arithmetic: broadcast, gathers, scatter, all-to-all.
 #include "backend/process_group_fog.hpp"
 
 #include <ATen/Functions.h>
@@ -35,7 +35,7 @@ void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& i
   });
 }
 
-// Of one or several that are in flight together.
+// Checks one operation, or several that are in flight together.
 void check_allgather_base(c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::Tensor> inputs, int rank, int size) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_tensor("allgather_into_tensor", "input", inputs[i]);
@@ -48,7 +48,7 @@ void check_allgather_base(c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::T
   });
 }
 
-// Parts of a contiguous tensor along dimension 0, one a rank; equal ones if `splits` is empty.
+// Divides a contiguous tensor along dimension 0 into one part per rank; equal parts if `splits` is empty.
 std::vector<Part> split_rows(
     const char* op, const char* argument, const at::Tensor& tensor, const std::vector<int64_t>& splits, int count) {
   TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", argument, ": got a tensor without dimensions; allowed are 1 or more");
@@ -88,7 +88,7 @@ WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d:
   if (tensors.size() == 1) {
     return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options));
   }
-  // The root sends one tensor of its list, which every rank writes to all of its own.
+  // The root sends one tensor of its list; every rank copies it to all tensors of its own list.
   check_list("broadcast", "tensors", tensors);
   check_disjoint("broadcast", {"tensors", tensors}, {});
   check_root("broadcast", options.rootRank);
@@ -229,7 +229,7 @@ WorkPtr ProcessGroupFog::allgather_flat(
     }
     results.insert(results.end(), list.begin(), list.end());
   }
-  // Each list has the inputs of this rank after those of the ranks before it.
+  // Each list has the inputs of this rank after those of lower ranks.
   check_disjoint(op, {"outputs", results}, {"inputs", inputs}, [&](size_t output, size_t input) {
     return output % (inputs.size() * size_) == inputs.size() * rank_ + input && same_memory(results[output], inputs[input]);
   });
@@ -254,7 +254,7 @@ WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "allgather_into_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
-  check_allgather_base(outputs, inputs, rank_, size_); // all before the first is sent
+  check_allgather_base(outputs, inputs, rank_, size_); // check all before sending the first
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_allgather_base(outputs[i], inputs[i], options));

@@ -1,4 +1,4 @@
-// Time-outs as Python gives them.
+// Conversion of Python's timeouts.
 #pragma once
 
 #include <chrono>
@@ -8,7 +8,7 @@
 
 namespace fog {
 
-// A timedelta. pybind11's own conversion counts in microseconds, for which the largest ones are too large.
+// A timedelta. pybind11's own conversion counts microseconds, which overflow for the largest values.
 struct GivenTimeout {
   std::chrono::milliseconds value{0};
 };

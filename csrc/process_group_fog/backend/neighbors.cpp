@@ -1,4 +1,4 @@
-// fog's own operations: exchanges with a rank's neighbors, and the gather of unequal tensors.
+// fog's own operations: exchanges with a rank's neighbors, and the gather of tensors with different sizes.
 #include "backend/process_group_fog.hpp"
 
 #include <algorithm>
@@ -32,7 +32,7 @@ using Tensors = std::vector<at::Tensor>;
 
 constexpr size_t kSharedResult = size_t(1) << 20; // bytes
 
-// Throws ValueError unless `plan` is one for `rank` of `size`, which are `what`.
+// Throws ValueError unless `plan` is for `rank` of `size`; `what` is "rank" or "rank's machine".
 void check_plan(const char* op, const NeighborPlan& plan, const char* what, int rank, int size) {
   TORCH_CHECK_VALUE(
       plan.rank() == rank && plan.size() == size, op, ": plan: got a plan for rank ", plan.rank(), " of ", plan.size(),
@@ -53,12 +53,13 @@ uint64_t hash_of(const NeighborPlan& plan) {
   return hash;
 }
 
-// "tensor", or "tensor[2]" of a list.
+// "tensor", or "tensor[2]" for a list.
 std::string numbered(const char* argument, size_t index, const Tensors& tensors) {
   return tensors.size() == 1 ? argument : argument + ("[" + std::to_string(index) + "]");
 }
 
-// Results must have a place each, which nobody reads before it is written: that of their own tensor or of none.
+// Each output must have its own memory, and may overlap no tensor except its own: other tensors may be read after the
+// output is written.
 void check_outputs(const char* op, const Tensors& tensors, const Tensors& outputs) {
   TORCH_CHECK_VALUE(
       outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ",
@@ -76,7 +77,7 @@ void check_outputs(const char* op, const Tensors& tensors, const Tensors& output
   });
 }
 
-// Of tensors that are all on the first one's device.
+// Checks tensors that must all be on the first tensor's device.
 void check_mix(const char* op, const Tensors& tensors, const std::optional<Tensors>& outputs) {
   TORCH_CHECK_VALUE(!tensors.empty(), op, ": tensor: got an empty list");
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -88,7 +89,7 @@ void check_mix(const char* op, const Tensors& tensors, const std::optional<Tenso
   }
 }
 
-// The places of the tensors of each dtype, in the order of their first appearance.
+// The indices of the tensors of each dtype, in the order of the dtypes' first appearance.
 std::vector<std::vector<size_t>> by_dtype(const Tensors& tensors) {
   std::vector<std::vector<size_t>> parts;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -100,8 +101,9 @@ std::vector<std::vector<size_t>> by_dtype(const Tensors& tensors) {
   return parts;
 }
 
-// Of the exchange of a list's tensors of one dtype. A list of one is that tensor; ranks with longer ones agree if these have
-// the same shapes and dtypes throughout, so the first exchange already shows whether they do.
+// The signature for the exchange of a list's tensors of one dtype. A list with one tensor has the signature of that
+// tensor. Longer lists agree if all their tensors have the same shapes and dtypes, so the first exchange already
+// detects a disagreement.
 Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensors) {
   if (tensors.size() == 1) {
     return Signature::of(kind, tensors[0]);
@@ -127,7 +129,7 @@ Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensor
   return signature;
 }
 
-// New tensors like these in memory of their device; those of one dtype lie together.
+// New tensors on their devices; those of one dtype are contiguous.
 Tensors empty_like(const Tensors& tensors, const std::vector<std::vector<size_t>>& parts) {
   Tensors results(tensors.size());
   for (const auto& places : parts) {
@@ -209,8 +211,9 @@ WorkPtr ProcessGroupFog::mix_part(
     out = staging.output(outputs);
   } else {
     const auto sizes = inputs.size() == 1 ? inputs[0].sizes() : in.sizes();
-    // Where the inputs are in shared memory, so are the results: they may be the next inputs. But those that travel with a header gain nothing
-    // by that. Large results are there anyway: fresh pages of ordinary memory would cost more than the exchange.
+    // If the inputs are in shared memory, so are the results, because they may be the next inputs. Results of a size
+    // that travels with the header do not benefit from that. Large results always use shared memory: new pages of
+    // ordinary memory would cost more than the exchange.
     const bool share = in.nbytes() >= kSharedResult ||
         (in.nbytes() > Transport::kLocalInlineBytes && std::all_of(inputs.begin(), inputs.end(), is_shared));
     out = share ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
@@ -239,7 +242,7 @@ WorkPtr ProcessGroupFog::mix(
   for (const auto& places : by_dtype(tensors)) {
     const auto inputs = pick(tensors, places);
     auto part = outputs ? pick(*outputs, places) : Tensors();
-    // The first part goes by the name itself: so ranks whose lists differ in dtypes meet there.
+    // The first part uses the name itself, so that ranks whose lists have different dtypes meet there.
     auto named = options;
     if (!works.empty() && !options.name.empty()) {
       named.name += c10::str(" (", dtype_name(inputs[0].scalar_type()), ")");
@@ -272,7 +275,7 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
       });
 }
 
-// Each rank of a machine mixes a slice of its own: with different plans the slices would not belong together.
+// Each rank of a machine mixes its own slice: with different plans the slices would not fit together.
 void ProcessGroupFog::compare_plans(
     Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options) {
   auto sources = machines.local();

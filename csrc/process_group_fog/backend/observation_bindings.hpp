@@ -1,4 +1,4 @@
-// What shows what this process and others do: the timeline, metrics, the flight record.
+// Python bindings for observing this process and others: the timeline, metrics, the flight record.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -21,7 +21,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-// torch's newer classes for NCCL have nothing to time with; their operations are to go on.
+// torch's newer classes for NCCL do not support timing; their operations should continue without it.
 void enable_timing(c10d::Backend& delegate) {
   try {
     delegate.enableCollectivesTiming();
@@ -50,7 +50,7 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
         }
       }) {
   init();
-  // ProcessGroup::splitGroup() tells names to backends that the new group has; this one it gets afterwards.
+  // ProcessGroup::splitGroup() sets the names of backends that the new group already has; this one is added later.
   c10d::Backend::setGroupUid(options_->group_name);
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
@@ -89,7 +89,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
   const bool is_member = mine != ranks.end();
-  // ProcessGroup::splitGroup() comes once for each type of device; the new group has one backend for all of them.
+  // ProcessGroup::splitGroup() calls this once for each type of device; the new group has one backend for all of them.
   if (!child->group_name.empty() && child->group_name == last_split_.first) {
     auto same = last_split_.second.lock();
     if (same || !is_member) {
@@ -116,7 +116,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::merge(
     const int& size) {
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "merge: rank: got ", rank, "; allowed are ranks 0 to ", size - 1);
   auto child = child_options("merge", options);
-  child->global_ranks_in_group.clear(); // those of this group say nothing about the new one
+  child->global_ranks_in_group.clear(); // this group's ranks say nothing about the new group
   return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(child));
 }
 
@@ -126,7 +126,7 @@ c10::intrusive_ptr<ProcessGroupFog::Options> ProcessGroupFog::child_options(
   TORCH_CHECK_TYPE(
       given != nullptr, op, ": options: got ", options ? "those of backend " + options->backend : std::string("none"),
       "; allowed are ProcessGroupFog.Options");
-  return c10::make_intrusive<Options>(*given); // the caller may use his for several groups
+  return c10::make_intrusive<Options>(*given); // a copy, because the caller may use the options for several groups
 }
 
 void ProcessGroupFog::setTimeout(std::chrono::milliseconds timeout) {
@@ -144,7 +144,7 @@ void ProcessGroupFog::setGroupUid(const std::string& uid) {
 }
 
 void ProcessGroupFog::enableCollectivesTiming() {
-  is_timing_ = true; // fog's own operations are timed anyway
+  is_timing_ = true; // fog's own operations are always timed
   for (const auto& delegate : device_backends_.made()) {
     enable_timing(*delegate);
   }
@@ -371,7 +371,7 @@ WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::
 }
 
 void ProcessGroupFog::startCoalescing() {
-  // Operations start at once on CPU; coalescing only joins their Works.
+  // Operations on CPU tensors start at once; coalescing only joins their Works.
   coalescing_ = true;
   coalesced_.clear();
   device_backends_.start_coalescing();

@@ -29,8 +29,9 @@ class Neighbors;
 }
 
 // Serves every collective of c10d for CPU tensors over MPI, and neighbor collectives beside them. It checks arguments,
-// stages tensors that are not contiguous, and hands operations to the engine, which runs them for as long as their Work or
-// the engine needs; it owns no thread. Collectives of tensors of other devices are their delegate's: see DeviceBackends.
+// stages non-contiguous tensors, and passes operations to the engine, which keeps them as long as it or their Work
+// needs them. It has no threads of its own. Delegates serve the collectives of tensors on other devices: see
+// DeviceBackends.
 //
 // Contract: operations of one group start in program order, the same on every rank; several may be in flight. Bad
 // arguments raise ValueError or TypeError before anything is sent. A failure in flight raises DistBackendError on every
@@ -40,31 +41,32 @@ class ProcessGroupFog : public c10d::Backend {
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout) : c10d::Backend::Options("fog", timeout) {}
 
-    // What torch 2.15 and later make child groups' options with; older ones have no such function.
+    // torch 2.15 and later create the options of child groups with it; older versions have no such function.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const {
       return c10::make_intrusive<Options>(*this);
     }
 
-    // Whether ranks that only send in an operation (the root of a broadcast, say) wait until the receivers have accepted
-    // their messages. Without it they learn of a disagreement at their next operation only, and need not wait.
+    // Whether ranks that only send in an operation (for example the root of a broadcast) wait until the receivers have
+    // accepted their messages. Without it they do not wait, and learn of a disagreement only at their next operation.
     bool confirm = false;
-    // How data goes between hosts: "auto", "rma" or "messages"; "" is what FOG_BETWEEN_HOSTS says. The first group's holds for the process.
+    // The transport between hosts: "auto", "rma" or "messages"; "" uses FOG_BETWEEN_HOSTS. The value of the first group
+    // holds for the process.
     std::string between_hosts;
-    // Who does allreduce, reduce and reduce_scatter between hosts: "fog" or "mpi". With MPI's own the death of a rank in the middle may end
-    // the others, or leaves them without MPI. "" is what FOG_REDUCE says.
+    // The implementation of allreduce, reduce and reduce_scatter between hosts: "fog" or "mpi". With MPI's own, the
+    // death of a rank during the operation may end the other ranks, or leave them without MPI. "" uses FOG_REDUCE.
     std::string reduce;
   };
 
   // Blocks until all `size` ranks have come to `store`.
   ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
-  // Of ranks that have met. `engine_owner` keeps the group's engine, if it is not this process's.
+  // For ranks that have met. `engine_owner` keeps the group's engine alive, unless it is the process's.
   ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner);
   ~ProcessGroupFog() override;
 
   const std::string getBackendName() const override {
     return "fog";
   }
-  // A copy: up to torch 2.14, ProcessGroup::splitGroup() writes the child's name and time-out into what it gets here.
+  // A copy: up to torch 2.14, ProcessGroup::splitGroup() writes the child's name and timeout into the result.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
     return options_->clone();
   }
@@ -79,7 +81,8 @@ class ProcessGroupFog : public c10d::Backend {
       std::vector<at::Tensor>& tensors, const c10d::BroadcastOptions& options = c10d::BroadcastOptions()) override;
   c10::intrusive_ptr<c10d::Work> allreduce(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override;
-  // SUM of sparse COO tensors, coalesced; every rank's may have its own entries. allreduce() takes them as well.
+  // SUM of sparse COO tensors; the result is coalesced. Each rank's tensors may have different entries. allreduce()
+  // takes sparse tensors as well.
   c10::intrusive_ptr<c10d::Work> allreduce_sparse(
       std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options = c10d::AllreduceOptions()) override;
   c10::intrusive_ptr<c10d::Work> allreduce_coalesced(
@@ -136,17 +139,17 @@ class ProcessGroupFog : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& options = c10d::BarrierOptions()) override;
-  // Blocks. If ranks do not come in time, rank 0 throws an error that names them (the first of them unless
-  // `wait_all_ranks`); the others throw what rank 0 reports.
+  // Blocks. If ranks do not come in time, rank 0 throws an error that names them (only the first of them unless
+  // `wait_all_ranks`); the others throw rank 0's report.
   void monitoredBarrier(const c10d::BarrierOptions& options = c10d::BarrierOptions(), bool wait_all_ranks = false) override;
 
-  // A group of its own for `ranks` of this one, which must all call it; null on ranks that are not among them. Each rank's
-  // place in `ranks` is its rank in the new group, which meets at `store`.
+  // Creates a group for `ranks` of this one. All of `ranks` must call it; it returns null on other ranks. A rank's
+  // index in `ranks` is its rank in the new group, which meets at `store`.
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
-  // A group of the `size` ranks that meet at `store`, whatever groups they came from.
+  // Creates a group of the `size` ranks that meet at `store`, independent of their present groups.
   c10::intrusive_ptr<c10d::Backend> merge(
       const c10::intrusive_ptr<c10d::Store>& store,
       const c10::intrusive_ptr<c10d::Backend::Options>& options,
@@ -163,13 +166,13 @@ class ProcessGroupFog : public c10d::Backend {
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // Makes the delegate of a device now, and connects it: from then on split() splits it too.
+  // Creates the delegate of a device now, and connects it; from then on split() splits it too.
   void eagerConnectSingleDevice(at::Device device) override;
-  // The next three are the delegate's of the process's accelerator.
+  // The next three use the delegate of the process's accelerator.
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
-  // Those that follow are delegates' too, of which there may be none.
+  // The following use delegates too, if there are any.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
   void suspend() override;
   void resume() override;
@@ -180,7 +183,7 @@ class ProcessGroupFog : public c10d::Backend {
 #endif
   void enableCollectivesTiming() override;
   void setGroupUid(const std::string& uid) override;
-  // Sequence numbers count from 0 on every rank; there is nothing to agree on.
+  // Sequence numbers count from 0 on every rank, so the ranks need not agree on them.
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override;
   c10d::ErrorType getError() override;
@@ -188,26 +191,27 @@ class ProcessGroupFog : public c10d::Backend {
   void shutdown() override;
 
   // --- fog's own operations ---
-  // Those on tensors of other devices are groups of the delegate's messages: see device::Neighbors. There the order of calls counts
-  // whatever their names are, and the time-out is the delegate's. With `confirm` the peers compare beforehand, on the host, what they
-  // call, where `name` and `timeout` hold; so do those of a gather, who need each other's numbers of rows.
+  // On tensors of other devices, they are groups of the delegate's messages: see device::Neighbors. There operations
+  // are matched by the order of calls, regardless of names, and the timeout is the delegate's. With `confirm`, the
+  // peers first compare their calls on the host, where `name` and `timeout` apply. A gather always compares, because
+  // its peers need each other's numbers of rows.
   //
   // `name`, if given, is the operation's rendezvous key instead of its place in program order.
   struct CallOptions {
     std::string name;
-    std::optional<bool> confirm; // by default as in the group's options
+    std::optional<bool> confirm; // default: the group's option
     std::optional<std::chrono::milliseconds> timeout;
-    // Whether the caller waits at once, so that nobody else has to look after the operation meanwhile.
+    // Whether the caller waits at once, so that no other thread has to drive the operation.
     bool waits = false;
   };
   using Tensors = std::vector<at::Tensor>;
-  // The Work's result is `outputs`, or else new tensors: see NeighborAllreduce. All tensors of one dtype are one exchange, in
-  // the order in which dtypes first appear. No copy is made of tensors that lie one after the other in one storage, nor of
-  // outputs that do; those that are made here do. An output may be its tensor.
+  // The Work's result is `outputs`, or otherwise new tensors: see NeighborAllreduce. All tensors of one dtype are
+  // exchanged together, in the order in which dtypes first appear. Tensors and outputs that are contiguous in one
+  // storage are not copied; new outputs are contiguous. An output may be its tensor.
   c10::intrusive_ptr<c10d::Work> neighbor_allreduce(
       const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options);
-  // The same between machines, each of which enters with the mean of its ranks: see HierarchicalNeighborAllreduce. `machines`
-  // are the ranks of each machine, equally many; `plan` is that of this rank's machine among them.
+  // The same between machines; each contributes the mean of its ranks: see HierarchicalNeighborAllreduce. `machines`
+  // are the ranks of each machine, the same number for each; `plan` is that of this rank's machine among them.
   c10::intrusive_ptr<c10d::Work> hierarchical_neighbor_allreduce(
       const Tensors& tensors,
       std::vector<std::vector<int>> machines,
@@ -217,17 +221,17 @@ class ProcessGroupFog : public c10d::Backend {
   // allreduce, in place, among the ranks of this rank's machine.
   c10::intrusive_ptr<c10d::Work> local_allreduce(
       at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options);
-  // The Work's result is the sources' tensors, one after the other along dimension 0 in the plan's order.
+  // The Work's result is the concatenation of the sources' tensors along dimension 0 in the plan's order.
   c10::intrusive_ptr<c10d::Work> neighbor_allgather(const at::Tensor& tensor, const NeighborPlan& plan, const CallOptions& options);
-  // The Work's result is all ranks' tensors along dimension 0; first dimensions may differ.
+  // The Work's result is the concatenation of all ranks' tensors along dimension 0; first dimensions may differ.
   c10::intrusive_ptr<c10d::Work> allgather_concat(const at::Tensor& tensor, const CallOptions& options);
-  // Sums all ranks' numbers, unsigned ones of 64 bits that wrap, in place. Zeros say that the ranks agree, if each has added what stands for
-  // what it gives and subtracted what stands for what it takes.
+  // Sums all ranks' numbers, unsigned 64-bit numbers that wrap around, in place. If each rank adds a number for
+  // everything that it sends and subtracts a number for everything that it expects, zeros mean that the ranks agree.
   c10::intrusive_ptr<c10d::Work> agree(at::Tensor& sums, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> broadcast_named(at::Tensor& tensor, int root, const CallOptions& options);
 
-  // Collective: see Window. The tensor's storage moves into shared memory.
+  // Collective: see Window. Moves the tensor's storage into shared memory.
   std::shared_ptr<Window> create_window(
       const at::Tensor& tensor,
       const std::string& name,
@@ -236,33 +240,34 @@ class ProcessGroupFog : public c10d::Backend {
       bool zero_init,
       std::optional<std::chrono::milliseconds> timeout);
 
-  // The backend that serves tensors of this type of device, if one has been made.
+  // The backend that serves tensors of this type of device, if it has been created.
   BackendPtr delegate(const std::string& device_type) const {
     return device_backends_.made(at::Device(device_type).type());
   }
-  // Ranks of the group on this process's host, this one included, ascending.
+  // Ranks of the group on this process's host, including this one, ascending.
   std::vector<int> local_ranks() const;
-  // Host number of every rank, by first appearance.
+  // Host number of every rank, in the order of first appearance.
   std::vector<int> hosts() const;
-  // Messages that its operations have sent from here, and bytes of data in them.
+  // The messages that this rank's operations have sent, and the bytes of data in them.
   std::pair<uint64_t, uint64_t> sent() const;
-  // By rank: what was exchanged while somebody observed, see Engine::observe().
+  // The traffic with each rank while there was an observer, see Engine::observe().
   std::unordered_map<int, PeerTraffic> traffic() const;
-  // How large data goes to that rank: "shared memory", "rma" or "messages". Throws ValueError if it is no other rank.
+  // How large data travels to that rank: "shared memory", "rma" or "messages". Throws ValueError unless it is another
+  // rank.
   std::string transport(int rank) const;
 
  private:
-  // What the Work says of an operation.
+  // The description of an operation for its Work.
   struct Call {
     c10d::OpType type;
     const char* title; // in the profiler
     at::TensorList inputs; // the caller's, for the profiler
-    std::vector<at::Tensor> outputs; // result()
+    std::vector<at::Tensor> outputs; // the result of result()
   };
 
   c10::intrusive_ptr<Options> child_options(const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
-  // Those of c10d's options that all operations have.
+  // Takes the options that all of c10d's operations have.
   template <typename C10dOptions>
   CallOptions call_options(const C10dOptions& options) const {
     auto call = call_options(options.timeout);
@@ -270,10 +275,11 @@ class ProcessGroupFog : public c10d::Backend {
     return call;
   }
   c10::intrusive_ptr<c10d::Work> submit(const std::shared_ptr<Operation>& operation, Call call, const CallOptions& options);
-  // With the outputs of all works, one after the other, unless others are given.
+  // The result has the outputs of all Works in order, unless `outputs` is given.
   c10::intrusive_ptr<c10d::Work> when_all(
       c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);
-  // Makes the operation that mixes `numel` elements of the signature's dtype from `in` into `out`, which may be the same.
+  // Creates the operation that mixes `numel` elements of the signature's dtype from `in` into `out`, which may be the
+  // same.
   using MakeMix = c10::function_ref<std::shared_ptr<Operation>(Signature signature, const void* in, void* out, size_t numel)>;
   c10::intrusive_ptr<c10d::Work> mix(
       OpKind kind,
@@ -282,12 +288,12 @@ class ProcessGroupFog : public c10d::Backend {
       const std::optional<Tensors>& outputs,
       const CallOptions& options,
       MakeMix make);
-  // The same for tensors of one dtype; `outputs` are new ones if there are none.
+  // The same for tensors of one dtype; creates the `outputs` if there are none.
   c10::intrusive_ptr<c10d::Work> mix_part(
       Signature signature, const char* title, const Tensors& inputs, Tensors& outputs, const CallOptions& options, MakeMix make);
   using Pointers = c10::SmallVector<const at::Tensor*, 8>;
-  // What serves fog's own operations on the tensors' device, which is the same for all; null if their transport is fog's. Throws as
-  // DeviceBackends::serving(), and ValueError within a coalesced group.
+  // Returns the object that serves fog's own operations on the tensors' device, which must be the same for all; null if
+  // fog's transport does. Throws as DeviceBackends::serving(), and ValueError within a coalesced group.
   template <typename... Given>
   std::shared_ptr<device::Neighbors> neighbors_of(const char* op, const Given&... given) {
     Pointers tensors;
@@ -295,11 +301,11 @@ class ProcessGroupFog : public c10d::Backend {
     return neighbors_serving(op, tensors);
   }
   std::shared_ptr<device::Neighbors> neighbors_serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors);
-  // Before an exchange that somebody else carries: its peers see that they ask for the same, as they would in an operation of fog's own.
-  // What the sources ask for. Blocks.
+  // Compares signatures before an exchange that a delegate carries: the peers check that their calls agree, as an
+  // operation of fog's own does. Returns the sources' signatures. Blocks.
   std::vector<Signature> compare(
       const Signature& signature, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
-  // Among all ranks, where calls are to be confirmed.
+  // Compares them among all ranks, if calls are to be confirmed.
   void compare_everywhere(const Signature& signature, const CallOptions& options);
   void compare_plans(Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
   bool confirms(const CallOptions& options) const {
@@ -324,13 +330,14 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
       const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
-  // allgather of several tensors a rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
+  // allgather of several tensors per rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
   c10::intrusive_ptr<c10d::Work> allgather_flat(
       c10d::OpType type,
       const std::vector<at::Tensor>& inputs,
       const std::vector<std::vector<at::Tensor>>& outputs,
       const CallOptions& options);
-  // The call of the delegate that serves the tensors given, in lists or lists of lists; none if this does.
+  // Returns the call of the delegate that serves the given tensors, in lists or lists of lists; empty if fog serves
+  // them.
   template <typename... Given>
   DelegateCall delegate_of(const char* op, const Given&... given) {
     Pointers tensors;
@@ -352,7 +359,7 @@ class ProcessGroupFog : public c10d::Backend {
       collect(tensors, each);
     }
   }
-  // The device that this group is bound to, or else that of the process.
+  // The device that this group is bound to, or otherwise the process's accelerator.
   at::Device accelerator(const char* op) const;
   void check_root(const char* op, int64_t root) const;
   void check_peer(const char* op, int peer, int tag) const;
@@ -365,7 +372,7 @@ class ProcessGroupFog : public c10d::Backend {
   // The group that was split off last, by its name.
   std::pair<std::string, c10::weak_intrusive_ptr<c10d::Backend>> last_split_{
       std::string(), c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>())};
-  std::shared_ptr<void> engine_owner_; // null: it lives until the process ends
+  std::shared_ptr<void> engine_owner_; // null if the engine lives until the process ends
   std::shared_ptr<Group> group_;
   bool coalescing_ = false;
   std::vector<c10::intrusive_ptr<c10d::Work>> coalesced_;

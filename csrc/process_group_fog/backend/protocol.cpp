@@ -13,7 +13,8 @@
 namespace fog {
 namespace {
 
-// Counts up with each change of what processes say to each other, or do in each other's memory, that leaves all sizes as they are.
+// Increased with each change of the messages between processes, or of their use of each other's memory, that leaves all
+// sizes unchanged.
 constexpr int kProtocol = 4;
 
 uint32_t layout() {

@@ -1,4 +1,4 @@
-// allreduce, reduce and reduce_scatter in their forms.
+// The variants of allreduce, reduce and reduce_scatter.
 #include "backend/process_group_fog.hpp"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-// Of one or several that are in flight together.
+// Checks one operation, or several that are in flight together.
 void check_reduce_scatter_base(
     c10::ArrayRef<at::Tensor> outputs, c10::ArrayRef<at::Tensor> inputs, const c10d::ReduceOp& op, int rank, int size) {
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -39,7 +39,7 @@ void check_reduce_scatter_base(
   });
 }
 
-// Contiguous memory for partial sums of a tensor: its own, unless they have another dtype.
+// Contiguous memory for partial sums of a tensor: the tensor itself, unless they have another dtype.
 at::Tensor sums_of(const at::Tensor& tensor, c10::ScalarType dtype) {
   if (tensor.scalar_type() == dtype) {
     return tensor;
@@ -49,7 +49,7 @@ at::Tensor sums_of(const at::Tensor& tensor, c10::ScalarType dtype) {
   return sums;
 }
 
-// Copies the result to the tensor, where it is not, and then elsewhere.
+// Copies the result to the tensor, if it is elsewhere, before the epilogue.
 void end_with(Operation& operation, const at::Tensor& tensor, const at::Tensor& sums, std::function<void()> epilogue) {
   operation.keep(tensor);
   if (sums.is_same(tensor)) {
@@ -65,8 +65,8 @@ void end_with(Operation& operation, const at::Tensor& tensor, const at::Tensor& 
   });
 }
 
-// The sum of all ranks by the network's library; null where fog does it: that has no such sum, or ranks match the operation by its name.
-// They would not all begin it in the same place of their programs.
+// The sum of all ranks by the network's library. Null if fog has to do it: the library has no such sum, or the
+// operation has a name, so that the ranks may not all begin it at the same place of their programs.
 std::shared_ptr<Operation> make_network_sum(
     const Group& group,
     const Signature& signature,
@@ -85,7 +85,7 @@ std::shared_ptr<Operation> make_network_sum(
   return operation;
 }
 
-// In a contiguous tensor.
+// For a contiguous tensor.
 std::shared_ptr<Operation> make_allreduce(
     const Group& group,
     const Signature& signature,
@@ -94,7 +94,7 @@ std::shared_ptr<Operation> make_allreduce(
     const Layout& layout,
     const std::string& name,
     std::function<void()> epilogue) {
-  if (signature.kind == OpKind::kAllreduce) { // else it is not a user's, or of all ranks
+  if (signature.kind == OpKind::kAllreduce) { // otherwise it is internal, or not over all ranks
     if (auto operation = make_network_sum(group, signature, tensor, tensor, name)) {
       end_with(*operation, tensor, tensor, std::move(epilogue));
       return operation;
@@ -125,11 +125,12 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
   check_list("allreduce", "tensors", tensors);
   check_disjoint("allreduce", {"tensors", tensors}, {});
   TORCH_CHECK_VALUE(
-      options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; with AVG allowed is one a rank");
+      options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; AVG allows one per rank");
   const auto reduced = flatten({tensors[0]});
   const auto signature = reduction_signature(OpKind::kAllreduce, tensors[0], options.reduceOp);
   const auto local_op =
-      options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM ? c10d::ReduceOp::SUM : options.reduceOp.op_; // the factor comes later
+      // make_allreduce() applies the factor
+      options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM ? c10d::ReduceOp::SUM : options.reduceOp.op_;
   Staging staging;
   for (size_t i = 1; i < tensors.size(); ++i) {
     const auto staged = staging.input(tensors[i]);
@@ -248,10 +249,11 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   });
   const auto staged_output = staging.output(output);
   auto signature = reduction_signature(OpKind::kReduceScatter, output, options.reduceOp);
-  signature.numel = numel; // outputs may differ from rank to rank, the whole does not
+  signature.numel = numel; // outputs may differ between ranks, the total does not
   signature.dims = 1;
   signature.shape = {numel};
-  signature.layout = mark(division); // sums of several parts go together, so their sizes do not show it
+  // sums of several parts travel together, so their sizes do not reveal a different division
+  signature.layout = mark(division);
   return reduce_scatter_parts(
       signature, parts, staged_inputs, staged_output, options.reduceOp, staging.copy_back(),
       {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
@@ -315,7 +317,8 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   const auto signature = reduction_signature(OpKind::kReduceScatter, input, options.reduceOp);
   const Call call{OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", at::TensorList(input), {output}};
   const auto result =
-      share_memory(staged_output, staged_input) ? at::empty_like(staged_output) : staged_output; // MPI allows no overlap
+      // MPI allows no overlap
+      share_memory(staged_output, staged_input) ? at::empty_like(staged_output) : staged_output;
   if (const auto operation = make_network_sum(*group_, signature, staged_input, result, "")) {
     end_with(*operation, staged_output, result, staging.copy_back());
     return submit(operation, call, call_options(options));
@@ -333,7 +336,7 @@ WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(
   TORCH_CHECK_VALUE(
       outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: outputs: got ", outputs.size(),
       " tensors; allowed is one for each of the ", inputs.size(), " inputs");
-  check_reduce_scatter_base(outputs, inputs, options.reduceOp, rank_, size_); // all before the first is sent
+  check_reduce_scatter_base(outputs, inputs, options.reduceOp, rank_, size_); // check all before sending the first
   std::vector<WorkPtr> works;
   for (size_t i = 0; i < inputs.size(); ++i) {
     works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));

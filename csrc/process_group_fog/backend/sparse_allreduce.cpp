@@ -1,4 +1,4 @@
-// allreduce of sparse tensors: every rank gathers the entries of all, and adds them up in rank order.
+// allreduce of sparse tensors: every rank gathers the entries of all ranks, and adds them in rank order.
 #include "backend/process_group_fog.hpp"
 
 #include <algorithm>
@@ -28,21 +28,20 @@ void check_sparse(const at::Tensor& tensor, const at::Tensor& like) {
       tensor.layout() == at::kSparse, "allreduce_sparse: tensors: got a tensor of layout ", tensor.layout(),
       "; allowed are sparse COO tensors");
   TORCH_CHECK_VALUE(
-      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(),
-      "; this version of fog serves tensors on cpu (its CUDA transport does not exist yet)");
+      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(), "; allowed are tensors on cpu");
   check_same("allreduce_sparse", "tensors", tensor, like);
   TORCH_CHECK_VALUE(
       tensor.sizes() == like.sizes() && tensor.sparse_dim() == like.sparse_dim(), "allreduce_sparse: tensors: got shape ",
-      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is that of the first one, ", like.sizes(), " with ",
-      like.sparse_dim());
+      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is the same as in the first tensor, ", like.sizes(),
+      " with ", like.sparse_dim());
 }
 
-// What ranks must agree on beside their numbers of entries: dtype, shape and the dimensions of one entry.
+// The values that ranks must agree on, unlike the number of entries: dtype, shape and the dimensions of one entry.
 Signature entries_signature(const at::Tensor& values, at::IntArrayRef sizes, const c10d::ReduceOp& op) {
   auto signature = reduction_signature(OpKind::kAllreduceSparse, values, op);
   signature.dims = static_cast<uint8_t>(std::min<size_t>(sizes.size() + 1, 255));
   signature.shape = {};
-  signature.shape[0] = values.size(0); // where ranks may differ
+  signature.shape[0] = values.size(0); // the number of entries, in which ranks may differ
   std::copy_n(sizes.begin(), std::min<size_t>(sizes.size(), Signature::kMaxDims - 1), signature.shape.begin() + 1);
   return signature;
 }
@@ -67,7 +66,7 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
     input = input + tensors[i];
   }
   input = input.coalesce();
-  const auto indices = input._indices().t().contiguous(); // an entry a row
+  const auto indices = input._indices().t().contiguous(); // one entry per row
   const auto values = input._values().contiguous();
   const auto sizes = input.sizes().vec();
 
@@ -78,7 +77,8 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
     auto operation = std::make_shared<GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, everyone);
     return submit(operation, {OpType::_ALLREDUCE_SPARSE, nullptr, {rows}, {}}, call);
   };
-  const bool coalescing = std::exchange(coalescing_, false); // a part alone is not what the caller asked for
+  // the caller's coalesced group should contain the whole operation, not its parts
+  const bool coalescing = std::exchange(coalescing_, false);
   auto gathered = when_all(OpType::_ALLREDUCE_SPARSE, {gather(indices), gather(values)});
   coalescing_ = coalescing;
 

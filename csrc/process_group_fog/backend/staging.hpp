@@ -1,4 +1,4 @@
-// Contiguous stand-ins for tensors that are not contiguous.
+// Contiguous copies of non-contiguous tensors.
 #pragma once
 
 #include <functional>
@@ -12,17 +12,18 @@
 
 namespace fog {
 
-// Contiguous memory for a tensor: its own, or shared memory. What an operation writes there is copied to the tensor by copy_back(); neither autograd
-// nor the version counter sees the copies, as is usual for collectives.
+// Provides contiguous memory for a tensor: its own, or shared memory. copy_back() copies an operation's results from
+// there to the tensor; neither autograd nor the version counter sees the copies, as is usual for collectives.
 class Staging {
  public:
-  // The tensor's own memory if it is contiguous, else a copy.
+  // The tensor's own memory if it is contiguous, otherwise a copy.
   at::Tensor input(const at::Tensor& tensor);
-  // The tensor's own memory if it is contiguous, else memory to be copied back.
+  // The tensor's own memory if it is contiguous, otherwise memory to be copied back.
   at::Tensor output(const at::Tensor& tensor);
-  // Both.
+  // Both: a copy that is copied back.
   at::Tensor in_place(const at::Tensor& tensor);
-  // The same for tensors of one dtype, one after the other in flat memory: their own if that is how they lie in a storage.
+  // The same for tensors of one dtype, one after the other in flat memory: their own if they are contiguous in one
+  // storage.
   at::Tensor input(const std::vector<at::Tensor>& tensors);
   at::Tensor output(const std::vector<at::Tensor>& tensors);
 

@@ -1,4 +1,4 @@
-// What tests look at, and what they put in place of the machine and of the job.
+// Bindings for tests: inspection of internals, and replacements for the machine and the job.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// Hundreds of ranks in one process, for tests: each has an engine and a group of its own, over the in-process transport.
+// Hundreds of ranks in one process, for tests: each has its own engine and group, over the in-process transport.
 #pragma once
 
 #include <chrono>
@@ -12,13 +12,13 @@
 
 namespace fog {
 
-// No engine has a thread: whoever has started operations calls progress() until they are done.
+// The engines have no threads: call progress() until the started operations are done.
 class VirtualWorld {
  public:
   struct Options {
     int size = 1;
-    int ranks_per_host = 1; // every so many consecutive ranks pretend to share a host
-    std::vector<int> hosts; // or, if it is not empty, the number of each rank's host
+    int ranks_per_host = 1; // this number of consecutive ranks share a virtual host
+    std::vector<int> hosts; // if not empty: the number of each rank's host instead
     std::chrono::milliseconds timeout{0};
     bool confirm = false;
     InProcessNetwork::Options network;
@@ -28,13 +28,13 @@ class VirtualWorld {
   const std::vector<c10::intrusive_ptr<ProcessGroupFog>>& groups() const {
     return groups_;
   }
-  // Drives all engines until nothing moves and no message is on its way.
+  // Drives all engines until there is no progress and no message is in flight.
   void progress();
-  // Messages of operations, and their bytes, from rank to rank.
+  // The messages of operations, and their bytes, by pair of ranks.
   std::map<std::pair<int, int>, InProcessNetwork::Sent> sent() const;
-  // Messages that tell of failures, by the rank that sent them.
+  // The number of failure messages, by the rank that sent them.
   std::vector<uint64_t> failures_told() const;
-  // This rank's process ends without a goodbye. The others see it at once, or, where it is not `noticed`, never.
+  // Ends this rank's process without a goodbye. The other ranks see it at once, or never if it is not `noticed`.
   void lose(int rank, bool noticed);
 
  private:

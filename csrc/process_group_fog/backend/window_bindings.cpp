@@ -15,14 +15,14 @@ namespace {
 using Ranks = std::vector<int>;
 using Timeout = std::optional<GivenTimeout>;
 
-// A window's own, unless the call has one.
+// The window's timeout, unless the call has its own.
 std::chrono::milliseconds checked(const Timeout& timeout, const Window& window) {
   return timeout ? checked(*timeout) : window.timeout();
 }
 
 } // namespace
 
-// One argument, one line.
+// Keep one argument per line.
 // clang-format off
 void bind_windows(py::module_& module, GroupClass& group) {
   const py::call_guard<py::gil_scoped_release> release_gil;

@@ -1,4 +1,4 @@
-// Windows for Python.
+// Python bindings of windows.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,7 +8,7 @@
 
 namespace fog {
 
-// The class of the group gets what makes windows.
+// Adds to the group's class the methods that create windows.
 using GroupClass = pybind11::class_<ProcessGroupFog, c10d::Backend, c10::intrusive_ptr<ProcessGroupFog>>;
 void bind_windows(pybind11::module_& module, GroupClass& group);
 

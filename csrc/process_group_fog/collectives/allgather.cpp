@@ -17,7 +17,7 @@ void Allgather::launch() {
   }
 }
 
-// In step k a rank gets what the one 2^k places after it has got so far, as much as it lacks.
+// In step k, a rank receives from the rank 2^k places after it the blocks that it lacks.
 void Allgather::launch_steps() {
   const auto ranks = static_cast<size_t>(size());
   blocks_ = static_cast<char*>(scratch(ranks * input_.bytes));
@@ -39,7 +39,7 @@ void Allgather::send_step() {
   }
 }
 
-// A message is numbered by the rank whose input it brings.
+// Messages are numbered by the rank whose input they carry.
 void Allgather::launch_direct() {
   const auto& local = hosts().local();
   const int count = static_cast<int>(local.size());

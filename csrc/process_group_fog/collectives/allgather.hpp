@@ -9,10 +9,10 @@ namespace fog {
 
 // Every rank gets every rank's input: outputs[i] is rank i's.
 //
-// Large inputs go once to each other host, to the rank with the sender's place there, which passes them on to the others of its host; on one
-// host each goes straight to everybody. Of small ones a rank sends all that it has, in as many steps as the number of ranks has bits,
-// and puts them in order at the end (J. Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
-// systems", IEEE TPDS 8(11), 1997, doi:10.1109/71.642949).
+// Large inputs go once to each other host, to the rank with the sender's place there, which passes them on to the other
+// ranks of its host. On one host, each rank sends its input directly to all others. For small inputs, a rank sends all
+// inputs that it has, in ceil(log2(n)) steps, and puts them in order at the end (J. Bruck et al., "Efficient algorithms
+// for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997, doi:10.1109/71.642949).
 class Allgather : public Operation {
  public:
   Allgather(Signature signature, Part input, std::vector<Part> outputs);
@@ -31,12 +31,12 @@ class Allgather : public Operation {
   const Part input_;
   const std::vector<Part> outputs_;
   bool copied_ = false;
-  // In steps:
-  char* blocks_ = nullptr; // of this rank, the next one, and so on
+  // Members for small inputs:
+  char* blocks_ = nullptr; // of this rank, the next rank, and so on
   int step_ = 0;
   int steps_ = 0;
-  // Else:
-  std::vector<int> to_pass_on_; // ranks of other hosts whose input this one passes on
+  // Members for large inputs:
+  std::vector<int> to_pass_on_; // ranks of other hosts whose inputs this rank passes on
 };
 
 } // namespace fog

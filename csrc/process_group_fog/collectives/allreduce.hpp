@@ -6,7 +6,8 @@ namespace fog {
 
 // Every rank gets the reduction over all ranks, or over all members of a part of the group, in place.
 //
-// Which way sums go, and so in what order they are added up, is decided by cutovers.hpp: directly, in the order of the ranks, or by hosts.
+// cutovers.hpp decides the path, and with it the order of the additions: directly in the order of the ranks, or by
+// hosts.
 class Allreduce : public Reduction {
  public:
   Allreduce(const Terms& terms, void* data, size_t numel);

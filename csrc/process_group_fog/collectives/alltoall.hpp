@@ -7,7 +7,7 @@
 
 namespace fog {
 
-// Rank j gets rank i's j-th input as its i-th output. Each message goes straight to where it belongs: there are as many as inputs.
+// Rank j gets rank i's j-th input as its i-th output. Each input goes directly to its receiver as one message.
 class Alltoall : public Operation {
  public:
   Alltoall(Signature signature, std::vector<Part> inputs, std::vector<Part> outputs);

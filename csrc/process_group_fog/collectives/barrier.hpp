@@ -4,12 +4,13 @@
 
 namespace fog {
 
-// No rank gets out before every rank is in: ceil(log2(size)) rounds, in round k a message to the rank 2^k further on
-// (dissemination; D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier synchronization", 1988,
-// doi:10.1007/BF01379320).
+// No rank leaves before every rank has entered. In round k of ceil(log2(size)) rounds, a rank sends a message to the
+// rank 2^k places after it (dissemination; D. Hensgen, R. Finkel and U. Manber, "Two algorithms for barrier
+// synchronization", 1988, doi:10.1007/BF01379320).
 class Barrier : public Operation {
  public:
-  // Of a signature of the ranks' own it compares, for somebody else's operation: each rank sees that of the one before it.
+  // With the signature of another operation, the barrier compares the signatures of all ranks: each rank checks the
+  // signature of the rank before it.
   explicit Barrier(Signature signature = {}) : Operation(signature) {}
 
  protected:

@@ -94,7 +94,7 @@ void Broadcast::launch_slices() {
   }
 }
 
-// Goes on with what a rank that takes part between hosts passes on.
+// The next steps of a rank that takes part between hosts.
 void Broadcast::advance_place() {
   const int own = hosts().place();
   if (!passed_on_ && received(kDown)) {

@@ -6,7 +6,8 @@
 namespace fog::circulant {
 namespace {
 
-// Slices are counted from this rank's own, its neighbors from this rank. With `from` slices left a round leaves half of them, rounded up.
+// Slices are counted from this rank's own slice, and neighbors from this rank. A round reduces `from` remaining slices
+// to half of them, rounded up.
 int half(int from) {
   return (from + 1) / 2;
 }
@@ -19,7 +20,7 @@ int rounds(int count) {
   return rounds;
 }
 
-// Slices `first` to `first + many` of `count`, around the end if need be: as one piece, or two.
+// Calls `use` for slices `first` to `first + many` of `count`: as one piece, or as two if they wrap around the end.
 void for_pieces_of(const Cut& slices, int first, int many, const std::function<void(uint16_t piece, Slice elements)>& use) {
   const int count = slices.count();
   first %= count;
@@ -52,7 +53,7 @@ void scatter(Schedule& schedule, const std::vector<int>& ranks, int place, uint1
 
 void gather(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t first, const Cut& slices) {
   const int count = static_cast<int>(ranks.size());
-  std::vector<int> lefts; // the rounds of scatter(), backwards
+  std::vector<int> lefts; // the rounds of scatter() in reverse order
   for (int left = count; left > 1; left = half(left)) {
     lefts.push_back(left);
   }

@@ -1,6 +1,7 @@
-// Which way an operation goes: one table, the same on every rank, of what all know alike: bytes, ranks and hosts.
+// The choice of the algorithm for each operation, in one table. It depends only on values that all ranks know alike:
+// bytes, ranks and hosts.
 //
-// The reasons, and what was measured, are in docs/architecture.md.
+// docs/architecture.md has the reasons and the measurements.
 #pragma once
 
 #include <algorithm>
@@ -15,29 +16,29 @@
 namespace fog::cutovers {
 
 // --- sums ---
-// Tensors go whole from host to host up to here: they come with their header, and are copied at once.
+// Up to this size, tensors go uncut between hosts: they come with their header, and are copied at once.
 constexpr size_t kWhole = Transport::kInlineBytes;
-// To the root, up to here: cut, they would take a hop more.
+// The same limit for reduce: cutting the tensor would take one more hop to the root.
 constexpr size_t kWholeToRoot = size_t(64) << 10;
-// As many ranks of one host send to each other; of several hosts; hosts.
+// The largest numbers of ranks on one host, of ranks on several hosts, and of hosts that all send to each other.
 constexpr int kFewOnHost = 8;
 constexpr int kFewApart = 4;
 constexpr int kFewHosts = 8;
-// The least that a rank takes of a tensor that is cut, in its host and between hosts.
+// The smallest part of a tensor for a rank: within its host, and between hosts.
 constexpr size_t kLeastSlice = size_t(4) << 10;
 constexpr size_t kLeastLane = size_t(16) << 10;
-// Parts of a tensor that go on side by side.
+// Parts of a tensor that are in flight at the same time.
 constexpr size_t kLeastPart = size_t(2) << 20;
 constexpr size_t kMostParts = 8;
 
 struct Path {
-  bool direct; // all ranks to all, or to the root, in one sum; else by hosts:
+  bool direct; // all ranks send to all, or to the root, for one sum; otherwise by hosts:
   bool whole; // uncut between hosts
   bool trees; // uncut within a host
-  bool few_hosts; // each sends to each other
-  int lanes; // ranks of a host that send to other hosts; on one host, that sum
+  bool few_hosts; // each host sends to each other host
+  int lanes; // ranks per host that send to other hosts; on one host: ranks that sum
 
-  // Whether each element is summed once, so that a type of 16 bits is rounded once.
+  // Returns whether each element is summed once, so that a 16-bit type is rounded once.
   bool sums_once(const Machines& hosts) const {
     return direct || (hosts.count() == 1 && !trees);
   }
@@ -69,18 +70,18 @@ inline Path of_allreduce(size_t bytes, const Layout& layout) {
   return path_of(bytes, kWhole, layout);
 }
 
-// In how many parts an allreduce goes, so that a host's memory works on some while the links carry others.
+// Returns into how many parts an allreduce is divided, so that hosts reduce some parts while the links carry others.
 inline int parts(size_t bytes, const Layout& layout, const Path& path) {
   return layout.hosts.count() == 1 || path.trees ? 1 : static_cast<int>(std::clamp(bytes / kLeastPart, size_t(1), kMostParts));
 }
 
 inline Path of_reduce(size_t bytes, const Layout& layout) {
   auto path = path_of(bytes, kWholeToRoot, layout);
-  path.direct = path.direct || layout.ranks.size() == 2; // the other one needs nothing of the sum
+  path.direct = path.direct || layout.ranks.size() == 2; // the second rank does not need the sum
   return path;
 }
 
-// Of reduce_scatter: whether each input goes straight to its rank.
+// For reduce_scatter: returns whether each input goes directly to its rank.
 inline bool scatters_directly(size_t bytes, const Layout& layout) {
   const auto& hosts = layout.hosts;
   if (hosts.count() == 1) {
@@ -89,8 +90,8 @@ inline bool scatters_directly(size_t bytes, const Layout& layout) {
   return hosts.most() == 1 ? hosts.count() <= kFewHosts : are_few(layout) && bytes <= kWholeToRoot;
 }
 
-// The dtype of partial sums. Those of 16 bits are rounded, as bytes are what a link costs, but for so few that they cost no time, and for
-// means of float16: its sums might be too large for it.
+// Returns the dtype of partial sums. Sums of 16-bit types are rounded to the type, because links are limited by bytes.
+// Exceptions are small tensors, whose bytes cost no time, and averages of float16, whose sums might overflow it.
 inline c10::ScalarType partial_dtype(c10::ScalarType dtype, c10d::ReduceOp::RedOpType op, size_t bytes, bool sums_once) {
   const bool is_half = dtype == c10::ScalarType::Half;
   if (sums_once || !(is_half || dtype == c10::ScalarType::BFloat16)) {
@@ -100,20 +101,20 @@ inline c10::ScalarType partial_dtype(c10::ScalarType dtype, c10d::ReduceOp::RedO
 }
 
 // --- operations without arithmetic ---
-// Up to so many bytes a tree costs less than what it sends more than once.
+// Up to this size, a tree is cheaper although it sends data more than once.
 constexpr size_t kTree = size_t(64) << 10;
-// A piece of a slice smaller than this costs as much as an empty message.
+// A smaller piece of a slice costs as much as an empty message.
 constexpr size_t kLeastPiece = size_t(8) << 10;
-// Up to so many bytes of one rank messages cost more than what they carry, however many ranks' are sent on.
+// Up to this number of bytes per rank, messages cost more than their data, no matter how many ranks' data they forward.
 constexpr size_t kBlock = 256;
 
-// Of broadcast: whether the tensor goes between hosts in slices.
+// For broadcast: returns whether the tensor goes between hosts in slices.
 inline bool in_slices(size_t bytes, const Machines& hosts) {
   const auto pieces = static_cast<size_t>(hosts.least()) * static_cast<size_t>(hosts.count() - 1);
   return pieces > 0 && bytes > kTree && bytes / pieces >= kLeastPiece;
 }
 
-// Of allgather, gather and scatter: whether ranks send on what is others', `bytes` of each rank.
+// For allgather, gather and scatter: returns whether ranks forward the data of other ranks, with `bytes` of each rank.
 inline bool sent_on(size_t bytes, int ranks, const Machines& hosts) {
   const bool few = ranks <= (hosts.count() == 1 ? kFewOnHost : 2);
   return !few && bytes > 0 && (bytes * static_cast<size_t>(ranks) <= kTree || bytes <= kBlock);

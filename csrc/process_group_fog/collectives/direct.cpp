@@ -3,7 +3,7 @@
 namespace fog::direct {
 namespace {
 
-// The next one first: not everybody sends to the same.
+// All others, beginning with the next rank, so that not all ranks send to the same rank first.
 std::vector<int> others(const std::vector<int>& ranks, int place) {
   const int count = static_cast<int>(ranks.size());
   std::vector<int> others;

@@ -8,9 +8,10 @@
 
 namespace fog {
 
-// The root gets every rank's input: outputs[i] is rank i's; `outputs` is empty elsewhere.
+// The root gets every rank's input: outputs[i] is rank i's; `outputs` is empty on the other ranks.
 //
-// Small ones come up a tree, each rank's together with all below it; larger ones straight to where they belong.
+// Small inputs go up a tree, each rank's together with the inputs of all ranks below it. Larger inputs go directly to
+// the root.
 class Gather : public Operation {
  public:
   Gather(Signature signature, Part input, std::vector<Part> outputs);
@@ -23,9 +24,9 @@ class Gather : public Operation {
  private:
   const Part input_;
   const std::vector<Part> outputs_;
-  HostTree tree_; // without children where they come straight
-  char* blocks_ = nullptr; // of this rank and all below it, in the tree's order; null where they come straight
-  bool announced_ = false; // to those below, that the root has come
+  HostTree tree_; // without children if inputs go directly
+  char* blocks_ = nullptr; // of this rank and all ranks below it, in the tree's order; null if inputs go directly
+  bool announced_ = false; // to the ranks below, that the root has come
   bool sent_ = false;
   bool copied_ = false;
 };

@@ -73,7 +73,8 @@ void GatherConcat::compute() {
       DistBackendError, static_cast<int64_t>(total) == first * row, "the neighbors' tensors have ", total, " bytes for ", first,
       " rows of ", row, " bytes: their shapes differ beyond the first dimension");
   sizes[0] = first;
-  const c10::InferenceMode normal(false); // whoever drives this may be in inference mode; the tensor is not that thread's
+  // The driving thread may be in inference mode, but the tensor belongs to another thread.
+  const c10::InferenceMode normal(false);
   result_ = at::empty(sizes, tensor_.options().requires_grad(false));
   auto* place = static_cast<char*>(result_.mutable_data_ptr());
   for (size_t i = 0; i < sources_.size(); ++i) {

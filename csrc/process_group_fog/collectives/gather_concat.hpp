@@ -6,16 +6,16 @@
 
 namespace fog {
 
-// Tensors of some ranks, one after the other along dimension 0, whose first dimensions may differ: the sizes come with the
-// messages, then the result is allocated and the data received straight into it. Serves neighbor_allgather (sources and
-// destinations of a plan) and the allgather of unequal tensors (all ranks, this one included).
+// Concatenates tensors of some ranks along dimension 0; their first dimensions may differ. The sizes come with the
+// messages; then the result is allocated, and the data is received directly into it. Serves neighbor_allgather (sources
+// and destinations of a plan) and the allgather of unequal tensors (all ranks, including this one).
 class GatherConcat : public Operation {
  public:
-  // `sources` in the order of the result, `destinations` in any order; both may hold this rank. `tensor` is contiguous and
-  // has one dimension or more. The Work's result is the one concatenated tensor.
+  // `sources` are in the order of the result, `destinations` in any order; both may contain this rank. `tensor` is
+  // contiguous and has at least one dimension. The Work's result is the concatenated tensor.
   GatherConcat(Signature signature, at::Tensor tensor, std::vector<int> sources, std::vector<int> destinations);
 
-  // What the sources called, once it is done.
+  // The signatures of the sources, once the operation is done.
   const std::vector<Signature>& signatures() const {
     return signatures_;
   }

@@ -26,7 +26,7 @@ Slice HierarchicalNeighborAllreduce::slice(int place) const {
   return {elements.begin * item_, elements.numel * item_};
 }
 
-// The other ranks of this one's machine, the next one first.
+// The places of the other ranks of this machine, beginning with the next one.
 std::vector<int> HierarchicalNeighborAllreduce::other_places() const {
   const int count = static_cast<int>(machines_.local().size());
   std::vector<int> places;
@@ -42,7 +42,8 @@ void HierarchicalNeighborAllreduce::launch() {
   for (const int place : other_places()) {
     const auto theirs = slice(place);
     inputs_[place] = receive_input(local[place], kAverage, own_.numel);
-    // Comes after that rank has all of its slice from here, so where `out` is `in` nothing is overwritten that is to be read.
+    // It comes after that rank has received all of its slice from here, so if `out` is `in`, no data is overwritten
+    // that a peer still has to read.
     receive(local[place], kGather, out_ + theirs.begin, theirs.numel);
     send(local[place], kAverage, in_ + theirs.begin, theirs.numel);
   }
@@ -53,7 +54,7 @@ void HierarchicalNeighborAllreduce::launch() {
   if (local.size() == 1 && !(sends && in_ == out_)) {
     mean_ = in_;
     start_mixing();
-  } else { // while others read the mean, the result must not take its place
+  } else { // peers read the mean while the result is computed, so it needs its own memory
     averaged_ = sends ? static_cast<char*>(scratch(own_.numel)) : out_ + own_.begin;
     mean_ = averaged_;
   }
@@ -69,7 +70,7 @@ void HierarchicalNeighborAllreduce::start_mixing() {
   send(destinations, kMix, mean_, own_.numel, true, Memory::kStays, Order::kAfterTheirs);
 }
 
-// Each rank mixes a slice of its own: with different plans the slices would not belong together.
+// Each rank of a machine mixes its own slice: with different plans the slices would not fit together.
 void HierarchicalNeighborAllreduce::check_plans() const {
   for (const int place : other_places()) {
     TORCH_CHECK_WITH(

@@ -5,7 +5,8 @@
 namespace fog {
 namespace {
 
-// The ranks in the order of the tree: by host, the root's first, and by place there, the root's first.
+// The ranks in the order of the tree: by host, beginning with the root's, and by place, beginning on the root's host
+// with the root.
 class Order {
  public:
   Order(const Machines& hosts, int root) : hosts_(hosts), root_host_(hosts.machine_of(root)), root_place_(hosts.place_of(root)) {}
@@ -21,12 +22,12 @@ class Order {
     const auto place = static_cast<size_t>(at + first_place(distance));
     return local[place < local.size() ? place : place - local.size()];
   }
-  // Where the rank at this place of its host comes there.
+  // The position in the order, within its host, of the rank with this place.
   int position(int distance, int place) const {
     const int count = static_cast<int>(ranks(distance).size());
     return (place - first_place(distance) + count) % count;
   }
-  // How many come before each host; at last, how many there are.
+  // For each host the number of ranks before it, and at the end the number of all ranks.
   std::vector<int> starts() const {
     std::vector<int> starts{0};
     starts.reserve(static_cast<size_t>(hosts_.count()) + 1);
@@ -46,8 +47,9 @@ class Order {
   const int root_place_;
 };
 
-// Adds what is around place `place` of `count` in a binomial tree from place 0. The parent of a place is without its lowest bit, and all
-// below it are the places up to the next one with that bit. Place p begins at `start_of(p)` in the order, with `rank_at(p)`.
+// Adds the parent and the children of place `place` of `count` in a binomial tree from place 0. The parent's place
+// lacks the lowest set bit of `place`; the places below `place` reach up to the next one with that bit. Place p begins
+// at `start_of(p)` in the order and has rank `rank_at(p)`.
 template <typename RankAt, typename StartOf>
 void add_binomial(HostTree& tree, int place, int count, RankAt&& rank_at, StartOf&& start_of) {
   const int lowest = place == 0 ? count : place & -place;

@@ -4,8 +4,9 @@
 
 namespace fog {
 
-// A barrier in which rank 0 hears from every rank itself and lets them go when all have come: it can say who is missing.
-// It also tells them when it comes, so that they know whether to blame it. heard_from() says who has come, also afterwards.
+// A barrier in which every rank reports to rank 0, which releases all ranks once all have come, so it can name the
+// missing ranks. Rank 0 also tells the others when it comes, so that they know whether it is missing itself.
+// heard_from() says which ranks have come, also after the barrier's end.
 class MonitoredBarrier : public Operation {
  public:
   MonitoredBarrier();

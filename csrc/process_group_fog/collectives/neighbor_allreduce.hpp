@@ -5,7 +5,7 @@
 
 namespace fog {
 
-// out = neighbor_sum() of the sources' tensors and this rank's own; `out` may be `in`.
+// Computes out = neighbor_sum() of the sources' tensors and this rank's own; `out` may be `in`.
 class NeighborAllreduce : public Operation {
  public:
   NeighborAllreduce(Signature signature, NeighborPlan plan, const void* in, void* out, size_t numel);

@@ -21,7 +21,7 @@ void neighbor_sum(
   const bool mean = plan.mean() && std::all_of(terms.begin(), terms.end(), [](const NeighborTerm& term) { return term.scale == 1.0; });
   const double share = plan.mean() ? 1.0 / static_cast<double>(terms.size() + 1) : 1.0;
   std::vector<Input> inputs;
-  c10::SmallVector<double, 8> weights; // unused for the mean
+  c10::SmallVector<double, 8> weights; // not used for the mean
   auto add = [&](const Input& input, double weight) {
     if (mean || weight != 0.0) {
       inputs.push_back(input);

@@ -9,8 +9,9 @@ namespace fog {
 
 // An allreduce, reduce or reduce_scatter over all ranks of the group that the network's library does itself.
 //
-// The library does not compare what ranks ask for, and would wait for one that does not come. So they go through a barrier with their
-// signatures first: whoever gets out of it has seen, by the ranks before it, that all ask for the same.
+// The library does not compare the ranks' calls, and would wait forever for a rank that does not come. So the ranks
+// first pass a barrier that compares their signatures: a rank that leaves the barrier knows that all ranks have called
+// the same.
 class NetworkSum : public Barrier {
  public:
   NetworkSum(const Signature& signature, NetworkSums& sums, const NetworkSums::Terms& terms);
@@ -21,7 +22,7 @@ class NetworkSum : public Barrier {
   void compute() override;
 
  private:
-  NetworkSums& sums_; // the group's, which this keeps
+  NetworkSums& sums_; // the group's, which this operation keeps alive
   const NetworkSums::Terms terms_;
   std::shared_ptr<NetworkSums::Sum> sum_;
   bool agreed_ = false;

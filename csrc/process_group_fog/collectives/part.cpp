@@ -9,7 +9,7 @@
 namespace fog {
 
 void copy_own(const Part& from, const Part& to) {
-  TORCH_CHECK_VALUE(from.bytes == to.bytes, "this rank sends itself ", from.bytes, " bytes and expects ", to.bytes);
+  TORCH_CHECK_VALUE(from.bytes == to.bytes, "this rank sends itself ", from.bytes, " bytes, but expects ", to.bytes);
   if (from.data == to.data) {
     return;
   }

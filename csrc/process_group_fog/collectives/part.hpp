@@ -4,13 +4,13 @@
 
 namespace fog {
 
-// A part of a tensor on its way to or from one rank.
+// A part of a tensor that is sent to or received from one rank.
 struct Part {
   void* data = nullptr;
   size_t bytes = 0;
 };
 
-// Copies what a rank sends to itself. Throws ValueError if the sizes differ.
+// Copies the part that a rank sends to itself. Throws ValueError if the sizes differ.
 void copy_own(const Part& from, const Part& to);
 
 } // namespace fog

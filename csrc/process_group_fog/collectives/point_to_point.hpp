@@ -32,7 +32,7 @@ class PointToPointSend : public PointToPoint {
 
 class PointToPointReceive : public PointToPoint {
  public:
-  // A `peer` of -1 takes a message from any rank; the Work's source then says from which.
+  // A `peer` of -1 receives from any rank; the Work's source then names the rank.
   PointToPointReceive(Signature signature, int peer, int tag, void* data, size_t bytes);
   bool receives() const override {
     return true;

@@ -10,7 +10,7 @@ void recursive_doubling(Schedule& schedule, const std::vector<int>& ranks, int p
   while (2 * power <= count) {
     power *= 2;
   }
-  const int pairs = count - power; // each of two ranks that become one
+  const int pairs = count - power; // number of pairs of ranks that act as one
   const auto add = [&](int other, uint16_t message, bool last) {
     schedule.combine({ranks[std::min(place, other)], ranks[std::max(place, other)]}, message, elements, false, last);
   };
@@ -23,7 +23,7 @@ void recursive_doubling(Schedule& schedule, const std::vector<int>& ranks, int p
   if (is_of_pair) {
     add(place + 1, first, false);
   }
-  const int number = is_of_pair ? place / 2 : place - pairs; // among those that are left
+  const int number = is_of_pair ? place / 2 : place - pairs; // number among the remaining ranks
   uint16_t message = first;
   for (int bit = 1; bit < power; bit *= 2) {
     const int other = number ^ bit;

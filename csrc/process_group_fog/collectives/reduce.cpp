@@ -8,10 +8,10 @@
 namespace fog {
 namespace {
 
-constexpr uint16_t kToHost = 62; // of the root: after all rounds between hosts
+constexpr uint16_t kToHost = 62; // to the root's host; above the numbers of all rounds between hosts
 constexpr uint16_t kToRoot = two_level::kDown;
 
-// The ranks of a host, the root first if it is there.
+// The ranks of a host, beginning with the root if it is there.
 std::vector<int> from_root(std::vector<int> ranks, int root) {
   const auto found = std::find(ranks.begin(), ranks.end(), root);
   if (found != ranks.end()) {

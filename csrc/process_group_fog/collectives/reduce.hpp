@@ -5,7 +5,8 @@
 
 namespace fog {
 
-// The root gets the reduction over all ranks, in place; the others' tensors stay as they are. Arithmetic as in Allreduce.
+// The root gets the reduction over all ranks, in place; the other ranks' tensors stay unchanged. The arithmetic is as
+// in Allreduce.
 class Reduce : public Reduction {
  public:
   Reduce(const Terms& terms, void* data, size_t numel);
@@ -13,7 +14,7 @@ class Reduce : public Reduction {
  protected:
   void launch() override;
   Action advance() override;
-  // The root's word goes to all: most only send.
+  // The root's announcement goes to all ranks, because most only send.
   void announce() override;
   const char* given(size_t begin) const override {
     return data_ + begin * item();
@@ -30,8 +31,8 @@ class Reduce : public Reduction {
 
   char* const data_;
   char* sums_ = nullptr;
-  size_t first_ = 0; // element there
-  bool told_ = false; // the others
+  size_t first_ = 0; // element at which sums_ begins
+  bool told_ = false; // the ranks below, that the root has come
 };
 
 } // namespace fog

@@ -10,7 +10,7 @@
 namespace fog {
 namespace {
 
-// The k-th slice is that of the k-th in order.
+// The k-th slice belongs to the k-th rank in `order`.
 Cut cut_in(const std::vector<int>& order, const std::vector<size_t>& numels) {
   Cut slices{{0}};
   for (const int rank : order) {
@@ -25,7 +25,7 @@ std::vector<int> by_rank(size_t count) {
   return ranks;
 }
 
-// Those between which sums go: where one host has many ranks and each gets little, each of them counts as one.
+// The hosts between which sums go. If one host has many ranks with little data each, each rank counts as a host.
 Machines hosts_of(const Layout& layout) {
   if (layout.hosts.count() > 1) {
     return layout.hosts;
@@ -37,7 +37,8 @@ Machines hosts_of(const Layout& layout) {
   return Machines(std::move(alone), layout.ranks[layout.place]);
 }
 
-// The lanes' places, each host's of the first, then of the second, ... Of a host with more ranks than lanes several take one.
+// Orders the ranks by lane: all ranks of the first lane by host, then of the second lane, and so on. On a host with
+// more ranks than lanes, several ranks share a lane.
 std::vector<int> order_by(const Machines& hosts) {
   std::vector<int> order;
   for (int lane = 0; lane < hosts.least(); ++lane) {
@@ -57,8 +58,8 @@ Slice slice_for(int rank, const std::vector<int>& order, const Cut& slices) {
 Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cut& slices) {
   const int count = hosts.least();
   Cut lanes{{0}};
-  Cut own{{}}; // what of this rank's lane is for each host
-  int next = 0; // in order
+  Cut own{{}}; // the bounds of each host's part in this rank's lane
+  int next = 0; // position in the order
   for (int lane = 0; lane < count; ++lane) {
     for (int host = 0; host < hosts.count(); ++host) {
       if (lane == hosts.place()) {

@@ -46,11 +46,11 @@ void Reduction::launch() {
   }
 }
 
-// Ranks of which one only sends to the other.
+// Announcements between ranks of which one only sends to the other.
 void Reduction::announce() {
   std::set<int> to;
   std::set<int> from;
-  for (const auto& step : strands_[0].steps) { // the same in all
+  for (const auto& step : strands_[0].steps) { // the same in all strands
     (step.kind == Kind::kSend ? to : from).insert(step.ranks.begin(), step.ranks.end());
   }
   for (const int peer : to) {
@@ -90,7 +90,7 @@ Slice Reduction::changed() const {
   return end > begin ? Slice{begin, end - begin} : Slice{0, 0};
 }
 
-// This rank's own tensor, where it is already.
+// Returns whether the step combines only this rank's own tensor, unscaled and already in place.
 bool Reduction::changes_nothing(const Step& step) const {
   return step.ranks.size() == 1 && scale_ == 1.0 && given(step.elements.begin) == place(step.elements.begin);
 }

@@ -1,4 +1,4 @@
-// What the operations that sum over ranks have in common: a schedule, which it follows.
+// The base of the operations that sum over ranks: follows schedules.
 #pragma once
 
 #include <vector>
@@ -13,30 +13,29 @@ namespace fog {
 
 class Reduction : public Operation {
  public:
-  // What is summed.
+  // The parameters of a sum.
   struct Terms {
     Signature signature;
-    c10::ScalarType
-        dtype; // of the tensors here, and of what travels; wider than the signature's where partial sums are not to be rounded
+    c10::ScalarType dtype; // of tensors here and of messages; may be wider than the signature's, see partial_dtype()
     double scale; // this rank's factor for PREMUL_SUM
-    const Layout& layout; // of the ranks that take part
+    const Layout& layout; // of the participating ranks
   };
 
  protected:
-  // The schedules go on side by side: none of them waits for another.
+  // The schedules are independent and proceed at the same time.
   Reduction(const Terms& terms, std::vector<Schedule> schedules);
 
   void launch() override;
   Action advance() override;
   void compute() override;
 
-  // Memory of elements from `begin` on: of this rank's tensor as it was given, and of its partial sums and results.
+  // The memory of elements from `begin` on: of this rank's unchanged tensor, and of its partial sums and results.
   virtual const char* given(size_t begin) const = 0;
   virtual char* place(size_t begin) const = 0;
 
-  // Between those that would not learn otherwise what the other one has called; at the beginning.
+  // Called at the beginning: announcements between ranks that would not learn each other's signature otherwise.
   virtual void announce();
-  // What the steps change at place().
+  // The elements that the steps change at place().
   Slice changed() const;
   size_t item() const {
     return item_;
@@ -46,13 +45,13 @@ class Reduction : public Operation {
   using Step = Schedule::Step;
 
   void send_step(const Step& step);
-  // How far one schedule is.
+  // The progress of one schedule.
   struct Strand {
     std::vector<Step> steps;
     size_t next = 0; // step
     size_t used = 0; // bytes of its inputs
-    std::vector<size_t> coming; // receives of what is combined, in the order of the schedule
-    size_t combined = 0; // of them
+    std::vector<size_t> coming; // receives of the inputs to combine, in the order of the schedule
+    size_t combined = 0; // number of `coming` that have been combined
 
     bool ended() const {
       return next == steps.size();
@@ -64,9 +63,9 @@ class Reduction : public Operation {
 
   std::vector<Strand> strands_;
   const c10::ScalarType dtype_;
-  const size_t item_; // bytes of an element
+  const size_t item_; // bytes per element
   const double scale_;
-  const size_t count_; // ranks that take part
+  const size_t count_; // participating ranks
   Strand* computing_ = nullptr;
 };
 

@@ -8,9 +8,10 @@
 
 namespace fog {
 
-// Rank i gets the root's i-th input; `inputs` is empty elsewhere.
+// Rank i gets the root's i-th input; `inputs` is empty on the other ranks.
 //
-// Small ones go down a tree, each rank's together with those of all below it; larger ones straight to where they belong.
+// Small inputs go down a tree, each rank's together with the inputs of all ranks below it. Larger inputs go directly to
+// their ranks.
 class Scatter : public Operation {
  public:
   Scatter(Signature signature, std::vector<Part> inputs, Part output);
@@ -24,8 +25,8 @@ class Scatter : public Operation {
   const std::vector<Part> inputs_;
   const Part output_;
   HostTree tree_;
-  char* blocks_ = nullptr; // for this rank and all below it, in the tree's order; null where they go straight
-  bool announced_ = false; // to the parent, that all below have come
+  char* blocks_ = nullptr; // for this rank and all ranks below it, in the tree's order; null if inputs go directly
+  bool announced_ = false; // to the parent, that all ranks below have come
   bool passed_on_ = false;
   bool copied_ = false;
 };

@@ -1,8 +1,8 @@
-// What one rank does in a sum over ranks, step by step. Algorithms write it; a Reduction follows it, or several at once, one for each part of
-// a large tensor.
+// The steps of one rank in a sum over ranks. Algorithms create schedules; a Reduction follows one, or several at the
+// same time, one for each part of a large tensor.
 //
-// It depends on the layout of the ranks, the number of elements and the dtype, and on nothing else: so each element is summed in the same
-// order in every run, by one rank, or by several that all do the same.
+// A schedule depends only on the layout of the ranks, the number of elements and the dtype, so each element is summed
+// in the same order in every run, by one rank or by several ranks in the same way.
 #pragma once
 
 #include <cstdint>
@@ -14,22 +14,23 @@
 namespace fog {
 
 struct Schedule {
-  // Messages of an algorithm have smaller numbers; those of the k-th part begin at k times this.
+  // The messages of an algorithm have smaller numbers than kMessages; the messages of the k-th part begin at k *
+  // kMessagesOfPart.
   static constexpr int kMessages = 63;
   static constexpr int kMessagesOfPart = 64;
 
   struct Step {
     enum class Kind {
-      kSend, // this rank's `elements` to `ranks`
-      kCombine, // those that come from `ranks`, in this order, in which this rank stands for what it has itself
-      kAwait, // they come from `ranks`, and take the place of what is there
+      kSend, // sends this rank's `elements` to `ranks`
+      kCombine, // adds the elements of `ranks`, in this order; this rank stands for its own elements
+      kAwait, // receives the elements from `ranks` and replaces its own
     };
     Kind kind;
-    uint16_t message; // its number between two ranks: each is sent once, and those of one step are all that have it
+    uint16_t message; // unique between two ranks, except for the messages of one step
     Slice elements;
     std::vector<int> ranks; // of the group
-    bool given = false; // what is sent or combined is tensors as they were given to the operation, no partial sums
-    bool last = false; // what is combined is the result
+    bool given = false; // whether tensors are sent or combined as they were given, not partial sums
+    bool last = false; // whether the combined elements are the result
   };
 
   std::vector<Step> steps;
@@ -53,7 +54,7 @@ struct Schedule {
   }
 };
 
-// What an algorithm's ranks have at its beginning.
+// The data that an algorithm's ranks have at its beginning.
 enum class Terms : bool { kPartial, kGiven };
 
 } // namespace fog

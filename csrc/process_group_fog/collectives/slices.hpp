@@ -1,4 +1,4 @@
-// How a tensor is cut into slices.
+// Cutting a tensor into slices.
 #pragma once
 
 #include <cstddef>
@@ -18,20 +18,20 @@ inline Slice slice_of(size_t numel, int index, int count) {
   return {begin, end - begin};
 }
 
-// Consecutive slices, the k-th from bounds[k] to bounds[k + 1].
+// Consecutive slices; the k-th reaches from bounds[k] to bounds[k + 1].
 struct Cut {
   std::vector<size_t> bounds;
 
   int count() const {
     return static_cast<int>(bounds.size()) - 1;
   }
-  // `many` of them from `first` on, as one.
+  // The union of `many` slices from `first` on.
   Slice part(int first, int many = 1) const {
     return {bounds[first], bounds[first + many] - bounds[first]};
   }
 };
 
-// Nearly equal ones.
+// Nearly equal slices.
 inline Cut cut(Slice whole, int count) {
   Cut slices;
   slices.bounds.reserve(static_cast<size_t>(count) + 1);

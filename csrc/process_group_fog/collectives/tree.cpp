@@ -7,7 +7,7 @@ constexpr int kFan = 8;
 
 } // namespace
 
-// In base 8 a place's parent has a zero in place of its last digit that is not zero.
+// The parent of a place, in base 8, has a zero in place of its last nonzero digit.
 Family family_of(int place, int count) {
   Family family;
   for (int digit = 1; digit < count; digit *= kFan) {
@@ -43,7 +43,8 @@ void spread(Schedule& schedule, const std::vector<int>& ranks, int place, uint16
     schedule.await(ranks[family.parent], message, elements);
   }
   std::vector<int> to;
-  for (auto child = family.children.rbegin(); child != family.children.rend(); ++child) { // those with the most below them first
+  // Send first to the child with the most ranks below it.
+  for (auto child = family.children.rbegin(); child != family.children.rend(); ++child) {
     to.push_back(ranks[*child]);
   }
   schedule.send(std::move(to), message, elements);

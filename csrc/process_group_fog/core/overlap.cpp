@@ -203,10 +203,10 @@ void check_disjoint(
       }
       TORCH_CHECK_VALUE(
           !other.is_output, op, ": ", numbered(outputs, std::max(output.index, other.index)), ": shares memory with ",
-          numbered(outputs, std::min(output.index, other.index)), "; allowed are tensors that share none with each other");
+          numbered(outputs, std::min(output.index, other.index)), "; allowed are tensors that share no memory with each other");
       TORCH_CHECK_VALUE(
           false, op, ": ", numbered(outputs, output.index), ": shares memory with ", numbered(inputs, other.index),
-          "; allowed are tensors that share none with the input, or an input in exactly the place of its own result where there is one");
+          "; allowed are tensors that share no memory with the input, or the same memory for an input and its own result");
     }
     open.push_back(&place);
   }

@@ -23,12 +23,12 @@ void check_output(const char* op, const char* argument, const at::Tensor& tensor
 }
 
 const at::Tensor& only_tensor(const char* op, const char* argument, const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, op, ": ", argument, ": got ", tensors.size(), " tensors; allowed is one a rank");
+  TORCH_CHECK_VALUE(tensors.size() == 1, op, ": ", argument, ": got ", tensors.size(), " tensors; allowed is one per rank");
   return tensors[0];
 }
 
 const std::vector<at::Tensor>& only_list(const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists) {
-  TORCH_CHECK_VALUE(lists.size() == 1, op, ": ", argument, ": got ", lists.size(), " lists of tensors; allowed is one a rank");
+  TORCH_CHECK_VALUE(lists.size() == 1, op, ": ", argument, ": got ", lists.size(), " lists of tensors; allowed is one per rank");
   return lists[0];
 }
 
@@ -38,7 +38,7 @@ void check_list(const char* op, const char* argument, const std::vector<at::Tens
     check_output(op, argument, tensor);
     TORCH_CHECK_VALUE(
         tensor.scalar_type() == tensors[0].scalar_type() && tensor.sizes() == tensors[0].sizes(), op, ": ", argument,
-        ": got tensors of different dtype or shape; allowed are those of the first one");
+        ": got tensors of different dtypes or shapes; allowed are the dtype and shape of the first tensor");
   }
 }
 

@@ -25,8 +25,8 @@ class Timeline {
 
   // Writes slices. Only the timeline's thread has a writer.
   class Writer;
-  // Memory of entries, apart from the heap. Entries live for up to half a second. On the heap they would lie between the
-  // large tensors of a training step, whose memory the allocator would then return to the system and fetch again in
+  // Memory of entries, apart from the heap. Entries live for up to half a second. On the heap they would lie between
+  // the large tensors of a training step, whose memory the allocator would then return to the system and fetch again in
   // every step.
   static std::pmr::memory_resource* memory();
   // A text of an entry.

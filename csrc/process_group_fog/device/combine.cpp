@@ -8,10 +8,10 @@
 namespace fog::device {
 namespace {
 
-// Columns or elements from one row to the next that a BLAS counts in its int.
+// The largest numbers of columns, and of elements from one row to the next, that fit into a BLAS's int.
 constexpr int64_t kMostOfBlas = std::numeric_limits<int>::max();
 
-// A complex number is two real ones beside each other, in the last dimension.
+// A view of complex numbers as pairs of real numbers in the last dimension.
 at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor).flatten(-2) : tensor;
 }
@@ -20,21 +20,22 @@ at::Tensor vector_of(c10::ArrayRef<double> values, const at::TensorOptions& opti
   const auto vector = at::full({static_cast<int64_t>(values.size())}, values[0], options);
   for (size_t i = 1; i < values.size(); ++i) {
     if (values[i] != values[0]) {
-      vector[static_cast<int64_t>(i)].fill_(values[i]); // not copied from the host, where a replayed graph would look for it again
+      // Do not copy from host memory: a replayed graph would read the memory again.
+      vector[static_cast<int64_t>(i)].fill_(values[i]);
     }
   }
   return vector;
 }
 
-// The product of the matrix and its weights reads every row once, and the result is written once.
+// A matrix-vector product reads every row once and writes the result once.
 void multiply(const at::Tensor& out, const at::Tensor& own, double own_weight, const at::Tensor& rows, c10::ArrayRef<double> weights) {
   auto result = out;
   at::addmv_out(result, own, rows.t(), vector_of(weights, out.options()), own_weight, 1);
 }
 
-// Row after row into a sum that is wider than they are, or as wide where rows are too long for a BLAS. ATen's products take weights of
-// the rows' own dtype only, in which 1/3 would be off by a thousandth for bfloat16, and its sums take none. This reads every row once
-// too, but the sum for each of them.
+// Adds row by row into a sum of a wider dtype, or of the same dtype if the rows are too long for a BLAS. ATen's
+// products only take weights of the rows' own dtype, in which 1/3 would be off by a thousandth for bfloat16, and its
+// sums take no weights. Each row is read once, but the sum is read and written for each row.
 at::Tensor add_up(
     const at::Tensor& own, double own_weight, const at::Tensor& rows, c10::ArrayRef<double> weights, c10::ScalarType type) {
   auto sum = at::zeros(own.sizes(), own.options().dtype(type));
@@ -49,7 +50,7 @@ at::Tensor add_up(
 
 void combine_real(
     const at::Tensor& out, const at::Tensor& own, double own_weight, const at::Tensor& rows, c10::ArrayRef<double> weights, bool mean) {
-  // By a tensor: a division by a number would be a product with its reciprocal.
+  // Divide by a tensor: a division by a number would multiply by its reciprocal.
   const auto divide = [&](at::Tensor sum) {
     if (mean) {
       sum.div_(at::full({}, static_cast<double>(1 + weights.size()), sum.options()));

@@ -6,14 +6,15 @@
 
 namespace fog::device {
 
-// out = own_weight * own + weights[0] * rows[0] + weights[1] * rows[1] + ...; with `mean`, where all weights are 1, that sum over the
-// number of its terms. A term of weight 0 of its own tensor is left out; rows must have other weights. Weights are rounded to the type
-// of the sum: float32 for float32, float16 and bfloat16, and float64 for float64. Complex numbers are summed part by part. On the
-// device's current stream, without waiting for it and without a copy from the host, so that it may be captured into a graph.
+// Computes out = own_weight * own + weights[0] * rows[0] + weights[1] * rows[1] + ...; with `mean`, for which all
+// weights must be 1, divided by the number of terms. The own term is skipped if its weight is 0; rows must have other
+// weights. Weights are rounded to the type of the sum: float32 for float32, float16 and bfloat16, and float64 for
+// float64. Complex numbers are summed part by part. Runs on the device's current stream without waiting for it and
+// without a copy from the host, so it may be captured into a graph.
 //
-// All tensors are of one device and dtype, floating or complex. `out` and `own` are vectors, of consecutive elements; `out` may be
-// `own`. `rows` is a matrix of as many rows as there are weights, and with as many columns as `own` has elements, which follow one
-// another.
+// All tensors have the same device and dtype, floating or complex. `out` and `own` are contiguous vectors; `out` may be
+// `own`. `rows` is a matrix with a row per weight and a column per element of `own`; the elements of a row are
+// contiguous.
 void combine(
     const at::Tensor& out,
     const at::Tensor& own,
@@ -22,7 +23,7 @@ void combine(
     c10::ArrayRef<double> weights,
     bool mean = false);
 
-// weight * vector, or zeros where the weight is 0, whatever is in the vector. Rounded once.
+// Returns weight * vector, rounded once; zeros if the weight is 0, whatever the vector contains.
 at::Tensor scaled(const at::Tensor& vector, double weight);
 
 } // namespace fog::device

@@ -18,11 +18,11 @@ struct Factories {
   std::map<at::DeviceType, DelegateFactory> by_type;
 };
 
-// Whether there is one for cpu, whose operations have no time for locks.
+// Whether there is a factory for cpu. An atomic, because operations on CPU tensors should not lock for it.
 std::atomic<bool> serves_cpu{false};
 
 Factories& factories() {
-  // Never destroyed: a factory may hold objects of an interpreter that ends before.
+  // Never destroyed: a factory may hold Python objects, and the interpreter ends earlier.
   static auto* all = new Factories;
   return *all;
 }
@@ -77,14 +77,14 @@ void DelegateGate::enter(const IsFree& is_free, const Enter& enter) {
       return;
     }
   }
-  // A year is for ever, and can be added to the time.
+  // A year means no limit, and adding it to a time cannot overflow.
   const auto patience = std::min<std::chrono::milliseconds>(options_->timeout, std::chrono::hours(24 * 365));
   without_python_lock([&] {
     std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(
         DistBackendError, changed_.wait_for(lock, patience, is_free), "waited ", patience.count(),
-        " ms for another thread's operation on the same type of device, which has yet to return: does it connect ranks whose threads "
-        "call in another order?");
+        " ms for another thread's operation on the same type of device, which has not returned yet: does it connect ranks whose threads "
+        "make these calls in a different order?");
     enter();
   });
 }
@@ -118,7 +118,7 @@ DeviceBackends::DeviceBackends(
     : store_(std::move(store)), rank_(rank), size_(size), options_(std::move(options)), prepare_(std::move(prepare)) {}
 
 DeviceBackends::~DeviceBackends() {
-  // Their threads end with them, and may be in Python.
+  // The delegates' threads end with them, and may need the GIL for that.
   without_python_lock([this] {
     for (auto& [type, slot] : slots_) {
       slot.delegate.reset();
@@ -130,7 +130,7 @@ DelegateCall DeviceBackends::serving(const char* op, c10::ArrayRef<const at::Ten
   const at::Tensor* first = nullptr;
   for (const auto* tensor : tensors) {
     if (!tensor->defined()) {
-      continue; // whoever serves the others says so
+      continue; // the operation itself reports it
     }
     first = first == nullptr ? tensor : first;
     TORCH_CHECK_VALUE(
@@ -195,7 +195,7 @@ BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device
   std::unique_lock<std::mutex> making(place.making, std::defer_lock);
   without_python_lock([&] { making.lock(); });
   if (auto found = made(type)) {
-    return found; // another thread came first
+    return found; // another thread has created it meanwhile
   }
   auto delegate = factory(store_, rank_, size_, options_, device, eager);
   TORCH_CHECK_VALUE(delegate, op, ": no backend for tensors on ", device, " was made");
@@ -266,7 +266,7 @@ void DeviceBackends::split(
     if (!delegate->supportsSplitting()) {
       continue;
     }
-    auto copy = support().copy_options(delegate); // it is written into, and the parent's are the parent's
+    auto copy = support().copy_options(delegate); // a copy, because it is modified
     copy->timeout = options.timeout;
     copy->group_name = options.group_name;
     copy->group_desc = options.group_desc;
@@ -292,7 +292,7 @@ void DeviceBackends::start_coalescing() {
 }
 
 c10::intrusive_ptr<c10d::Work> DeviceBackends::end_coalescing() {
-  std::optional<DelegateCall> delegate; // until the group has ended
+  std::optional<DelegateCall> delegate; // kept until the group has ended
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_coalescing_ = false;

@@ -1,4 +1,4 @@
-// Other backends that serve tensors of devices which fog has no transport of its own for: torch's NCCL for cuda.
+// Delegates: other backends, for tensors of devices that fog has no transport for, such as torch's NCCL for cuda.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,8 @@ namespace fog {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// What makes a group's backend for the tensors of a type of device. It must not communicate: ranks come to it at times of
-// their own. With `eager` all ranks come together, and it may; the backend is to be connected next.
+// Creates a group's backend for the tensors of a type of device. It must not communicate, because ranks call it at
+// different times. With `eager`, all ranks call it together, and it may communicate; the backend is connected next.
 using DelegateFactory = std::function<BackendPtr(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -28,28 +28,29 @@ using DelegateFactory = std::function<BackendPtr(
     const at::Device& device,
     bool eager)>;
 
-// Sets the factory for a type of device, of groups that are made from now on and of those that have not asked for it yet; an empty
-// one takes it away. For cpu, which fog serves itself, only if tensors are to go another way.
+// Sets the factory for a type of device; an empty one removes it. It applies to new groups, and to groups that have not
+// used this type yet. CPU tensors, which fog serves itself, need one only to replace fog.
 void set_delegate_factory(at::DeviceType type, DelegateFactory factory);
 
-// What only Python can do for delegates.
+// Functions for delegates that only Python can implement.
 struct DelegateSupport {
-  // A copy of a delegate's options, of their own class.
+  // Copies a delegate's options, with their own class.
   std::function<c10::intrusive_ptr<c10d::Backend::Options>(const BackendPtr&)> copy_options;
 };
 void set_delegate_support(DelegateSupport support);
 
-// Lets fog's own groups of a delegate's operations be alone with it. Coalescing is a state of a c10d backend and not of a thread: a
-// call of another thread meanwhile would become a part of the group. A group holds this as std::unique_lock, any other call, or a group
-// that the program has begun, as std::shared_lock.
+// Gives fog's own groups of delegate operations exclusive use of the delegate. Coalescing is a state of a c10d backend,
+// not of a thread: a call of another thread meanwhile would become part of the group. A group holds the gate as
+// std::unique_lock; other calls, and groups that the program has begun, hold it as std::shared_lock.
 //
-// Who waits gives up after the group's time-out with a DistBackendError. That is for programs whose threads connect in one order on
-// this rank and in another elsewhere: a first call holds its place here until its peers have come.
+// Waiting ends with a DistBackendError after the group's timeout. This happens if a program's threads connect in
+// different orders on different ranks, because a first call holds the gate until its peers have come.
 class DelegateGate {
  public:
   explicit DelegateGate(c10::intrusive_ptr<c10d::Backend::Options> options) : options_(std::move(options)) {}
 
-  // Any thread may unlock. Who waits for lock() keeps no call out: what is in may wait for ranks that wait for that call.
+  // Any thread may unlock. A thread that waits in lock() does not keep other calls out, because the current calls may
+  // wait for ranks that need those calls.
   void lock();
   void unlock();
   void lock_shared();
@@ -66,9 +67,9 @@ class DelegateGate {
   bool is_grouped_ = false;
 };
 
-// A call of a delegate, which lasts as long as this.
+// A call of a delegate; holds the gate until it is destroyed.
 struct DelegateCall {
-  BackendPtr backend; // null if there is nobody to call
+  BackendPtr backend; // null if there is no delegate to call
   std::shared_ptr<DelegateGate> gate;
   std::shared_lock<DelegateGate> turn;
 
@@ -80,10 +81,10 @@ struct DelegateCall {
   }
 };
 
-// One group's delegates, each made when a first tensor of its type of device comes. Thread-safe.
+// The delegates of one group. Each is created for the first tensor of its type of device. Thread-safe.
 class DeviceBackends {
  public:
-  // `prepare` is called with each delegate that is made, before it is used.
+  // `prepare` is called with each new delegate before it is used.
   DeviceBackends(
       c10::intrusive_ptr<c10d::Store> store,
       int rank,
@@ -92,40 +93,43 @@ class DeviceBackends {
       std::function<void(const BackendPtr&, const at::Device&)> prepare);
   ~DeviceBackends();
 
-  // To call the delegate that serves all of these tensors; none if fog does. `op` is for messages.
+  // Returns the call of the delegate that serves all of these tensors; empty if fog does. `op` is for error messages.
   //
-  // Throws ValueError if they are on several types of device, or on one that nobody serves, and DistBackendError after close().
+  // Throws ValueError if they are on several types of device, or on one that no backend serves, and DistBackendError
+  // after close().
   DelegateCall serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors);
-  // That of a device; none if fog serves it.
+  // Returns the call of a device's delegate; empty if fog serves the device.
   DelegateCall serving(const char* op, const at::Device& device);
-  // That of a type of device if there is one already.
+  // The delegate of a type of device, if it exists.
   BackendPtr made(at::DeviceType type) const;
-  // Those that there are already.
+  // All delegates that exist.
   std::vector<BackendPtr> made() const;
-  // No more are made. Those that there are.
+  // Ends the creation of delegates. Returns the existing ones.
   std::vector<BackendPtr> close();
 
-  // Makes the delegate of a device, unless there is one, and connects it: on all ranks of the group.
+  // Creates the delegate of a device, unless it exists, and connects it. Called on all ranks of the group.
   void connect(const char* op, const at::Device& device);
-  // Splits the delegates that were connected so: on all ranks of the group. `child` is the new group's; null on a rank outside.
+  // Splits the delegates that connect() has connected. Called on all ranks of the group. `child` is the new group's;
+  // null on ranks outside of it.
   void split(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
       const c10d::Backend::Options& options,
       DeviceBackends* child);
 
-  // Between these two, operations of a delegate are one group of its operations.
+  // Between these two calls, the operations of a delegate form one group.
   void start_coalescing();
-  // The Work of the delegate's group; null if no operation of a delegate came.
+  // Returns the Work of the delegate's group; null if no delegate was called.
   c10::intrusive_ptr<c10d::Work> end_coalescing();
 
  private:
-  // One type of device.
+  // The state of one type of device.
   struct Slot {
-    std::mutex making; // held while the delegate is being made: a second thread waits for it, and makes none
+    // held while the delegate is created: a second thread waits for it instead of creating another one
+    std::mutex making;
     BackendPtr delegate;
     std::shared_ptr<DelegateGate> gate;
-    std::optional<at::Device> connected; // on all ranks together
+    std::optional<at::Device> connected; // by connect(), on all ranks together
   };
 
   DelegateCall call(const char* op, at::DeviceType type, BackendPtr delegate);
@@ -135,14 +139,14 @@ class DeviceBackends {
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
   const int size_;
-  const c10::intrusive_ptr<c10d::Backend::Options> options_; // the group's own: its time-out may change
+  const c10::intrusive_ptr<c10d::Backend::Options> options_; // the group's own, because its timeout may change
   const std::function<void(const BackendPtr&, const at::Device&)> prepare_;
   mutable std::mutex mutex_;
-  std::map<at::DeviceType, Slot> slots_; // never erased from
+  std::map<at::DeviceType, Slot> slots_; // entries are never erased
   bool is_closed_ = false;
   std::atomic<bool> is_coalescing_{false};
-  std::optional<at::DeviceType> coalesced_type_; // of the first operation
-  std::optional<DelegateCall> coalescing_; // of who has begun a group of operations for the program
+  std::optional<at::DeviceType> coalesced_type_; // type of device of the first operation
+  std::optional<DelegateCall> coalescing_; // the call that has begun a group of operations for the program
 };
 
 } // namespace fog

@@ -21,15 +21,15 @@ using Tensors = Neighbors::Tensors;
 
 namespace {
 
-// Of messages between two ranks; they are matched by their order.
+// All messages between two ranks have this tag; they are matched by their order.
 constexpr int kTag = 0;
-// Elements of a vector that begin on multiples of so many bytes are read at once.
+// Elements of a vector that begin at multiples of this number of bytes can be loaded together.
 constexpr size_t kAlignment = 16;
 
-// The place of a list's tensors of one dtype, one after the other: their own memory where that is how they lie.
+// Contiguous memory for the tensors of one dtype in a list: their own memory if they are contiguous already.
 class Flat {
  public:
-  // With the tensors' values if they are to be read.
+  // Copies the tensors' values if `read` is set.
   Flat(const Tensors& tensors, bool read) : tensors_(tensors) {
     if (const auto own = adjacent(tensors)) {
       vector_ = *own;
@@ -52,7 +52,7 @@ class Flat {
   const at::Tensor& vector() const {
     return vector_;
   }
-  // Brings what is in the vector to the tensors.
+  // Copies the vector's values to the tensors.
   void deliver() const {
     if (is_copy_) {
       unflatten(vector_, tensors_);
@@ -65,7 +65,7 @@ class Flat {
   bool is_copy_ = false;
 };
 
-// One slice of a vector for each rank of a machine, by place; they begin where elements can be read at once.
+// Divides a vector into one slice for each rank of a machine, by place; slices begin at multiples of kAlignment.
 Tensors slices_of(const at::Tensor& vector, size_t count) {
   const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / vector.element_size()));
   const int64_t share = (vector.numel() + static_cast<int64_t>(count) - 1) / static_cast<int64_t>(count);
@@ -91,7 +91,7 @@ WorkPtr Neighbors::run(const Call& call, const Tensors& inputs, const Tensors& o
   const std::lock_guard<std::mutex> lock(mutex_);
   const uint64_t sequence = ++sequence_;
   const auto what = c10::str(call.op, " #", sequence, " of group '", group_, "' on ", device_);
-  // What the device is given below is this operation's, to the profiler as well.
+  // The profiler counts the following device work as this operation's.
   std::vector<c10::IValue> seen;
   at::RecordFunction range(at::RecordScope::USER_SCOPE);
   if (range.isActive()) {
@@ -109,13 +109,13 @@ WorkPtr Neighbors::run(const Call& call, const Tensors& inputs, const Tensors& o
   try {
     naming(what, [&] { body(works); });
   } catch (...) {
-    finish(); // which keeps the tensors' memory while the stream uses it
+    finish(); // its Work keeps the tensors' memory while the stream uses it
     throw;
   }
   return finish();
 }
 
-// As bytes: a message's dtype is no business of the delegate, which may not know it.
+// Sends and receives bytes: the delegate may not support the messages' dtype.
 void Neighbors::exchange(const Messages& sends, const Messages& receives, Works& works) {
   const auto start = [&](const Messages& messages, auto&& give) {
     for (const auto& [peer, tensor] : messages) {
@@ -142,7 +142,8 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
       if (connected_) {
         return;
       }
-      // NCCL connects all ranks of a group in the first operation of each. A rank without a peer takes part by a message to itself.
+      // NCCL connects all ranks of a group in the first operation of each rank. A rank without a peer takes part with a
+      // message to itself.
       const auto options = at::TensorOptions(device_).dtype(at::kByte);
       out = {{rank_, at::zeros({1}, options)}};
       in = {{rank_, at::empty({1}, options)}};
@@ -152,21 +153,21 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
     try {
       give_all(out, in);
     } catch (...) {
-      try { // or else the delegate would take whatever comes next for part of this group
+      try { // otherwise the delegate would add later operations to this group
         delegate_->endCoalescing();
-      } catch (const std::exception&) { // the first failure is the one to tell
+      } catch (const std::exception&) { // report the first failure
       }
       works.resize(before);
       throw;
     }
-    works.resize(before); // those of the parts say nothing
+    works.resize(before); // the Works of the single operations carry no information
     works.push_back(delegate_->endCoalescing());
     alone.unlock();
     connected_ = true;
   }
   works.erase(std::remove(works.begin() + static_cast<std::ptrdiff_t>(before), works.end(), WorkPtr()), works.end());
   for (size_t i = before; i < works.size(); ++i) {
-    works[i]->wait(); // orders the stream, which is the current one
+    works[i]->wait(); // makes the current stream wait
   }
 }
 
@@ -177,7 +178,8 @@ at::Tensor Neighbors::empty_rows(size_t count, const at::Tensor& like) {
 }
 
 void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
-  // No edge, no influence, not even of a NaN: what comes with weight 0 has the last rows, and the sum is of those before.
+  // A weight of 0 means no edge, so not even a NaN may have an effect: the tensors with weight 0 get the last rows, and
+  // only the rows before them are summed.
   auto sources = plan.sources();
   const auto unheard =
       std::stable_partition(sources.begin(), sources.end(), [](const WeightedPeer& source) { return source.weight != 0.0; });
@@ -323,7 +325,7 @@ WorkPtr Neighbors::gather(
   for (const auto count : rows) {
     sizes[0] += count;
   }
-  // Before the stream changes: the result belongs to the program's.
+  // Allocate before the stream changes: the result belongs to the program's stream.
   const auto gathered = at::empty(sizes, tensor.options().requires_grad(false));
   return run({op, title, type}, {tensor}, {gathered}, [&](Works& works) {
     const auto own = tensor.contiguous();
@@ -356,7 +358,7 @@ WorkPtr Neighbors::collective(const char* op, const char* title, OpType type, co
       return start(*delegate_, given);
     }();
     if (work) {
-      work->wait(); // orders the stream, which is the current one
+      work->wait(); // makes the current stream wait
       works.push_back(work);
     }
     connected_ = true;

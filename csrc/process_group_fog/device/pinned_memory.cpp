@@ -12,8 +12,8 @@ namespace {
 
 constexpr unsigned kPortable = 1; // cudaHostRegisterPortable: page-locked for every context of the process
 
-// fog is built without CUDA, and torch has no operation that page-locks memory which is there already. So this looks in torch's own
-// library for devices, if the process has loaded it, for a function of the runtime that it is linked with; null if there is none.
+// fog is built without CUDA, and torch has no operation to page-lock existing memory. So this looks for a function of
+// the CUDA runtime in torch's device library, if the process has loaded it; null if there is none.
 template <typename Function>
 Function* of_runtime(const char* name) {
   void* library = dlopen("libc10_cuda.so", RTLD_NOW | RTLD_NOLOAD);
@@ -21,11 +21,11 @@ Function* of_runtime(const char* name) {
     return nullptr;
   }
   auto* function = reinterpret_cast<Function*>(dlsym(library, name));
-  dlclose(library); // torch keeps it
+  dlclose(library); // torch keeps it loaded
   return function;
 }
 
-// torch takes the last error that the runtime remembers for one of its own.
+// Clears the runtime's last error: torch would take it for an error of its own.
 void forget_error() {
   if (auto* forget = of_runtime<int()>("cudaGetLastError")) {
     forget();
@@ -38,7 +38,7 @@ at::Tensor empty_pinned(at::IntArrayRef sizes, c10::ScalarType dtype) {
   const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
   try {
     return at::empty(sizes, options.pinned_memory(true));
-  } catch (const std::exception&) { // this device's allocator has none
+  } catch (const std::exception&) { // this device's allocator has no pinned memory
     return at::empty(sizes, options);
   }
 }
@@ -48,10 +48,10 @@ PinnedMemory::PinnedMemory(const at::Device& device, void* memory, size_t bytes)
   if (lock == nullptr || bytes == 0) {
     return;
   }
-  const c10::DeviceGuard guard(device); // where the runtime makes a context if there is none
+  const c10::DeviceGuard guard(device); // if there is no context yet, the runtime creates one on this device
   if (lock(memory, bytes, kPortable) == 0) {
     memory_ = memory;
-  } else { // pages of a window that is locked already, for example
+  } else { // for example pages of another window that are locked already
     forget_error();
   }
 }

@@ -1,4 +1,4 @@
-// Host memory that a device copies to and from by itself.
+// Page-locked host memory, which a device can access directly.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,12 @@
 
 namespace fog::device {
 
-// A page-locked CPU tensor, or an ordinary one where the device's allocator has no such memory: copies are then slower, and
-// the host may wait for them.
+// Returns a page-locked CPU tensor, or an ordinary one if the device's allocator has no such memory: copies are then
+// slower, and the host may wait for them.
 at::Tensor empty_pinned(at::IntArrayRef sizes, c10::ScalarType dtype);
 
-// Has the CUDA runtime that torch has loaded page-lock memory that is there already, until the end of this object; nothing where
-// there is no such runtime or it refuses.
+// Page-locks existing memory during its lifetime, by the CUDA runtime that torch has loaded. Does nothing without such
+// a runtime or if it refuses.
 class PinnedMemory {
  public:
   PinnedMemory(const at::Device& device, void* memory, size_t bytes);
@@ -22,7 +22,7 @@ class PinnedMemory {
 
  private:
   const at::Device device_;
-  void* memory_ = nullptr; // null: it is not locked
+  void* memory_ = nullptr; // null if it is not locked
 };
 
 } // namespace fog::device

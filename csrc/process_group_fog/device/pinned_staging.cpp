@@ -16,13 +16,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread sleeps between two looks at an event: at first, and at most.
+// The first and the longest sleep between two checks of an event.
 constexpr auto kShortest = std::chrono::microseconds(5);
 constexpr auto kLongest = std::chrono::microseconds(500);
 // Unused buffers that a window keeps: one to copy to while another one is sent.
 constexpr size_t kBuffers = 2;
 
-// Neither autograd nor the version counter sees it.
+// Copies without autograd or the version counter.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
   const at::AutoDispatchBelowADInplaceOrView no_grad;
   to.copy_(from, true);
@@ -33,13 +33,13 @@ at::Tensor flat_values(const at::Tensor& tensor) {
   return tensor.detach().view({-1});
 }
 
-// Events that had not happened when nobody waited any longer, and the memory that the device may still use before they do.
+// Keeps memory that the device may use until an event for which no thread waits any longer.
 void keep_until(const Event& event, std::vector<at::Tensor> tensors) {
   struct Kept {
     Event event;
     std::vector<at::Tensor> tensors;
   };
-  static auto* mutex = new std::mutex; // the process's end needs no order
+  static auto* mutex = new std::mutex; // never destroyed, so the order of destruction does not matter
   static auto* all = new std::vector<Kept>;
   const std::lock_guard<std::mutex> lock(*mutex);
   all->erase(std::remove_if(all->begin(), all->end(), [](const Kept& kept) { return has_happened(kept.event); }), all->end());
@@ -58,7 +58,7 @@ PinnedStaging::PinnedStaging(Window& window)
       pinned_(device_, published_.mutable_data_ptr(), window.bytes()) {}
 
 PinnedStaging::~PinnedStaging() {
-  if (read_ && !is_known_to_have_happened(read_)) { // the memory is to be unlocked
+  if (read_ && !is_known_to_have_happened(read_)) { // the device must be done before the memory is unlocked
     try {
       await("win_free", read_, deadline_after(window_.timeout()));
     } catch (const std::exception&) {
@@ -79,8 +79,8 @@ void PinnedStaging::submit(const char* op, const at::Tensor& tensor, Deadline de
     operation.copied = stream_.record();
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  if (window_.holds_mutex()) { // which other threads would wait for
-    while (running_) { // until what was called before has been started
+  if (window_.holds_mutex()) { // other threads would wait for the mutex, so this thread runs the operation
+    while (running_) { // after the earlier operations have started
       lock.unlock();
       window_.engine().check_interrupt();
       lock.lock();
@@ -116,7 +116,7 @@ void PinnedStaging::run(Operation operation) {
     if (operation.copied) {
       await(operation.name, operation.copied, operation.deadline);
     }
-  } catch (...) { // it may still come
+  } catch (...) { // the copy may still be in progress
     keep_until(operation.copied, {operation.tensor, operation.staged});
     operation.fail(std::current_exception());
     return;
@@ -143,7 +143,8 @@ void PinnedStaging::finish(const char* op, const at::Tensor& tensor, const at::T
       throw;
     }
     Window::count_change(tensor);
-    if (tensor.const_data_ptr() == flat_.const_data_ptr() && tensor.is_contiguous()) { // neighbors get it
+    // the window's tensor has changed, so publish it
+    if (tensor.const_data_ptr() == flat_.const_data_ptr() && tensor.is_contiguous()) {
       const std::lock_guard<std::mutex> owner(owner_);
       await(op, read_, deadline);
       window_.publish([&] { published_.copy_(staged); });
@@ -154,12 +155,13 @@ void PinnedStaging::finish(const char* op, const at::Tensor& tensor, const at::T
 
 void PinnedStaging::copy_to_published(const char* op, Deadline deadline) {
   await(op, read_, deadline);
-  // The device may be busy with other things for long: nobody who gets the copy is to wait for these.
+  // The device may be busy for long: wait before publishing, so that neighbors do not have to wait for that.
   await(op, record_on(*current_stream(device_)), deadline);
   window_.publish([&] {
     const c10::OptionalStreamGuard guard(stream_.get());
     copy_values(published_, window_.tensor());
-    read_ = stream_.record(); // and written: if this fails nobody changes the copy before
+    // if await() fails, this event also keeps the copy from being changed before it is written
+    read_ = stream_.record();
     await(op, read_, deadline);
   });
 }
@@ -181,7 +183,7 @@ at::Tensor PinnedStaging::update(
   if (clone) {
     const c10::InferenceMode normal(false);
     const auto result = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
-    result.copy_(combined); // from memory of this call's own: it waits
+    result.copy_(combined); // combine() returned memory of its own; this copy waits
     return result;
   }
   copy_values(tensor, combined);
@@ -190,7 +192,7 @@ at::Tensor PinnedStaging::update(
   return tensor;
 }
 
-// What c10d's put() sends goes to the device from the engine's thread: signals come after it.
+// Data of c10d's put() is copied to the device in the engine's thread, so that signals come after it.
 void PinnedStaging::receive(size_t offset, const void* data, size_t bytes) {
   const auto size = static_cast<size_t>(flat_.element_size());
   const auto from =

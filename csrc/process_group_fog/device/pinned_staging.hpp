@@ -1,4 +1,4 @@
-// Windows of device tensors: what they have on the host.
+// The host side of windows of device tensors.
 #pragma once
 
 #include <condition_variable>
@@ -13,22 +13,24 @@
 
 namespace fog::device {
 
-// Serves any device, between any hosts. Slots are in host memory, and beside them is a copy of the tensor, from which neighbors get: the
-// published copy. Both are the Window's; this copies between them and the device.
+// Serves any device, between any hosts. Slots are in host memory. Neighbors get the tensor from a copy in host memory,
+// the published copy. Both belong to the Window; this class copies between them and the device.
 //
-// - put and accumulate copy the tensor to the host on a stream of the window's own, behind what the current stream has to do;
-//   a thread waits for the copy and starts the operation from there. So the host goes on at once, and the copy overlaps with
-//   the program's own work and with what earlier operations still send. Operations start in the order of the calls.
-// - get needs nothing of any device: it takes the published copy of the neighbor.
-// - update waits until the current stream has done what it has, combines on the host, with the same bits as for a CPU tensor, and
-//   leaves the result to the current stream to copy.
+// - put and accumulate copy the tensor to the host on a separate stream of the window, after the work on the current
+//   stream. A thread waits for the copy and starts the operation from there. So the host continues at once, and the
+//   copy overlaps with the program's own work and with the sends of earlier operations. Operations start in the order
+//   of the calls.
+// - get needs no device: it reads the neighbor's published copy.
+// - update waits for the work on the current stream, combines on the host, with the same bits as for a CPU tensor, and
+//   queues the copy of the result on the current stream.
 //
-// The tensor is published when the window is made, by each update, by a put or an accumulate of the tensor itself with a self_weight,
-// and when this rank gives back mutexes of its own. What else changes it is seen from the next of these on, and never half done.
+// The tensor is published when the window is created, by each update, by a put or an accumulate of the tensor itself
+// with a self_weight, and when this rank releases mutexes of its own. Other changes become visible at the next of these
+// times, and never partially.
 //
-// A thread that holds one of the window's mutexes runs its operations itself, and waits for their copies: the mutexes
-// belong to the thread. A Work is complete once the device is done as well. Windows whose neighbors reach each other's device memory would
-// be another way to stage; torch's symmetric memory is the way to them.
+// A thread that holds one of the window's mutexes runs its operations itself and waits for their copies, because the
+// mutexes belong to the thread. A Work is complete once the device is done as well. An alternative way of staging would
+// be windows whose neighbors access each other's device memory, by torch's symmetric memory.
 class PinnedStaging final : public WindowStaging {
  public:
   explicit PinnedStaging(Window& window);
@@ -43,41 +45,41 @@ class PinnedStaging final : public WindowStaging {
   void drain(const char* op, Deadline deadline) override;
 
  private:
-  // Its values are on their way to the host.
+  // An operation whose tensor is being copied to the host.
   struct Operation {
     const char* name;
     Deadline deadline;
-    at::Tensor tensor; // the caller's; undefined if it sends nothing
-    at::Tensor staged; // its values
-    Event copied; // they are there
+    at::Tensor tensor; // the caller's; undefined if nothing is sent
+    at::Tensor staged; // its values on the host
+    Event copied; // when they have been copied
     Go go;
     Fail fail;
   };
 
   void run_queue();
   void run(Operation operation);
-  // It copies the tensor, as it will be after what the current stream has, to where neighbors get it. The caller has `owner_`.
+  // Copies the tensor, as it will be after the current stream's work, to the published copy. Requires `owner_`.
   void copy_to_published(const char* op, Deadline deadline);
-  // It throws at the deadline. Whatever the device still has to do uses no memory that is given away.
+  // Throws at the deadline. The memory that the device may still use is not released.
   void await(const char* op, const Event& event, Deadline deadline) const;
   at::Tensor take_buffer(at::IntArrayRef sizes);
   void give_buffer(at::Tensor buffer);
 
   Window& window_;
   const at::Device device_;
-  const at::Tensor published_; // the copy
-  const at::Tensor flat_; // the tensor's values in order, where they were when the window was made
+  const at::Tensor published_; // the published copy
+  const at::Tensor flat_; // the tensor's values in order, at their address at the window's creation
   const Stream stream_;
-  const Stream received_; // of what neighbors write, which waits for nothing that the program has given the device
-  PinnedMemory pinned_; // the published copy's
+  const Stream received_; // for data that neighbors write; does not wait for the program's work on the device
+  PinnedMemory pinned_; // for the published copy
 
   std::mutex owner_; // held by the thread that reads or changes the published copy
-  Event read_; // of the published copy by the device: it must not change before
+  Event read_; // when the device has read the published copy, which must not change before
 
   std::mutex mutex_;
   std::condition_variable idle_;
   std::deque<Operation> queue_; // not started yet
-  bool running_ = false; // a thread is at the queue
+  bool running_ = false; // a thread runs the queue
   std::vector<at::Tensor> buffers_; // unused
 };
 

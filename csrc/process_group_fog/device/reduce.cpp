@@ -13,7 +13,8 @@ namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
-// The signed type of the same size, whose sums, products and bits are the same; torch has few operations for these.
+// The signed type of the same size, whose sums, products and bit operations have the same bits; torch has few
+// operations for these unsigned types.
 std::optional<c10::ScalarType> signed_type(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::UInt16:
@@ -64,7 +65,7 @@ void check_reduction_on_device(const char* op, RedOp reduction, const at::Tensor
   const bool needs_sign = reduction == RedOp::MIN || reduction == RedOp::MAX || reduction == RedOp::AVG;
   TORCH_CHECK_VALUE(
       !(needs_sign && signed_type(tensor.scalar_type())), op, ": op: got ", reduction_name(reduction), " for dtype ",
-      dtype_name(tensor.scalar_type()), " on ", tensor.device(), "; of unsigned dtypes it allows uint8 there");
+      dtype_name(tensor.scalar_type()), " on ", tensor.device(), "; there uint8 is the only unsigned dtype that it allows");
 }
 
 void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {
@@ -77,7 +78,7 @@ void reduce(RedOp op, const at::Tensor& out, c10::ArrayRef<at::Tensor> rows) {
     add(op, result, wide == dtype || as_signed ? read(row) : row.to(wide));
   }
   if (op == RedOp::AVG) {
-    // By a tensor: a division by a number would be a product with its reciprocal.
+    // Divide by a tensor: a division by a number would multiply by its reciprocal.
     const auto count = at::full({}, static_cast<double>(rows.size()), result.options());
     c10::isIntegralType(wide, false) ? result.div_(count, "trunc") : result.div_(count);
   }

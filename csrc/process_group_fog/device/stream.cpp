@@ -22,8 +22,8 @@ bool ask_whether_capturing(const Guard&, const c10::Stream&, long) {
   return false;
 }
 
-// What frees memory that torch allocates on a type of device. By an example: c10::GetAllocator() does not know of one that the program
-// has put in the place of torch's own.
+// The function that frees torch's memory on a type of device. It is taken from an example tensor, because
+// c10::GetAllocator() does not know about an allocator that the program has installed instead of torch's own.
 c10::DeleterFnPtr allocator_deleter(const at::Device& device) {
   static std::mutex mutex;
   static auto* known = new std::map<at::DeviceType, c10::DeleterFnPtr>;
@@ -78,7 +78,7 @@ Event record_on(const c10::Stream& stream) {
 Stream::Stream(const at::Device& device) {
   if (!device.is_cpu()) {
     stream_ = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-    allocator_deleter(device); // here, where it may allocate: use_on() is called in destructors too
+    allocator_deleter(device); // call it here, because it may allocate, and use_on() is also called in destructors
   }
 }
 
@@ -106,7 +106,7 @@ bool has_happened(const Event& event) {
 bool is_known_to_have_happened(const Event& event) noexcept {
   try {
     return has_happened(event);
-  } catch (const std::exception&) { // the device has failed, or captures
+  } catch (const std::exception&) { // the device has failed, or is capturing
     return false;
   }
 }

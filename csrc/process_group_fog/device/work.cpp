@@ -45,20 +45,20 @@ Work::Work(
     held_.insert(held_.end(), outputs_.begin(), outputs_.end());
   }
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
-  future_->markCompleted(c10::IValue(outputs_)); // it remembers the current stream, on which the operation is
+  future_->markCompleted(c10::IValue(outputs_)); // the Future remembers the current stream, which is the operation's
 }
 
 Work::~Work() {
-  // Nobody has waited: the tensors' memory must not be used again before the stream is through.
+  // No wait() was called: the tensors' memory must not be reused before the stream has finished.
   for (const auto& tensor : held_) {
     try {
       use_on(*stream_, tensor);
-    } catch (const std::exception&) { // the device is gone, and its memory with it
+    } catch (const std::exception&) { // the device has ended, and its memory with it
     }
   }
 }
 
-// Once the stream that the call was made on is ordered after the operation, memory that comes free there is free.
+// Once the stream of the call waits for the operation, memory that is freed on that stream can be reused safely.
 void Work::release() {
   const std::lock_guard<std::mutex> lock(held_mutex_);
   if (held_.empty()) {
@@ -72,8 +72,8 @@ void Work::release() {
   held_.clear();
 }
 
-// The watchdog of torch's NCCL looks after a copy of each of its works. The one that is here hears of an error when it is asked
-// whether it is complete, and not before.
+// The watchdog of torch's NCCL checks a copy of each of its Works. The Work here learns of an error only when it is
+// asked whether it is complete.
 bool Work::has_failed() const {
   for (const auto& part : parts_) {
     part->isCompleted();

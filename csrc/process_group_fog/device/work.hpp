@@ -1,4 +1,4 @@
-// The Work of an operation that fog makes of a delegate's.
+// The Work of fog's own operations that use a delegate.
 #pragma once
 
 #include <mutex>
@@ -11,14 +11,14 @@
 
 namespace fog::device {
 
-// Runs `function`; what it throws becomes a DistBackendError, but for ValueError and TypeError, that begins with `what`, the
-// operation's name.
+// Runs `function`. Its exceptions, except ValueError and TypeError, become a DistBackendError that begins with `what`,
+// the operation's name.
 template <typename Function>
 auto naming(const std::string& what, const Function& function);
 
-// The device has everything to do already. As with NCCL, wait() orders the current stream after the operation and does not
-// block the host, whatever time-out it is given; callbacks of the Future run at once, on streams that are ordered after it.
-// Failures are those of the delegate's works.
+// The whole operation is queued on the device already. As with NCCL, wait() makes the current stream wait for the
+// operation and does not block the host, whatever the timeout. Callbacks of the Future run at once, on streams that
+// wait for the operation. Failures are those of the delegate's Works.
 class Work : public c10d::Work {
  public:
   struct Description {
@@ -27,9 +27,9 @@ class Work : public c10d::Work {
     std::string what; // for errors: "neighbor_allreduce #3 of group '0' on cuda:0"
     uint64_t sequence;
   };
-  // To be made while the operation's stream is the current one. `parts` are the delegate's works. `launched_on` is the program's
-  // stream at the time of the call, `stream` the operation's; none on a cpu.
-  // What the profiler sees of the operation is its caller's business.
+  // Must be constructed while the operation's stream is the current one. `parts` are the delegate's Works.
+  // `launched_on` is the program's stream at the time of the call, `stream` the operation's; none on a CPU. The caller
+  // records the operation for the profiler.
   Work(
       Description description,
       const std::vector<at::Tensor>& inputs,
@@ -39,15 +39,16 @@ class Work : public c10d::Work {
       std::optional<c10::Stream> launched_on);
   ~Work() override;
 
-  // These two ask the device: not while it is being captured. They ask the delegate's works too, which may learn of a failure only then.
+  // These two query the device, so they must not be called while it is being captured. They also query the delegate's
+  // Works, which may learn of a failure only then.
   bool isCompleted() override;
   bool isSuccess() const override;
-  // What is known of failures.
+  // The failure, as far as it is known.
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  // The base's blocks the stream until the Future is completed, which it is at once.
+  // The base class would block the stream until the Future is complete, but this Future is complete from the start.
   void blockCurrentStream() override {
     synchronize();
   }

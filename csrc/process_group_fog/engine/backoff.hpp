@@ -1,4 +1,4 @@
-// How a thread waits for progress without wasting the core it waits on.
+// Strategies for waiting for progress without wasting the core.
 #pragma once
 
 #include <sched.h>
@@ -9,8 +9,8 @@
 
 namespace fog {
 
-// Spins while an answer within microseconds is likely, then gives the core to others between polls, then sleeps longer and
-// longer. With more ranks than cores there is no spinning: the one to wait for may need this very core.
+// Spins while an answer within microseconds is likely, then yields the core between polls, then sleeps for increasing
+// times. With more ranks than cores it never spins: the awaited rank may need this core.
 class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
@@ -24,8 +24,9 @@ class Backoff {
     spinning_since_ = {};
   }
 
-  // Before a poll: looks, for a microsecond or two, whether there is something to poll for. That is what spinning is: a poll takes the engine's
-  // lock and reads the clock, a look reads a word that a peer writes to.
+  // Call before a poll: checks for a microsecond or two whether there is anything to poll for. Spinning consists of
+  // these checks: a poll takes the engine's lock and reads the clock, whereas `look` only reads a word that a peer
+  // writes to.
   template <typename Look>
   void spin(Look&& look) const {
     for (int looks = 0; spins_ && looks < kLooks && !look(); ++looks) {
@@ -35,7 +36,7 @@ class Backoff {
     }
   }
 
-  // Whether it goes on spinning after a poll in vain.
+  // Call after a poll without result: returns whether to keep spinning.
   bool spins(Clock::time_point now) {
     if (spins_) {
       spinning_since_ = spinning_since_ == Clock::time_point() ? now : spinning_since_;
@@ -44,9 +45,9 @@ class Backoff {
     return spins_;
   }
 
-  // Gives the core to others, or returns how long to sleep. `bell`: something will end the sleep in time. Then it
-  // begins soon: a sleeper gets its core back at once when it is woken, a thread that yields only after those that compute. Where there are
-  // such, it begins at once.
+  // Yields the core and returns 0, or returns how long to sleep. `bell`: the sleep ends as soon as there is news, so
+  // sleeping begins early: a woken sleeper gets its core back at once, but a thread that yields only after the threads
+  // that compute. If such threads have delayed a yield lately, sleeping begins at once.
   std::chrono::nanoseconds pause(bool bell) {
     ++polls_;
     if (polls_ <= (bell ? kYieldsWithBell : kYields)) {
@@ -66,19 +67,20 @@ class Backoff {
   }
 
  private:
-  static constexpr int kLooks = 64; // of one spin()
-  // Twice what it costs to sleep and be woken; longer than a peer takes to copy a chunk.
+  static constexpr int kLooks = 64; // per spin()
+  // Twice the cost of sleeping and waking up; longer than a peer takes to copy a chunk.
   static constexpr std::chrono::nanoseconds kSpinTime = std::chrono::microseconds(100);
   static constexpr int kYields = 500;
   static constexpr int kYieldsWithBell = 5;
   static constexpr std::chrono::nanoseconds kFirstSleep = std::chrono::microseconds(20);
   static constexpr std::chrono::nanoseconds kLongestSleep = std::chrono::milliseconds(1);
 
-  // Others of this job have the core for less, but for large sums.
+  // A yield that took longer than this means that another program uses the core. Ranks of this job use it for less,
+  // except for large sums.
   static constexpr std::chrono::nanoseconds kCrowded = std::chrono::microseconds(500);
   static constexpr std::chrono::nanoseconds kCrowdedTime = std::chrono::milliseconds(100);
 
-  static inline std::atomic<Clock::rep> crowded_until_{0}; // no yields till then: somebody had the core for so long
+  static inline std::atomic<Clock::rep> crowded_until_{0}; // until then no yields: one took longer than kCrowded
 
   const bool may_spin_;
   bool spins_;
@@ -87,18 +89,19 @@ class Backoff {
   std::chrono::nanoseconds sleep_ = kFirstSleep;
 };
 
-// How long a thread sleeps between looks at large data that rings no bell. Each sleep is a part of the time since the last news, so it is
-// noticed little later than it could be, and what a link brings meanwhile comes in one piece. Where sleeps are too long for the link they
-// become shorter: one is too long if several looks in a row find something after theirs.
+// Chooses how long a thread sleeps between checks of large data that rings no bell. Each sleep is a fraction of the
+// time since the last news, so news is noticed with little delay, and the data that a link brings meanwhile is handled
+// at once. Sleeps become shorter if they are too long for the link, that is, if several checks in a row after a sleep
+// found data.
 class FlowPace {
  public:
   using Duration = std::chrono::nanoseconds;
 
-  // A look has found something.
+  // Call after a check that found data.
   void moved() {
     ++looks_;
   }
-  // Nothing has moved, and the last news came so long ago: how long to sleep.
+  // Call after a check that found nothing, with the time since the last news: returns how long to sleep.
   Duration nap(Duration quiet) {
     longest_ = looks_ >= kManyLooks ? longest_ / 2 : longest_ * 2;
     longest_ = std::clamp(longest_, kShortest, kLongest);
@@ -112,7 +115,7 @@ class FlowPace {
   static constexpr Duration kShortest = std::chrono::microseconds(20);
   static constexpr Duration kLongest = std::chrono::milliseconds(1);
 
-  int looks_ = 0; // since the last sleep
+  int looks_ = 0; // checks with data since the last sleep
   Duration longest_ = kLongest;
 };
 

@@ -55,7 +55,7 @@ void CompletionPool::run(std::function<void()> task, Refused refused) {
       return;
     }
   }
-  // What it starts and waits for is as good as started by a thread of the pool.
+  // The work that the callback starts and waits for is treated as if a thread of the pool had started it.
   const bool was_pool_thread = std::exchange(is_pool_thread, true);
   report_unowned_failure("a callback", task);
   is_pool_thread = was_pool_thread;
@@ -72,7 +72,7 @@ void CompletionPool::grow() {
       changed_.notify_one();
     }
     refused_ = false;
-  } catch (const std::exception&) { // another time
+  } catch (const std::exception&) { // grow() is called again later
   }
 }
 
@@ -90,7 +90,7 @@ void CompletionPool::work() {
     tasks_.pop_front();
     lock.unlock();
     report_unowned_failure("a callback", task);
-    task = nullptr; // what it holds is released without the lock
+    task = nullptr; // release its captures without the lock
     lock.lock();
     ++idle_;
   }

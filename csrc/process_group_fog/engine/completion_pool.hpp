@@ -1,4 +1,4 @@
-// Threads that run what hangs on an operation's Future.
+// Threads that run the callbacks of operations' Futures.
 #pragma once
 
 #include <atomic>
@@ -11,28 +11,29 @@
 
 namespace fog {
 
-// A callback may wait for another operation's Future (PowerSGD's hook for DistributedDataParallel does), and that one's
-// callbacks need a thread as well. So the pool grows whenever all its threads are taken; mostly it has one. The
-// threads that drive operations run no callbacks of Futures that somebody holds, but where the system refuses threads.
+// A callback may wait for another operation's Future (PowerSGD's hook for DistributedDataParallel does), whose
+// callbacks need a thread as well. So the pool grows whenever all its threads are busy; usually it has one. The threads
+// that drive operations do not run callbacks of Futures that the program holds, except if the system refuses new
+// threads.
 //
-// An exception that a task lets out is reported on stderr, and the thread goes on.
+// An exception that a task throws is reported on stderr, and the thread continues.
 class CompletionPool {
  public:
-  // What becomes of a task that needs a new thread when the system refuses one.
+  // The handling of a task that needs a new thread when the system refuses one.
   enum class Refused {
-    kQueue, // it waits for a thread that there is, or for grow()
-    kRunHere, // it runs in the caller: a thread of the pool may be waiting for it
-    kThrow, // std::exception: it was not taken
+    kQueue, // the task waits for an existing thread or for grow()
+    kRunHere, // the task runs in the caller, because the pool's threads may be waiting for it
+    kThrow, // run() throws std::exception and does not take the task
   };
 
-  // Makes the first thread, so that tasks that are queued come to their turn whatever happens. Throws std::system_error.
+  // Creates the first thread, so that queued tasks run in any case. Throws std::system_error.
   void start();
   void run(std::function<void()> task, Refused refused);
-  // Tries once more to make the threads that were refused; nothing if none were.
+  // Tries again to create the threads that were refused, if any.
   void grow();
-  // Whether this thread is one of a pool's.
+  // Returns whether the calling thread belongs to a pool.
   static bool is_current_thread();
-  // Runs what is queued and ends the threads; later tasks run in the caller.
+  // Runs the queued tasks and ends the threads; later tasks run in the caller.
   void stop();
 
  private:
@@ -43,8 +44,8 @@ class CompletionPool {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   std::vector<std::thread> threads_;
-  size_t idle_ = 0; // threads that have no task, or are about to look for one
-  std::atomic<bool> refused_{false}; // a task in the queue lacks a thread
+  size_t idle_ = 0; // threads without a task, including those that are about to fetch one
+  std::atomic<bool> refused_{false}; // a queued task has no thread
   bool stopping_ = false;
 };
 

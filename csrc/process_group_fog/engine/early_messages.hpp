@@ -1,8 +1,9 @@
-// Messages that came before this rank had the operation for them, and how much memory they take.
+// Messages that arrived before this rank started their operation, and the memory that they take.
 //
-// A rank that runs ahead of this one could fill its memory with small messages, whose data comes with the header. So once
-// those of a process take more than a limit it is asked to hold its data back: then that stays where it is until an
-// operation here takes it, as that of large messages always does, and the sender's operation ends only then.
+// A rank that runs ahead of this one could fill its memory with small messages, whose data comes with the header. So if
+// the early messages of a process take more than a limit, it is asked to hold its data back. From then on the data
+// stays at the sender until an operation here takes it, as the data of large messages always does, and the sender's
+// operation ends only then.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@
 
 namespace fog {
 
-// How much there is of each process. Every call needs the engine's lock.
+// Counts the bytes of early messages per process. Every call needs the engine's lock.
 class EarlyLoad {
  public:
   EarlyLoad();
@@ -24,15 +25,15 @@ class EarlyLoad {
   size_t bytes() const {
     return bytes_;
   }
-  // Whether take_changes() has something.
+  // Returns whether take_changes() would return anything.
   bool changed() const {
     return !changed_.empty();
   }
-  // Processes of which there is too much now (true), or not any more (false), since the last call.
+  // Processes whose early messages have exceeded the limit (true), or no longer do (false), since the last call.
   std::vector<std::pair<int, bool>> take_changes();
 
  private:
-  const size_t most_; // of one process
+  const size_t most_; // per process
   size_t bytes_ = 0;
   std::vector<size_t> loads_; // by world rank
   std::vector<bool> held_;
@@ -47,9 +48,9 @@ class EarlyMessage {
   EarlyMessage& operator=(EarlyMessage&&) = delete;
   EarlyMessage(const EarlyMessage&) = delete;
 
-  const int source; // rank of the group; of the world if that is not made here yet
+  const int source; // rank of the group, or of the world if the group does not exist here yet
   const Header header;
-  std::vector<char> data; // what came with the header
+  std::vector<char> data; // data that came with the header
 
  private:
   size_t bytes() const {

@@ -16,8 +16,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kCheckInterval = std::chrono::milliseconds(2); // of deadlines and of other processes
-constexpr int kMostLeftOut = 8; // of these, one after the other
+constexpr auto kCheckInterval = std::chrono::milliseconds(2); // between checks of deadlines and of other processes
+constexpr int kMostLeftOut = 8; // consecutive checks to skip while there is progress
 constexpr const char* kNoMemory = "fog's engine lacks memory (std::bad_alloc)";
 
 } // namespace
@@ -30,13 +30,13 @@ void Engine::use(std::unique_ptr<Transport> transport) {
   const Lock lock(mutex_);
   transport_ = std::move(transport);
   linked_ = transport_.get();
-  early_bell_.wake(Doorbell::kBackground); // the background is to listen to the other one
+  early_bell_.wake(Doorbell::kBackground); // the background thread has to listen to the transport's bell from now on
 }
 
 void Engine::check_not_forked() const {
   TORCH_CHECK(
       !forked_,
-      "fog: this process was forked from one that used fog; it cannot use the parent's groups, nor make its own (start ranks with spawn or exec)");
+      "fog: this process was forked from one that used fog; it can neither use the parent's groups nor create its own (start ranks with spawn or exec)");
 }
 
 void Engine::run_callbacks(std::function<void()> callbacks, Refused refused) {
@@ -134,7 +134,7 @@ void Engine::submit(
           if (operation->owns(message->source, message->header)) {
             operation->on_message(message->source, message->header, message->data.data());
             message = messages.erase(message);
-          } else { // to a later use of the name
+          } else { // belongs to a later use of the name
             ++message;
           }
         }
@@ -162,7 +162,7 @@ void Engine::submit(
     make_ready(operation);
     drive(lock);
     if (!lost_.empty() && !operation->ended() && !operation->computing) {
-      // It may have begun with a message of a process that has ended since and sends no more.
+      // The operation may have begun with a message of a process that has ended since and sends no more.
       for (const int peer : operation->awaited()) {
         if (lost_.count(group->members[peer].peer_id) > 0) {
           group->check_present(peer);
@@ -192,7 +192,7 @@ bool Engine::drive(Lock& lock) {
     try {
       const bool no_memory = dynamic_cast<const std::bad_alloc*>(&error) != nullptr;
       fail_everything(no_memory ? kNoMemory : "fog's engine failed: " + message_of(error), true);
-    } catch (const std::exception&) { // in the next round, then
+    } catch (const std::exception&) { // the next round tries again
     }
     return false;
   }
@@ -213,12 +213,13 @@ bool Engine::make_progress(Lock& lock) {
   step_ready(lock);
   progressed = step_service(lock) || progressed;
   if (!failed_.empty() && transport_) {
-    take_messages(); // a peer that has given an operation up has said before why: this comes first
+    take_messages(); // a peer that has given up an operation has sent the reason before: handle it first
   }
-  if (!afterwards_.empty()) { // what others report may be the end of a process: this rank is to see and say that itself, too
+  // News from other ranks may be about the end of a process: this rank should detect and report that end too.
+  if (!afterwards_.empty()) {
     check_peers(lock);
   }
-  // Operations that had all they need are complete now; what the news of failures and ends hits is the rest.
+  // Operations that had received everything are complete now, so the news of failures and ends affects only the others.
   for (const auto& act : std::exchange(afterwards_, {})) {
     act();
   }
@@ -231,7 +232,7 @@ bool Engine::make_progress(Lock& lock) {
   const auto now = Clock::now();
   if (now >= next_check_) {
     next_check_ = now + kCheckInterval;
-    // Where something moves, what does not can wait for another time: a small operation after a pause is not to pay for it.
+    // While there is progress, the checks can wait: a small operation after a pause should not pay for them.
     if (!progressed || ++checks_left_out_ > kMostLeftOut) {
       checks_left_out_ = 0;
       check_deadlines();
@@ -250,7 +251,7 @@ bool Engine::make_progress(Lock& lock) {
 bool Engine::take_messages() {
   try {
     return transport_->poll();
-  } catch (const c10::DistBackendError& error) { // MPI itself failed: nobody can go on
+  } catch (const c10::DistBackendError& error) { // MPI itself failed: no operation can continue
     unhealthy_ = true;
     fail_everything(message_of(error), false);
     return false;
@@ -277,7 +278,7 @@ bool Engine::step_service(Lock& lock) {
 void Engine::step_ready(Lock& lock) {
   while (!ready_.empty()) {
     const auto operation = ready_.front();
-    outbox_.retired.push_back(operation); // a last reference must not be dropped under the lock
+    outbox_.retired.push_back(operation); // the last reference must not be released under the lock
     ready_.pop_front();
     operation->queued = false;
     if (operation->ended() || operation->computing || operation->failing) {
@@ -311,7 +312,7 @@ void Engine::step_ready(Lock& lock) {
           } catch (...) {
             error = error ? error : std::current_exception();
           }
-          if (operation->ended()) { // it has failed meanwhile, and from now on its memory is left alone
+          if (operation->ended()) { // the operation has failed meanwhile; this thread no longer uses its memory
             lock.unlock();
             operation->finish(std::exchange(operation->late_error, nullptr));
             lock.lock();
@@ -337,7 +338,7 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   }
   const bool failed = error != nullptr;
   if (failed && transport_) {
-    transport_->withdraw(*operation); // what others may read of its memory; step_ready() has the rest
+    transport_->withdraw(*operation); // stops peers from reading its memory; step_ready() does the rest
   }
   if (operation->computing) {
     operation->late_error = std::move(error);
@@ -351,7 +352,7 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   if (operation->times) {
     end_times(*operation, failed);
   }
-  // Nothing below needs memory.
+  // The rest allocates no memory, so it cannot fail.
   operation->retire();
   group->operations.erase(operation);
   const auto found = group->by_key.find(operation->key());
@@ -376,7 +377,7 @@ void Engine::unlock_and_deliver(Lock& lock) {
     report_unowned_failure("the end of an operation", [&] { completion.operation->finish(std::move(completion.error)); });
   }
   if (!calls.empty()) {
-    wake_waiters(); // one of these may be what another thread waits for
+    wake_waiters(); // a call may have completed what another thread waits for
   }
 }
 

@@ -1,10 +1,10 @@
-// The progress engine: drives the operations of groups over a transport. A process has one for all its groups, see process_engine.hpp;
-// tests make hundreds over the in-process transport.
+// The progress engine, which drives the operations of groups over a transport. A process has one engine for all its
+// groups, see process_engine.hpp; tests create hundreds over the in-process transport.
 //
-// Progress is cooperative. Whoever waits for a Work drives every operation in flight; a background thread does it only
-// while operations are in flight and nobody waits. Threads with nothing to do sleep until a message of this host rings
-// their bell; where something may come over MPI, they look now and then. One lock guards MPI and all state; completions
-// (which may run Python callbacks) and arithmetic happen outside of it.
+// Progress is cooperative. A thread that waits for a Work drives all operations in flight; a background thread drives
+// them only while operations are in flight and no thread waits. Threads without work sleep until a message of this host
+// rings their bell; if messages may come over MPI, they poll from time to time. One lock guards MPI and all state.
+// Completions (which may run Python callbacks) and arithmetic happen outside of it.
 #pragma once
 
 #include <atomic>
@@ -38,18 +38,20 @@ class Engine final : public Driver, public MessageHandler {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // How its messages go. Given once, before the first group of several ranks.
+  // Sets the transport. Called once, before the first group of several ranks.
   void use(std::unique_ptr<Transport> transport);
-  // Starts the threads that drive and complete, unless they run; an engine without them is driven by those that wait, and by drive_once(). No
-  // call of MPI is to last longer than `patience`. Throws DistBackendError if the system refuses them.
+  // Starts the threads that drive and complete operations, unless they run already. Without them, only waiting threads
+  // and drive_once() drive the engine. `patience`: the longest time that a call of MPI may take. Throws
+  // DistBackendError if the system refuses the threads.
   void start_threads(std::chrono::milliseconds patience);
-  // A group of processes that have met. `addresses`: where members of this host are reached; none of other hosts'.
+  // Adds a group of processes that have met. `addresses`: where to reach the members of this host; those of other hosts
+  // are not used.
   std::shared_ptr<Group> add_group(
       uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
-  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the caller
-  // goes straight on to drive_until(), so the background need not be woken for what comes before.
+  // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the
+  // caller calls drive_until() next, so the background thread is not woken.
   void submit(
       const std::shared_ptr<Group>& group,
       const std::shared_ptr<Operation>& operation,
@@ -59,7 +61,7 @@ class Engine final : public Driver, public MessageHandler {
 
   bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
   void drive_once(const std::atomic<bool>& done) override;
-  // Whether this process is a fork of the one that the engine is of: then it must not touch what others share.
+  // Returns whether this process is a fork of the engine's process. If so, it must not touch shared resources.
   bool forked() const {
     return forked_;
   }
@@ -67,99 +69,103 @@ class Engine final : public Driver, public MessageHandler {
   using Refused = CompletionPool::Refused;
   void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
 
-  // Fails everything in flight in the group and all later operations, here and on every rank.
+  // Fails all operations in flight and all later operations of the group, on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
-  // The group is not used any more on this rank; those that still wait for this rank are told.
+  // Ends the use of the group on this rank, and tells the ranks that may wait for this rank.
   void close(const std::shared_ptr<Group>& group);
   Failure failure(const std::shared_ptr<Group>& group);
   uint64_t sequence(const std::shared_ptr<Group>& group);
-  // What the group's operations have sent from here: messages, and bytes of data in them.
+  // The messages, and the bytes of data in them, that the group's operations have sent from this rank.
   std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);
   std::string describe(const std::shared_ptr<Operation>& operation);
 
-  // Somebody observes from now on (a timeline, metrics), or does not any more: operations that begin while anybody does note when they do what.
+  // Registers or removes an observer (a timeline, metrics). Operations record their times if they begin while there is
+  // an observer.
   void observe(bool on) {
     observers_ += on ? 1 : -1;
   }
   bool observed() const {
     return observers_.load(std::memory_order_relaxed) > 0;
   }
-  // By group rank: what was exchanged while somebody observed.
+  // The traffic with each group rank while there was an observer.
   std::unordered_map<int, PeerTraffic> traffic(const std::shared_ptr<Group>& group);
-  // Where operations are recorded from now on. Given once, before the first group.
+  // Sets where operations are recorded. Called once, before the first group.
   void record_to(std::unique_ptr<FlightRecord> record);
 
-  // Sizes of what grows with what a program does, for tests.
+  // Sizes of the containers that could grow while a program runs, for tests.
   struct Bookkeeping {
     size_t names; // of operations, in all groups
-    size_t closed_groups; // that others have not closed
+    size_t closed_groups; // groups that other ranks have not closed yet
     size_t early_bytes;
   };
   Bookkeeping bookkeeping();
 
   // --- for a service ---
-  // Who answers messages that are no operation's. Given once, before the first group.
+  // Sets the service that handles the messages which do not belong to operations. Called once, before the first group.
   void serve(std::unique_ptr<Service> service) {
     service_ = std::move(service);
   }
   Service& service() const {
     return *service_;
   }
-  // Calls act() with the lock.
+  // Calls act() with the lock held.
   template <typename Act>
   auto with_lock(Act&& act) {
     const Lock lock(mutex_);
     return act();
   }
-  // Calls act(), which starts something that is to end by `deadline`, and makes progress. What act() throws comes through.
+  // Calls act(), which starts an activity that should end by `deadline`, and makes progress. Passes on exceptions of
+  // act().
   void begin(Deadline deadline, const std::function<void()>& act);
-  // Calls act(), which sends something that nothing follows from here.
+  // Calls act(), which sends a message that needs no further progress on this rank.
   void tell(const std::function<void()>& act);
-  // Messages may come for the service from now on: the background looks for them.
+  // Makes the background thread poll for messages to the service, which may arrive at any time from now on.
   void listen();
-  // With the lock: throws DistBackendError if the group takes no more work.
+  // Requires the lock. Throws DistBackendError if the group accepts no more work.
   void check_open(const Group& group) const;
-  // With the lock: how messages go.
+  // Requires the lock.
   Transport& transport() const {
     return *transport_;
   }
-  // Whether the peer shares memory with this process.
+  // Returns whether the peer shares memory with this process.
   bool shares_memory(const std::shared_ptr<Group>& group, int peer);
-  // How large data goes to the peer, see Transport::way_to(); "" if there is nobody but this process.
+  // How large data travels to the peer, see Transport::way_to(); "" without a transport.
   std::string way_to(const std::shared_ptr<Group>& group, int peer);
-  // Whether a process has ended, or said that it does.
+  // Returns whether a process has ended or has said goodbye.
   bool has_left(int peer_id);
-  // Is called without the lock when that happens, in any thread.
+  // Sets a function that is called when a process ends, without the lock and in any thread.
   void set_ended_listener(void (*listener)(int peer_id)) {
     ended_listener_ = listener;
   }
   void wake_waiters() override;
 
-  // Called every now and then by a thread that waits; may throw (Ctrl-C).
+  // Sets a function that waiting threads call from time to time; it may throw (Ctrl-C).
   void set_interrupt_check(std::function<void()> check) {
     interrupt_check_ = std::move(check);
   }
-  // For waits of the program's threads that are not the engine's.
+  // For waits of the program's threads outside of the engine.
   void check_interrupt() {
     if (interrupt_check_ && !CompletionPool::is_current_thread()) {
       interrupt_check_();
     }
   }
 
-  // Says goodbye to all peers and waits for theirs, but not long; from then on nothing goes. Whether all was well; nothing if there was nobody
-  // to say it to, or it was said. For interpreter exit.
+  // Says goodbye to all peers and waits a short time for their answers; afterwards no messages are sent or received.
+  // Returns whether no failure occurred, or nullopt if there were no peers or shutdown() was called before. For
+  // interpreter exit.
   std::optional<bool> shutdown();
-  // For what else is to hold when a call of MPI does not return.
+  // Others use the watchdog to limit the time of their own calls of MPI.
   Watchdog& watchdog() {
     return watchdog_;
   }
-  // This process is the fork of one that has the engine. Where that had made no group yet, nothing is shared.
+  // Call in a fork of the engine's process. If no group had been created, nothing is shared and the engine stays
+  // usable.
   void set_forked() {
     forked_ = used_.load();
   }
-  // One round of progress, for who drives engines without threads; true if anything moved.
+  // Makes one round of progress, for callers that drive engines without threads; returns whether there was any.
   bool progress();
-  // Looks for processes that have ended.
+  // Checks for processes that have ended.
   void look_for_ended_peers();
 
  private:
@@ -168,7 +174,7 @@ class Engine final : public Driver, public MessageHandler {
     std::shared_ptr<Operation> operation;
     std::exception_ptr error;
   };
-  // What must be destroyed or called without the lock.
+  // Objects that must be destroyed or called without the lock.
   struct Outbox {
     c10::SmallVector<Completion, 1> completions;
     std::vector<std::shared_ptr<TransferOwner>> released;
@@ -186,16 +192,17 @@ class Engine final : public Driver, public MessageHandler {
   }
   void tell_closed(int source, const Header& header);
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // A disagreement fails the group.
+  // Passes a message to its operation. Fails the group if the operation rejects it.
   void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
   void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
 
-  // How long the end of a group, or of the process, waits for others.
+  // How long the end of a group, or of the process, waits for other ranks.
   static constexpr auto kLeaveTimeout = std::chrono::seconds(3);
-  // The lock; a call of MPI that keeps it beyond the deadline is ended.
+  // Takes the lock. The watchdog ends a call of MPI that keeps the lock beyond the deadline.
   Lock lock_by(Deadline deadline);
-  // One round of progress with the lock held (it is released around arithmetic); true if anything moved. An exception in it,
-  // no memory say, becomes the failure of what it concerns, or of everything in flight.
+  // Makes one round of progress and returns whether there was any. Requires the lock, and releases it during
+  // arithmetic. An exception in the round, for example lack of memory, fails the operation or group that it concerns,
+  // or everything in flight.
   bool drive(Lock& lock);
   bool make_progress(Lock& lock);
   bool take_messages();
@@ -204,50 +211,55 @@ class Engine final : public Driver, public MessageHandler {
   void check_peers(Lock& lock);
   void on_process_end(Lock& lock, int peer, bool silent, bool departed);
   void check_deadlines();
-  // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
+  // Ends the operation. Its Work completes in unlock_and_deliver(), or, while a thread is in run(), as soon as that
+  // thread no longer uses the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
-  // Lets an operation copy or compute, as a range of torch's profiler if this thread is profiled.
+  // Calls the operation's run(), as a range of torch's profiler if this thread is profiled.
   static void run_profiled(Operation& operation, bool computes);
-  // Adds the observations of an operation that has ended to the traffic and the timeline.
+  // Adds the recorded times of an operation that has ended to the traffic and the timeline.
   static void end_times(Operation& operation, bool failed);
-  // The first failure decides; the group is told of it where `tell` is set, or where this rank is to pass it on. Lacking memory for that, everything fails
-  // as soon as there is some.
+  // Fails the group; only the first failure counts. Tells the other ranks if `tell` is set or if this rank has to pass
+  // the news on. If there is no memory for that, everything fails as soon as there is memory again.
   void fail(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell = true);
   void fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type, const std::string& reason, bool tell);
-  // Its group, with this error of its own.
+  // Fails the operation's group with this error of the operation.
   void fail(const std::shared_ptr<Operation>& operation, const std::exception& error);
-  // All groups and windows. Tried again in the next round if there is no memory for it.
+  // Fails all groups and windows. The next round tries again if there is no memory for it.
   void fail_everything(const std::string& reason, bool tell);
-  // Fails the group if an operation waits for this rank; `announced` as in Operation::awaited().
+  // Fails the group if an operation waits for `peer`; `announced` as in Operation::awaited().
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
-  // At the operation's time-out: asks whom it waits for, and whom these wait for. False when it knows as much as it will.
+  // Called when the operation's timeout is over: asks the ranks that it waits for, and the ranks that these wait for,
+  // about their state. Returns false once the inquiry is complete.
   bool inquire(const std::shared_ptr<Operation>& operation, Deadline now);
   void ask(const Operation& operation, const std::vector<int>& ranks);
-  // Has the end of those that an operation waits for noticed, of those too that nothing goes to.
+  // Makes the transport detect the end of the ranks that an operation waits for, also if nothing is sent to them.
   void watch_awaited(Operation& operation, Deadline now);
-  // The same of an operation that has waited for a second, once: a rank that has called something else says so.
+  // Asks the ranks that an operation has awaited for a second, once: a rank that has called another operation reports
+  // the disagreement.
   void ask_early(Operation& operation, Deadline now);
-  // For those that look at this process from outside; a long wait is warned of, once.
+  // Records a wait in the flight record, and warns once about a long wait.
   void note_wait(Operation& operation, Deadline now);
   void note_awaited(const Operation& operation);
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // To a member of the group, if it can be reached.
+  // Sends a message to a member of the group, if the member can be reached.
   void send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text);
-  // The same in all groups: the process has ended.
+  // Handles the end of a process in all groups.
   void lose(int peer_id, const std::string& how, bool announced);
-  // Nothing more comes from there for a group that is closed here.
+  // Notes that the process sends no more messages for a group that is closed here.
   void forget_closed(uint64_t group, int peer_id);
-  // Asks processes whose early messages take too much memory to hold their data back.
+  // Asks processes whose early messages take too much memory to hold their data back, and tells them when they may send
+  // again.
   void tell_early_load();
-  // Tells this rank's part of the group why it failed, but nobody twice.
+  // Tells this rank's share of the group why it failed, each member at most once.
   void spread_news(Group& group);
   void tell_all_closed(const Group& group);
-  // Whether nothing needs to be said to that member any more.
+  // Returns whether the member needs no more messages.
   bool is_away(const Group& group, int rank) const;
-  // Whether a process is told when this rank closes a group: those of other hosts only if there are connections already.
+  // Returns whether a process is told when this rank closes a group. Processes of other hosts are told only if there is
+  // a connection already.
   bool hears_of_end(int peer_id) const;
-  // Takes what has to happen without the lock and does it after unlocking.
+  // Unlocks, then does the work that must happen without the lock.
   void unlock_and_deliver(Lock& lock);
 
   class WaiterGuard;
@@ -257,57 +269,62 @@ class Engine final : public Driver, public MessageHandler {
   }
   void watch_in_background();
   void sleep_until_message(std::chrono::nanoseconds limit);
-  // For a thread that waits until `done` is set: sleeps until that, or news, may have come, but not longer than `limit`.
+  // Sleeps in a thread that waits for `done`, until `done` may be set, news may have come, or `limit` is over.
   void sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit);
   void background();
-  // Whether somebody has to drive MPI for what this process has started.
+  // Returns whether the work of this process needs a thread to drive it.
   bool busy() const;
 
   std::mutex mutex_;
   Watchdog watchdog_;
   std::unique_ptr<Transport> transport_;
-  // The same for threads without the lock; null before there is one.
+  // The transport, for threads without the lock; null before use().
   std::atomic<Transport*> linked_{nullptr};
   Doorbell early_bell_ = {};
   std::unique_ptr<Service> service_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   EarlyLoad early_load_;
-  std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_; // for groups not made here yet; source is a world rank
-  // Groups that are closed here, with those ranks of the world that have not said the same: something may come from them yet.
+  // messages of groups that do not exist here yet; `source` is a world rank
+  std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_;
+  // Groups that are closed here, with the world ranks that have not closed them yet: messages may still come from these
+  // ranks.
   std::unordered_map<uint64_t, std::unordered_set<int>> closed_groups_;
-  // Those closed last: ranks that this one never spoke with were not told.
+  // The groups that were closed last, to answer ranks that were not told because they had never communicated with this
+  // one.
   std::unordered_set<uint64_t> closed_lately_;
   std::deque<uint64_t> closed_in_order_;
   std::deque<std::shared_ptr<Operation>> ready_;
-  std::vector<std::function<void()>> afterwards_; // news of failures and ends on other ranks, to act on after this round
-  std::vector<std::pair<std::shared_ptr<Operation>, std::string>> failed_; // in a step, and why
+  // reactions to news of failures and ends on other ranks, for the end of the round
+  std::vector<std::function<void()>> afterwards_;
+  std::vector<std::pair<std::shared_ptr<Operation>, std::string>> failed_; // operations that failed in a step, and why
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
-  std::unordered_set<int> released_by_; // world ranks that took this one's goodbye or have ended
-  std::unordered_set<int> lost_; // world ranks that ended without
-  std::unordered_set<int> silent_; // those of them whose host merely does not answer: they may still write to this process's memory
-  std::chrono::steady_clock::time_point last_news_; // of anything
+  std::unordered_set<int> released_by_; // world ranks that have received this one's goodbye, or have ended
+  std::unordered_set<int> lost_; // world ranks that ended without a goodbye
+  // the ones among lost_ whose host only does not answer: they may still write to this process's memory
+  std::unordered_set<int> silent_;
+  std::chrono::steady_clock::time_point last_news_; // time of the last progress
   std::chrono::steady_clock::time_point next_check_;
-  int checks_left_out_ = 0; // since the last one
+  int checks_left_out_ = 0; // since the last check
   std::atomic<size_t> in_flight_{0};
   std::atomic<int> waiting_{0}; // threads in drive_until()
-  std::atomic<int> sleepers_{0}; // those of them that sleep, or are about to
+  std::atomic<int> sleepers_{0}; // waiting threads that sleep or are about to
   std::atomic<bool> must_poll_{false};
   std::atomic<Transport::Flow> flow_{Transport::Flow::kNone};
   std::atomic<bool> service_busy_{false};
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
-  std::atomic<bool> failing_{false}; // everything is to fail, which has not been possible yet
+  std::atomic<bool> failing_{false}; // everything is to fail, but there was no memory for it yet
   bool oversubscribed_ = false;
   std::atomic<int> observers_{0};
   std::unique_ptr<FlightRecord> record_;
-  std::atomic<bool> used_{false}; // there was a group, or one in the making
+  std::atomic<bool> used_{false}; // a group exists or is being created
   std::atomic<bool> forked_{false};
   std::thread thread_;
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
   std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
-  // Processes of other hosts that have ended: what they sent before may come yet, until then.
+  // Processes of other hosts that have ended. Until `end`, messages that they sent before may still arrive.
   struct DrainingPeer {
     int peer;
     bool silent;

@@ -1,4 +1,4 @@
-// How the engine deals with failures: of operations, of time, of other processes.
+// The engine's handling of failures: of operations, of other processes, and of timeouts.
 #include <algorithm>
 #include <cstdio>
 
@@ -12,7 +12,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of a group of so many ranks each that fails it tells all others.
+// In groups of up to this size, the rank that fails tells all other ranks itself.
 constexpr int kToldDirectly = 16;
 
 } // namespace
@@ -28,20 +28,22 @@ void Engine::tell_all_closed(const Group& group) {
   header.group = group.id;
   for (int peer = 0; peer < group.size(); ++peer) {
     const int peer_id = group.members[peer].peer_id;
-    // Who never spoke with this rank waits for nothing from it, or is told when it does.
+    // A peer that has never communicated with this rank does not wait for it, or is told when it sends a message.
     if (peer == group.rank || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0 || !hears_of_end(peer_id)) {
       continue;
     }
     try {
       transport_->send(peer_id, header);
-    } catch (const std::exception&) { // its end is seen elsewhere
+    } catch (const std::exception&) { // the failure detection handles a peer that has ended
     }
   }
 }
 
-// Who fails a large group, or hears of it, tells the members at distances 1, 2, 4, ... behind it: about log2(n) messages a rank and steps in
-// all. Each member is told by as many, so that those that are dead or stuck without anybody knowing hold up nobody. In the place of one that
-// is known to be away the next one that is not is told, so that the steps of distance 1 go round all that are left.
+// A rank that fails a large group, or hears of the failure, tells the members at distances 1, 2, 4, ... behind it: each
+// rank sends about log2(n) messages, and all ranks know after about log2(n) steps. Each member is told by as many
+// others, so members that are dead or stuck without being noticed delay the news for no other member. If a member is
+// known to be away, the next present member is told instead, so the steps of distance 1 still reach all present
+// members.
 void Engine::spread_news(Group& group) {
   auto& news = *group.news;
   const int size = group.size();
@@ -66,7 +68,7 @@ void Engine::spread_news(Group& group) {
       try {
         transport_->send(group.members[peer].peer_id, header, news.text.data());
         break;
-      } catch (const std::exception&) { // it cannot be told; the next one can
+      } catch (const std::exception&) { // this member cannot be told; try the next one
       }
     }
   }
@@ -112,17 +114,17 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
   if (group->news && transport_ && !group->closed) {
     spread_news(*group);
   }
-  // Each operation's error names itself, and later ones are refused with the text of the first.
+  // Each operation's error names that operation. Later operations are refused with the text of the first one.
   auto text = [&](const Operation& operation) {
     const auto own = operation.describe();
     const auto whole = reason.compare(0, own.size(), own) == 0 ? reason : own + ": " + reason;
-    // MPI does not always say for whom it waits.
+    // MPI does not always say which rank it waits for.
     return watchdog_.broken() && !operation.awaited().empty() ? whole + operation.describe_awaited() : whole;
   };
   const auto operations = group->operations;
   const auto first = std::min_element(
       operations.begin(), operations.end(), [](const auto& one, const auto& other) { return one->sequence() < other->sequence(); });
-  if (group->failure.reason.empty()) { // else it lacked memory the last time
+  if (group->failure.reason.empty()) { // otherwise an earlier attempt ran out of memory
     group->failure = {type, first == operations.end() ? reason : text(**first)};
   }
   for (const auto& operation : operations) {
@@ -146,7 +148,7 @@ void Engine::tell_early_load() {
       header.kind = hold ? MessageKind::kHold : MessageKind::kRelease;
       try {
         transport_->send(peer_id, header);
-      } catch (const std::exception&) { // it sends nothing any more, then
+      } catch (const std::exception&) { // the peer sends no more messages
       }
     }
   }
@@ -168,7 +170,7 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
     }
     group->gone.emplace(peer, how);
     service_->on_gone(*group, peer, how);
-    if (group->news && transport_ && !group->closed) { // it may not have passed them on
+    if (group->news && transport_ && !group->closed) { // the peer may not have passed the news on
       spread_news(*group);
     }
     fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
@@ -208,7 +210,7 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   if (departed_.count(peer) > 0) {
     return;
   }
-  // What it sent before its end is still to be taken: it may have said goodbye, or sent all that is waited for.
+  // Take the messages that it sent before its end: it may have said goodbye, or sent all the awaited data.
   for (int empty = 0; empty < 3;) {
     try {
       empty = transport_ && transport_->poll() ? 0 : empty + 1;
@@ -220,7 +222,7 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   if (departed_.count(peer) > 0) {
     return;
   }
-  if (departed) { // without a word, as the two never spoke
+  if (departed) { // without a goodbye, because the two never communicated
     departed_.insert(peer);
     lose(peer, kEnded, false);
     return;
@@ -233,7 +235,7 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   if (transport_) {
     transport_->forget(peer);
   }
-  // Said here and not only in the exception: a launcher that sees the same death may end this process before it can
+  // Print this in addition to the exception: a launcher that notices the same death may end this process before it can
   // print a traceback.
   for (const auto& [id, group] : groups_) {
     const int rank = group->group_rank(peer);
@@ -248,7 +250,8 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
 }
 
 void Engine::watch_awaited(Operation& operation, Deadline now) {
-  constexpr auto kInterval = std::chrono::milliseconds(50); // most operations end before, and whom they wait for need not be known
+  // Most operations end sooner, and then there is no need to find out which ranks they wait for.
+  constexpr auto kInterval = std::chrono::milliseconds(50);
   if (operation.watched == Deadline()) {
     operation.watched = now;
   }
@@ -286,7 +289,7 @@ void Engine::check_deadlines() {
           c10::str(
               operation->describe(), " timed out: its timeout of ", operation->timeout().count(), " ms is over",
               operation->describe_awaited()));
-      break; // fail() emptied the set
+      break; // fail() has emptied the set
     }
   }
   watchdog_.set_deadline(earliest);

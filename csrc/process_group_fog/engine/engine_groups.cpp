@@ -1,4 +1,4 @@
-// The life of groups in the engine.
+// The engine's part in creating and closing groups.
 #include <sched.h>
 
 #include <c10/util/Exception.h>
@@ -44,7 +44,7 @@ std::shared_ptr<Group> Engine::add_group(
     for (const auto& message : early) {
       on_message(message.source, message.header, message.data.data());
     }
-    for (int member = 0; member < group->size(); ++member) { // who ended while the group was made
+    for (int member = 0; member < group->size(); ++member) { // members that ended while the group was being created
       const int peer_id = group->members[member].peer_id;
       if (lost_.count(peer_id) > 0) {
         group->gone.emplace(member, kLost);
@@ -82,7 +82,7 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       fail(group, c10d::ErrorType::COMM_ERROR, "group '" + group->name + "' was destroyed while its operations were in flight");
     }
     if (group->size() > 1 && !stopping_) {
-      tell_all_closed(*group); // also to those that have closed it: they forget it now
+      tell_all_closed(*group); // also to the ranks that have closed the group: they can now forget it
     }
     group->closed = true;
     if (group->sums) {

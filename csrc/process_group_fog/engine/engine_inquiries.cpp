@@ -1,4 +1,4 @@
-// How ranks find out, at a time-out, who has not come.
+// Inquiries: how ranks find out which ranks an operation lacks when its timeout is over.
 #include <c10/util/Exception.h>
 
 #include "engine/engine.hpp"
@@ -21,7 +21,8 @@ bool Engine::inquire(const std::shared_ptr<Operation>& operation, Deadline now) 
   auto& inquiry = operation->inquiry;
   if (!inquiry) {
     inquiry = std::make_unique<Inquiry>(now);
-    if (transport_ && operation->signature().kind != OpKind::kPointToPoint) { // which is between two
+    // point-to-point operations involve only two ranks
+    if (transport_ && operation->signature().kind != OpKind::kPointToPoint) {
       ask(*operation, inquiry->next(operation->awaited()));
     }
   }
@@ -49,7 +50,7 @@ void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, Header 
   }
   try {
     transport_->send(peer_id, header, text.data());
-  } catch (const std::exception&) { // it counts as silent
+  } catch (const std::exception&) { // the rank counts as silent
   }
 }
 
@@ -60,7 +61,7 @@ void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Heade
   const auto since = is_named ? group->names.uses_since(header.key, source, {header.use, header.generation}) : std::nullopt;
   const bool came = is_named ? since.value_or(-1) >= 0 : header.key < group->next_key;
   if (found != group->by_key.end() && since.value_or(0) == 0) {
-    // Where each waits for somebody else first, no message has shown it.
+    // If both ranks first wait for other ranks, no message between them has shown the disagreement.
     const auto& own = found->second->signature();
     TORCH_CHECK_WITH(
         DistBackendError, is_named || own.agrees_with(header.signature), found->second->describe(),

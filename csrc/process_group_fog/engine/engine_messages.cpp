@@ -1,4 +1,4 @@
-// What the engine does with messages that come.
+// The engine's handling of received messages.
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
@@ -18,7 +18,7 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     taken.kind = MessageKind::kGoodbyeTaken;
     try {
       transport_->send(source, taken);
-    } catch (const std::exception&) { // it ends anyway
+    } catch (const std::exception&) { // the process is ending anyway
     }
     return;
   }
@@ -48,7 +48,7 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     }
     return;
   }
-  const auto group = found->second; // a failure below may take it off the map
+  const auto group = found->second; // a copy, because a failure below may remove it from the map
   const int peer = group->group_rank(source);
   if (peer < 0) {
     transport_->ignore(source, header);
@@ -61,18 +61,19 @@ void Engine::on_message(int source, const Header& header, const char* data) {
   }
 }
 
-// Somebody whom this rank never spoke with speaks in a group that is closed here.
+// Answers a message for a group that is closed here, from a rank that was not told because it had never communicated
+// with this one.
 void Engine::tell_closed(int source, const Header& header) {
   if (header.kind != MessageKind::kData && header.kind != MessageKind::kPointToPoint && header.kind != MessageKind::kWindow &&
       header.kind != MessageKind::kError) {
-    return; // it waits for no answer
+    return; // the sender waits for no answer
   }
   Header closed;
   closed.kind = MessageKind::kClosed;
   closed.group = header.group;
   try {
     transport_->send(source, closed);
-  } catch (const std::exception&) { // it ends anyway
+  } catch (const std::exception&) { // the process is ending anyway
   }
 }
 
@@ -80,7 +81,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
   switch (header.kind) {
     case MessageKind::kError: {
       TORCH_CHECK_WITH(
-          DistBackendError, header.key < group->members.size(), "rank ", source, " reports a failure of no rank of the group");
+          DistBackendError, header.key < group->members.size(), "rank ", source,
+          " reports a failure of a rank that is not in the group");
       Group::News news{static_cast<int>(header.key), std::string(data, header.bytes), {source, static_cast<int>(header.key)}};
       afterwards_.emplace_back([this, group, news = std::move(news)] {
         if (group->failure.reason.empty() && !group->news) {
@@ -94,7 +96,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       group->gone.emplace(source, "has destroyed its group");
       transport_->forget(group->members[source].peer_id, group->id);
       service_->on_gone(*group, source, group->gone[source]);
-      if (group->news) { // it may not have passed them on
+      if (group->news) { // the rank may not have passed the news on
         spread_news(*group);
       }
       afterwards_.emplace_back(
@@ -118,7 +120,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       }
       const auto found = group->by_key.find(header.key);
       if (found != group->by_key.end() && found->second->owns(source, header)) {
-        const auto operation = found->second; // a failure takes it off the map
+        const auto operation = found->second; // a copy, because a failure removes it from the map
         hand_over(operation, source, header, data);
         return;
       }
@@ -143,7 +145,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kWindowReply:
       service_->on_message(group, source, header, data);
       return;
-    case MessageKind::kTaken: // these are the transport's own
+    case MessageKind::kTaken: // the transport handles these itself
     case MessageKind::kWanted:
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
@@ -151,7 +153,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kGoodbyeTaken:
     case MessageKind::kHold:
     case MessageKind::kRelease:
-      return; // for the whole process, handled above
+      return; // not specific to a group, handled in on_message()
   }
 }
 

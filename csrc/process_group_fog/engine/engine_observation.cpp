@@ -1,4 +1,4 @@
-// What the engine notes for those who look at it: the timeline, metrics, the flight record, warnings of long waits.
+// The engine's records for observers: the timeline, metrics, the flight record, and warnings about long waits.
 #include <cerrno>
 #include <cstdlib>
 
@@ -55,7 +55,7 @@ void Engine::note_wait(Operation& operation, Deadline now) {
   if (record_) {
     note_awaited(operation);
   }
-  static const auto patience = long_wait(); // checked when the first group was made
+  static const auto patience = long_wait(); // connect() has checked the value before the first group
   if (patience.count() > 0 && !operation.warned && now >= begun + patience) {
     operation.warned = true;
     LOG(WARNING) << "fog: " << operation.describe() << " has waited " << patience.count() << " s" << operation.describe_awaited();
@@ -76,8 +76,9 @@ void Engine::note_awaited(const Operation& operation) {
 }
 
 void Engine::run_profiled(Operation& operation, bool computes) {
-  // torch's profiler follows the threads that it was started on, and a thread that waits for an operation also drives the engine.
-  // This thread's callbacks are not passed on to others: the profiler frees its events at its end, whether an operation runs or not.
+  // torch's profiler observes the threads that it was started on, and a thread that waits for an operation also drives
+  // the engine. The profiler's callbacks are not passed on to other threads: at its end the profiler frees its events,
+  // even while an operation runs.
   at::RecordFunction range(at::RecordScope::USER_SCOPE);
   if (range.isActive()) {
     range.before(c10::str("fog:", name_of(operation.signature().kind), computes ? " combined" : " moved"));
@@ -93,7 +94,7 @@ void Engine::end_times(Operation& operation, bool failed) {
       group->traffic[peer].waited_last += time;
     }
     operation.times->end(operation, failed);
-  } catch (const std::bad_alloc&) { // it is missing in what is observed
+  } catch (const std::bad_alloc&) { // the observations lack this operation
   }
 }
 

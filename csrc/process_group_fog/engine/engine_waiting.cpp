@@ -1,4 +1,4 @@
-// How threads wait for the engine, what the background does, and how a process takes its leave.
+// How threads wait for the engine, the background thread, and the shutdown of a process.
 #include <algorithm>
 
 #include <c10/util/thread_name.h>
@@ -15,28 +15,31 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
 constexpr auto kFlowSpin = std::chrono::microseconds(50); // after news of large data, before the first sleep
-constexpr auto kIdleInterval = std::chrono::milliseconds(10); // and while none are
-// Where the bell rings for all that comes, sleep lasts until it does, but for a look at deadlines and at other processes.
+constexpr auto kIdleInterval = std::chrono::milliseconds(10); // between polls while no operations are in flight
+// Longest sleeps if the bell rings for all messages: between them, only deadlines and other processes are checked.
 constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
-// While another host's ranks may use this process's windows: a part of the time since the last news, within these limits.
+// The time between polls while ranks of other hosts may use this process's windows: a fraction of the time since the
+// last news, within these limits.
 constexpr int kListeningPart = 16;
 constexpr std::chrono::nanoseconds kListeningShortest = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kListeningLongest = std::chrono::milliseconds(5);
-// A thread that asks again within this time does nothing else. When it has asked so often it sleeps before it asks again.
+// Between two calls within this time, a thread does nothing but ask for completion. After this many such calls in a row
+// it sleeps before it asks again.
 constexpr auto kAskingAgain = std::chrono::microseconds(5);
 constexpr int kAsked = 500;
 constexpr int kAskedOversubscribed = 5;
-constexpr int kYields = 500; // before the first sleep that no bell would end
+constexpr int kYields = 500; // before the first sleep, if no bell would end the sleep
 constexpr auto kNapWithBell = std::chrono::microseconds(100);
 constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kAnswerTime = std::chrono::milliseconds(20);
 
 } // namespace
 
-// A thread waits: the background leaves the news to it, and looks after what is still in flight when the last one goes. All of
-// `waiting_` and of the bell's `listening` is sequentially consistent: the background says that it does not listen, then looks
-// whether somebody waits; the last one that waited counts itself out, then says that the background listens.
+// Registers a waiting thread. The background thread leaves the progress to waiting threads and continues when the last
+// one goes. All accesses to `waiting_` and to the bell's `listening` are sequentially consistent: the background thread
+// first says that it does not listen, then checks for waiting threads; the last waiting thread first decrements the
+// count, then says that the background thread listens.
 class Engine::WaiterGuard {
  public:
   explicit WaiterGuard(Engine& engine) : engine_(engine) {
@@ -62,7 +65,8 @@ void Engine::watch_in_background() {
     return;
   }
   bell().listen(Doorbell::kBackground);
-  if (must_poll_.load() || (transport != nullptr && transport->news())) { // which came before anybody listened
+  // messages that came before the background thread listened
+  if (must_poll_.load() || (transport != nullptr && transport->news())) {
     bell().wake(Doorbell::kBackground);
   }
 }
@@ -85,7 +89,8 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       progressed = drive(lock);
       unlock_and_deliver(lock);
     }
-    if (done.load(std::memory_order_acquire)) { // as after the first round of most small operations: no look at the clock
+    // true after the first round of most small operations: saves reading the clock
+    if (done.load(std::memory_order_acquire)) {
       break;
     }
     const auto now = Clock::now();
@@ -129,7 +134,8 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       continue;
     }
     const auto* transport = linked_.load();
-    if (bell_rings && !(transport != nullptr && transport->waiting_for_space())) { // space may have come before this listens
+    // without a bell for it, space may have become available before this thread listened
+    if (bell_rings && !(transport != nullptr && transport->waiting_for_space())) {
       pause = kLongestSleep;
     }
     sleep_until_news(done, std::min<std::chrono::nanoseconds>(pause, deadline - now));
@@ -138,7 +144,7 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
 }
 
 void Engine::sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit) {
-  ++sleepers_; // before the look at `done`; wake_waiters() looks at this after it was set
+  ++sleepers_; // Increment before the check of `done`: wake_waiters() reads the count after `done` was set.
   const auto ticket = bell().listen(Doorbell::kWaiter);
   const auto* transport = linked_.load();
   if (!done.load() && (transport == nullptr || !transport->news())) {
@@ -150,9 +156,11 @@ void Engine::sleep_until_news(const std::atomic<bool>& done, std::chrono::nanose
 void Engine::drive_once(const std::atomic<bool>& done) {
   check_not_forked();
   thread_local Clock::time_point last;
-  thread_local int asked = 0; // in a row
-  asked = Clock::now() - last > kAskingAgain ? 1 : asked + 1; // else it did something meanwhile, or had lost its core
-  // What has no bell, or has rung it. The background looks at everything else, and at this as well.
+  thread_local int asked = 0; // calls in a row
+  // otherwise the thread did other work, or had lost its core
+  asked = Clock::now() - last > kAskingAgain ? 1 : asked + 1;
+  // Makes progress if messages may have come without a bell, or have rung it. The background thread does this too, and
+  // everything else.
   const auto look = [&] {
     const auto* transport = linked_.load();
     if (!must_poll_.load() && !failing_.load() && (transport == nullptr || (!transport->news() && !transport->waiting_for_space()))) {
@@ -204,7 +212,7 @@ void Engine::background() {
     if (waiting_.load() > 0) {
       bell().stop_listening(Doorbell::kBackground);
       if (waiting_.load() == 0) {
-        continue; // the last one has left meanwhile, and counts on this thread
+        continue; // the last waiting thread has left and relies on this thread
       }
     } else {
       Lock lock(mutex_);
@@ -220,14 +228,14 @@ void Engine::background() {
         continue;
       }
       if (!more) {
-        // Nothing of this process is in flight. Over MPI other ranks may still have things to say, and MPI may hold messages
-        // that it calls sent; a look every few milliseconds costs next to nothing. On this host whoever needs this process
-        // wakes it.
+        // Nothing of this process is in flight. But other ranks may send over MPI, and MPI may still hold messages that
+        // it reports as sent; polling every few milliseconds costs next to nothing. Ranks on this host ring the bell if
+        // they need this process.
         if (!listening) {
           bell().stop_listening(Doorbell::kBackground);
         }
         if (in_flight_.load() > 0 || service_busy_.load()) {
-          continue; // since a moment ago
+          continue; // an operation has just begun
         }
         pause = poll ? kIdleInterval : kLongestIdleSleep;
         if (poll && listening) {
@@ -236,7 +244,7 @@ void Engine::background() {
         backoff.reset();
       } else if (const auto flow = flow_.load(); flow == Transport::Flow::kMoves) {
         pace.moved();
-        sched_yield(); // who computes beside it has the core while nothing moves
+        sched_yield(); // a thread that computes can use the core while no data moves
         continue;
       } else if (flow == Transport::Flow::kStill) {
         pause = std::max<std::chrono::nanoseconds>(pace.nap(quiet), kBackgroundInterval);
@@ -300,8 +308,9 @@ std::optional<bool> Engine::shutdown() {
     }
   }
   transport_->depart();
-  // MPI may call a message sent and still hold it in this process. So this waits until each peer that it went to by MPI has said that it
-  // has taken the goodbye, or has ended; after a failure only for a moment. On this host what was written stays.
+  // MPI may report a message as sent while this process still holds it. So wait until each peer that received the
+  // goodbye by MPI has confirmed it or has ended; after a failure, wait only for a moment. Messages to peers on this
+  // host stay in their memory.
   auto everyone_knows = [&] {
     return std::all_of(spoken_with.begin(), spoken_with.end(), [this](PeerId peer) {
       return lost_.count(peer) > 0 || departed_.count(peer) > 0 || released_by_.count(peer) > 0 ||
@@ -321,13 +330,14 @@ std::optional<bool> Engine::shutdown() {
     }
     lock.lock();
   }
-  for (const auto end = Clock::now() + kAnswerTime; elsewhere && Clock::now() < end;) { // for this rank's own answers
+  // delivers this rank's own answers
+  for (const auto end = Clock::now() + kAnswerTime; elsewhere && Clock::now() < end;) {
     drive(lock);
     unlock_and_deliver(lock);
     sleep_until_message(std::chrono::milliseconds(1));
     lock.lock();
   }
-  const bool healthy = !unhealthy_ && !transport_->has_sums_in_flight(); // which MPI's end might wait for
+  const bool healthy = !unhealthy_ && !transport_->has_sums_in_flight(); // MPI's end might wait for sums in flight
   lock.unlock();
   watchdog_.stop();
   return healthy;

@@ -20,12 +20,12 @@ namespace fog {
 namespace {
 
 constexpr const char* kName = "fog_flight_record";
-constexpr uint64_t kMagic = 0x32646365'72676f66; // "fogrecd2"; another layout has another number
-constexpr int kTries = 1000; // to read a slot that is being written
+constexpr uint64_t kMagic = 0x32646365'72676f66; // "fogrecd2"; another layout needs another number
+constexpr int kTries = 1000; // attempts to read a slot that is being written
 
 enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
 
-// Of CLOCK_MONOTONIC, which all processes of a host share.
+// The time of CLOCK_MONOTONIC, which is the same for all processes of a host.
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -84,7 +84,7 @@ FlightRecord::FlightRecord(int rank, int size, const std::string& host) {
     fd_ = -1;
     return;
   }
-  file_ = static_cast<File*>(memory); // all zero: no operation
+  file_ = static_cast<File*>(memory); // all zero: no operations
   file_->slot_bytes = sizeof(Slot);
   file_->pid = static_cast<int32_t>(getpid());
   file_->rank = rank;
@@ -110,7 +110,7 @@ uint64_t FlightRecord::begin(const Signature& signature, const std::string& grou
   if (file_ == nullptr) {
     return 0;
   }
-  // Those in flight keep their slots: the oldest of them is what somebody looks for.
+  // Operations in flight keep their slots: the oldest of them is usually the cause of a hang.
   for (size_t tries = 0; tries < kSlots; ++tries) {
     const uint64_t number = next_++;
     auto& slot = file_->slots[number % kSlots];

@@ -1,4 +1,4 @@
-// A group of ranks as the engine sees it: who they are, what is in flight, what has failed.
+// The engine's state of a group: its members, operations in flight, and failure.
 #pragma once
 
 #include <chrono>
@@ -26,12 +26,12 @@ class Engine;
 struct Member {
   int peer_id = 0;
   int pid = 0;
-  int host = 0; // index, by first appearance
+  int host = 0; // index of the host, in the order of first appearance
   std::string host_id;
   std::string host_name;
 };
 
-// All members are guarded by the engine's lock, but those that are const.
+// The engine's lock guards all members except the const ones.
 class Group {
  public:
   Group(Engine& engine, uint64_t id, std::string name, int rank, std::vector<Member> members);
@@ -41,51 +41,51 @@ class Group {
   const std::string name;
   const int rank;
   const std::vector<Member> members; // by group rank
-  const Layout layout; // all members, by group rank
+  const Layout layout; // of all members, by group rank
 
   int size() const {
     return static_cast<int>(members.size());
   }
-  // Group rank of a rank of the world, -1 if it is not a member.
+  // The group rank of a world rank; -1 if it is not a member.
   int group_rank(int peer_id) const;
   // "rank 2 (pid 71 on host a)"
   std::string describe_member(int rank) const;
-  // Throws DistBackendError if that rank is known to have left the group.
+  // Throws DistBackendError if the rank is known to have left the group.
   void check_present(int rank) const;
 
   Transport* transport = nullptr;
-  std::shared_ptr<NetworkSums> sums; // null where all sums are fog's own; does not change once the group is made
-  // Operations with something to do; the engine steps them.
+  std::shared_ptr<NetworkSums> sums; // null if fog computes all sums itself; constant after the group's creation
+  // Operations that the engine has to step.
   std::deque<std::shared_ptr<Operation>>* ready = nullptr;
 
-  uint64_t next_key = 0; // of operations without a name
-  uint64_t sequence = 0; // of all operations, for people
-  uint64_t sent_messages = 0; // by operations
-  uint64_t sent_bytes = 0; // of data, in these
-  std::unordered_map<int, PeerTraffic> traffic; // by group rank, while somebody observes
+  uint64_t next_key = 0; // key of the next operation without a name
+  uint64_t sequence = 0; // number of the next operation in messages and records, counting all operations
+  uint64_t sent_messages = 0; // of operations
+  uint64_t sent_bytes = 0; // bytes of data in these messages
+  std::unordered_map<int, PeerTraffic> traffic; // by group rank, while there is an observer
   uint64_t next_window = 0;
-  NameTable names; // of operations
+  NameTable names; // names of operations
   std::unordered_map<uint64_t, std::shared_ptr<Operation>> by_key; // collectives in flight
-  std::unordered_set<std::shared_ptr<Operation>> operations; // all in flight, point-to-point as well
+  std::unordered_set<std::shared_ptr<Operation>> operations; // all operations in flight, including point-to-point
   std::unordered_map<uint64_t, std::list<EarlyMessage>> early; // by key
   std::list<std::shared_ptr<Operation>> posted; // receives without a message, oldest first
   std::list<EarlyMessage> unexpected; // point-to-point messages without a receive, oldest first
-  std::unordered_map<int, std::string> gone; // group ranks that take no further part, and why
+  std::unordered_map<int, std::string> gone; // group ranks that have left, and why
   Failure failure;
-  // The failure as members tell each other.
+  // The failure as the members tell each other.
   struct News {
-    int origin; // group rank that it is the words of
+    int origin; // group rank that reported it first
     std::string text;
-    std::unordered_set<int> told; // group ranks that this one has told, or that told it
+    std::unordered_set<int> told; // group ranks that this rank has told, or that told this rank
   };
-  std::optional<News> news; // if they are to be told
+  std::optional<News> news; // set if the members are to be told
   bool closed = false;
 
  private:
   std::unordered_map<int, int> group_ranks_;
 };
 
-// Puts `operation` into its group's ready queue, once.
+// Puts `operation` into its group's ready queue unless it is there already.
 void make_ready(const std::shared_ptr<Operation>& operation);
 
 // Message keys: program order counts up from 0, names have the top bit set.

@@ -1,7 +1,8 @@
-// Who keeps an operation from its end: asked of other ranks when its time is over.
+// Finds the ranks that an operation lacks, by asking other ranks when its timeout is over.
 //
-// In an operation of several steps a rank waits for one that waits for another, so whom it waits for says little. At its time-out it asks
-// these, and whom they name, until it has found those that have not come, or do not answer.
+// In an operation of several steps, a rank may wait for a rank that waits for another, so the awaited rank is often not
+// the cause. The inquiry asks the awaited ranks, and the ranks that these name, until it has found those that have not
+// come or do not answer.
 #pragma once
 
 #include <chrono>
@@ -14,20 +15,20 @@
 
 namespace fog {
 
-// What a rank answers.
+// The answer of a rank.
 struct Standing {
   enum class State : int32_t {
-    kAbsent, // it has not come to the operation
-    kWaits, // it has, and waits for others
-    kEnded, // it needs nobody any more
+    kAbsent, // the rank has not started the operation
+    kWaits, // the rank is in the operation and waits for others
+    kEnded, // the rank has ended the operation
   };
-  // As many ranks as an answer names.
+  // The most ranks that an answer names.
   static constexpr size_t kMostNamed = 8;
 
   State state = State::kAbsent;
   std::set<int> waits_for;
 
-  // For a message; read() throws DistBackendError if the text cannot be one.
+  // Conversion to and from a message. read() throws DistBackendError if the text is malformed.
   std::string written() const;
   static Standing read(const std::string& text, int size);
 };
@@ -36,11 +37,11 @@ class Inquiry {
  public:
   explicit Inquiry(Deadline now) : end_(now + kTime) {}
 
-  // Those of `ranks` that are to be asked, and have not been.
+  // Returns the ranks among `ranks` that should be asked and have not been asked yet.
   std::vector<int> next(const std::set<int>& ranks);
   void answer(int rank, const Standing& standing);
 
-  // Whether all have answered, or had time to.
+  // Returns whether all ranks have answered or the time for answers is over.
   bool is_over(Deadline now) const {
     return silent_.empty() || now >= end_;
   }
@@ -53,19 +54,19 @@ class Inquiry {
   const std::set<int>& silent() const {
     return silent_;
   }
-  // Those that need nobody any more, this rank as little as others.
+  // Ranks that have ended the operation, so without this rank.
   const std::set<int>& ended() const {
     return ended_;
   }
 
  private:
-  // An answer takes less, also on a busy machine, if its rank is not stuck.
+  // A rank that is not stuck answers sooner, also on a busy machine.
   static constexpr auto kTime = std::chrono::milliseconds(250);
   static constexpr size_t kMostAsked = 64;
 
   Deadline end_;
   std::set<int> asked_;
-  std::set<int> silent_; // asked, and without an answer
+  std::set<int> silent_; // asked, without an answer yet
   std::set<int> absent_;
   std::set<int> ended_;
 };

@@ -4,7 +4,8 @@
 
 namespace fog {
 
-// After how long an operation that waits is warned of; 0: never. FOG_WARN_AFTER, in whole seconds. Throws ValueError where that is something else.
+// Returns after which time a waiting operation is warned about, from FOG_WARN_AFTER in whole seconds; 0 means never.
+// Throws ValueError if the value is malformed.
 std::chrono::seconds long_wait();
 
 } // namespace fog

@@ -32,7 +32,7 @@ std::optional<int> NameTable::uses_since(uint64_t key, int source, Use there) co
     }
     offset = found->second.offset;
   }
-  return static_cast<int16_t>(name.uses - 1 - (there.number + offset)); // numbers go round
+  return static_cast<int16_t>(name.uses - 1 - (there.number + offset)); // the numbers wrap around
 }
 
 } // namespace fog

@@ -1,10 +1,10 @@
-// Which use of its name a named operation is.
+// Counts the uses of each name by named operations.
 //
-// Ranks may use names in any order, and run ahead of each other, so messages say of which use of a name they are. Each rank counts
-// for itself. So that names that are never used again take no memory for ever, a rank forgets those that it has not used for the longest
-// time. When it uses such a name again it counts from 0, and says so by another generation of its count: whoever meets that
-// finds out which of its own uses the first one is. For messages between two ranks come in order, that is the next operation of this name
-// here that expects something from there.
+// Ranks may use names in any order and run ahead of each other, so messages say to which use of a name they belong.
+// Each rank counts its own uses. To keep the table small, a rank forgets the names that it has not used for the longest
+// time. When it uses such a name again, it counts from 0 and tags the count with a new generation. A rank that receives
+// a new generation finds out which of its own uses corresponds to it: messages between two ranks arrive in order, so it
+// is the next operation of this name here that expects a message from that rank.
 #pragma once
 
 #include <cstddef>
@@ -16,18 +16,18 @@
 
 namespace fog {
 
-// Names stand by their keys. Every call needs the engine's lock.
+// Names are identified by their keys. Every call needs the engine's lock.
 class NameTable {
  public:
-  // Names that a group remembers at least.
+  // The number of names that a group always remembers.
   static constexpr size_t kMost = 4096;
 
   struct Use {
-    uint16_t number = 0; // of uses of this name, modulo 2^16
-    uint32_t generation = 0; // 0: nothing was forgotten before the name was first used
+    uint16_t number = 0; // number of earlier uses of this name, modulo 2^16
+    uint32_t generation = 0; // 0: no name was forgotten before the first use of this name
   };
 
-  // The next use of a name. `in_flight(key)` says which names are not to be forgotten.
+  // The next use of a name. Names with `in_flight(key)` are not forgotten.
   template <typename InFlight>
   Use next(uint64_t key, InFlight&& in_flight) {
     auto found = by_key_.find(key);
@@ -43,11 +43,11 @@ class NameTable {
     return {name.uses++, name.generation};
   }
 
-  // Whether a message of `source`'s use `there` belongs to the latest use of the name here. `expected`: this one expects something
-  // from there.
+  // Returns whether a message of `source`'s use `there` belongs to the latest use of the name here. `expected`: the
+  // latest use expects a message from `source`.
   bool is_of_latest(uint64_t key, int source, Use there, bool expected);
 
-  // How many uses of a name the latest one here comes after `source`'s use `there`; nothing if that cannot be known.
+  // By how many uses the latest use here is ahead of `source`'s use `there`; nullopt if unknown.
   std::optional<int> uses_since(uint64_t key, int source, Use there) const;
 
   size_t size() const {
@@ -57,13 +57,13 @@ class NameTable {
  private:
   struct Binding {
     uint32_t generation;
-    uint16_t offset; // what is to be added to the numbers of that generation
+    uint16_t offset; // added to the use numbers of that generation
   };
   struct Name {
     uint64_t key;
     uint16_t uses;
     uint32_t generation;
-    std::map<int, Binding> others; // by rank; both have forgotten nothing if there is none
+    std::map<int, Binding> others; // by rank; a rank without an entry has generation 0, as has this rank
   };
 
   template <typename InFlight>
@@ -79,9 +79,9 @@ class NameTable {
     }
   }
 
-  std::list<Name> names_; // the one used last comes first
+  std::list<Name> names_; // most recently used first
   std::unordered_map<uint64_t, std::list<Name>::iterator> by_key_;
-  uint32_t generation_ = 0; // of the next name that is not there
+  uint32_t generation_ = 0; // of the next name that is not in the table
 };
 
 } // namespace fog

@@ -96,8 +96,8 @@ std::string Operation::describe_awaited() const {
     (heard_from(peer) ? others : absent).insert(peer);
   }
   std::string more;
-  if (inquiry && signature_.kind != OpKind::kPointToPoint) { // which knows better, and of more ranks
-    std::set<int> without; // have not come to this rank, and will not
+  if (inquiry && signature_.kind != OpKind::kPointToPoint) { // the inquiry knows more, and about more ranks
+    std::set<int> without; // ranks that have ended the operation without this rank
     std::set_intersection(
         peers.begin(), peers.end(), inquiry->ended().begin(), inquiry->ended().end(), std::inserter(without, without.end()));
     absent = inquiry->absent();
@@ -151,7 +151,7 @@ void Operation::on_unmatched(int source, const Header& header) {
       DistBackendError,
       c10::str(
           "got a message from rank ", source, " that it does not expect: rank ", source, " called ", header.signature.describe(),
-          " and has this rank among those it sends to; this rank does not receive from it"));
+          " and sends to this rank, which does not receive from it"));
 }
 
 void Operation::on_message(int source, const Header& header, const char* data) {
@@ -183,7 +183,9 @@ void Operation::on_message(int source, const Header& header, const char* data) {
   if (times) {
     note_arrival(source, header.bytes);
   }
-  if (data_waits_) { // before its data is asked for: what MPI says of the data that goes is then ahead of the answer that makes data come
+  // Before asking for its data: MPI's announcements of outgoing data then precede the answer that makes incoming data
+  // start.
+  if (data_waits_) {
     group_->transport->go(group_->members[source].peer_id, *this);
   }
   if (header.wants_confirm != 0) {
@@ -200,12 +202,12 @@ void Operation::on_message(int source, const Header& header, const char* data) {
 }
 
 std::optional<size_t> Operation::find_receive(int source, uint16_t step) {
-  constexpr size_t kFew = 16; // of which a look at each takes no longer
+  constexpr size_t kFew = 16; // up to this number a linear search is as fast
   const auto fits = [&](size_t index) {
     const auto& receive = receives_[index];
     return !receive.arrived && receive.step == step && (receive.peer == source || receive.peer == -1);
   };
-  if (receives_.size() > kFew) { // none is from any source: such an operation has one receive
+  if (receives_.size() > kFew) { // no receive here is from any source: an operation with such a receive has only one
     index_.extend(receives_.size(), [&](size_t index) { return ReceiveIndex::key(receives_[index].peer, receives_[index].step); });
     return index_.find(ReceiveIndex::key(source, step), fits);
   }
@@ -285,7 +287,7 @@ void Operation::finish(std::exception_ptr error) {
   epilogue_ = nullptr;
   if (error == nullptr) {
     kept_.clear();
-  } // after a failure MPI may still read or write them; they go with the operation
+  } // after a failure MPI may still read or write the tensors: they are released with the operation
   auto work = std::move(work_);
   work->complete(std::move(error));
 }

@@ -1,8 +1,8 @@
-// One operation in flight: a small state machine over messages.
+// One operation in flight: a small state machine that is driven by messages.
 //
-// An algorithm derives from Operation. launch() posts its first sends and receives; advance() is called after each event
-// and says whether to wait, to compute (outside of the engine's lock) or that the operation is done. It names its peers by
-// group rank and never sees the engine.
+// An algorithm derives from Operation. launch() posts its first sends and receives. advance() is called after each
+// event and returns whether to wait, to compute (outside of the engine's lock), or that the operation is done. The
+// algorithm names peers by group rank and does not access the engine.
 #pragma once
 
 #include <chrono>
@@ -36,19 +36,20 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
 
   explicit Operation(Signature signature) : signature_(signature) {}
 
-  // --- for whoever makes it ---
-  // Tensors whose memory the operation uses; kept until it ends.
+  // --- for the creator of the operation ---
+  // Keeps a tensor whose memory the operation uses until the operation ends.
   void keep(const at::Tensor& tensor) {
     kept_.push_back(tensor);
   }
-  // Runs after success, before the Work completes, outside of the engine's lock: copies staged results to their places.
+  // Runs after success, before the Work completes, outside of the engine's lock. It copies staged results to their
+  // places.
   void set_epilogue(std::function<void()> epilogue) {
     epilogue_ = std::move(epilogue);
   }
   void set_work(c10::intrusive_ptr<WorkFog> work) {
     work_ = std::move(work);
   }
-  // Whether senders wait until the receiver has accepted their messages, where they would not learn of it otherwise.
+  // Sets whether senders wait until the receiver has accepted their messages, if they would not learn of it otherwise.
   void set_confirm(bool confirm) {
     confirm_ = confirm;
   }
@@ -64,19 +65,20 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void on_message(int source, const Header& header, const char* data);
   void on_confirm(int source);
   void on_progress() final;
-  // advance(), and kWait instead of kDone while memory is in use or a confirmation is missing; kCompute also when data is
-  // to be copied from other processes.
+  // Calls advance(). Returns kWait instead of kDone while memory is in use or a confirmation is missing, and kCompute
+  // also if data has to be copied from other processes.
   Action step();
-  // What step() asked for with kCompute, without the lock; settle() follows with the lock, also if the operation has ended.
+  // run() does the work that step() requested with kCompute, without the lock. settle() follows with the lock, also if
+  // the operation has ended meanwhile.
   void run();
   void settle();
-  // Whether run() computes; else it copies.
+  // Returns whether run() computes; otherwise it copies.
   bool computes() const {
     return task_ == Task::kCompute;
   }
   // Copies results to their places and completes the Work.
   void finish(std::exception_ptr error);
-  // Ends it without completing; later events are ignored.
+  // Ends the operation without completing its Work; later events are ignored.
   void retire() {
     state_ = State::kEnded;
   }
@@ -85,20 +87,20 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     return state_ == State::kEnded;
   }
   bool computing = false; // a thread is in run()
-  bool failing = false; // it takes no further step
-  std::exception_ptr late_error; // with which it ended meanwhile: finish() follows once that thread has left
-  bool queued = false; // for a step()
-  std::unique_ptr<Inquiry> inquiry; // after its deadline
-  bool asked_early = false; // those that it waits for, before
-  std::unique_ptr<OperationTimes> times; // while somebody observes
+  bool failing = false; // it takes no further steps
+  std::exception_ptr late_error; // set if it ended while a thread was in run(): finish() follows after that
+  bool queued = false; // in the ready queue
+  std::unique_ptr<Inquiry> inquiry; // set once its timeout is over
+  bool asked_early = false; // the awaited ranks were asked before the timeout
+  std::unique_ptr<OperationTimes> times; // while there is an observer
   uint64_t flight = 0; // its number in the flight record
-  Deadline next_note = {}; // when a wait is noted there again
-  bool warned = false; // that it waits long
-  Deadline watched = {}; // when those that it waits for were looked at last
+  Deadline next_note = {}; // when its wait is recorded there again
+  bool warned = false; // about its long wait
+  Deadline watched = {}; // when the transport last watched the awaited ranks
   uint64_t key() const {
     return key_;
   }
-  // Of its name, if it has one.
+  // The use of its name, if it has one.
   NameTable::Use use() const {
     return use_;
   }
@@ -117,31 +119,32 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   const Signature& signature() const {
     return signature_;
   }
-  // Group ranks that the operation cannot end without. Without `announced`, those that still owe it a message: data that is
-  // on its way after its header, or on its way out of here, comes through even when the peer has gone in good order.
+  // The group ranks that the operation needs to end. With `announced` false, only the ranks that still owe it a
+  // message: data that follows its header, or is being sent from here, also arrives if the peer has left regularly.
   std::set<int> awaited(bool announced = true) const;
-  // Whether any message of this operation came from `peer`.
+  // Returns whether any message of this operation has come from `peer`.
   bool heard_from(int peer) const;
-  // Whether a message is of this operation, not of a later one with its name.
+  // Returns whether a message belongs to this operation, and not to a later one with the same name.
   bool owns(int source, const Header& header) const;
-  // Whether a message from `peer` is still to come; as message `step`.
+  // Returns whether any message from `peer`, or its message `step`, is still to come.
   bool expects(int peer) const;
   bool expects(int peer, uint16_t step) const;
-  // "allreduce #12 (allreduce(SUM, float32[3])) of group 0"
+  // "allreduce #12 [allreduce(SUM, float32[3])] of group '0' on rank 1"
   std::string describe() const;
-  // "; not there: rank 1; waiting for rank 2", which has come but cannot go on without rank 1, say. By what has come, or by an inquiry.
+  // "; not there: rank 1; waiting for rank 2", for example if rank 2 has come but cannot continue without rank 1. Uses
+  // the received messages, or the inquiry if there was one.
   std::string describe_awaited() const;
 
-  // --- of send and recv, which are matched by tag and source, oldest first, as in MPI ---
+  // --- for send and recv, which are matched by tag and source, oldest first, as in MPI ---
   // The user's tag, which is the operation's key.
   virtual uint64_t tag() const {
     return 0;
   }
-  // Whether it takes a message.
+  // Returns whether the operation is a receive.
   virtual bool receives() const {
     return false;
   }
-  // Whether it takes this one.
+  // Returns whether the receive matches this message.
   virtual bool matches(int source, const Header& header) const {
     return false;
   }
@@ -163,8 +166,9 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   using Memory = Transport::Memory;
   enum class Order {
     kAtOnce,
-    // Where message `step` of such a rank is still to come, which it sends whatever this rank does, large data waits for that one's header.
-    // Else data that has begun one way would hold up what MPI has to say, on the same connection, for data to begin the other way.
+    // If the receiver's own message `step` to this rank is still to come, large data waits for its header. The receiver
+    // must send that message independently of this rank. Otherwise data in one direction would delay MPI's control
+    // messages for data in the other direction, which use the same connection.
     kAfterTheirs,
   };
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
@@ -182,28 +186,30 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
     send(Destination{peer, scale}, step, data, bytes, confirm);
   }
-  // Something that the transport does with all others of the group: without it the operation does not end.
+  // Adds an exchange that the transport does with all other ranks of the group. The operation does not end before it.
   void follow(std::shared_ptr<Outgoing> exchange);
-  // How much of `bytes` that are to be overwritten has been sent.
+  // The number of bytes, of the first `bytes`, that have been sent in all transfers and may be overwritten.
   size_t sent(size_t bytes) const;
-  // All other ranks, beginning with the next one, so that not everybody sends to rank 0 first.
+  // All other ranks, beginning with the next one, so that not all ranks send to rank 0 first.
   std::vector<Destination> others() const;
-  // Expects exactly `bytes` from `peer` as message `step`, into `data`. That may be memory which this operation sends, and which those it goes to
-  // have in whole when `peer` sends this message. But MPI may not have said so, and must not be asked to write to what it still reads: the
-  // message waits for that.
+  // Expects exactly `bytes` from `peer` as message `step`, into `data`. The operation may also be sending this memory,
+  // if its receivers have all of it when `peer` sends the message. But MPI may not have reported the sends as complete,
+  // and must not write to memory that it still reads: the message then waits.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
-  // Expects exactly `bytes` from `peer`, which are read where they lie: compute() finds them as input().
+  // Expects exactly `bytes` from `peer`, which are read in place: compute() accesses them with input().
   size_t receive_input(int peer, uint16_t step, size_t bytes);
   const Input& input(size_t receive) const {
     return receives_[receive].input;
   }
-  // For advance(): kCompute when there is more of all inputs, of `bytes` each, than compute() has used; it then is to use
-  // bytes used() to usable(), at most `limit`. kDone when it has used all, else kWait.
+  // For advance(). Returns kCompute if all inputs, of `bytes` each, have data that compute() has not used; compute()
+  // then has to use the bytes from used() to usable(), at most `limit`. Returns kDone once everything is used,
+  // otherwise kWait.
   Action use_inputs(size_t bytes, size_t limit);
   Action use_inputs(size_t bytes) {
     return use_inputs(bytes, bytes);
   }
-  // The inputs are those that come as message `step` from now on, of which so many bytes have been used. They were those of step 0.
+  // Makes the messages `step` the inputs from now on, of which `used` bytes have been used. Initially the inputs are
+  // the messages 0.
   void select_input_step(uint16_t step, size_t used = 0) {
     input_step_ = step;
     used_ = usable_ = used;
@@ -214,10 +220,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   size_t usable() const {
     return usable_;
   }
-  // Expects a message of any size; fetch() then names the place for its data.
+  // Expects a message of any size; fetch() then sets the place for its data.
   size_t receive_header(int peer, uint16_t step);
   void fetch(size_t receive, void* data);
-  // True once every receive with this step number is complete.
+  // Returns whether every receive with this step number is complete.
   bool received(uint16_t step) const;
   bool received_all() const;
   const Header& header(size_t receive) const {
@@ -227,12 +233,13 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   int source(size_t receive) const {
     return receives_[receive].peer;
   }
-  // Whether it confirms.
+  // The value of set_confirm().
   bool confirms() const {
     return confirm_;
   }
-  // Between a rank that only sends in an operation and one that only receives from it: the receiver sends an empty message
-  // at once, so that each has seen what the other one called. Nothing happens where confirm is off.
+  // Announcements between a rank that only sends in an operation and a rank that only receives from it: the receiver
+  // sends an empty message at once, so that each rank checks the other's signature. They do nothing if confirmations
+  // are off.
   void announce_to(int peer);
   void expect_announcement(int peer);
   bool announced() const {
@@ -242,7 +249,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     outputs_ = std::move(outputs);
     has_outputs_ = true;
   }
-  // Memory that lives as long as the operation; other ranks of this host can read it where it is.
+  // Allocates memory that lives as long as the operation; other ranks of this host can read it in place.
   void* scratch(size_t bytes);
   // Takes a point-to-point message that the group has matched to this receive.
   virtual void on_unmatched(int source, const Header& header);
@@ -261,11 +268,11 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     bool arrived = false;
     bool complete = false;
     Header header;
-    std::vector<char> stash; // inline data that is read here, or whose place is not known yet
-    bool waits = false; // until what it overwrites has been sent
-    bool in_place = false; // to be read where it is
-    std::shared_ptr<Incoming> incoming; // null: it has come with its header
-    Input input; // what of it compute() may read
+    std::vector<char> stash; // inline data that is read here, or whose destination is not known yet
+    bool waits = false; // until the memory that it overwrites has been sent
+    bool in_place = false; // read where the sender has put it
+    std::shared_ptr<Incoming> incoming; // null if the data came with its header
+    Input input; // the part that compute() may read
     size_t taken = 0; // bytes
   };
   struct Going {
@@ -274,19 +281,19 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     const char* memory;
     size_t bytes;
   };
-  // What run() copies: into a chunk, or to its place.
+  // A copy for run(): from the memory to send into a chunk, or from a peer to its destination.
   struct Move {
-    std::shared_ptr<Outgoing> outgoing; // null: coming in
+    std::shared_ptr<Outgoing> outgoing; // null for incoming data
     Outgoing::Fill fill;
     size_t receive = 0;
     std::vector<Block> blocks;
   };
   enum class Task { kNone, kMove, kCompute };
   static constexpr uint16_t kAnnouncement = 63; // a step that no algorithm uses
-  // How much of an input is used, or of a message copied to its place, before its sender hears of it.
+  // How many bytes of an input are used, or of a message copied, before the sender is told.
   static size_t step_bytes(size_t bytes);
 
-  // The first receive that a message belongs to and that has got none.
+  // The first receive that a message fits and that has no message yet.
   std::optional<size_t> find_receive(int source, uint16_t step);
   void confirm_to(int peer);
   void note_arrival(int source, size_t bytes);
@@ -310,18 +317,18 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool confirm_ = true;
   bool has_outputs_ = false;
   c10::SmallVector<Receive, 1> receives_;
-  ReceiveIndex index_; // of these, once there are many
-  std::vector<Going> going_; // what peers, or the transport, still read
-  std::vector<size_t> to_move_; // receives whose data is to be copied to its place
-  std::vector<Move> moves_; // of run()
-  int waiting_ = 0; // receives that wait until what they go over has been sent
-  bool data_waits_ = false; // for headers of those that it goes to
-  bool moved_ = false; // something has changed in a transfer
+  ReceiveIndex index_; // of receives_, if there are many
+  std::vector<Going> going_; // transfers that peers, or the transport, may still read
+  std::vector<size_t> to_move_; // receives whose data has to be copied to its destination
+  std::vector<Move> moves_; // for run()
+  int waiting_ = 0; // receives that wait until the memory that they overwrite has been sent
+  bool data_waits_ = false; // for headers of its receivers, see Order::kAfterTheirs
+  bool moved_ = false; // a transfer has made progress
   Task task_ = Task::kNone;
   uint16_t input_step_ = 0;
   size_t used_ = 0;
   size_t usable_ = 0;
-  c10::SmallVector<size_t, 4> receiving_; // by step: receives not complete
+  c10::SmallVector<size_t, 4> receiving_; // by step: number of incomplete receives
   std::multiset<int> unconfirmed_;
   c10::SmallVector<at::Tensor, 4> kept_;
   std::vector<at::Tensor> outputs_;

@@ -17,7 +17,7 @@ std::string microseconds(std::chrono::nanoseconds time) {
 
 } // namespace
 
-// An operation in the timeline: a slice, and within it its phases.
+// An operation in the timeline: a slice that contains its phases.
 class OperationTimes::Entry final : public Timeline::Entry {
  public:
   Entry(const OperationTimes& times, const Operation& operation, bool failed)
@@ -47,7 +47,7 @@ class OperationTimes::Entry final : public Timeline::Entry {
     std::string arguments = c10::str(
         "\"group\": ", json_string(group_->name), ", \"number\": ", sequence_, ", \"what\": ", json_string(signature_.describe()),
         ", \"queued_us\": ", microseconds(started_ - submitted_), ", \"wait_us\": {", waits, "}");
-    if (signature_.kind != OpKind::kPointToPoint) { // which has a tag, and no place in an order
+    if (signature_.kind != OpKind::kPointToPoint) { // which has a tag, but no place in the program order
       arguments += ", \"key\": " + json_string(c10::str(group_->id, ':', key_, ':', use_)); // the same on all ranks
     }
     if (failed_) {

@@ -1,4 +1,5 @@
-// When an operation did what: kept while somebody observes (a timeline, metrics), so that others cost nothing.
+// The times of an operation's events. They are recorded only while there is an observer (a timeline, metrics), so other
+// operations pay nothing.
 #pragma once
 
 #include <chrono>
@@ -13,14 +14,14 @@
 
 namespace fog {
 
-// What one rank has exchanged with another, in the operations of one group.
+// The traffic of one rank with another, in the operations of one group.
 struct PeerTraffic {
   uint64_t sent_messages = 0;
   uint64_t sent_bytes = 0; // of data
   uint64_t received_messages = 0;
   uint64_t received_bytes = 0;
-  std::chrono::nanoseconds waited{0}; // from an operation's start to each message that was not there yet
-  std::chrono::nanoseconds waited_last{0}; // of that, while all others' messages were there
+  std::chrono::nanoseconds waited{0}; // from an operation's start to each message that came later
+  std::chrono::nanoseconds waited_last{0}; // the part of it during which the messages of all other ranks were there
 };
 
 class Operation;
@@ -40,22 +41,22 @@ class OperationTimes {
       lane_ = Timeline::instance().take_lane(submitted_);
     }
   }
-  // A message of that group rank has come.
+  // Call when a message of this group rank has come.
   std::chrono::nanoseconds arrive(int peer) {
     const auto now = Clock::now();
     arrivals_.emplace_back(peer, now);
     return now - started_;
   }
-  // The rank whose message came last, and how long after the one before, or after the start; -1 if none came.
+  // The rank whose message came last, and its distance from the message before it, or from the start; -1 if none came.
   std::pair<int, std::chrono::nanoseconds> last() const;
-  // The engine's threads have copied data from `begin` on, or computed.
+  // Call when an engine's thread has copied data, or computed, since `begin`.
   void ran(Clock::time_point begin, bool computed) noexcept {
     try {
       runs_.push_back({begin, Clock::now(), computed});
-    } catch (const std::bad_alloc&) { // it is missing in the timeline
+    } catch (const std::bad_alloc&) { // the timeline lacks it
     }
   }
-  // It has ended: what is known of it goes into the timeline.
+  // Call when the operation has ended: adds it to the timeline.
   void end(const Operation& operation, bool failed);
 
  private:

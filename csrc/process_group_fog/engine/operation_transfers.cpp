@@ -1,4 +1,4 @@
-// How an operation's bytes go and come: what is sent, what is read where it lies, and what is copied to its place.
+// The transfers of an operation: sending, reading in place, and copying data to its destination.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -82,7 +82,7 @@ size_t Operation::sent(size_t bytes) const {
   return bytes;
 }
 
-// Whether others may still read some of this memory.
+// Returns whether peers may still read some of this memory.
 bool Operation::is_sending(const void* memory, size_t bytes) const {
   const auto* begin = static_cast<const char*>(memory);
   return std::any_of(going_.begin(), going_.end(), [&](const Going& going) {
@@ -143,7 +143,7 @@ void Operation::complete_receive(Receive& receive) {
   make_ready(shared_from_this());
 }
 
-// Brings the data of an arrived message to its place, or finds where it can be read.
+// Brings the data of an arrived message to its destination, or finds where it can be read.
 void Operation::take(size_t index, const char* data) {
   auto& receive = receives_[index];
   const auto& header = receive.header;
@@ -157,7 +157,7 @@ void Operation::take(size_t index, const char* data) {
     complete_receive(receive);
     return;
   }
-  // MPI must not be asked to write to what it still reads: on_progress() goes on.
+  // MPI must not write to memory that it still reads: on_progress() continues later.
   const bool waited = std::exchange(
       receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
   waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
@@ -176,7 +176,7 @@ void Operation::take(size_t index, const char* data) {
   make_ready(shared_from_this());
 }
 
-// Tells the sender that `taken` bytes of what it sends have been read.
+// Tells the sender that the first `taken` bytes have been read.
 void Operation::tell_taken(Receive& receive, size_t taken) {
   receive.taken = taken;
   if (receive.incoming && !receive.incoming->take(taken)) {
@@ -185,7 +185,7 @@ void Operation::tell_taken(Receive& receive, size_t taken) {
   }
 }
 
-// Small enough that both sides soon work at once, large enough that telling costs little.
+// Small enough for both sides to work at the same time soon, large enough to keep the number of messages low.
 size_t Operation::step_bytes(size_t bytes) {
   return std::clamp(bytes / 8 & ~size_t(63), size_t(32) << 10, size_t(256) << 10);
 }
@@ -208,7 +208,7 @@ void Operation::check_transfers() const {
   }
 }
 
-// Finds what run() can copy now; false if that is nothing.
+// Finds the copies that run() can do now; returns whether there are any.
 bool Operation::plan_moves() {
   moves_.clear();
   for (const auto& going : going_) {
@@ -228,7 +228,7 @@ bool Operation::plan_moves() {
       }
       continue;
     }
-    // Of what comes bit by bit a part, so that its sender can go on; else all.
+    // Of data that arrives in parts, copy a part, so that its sender can continue; otherwise copy all.
     const bool whole = receive.taken == 0 && available == receive.header.bytes && receive.header.delivery == Delivery::kMapped;
     const size_t to = whole ? available : std::min(available, receive.taken + step_bytes(receive.header.bytes));
     if (to > receive.taken) {
@@ -252,7 +252,7 @@ void Operation::settle() {
 void Operation::finish_moves() {
   for (const auto& move : std::exchange(moves_, {})) {
     if (move.outgoing) {
-      continue; // settle() has told
+      continue; // settle() has told the transport
     }
     auto& receive = receives_[move.receive];
     tell_taken(receive, move.blocks.back().end);
@@ -288,7 +288,7 @@ Operation::Action Operation::use_inputs(size_t bytes, size_t limit) {
   return Action::kCompute;
 }
 
-// After compute(): the senders may have their memory back, or fill it again.
+// Called after compute(): the senders may use their memory again, or fill it with more data.
 void Operation::release_inputs() {
   used_ = std::max(used_, usable_);
   for (auto& receive : receives_) {
@@ -343,7 +343,7 @@ void Operation::confirm_to(int peer) {
   try {
     group_->transport->send(group_->members[peer].peer_id, header);
     ++group_->sent_messages;
-  } catch (const Unreachable&) { // nobody waits for it
+  } catch (const Unreachable&) { // the peer does not wait for it
   }
 }
 

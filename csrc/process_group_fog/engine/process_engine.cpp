@@ -31,20 +31,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long the first rank of a host looks whether the next host can be reached, beside what it does meanwhile.
+// How long the first rank of a host waits for the probe of the next host, which runs beside other work.
 constexpr auto kProbeLimit = std::chrono::milliseconds(250);
 
-// The engine's, once there is one.
+// The engine's transport; null before the first group of several ranks.
 std::atomic<ProcessTransport*> transport{nullptr};
-// Its monitor, or that of the one that is in the making.
+// The monitor of the transport, or of the transport that is being created.
 std::atomic<PeerMonitor*> monitor{nullptr};
 
-// What a rank says when it has heard of all others: in lines.
+// The second message of a rank, after it knows the others' introductions; its text has a line for each member.
 struct Place {
   std::string host;
-  bool linked = false; // it shares memory with all others
+  bool linked = false; // the rank shares memory with all others
   std::string address; // as in Introduction, with its arena
-  std::string listener; // where other hosts' ranks connect, if names tell that there are any
+  std::string listener; // address for connections of other hosts' ranks, if the host names show that there are any
 };
 
 std::string to_text(const Place& place) {
@@ -63,21 +63,21 @@ Place read_place(const std::string& text) {
   return place;
 }
 
-// A group in the making.
+// The creation of a group.
 class Meeting {
  public:
   Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
       : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout)), timeout_(timeout) {}
 
   ~Meeting() {
-    if (monitor_) { // there will be no transport
+    if (monitor_) { // no transport was created
       monitor = nullptr;
     }
   }
 
-  // All ranks tell who they are; the first ones make the world.
+  // Exchanges the ranks' introductions. The first groups also create the world.
   void meet(const std::string& name, SumsBy sums);
-  // MPI's own, if all ranks want these and there are any: where some of them are not reached through shared memory.
+  // MPI's own sums; null unless all ranks want them, MPI runs, and some ranks are not reached through shared memory.
   std::shared_ptr<NetworkSums> network_sums(const std::string& name);
 
   uint64_t id() const {
@@ -85,26 +85,26 @@ class Meeting {
   }
   std::vector<Member> members() const;
   std::vector<std::string> addresses() const;
-  // Nobody needs what was exchanged any more.
+  // Call when no rank needs the exchanged data any more.
   void finish() {
     rendezvous_->finish();
   }
 
  private:
   void check_one_world(const std::string& name) const;
-  // The second step, where hosts are not known yet: ranks find who shares theirs.
+  // The second step, if the hosts are not known yet: the ranks find out which of them share a host.
   void find_places();
-  // MPI, where not all ranks share memory, and the transport.
+  // Creates the transport, and starts MPI if not all ranks share memory.
   void make_transport();
-  // The third one, where the world has several hosts: the first rank of each says whether it reaches the next host.
+  // The third step, if the world has several hosts: the first rank of each says whether it reaches the next host.
   void watch_other_hosts(const ReachProbe* probe);
   std::unique_ptr<ReachProbe> probe_next_host();
   std::string listen();
-  // Whether all ranks of the world take part.
+  // Returns whether all ranks of the world take part.
   bool is_world() const {
     return !Runtime::instance().joined() || Runtime::instance().size() == rendezvous_->size();
   }
-  // Whether names tell hosts apart, as they do but for clones of a virtual machine.
+  // Returns whether the names tell the hosts apart. Only clones of a virtual machine have equal names.
   bool names_differ() const {
     return std::any_of(ranks_.begin(), ranks_.end(), [&](const Introduction& rank) { return rank.host_id != ranks_[0].host_id; });
   }
@@ -115,9 +115,9 @@ class Meeting {
 
   const std::shared_ptr<Rendezvous> rendezvous_;
   const std::chrono::milliseconds timeout_;
-  const Beacon beacon_; // until all have looked for it
-  std::unique_ptr<shared_memory::Links> links_; // of the transport to be made
-  std::unique_ptr<PeerMonitor> monitor_; // as well
+  const Beacon beacon_; // until all ranks have looked for it
+  std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
+  std::unique_ptr<PeerMonitor> monitor_; // for the transport to be created
   std::vector<Introduction> ranks_;
   std::vector<Place> places_;
 };
@@ -173,14 +173,14 @@ void Meeting::check_one_world(const std::string& name) const {
   }
 }
 
-// Whether all ranks of the world make their first group, so that all know the same of each other.
+// Returns whether all ranks of the world create their first group, so that all have the same knowledge of each other.
 bool Meeting::is_new_world() const {
   return is_world() && std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
 }
 
 void Meeting::find_places() {
   const int rank = rendezvous_->rank();
-  std::vector<int> local; // as far as names tell
+  std::vector<int> local; // ranks of this host, according to the names
   for (size_t peer = 0; peer < ranks_.size(); ++peer) {
     if (ranks_[peer].host_id == ranks_[rank].host_id) {
       local.push_back(ranks_[peer].world_rank);
@@ -189,7 +189,7 @@ void Meeting::find_places() {
   shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
   Place mine{find_host(ranks_, rank), false, ranks_[rank].address, is_world() && names_differ() ? listen() : ""};
   if (links_) {
-    if (!is_new_world()) { // others of the world may come later
+    if (!is_new_world()) { // other ranks of the world may come later
       local.resize(static_cast<size_t>(Runtime::instance().size()));
       std::iota(local.begin(), local.end(), 0);
     }
@@ -230,7 +230,8 @@ void Meeting::make_transport() {
     const auto local = std::count(hosts.begin(), hosts.end(), places_[rank].host);
     runtime.settle(places_[rank].host, static_cast<int>(local), number_nodes(std::move(hosts), ranks_));
   }
-  // All ranks decide alike. Those that share a host and its memory have no use for MPI, which takes longer to start than all else.
+  // All ranks decide alike. Ranks that share a host and its memory do not need MPI, whose start takes longer than
+  // everything else.
   const bool linked =
       !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
   const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
@@ -270,7 +271,7 @@ std::unique_ptr<ReachProbe> Meeting::probe_next_host() {
       places_[rank].listener = told[rank];
     }
   }
-  std::vector<size_t> firsts; // of each host
+  std::vector<size_t> firsts; // the first rank of each host
   std::set<std::string> hosts;
   for (size_t rank = 0; rank < places_.size(); ++rank) {
     if (hosts.insert(places_[rank].host).second) {
@@ -317,9 +318,10 @@ std::shared_ptr<NetworkSums> Meeting::network_sums(const std::string& name) {
     members.push_back(
         {rank.world_rank, c10::str("rank ", member, " of group '", name, "' (pid ", rank.pid, " on host ", rank.host_name, ")")});
   }
-  rendezvous_->barrier("sums"); // MPI's call keeps the engine's lock: it is not to wait for ranks that are yet to come
+  // MPI's call holds the engine's lock, so it must not wait for ranks that have not come yet
+  rendezvous_->barrier("sums");
   return process_engine().with_lock([&] {
-    for (const auto& rank : ranks_) { // MPI sends to whomever it likes
+    for (const auto& rank : ranks_) { // MPI may send to any of them
       monitor.load()->begin(rank.world_rank);
     }
     return transport.load()->reductions().among(std::move(members), id(), deadline_after(timeout_));
@@ -399,16 +401,16 @@ std::shared_ptr<Group> connect(
     SumsBy sums) {
   auto& engine = process_engine();
   engine.check_not_forked();
-  PeerMonitor::host_timeout(); // these throw where the environment is wrong
+  PeerMonitor::host_timeout(); // these throw if an environment variable is invalid
   check_interface();
   rma_bytes();
   long_wait();
   const auto& runtime = Runtime::instance();
   observe_as(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
-  if (size == 1 && !runtime.joined()) { // nobody to talk to: no messages
+  if (size == 1 && !runtime.joined()) { // no peers, so no messages
     return engine.add_group(0, name, rank, {{0, static_cast<int>(getpid()), 0, host_id(), host_name()}}, {});
   }
-  static std::mutex first; // two threads may make their first groups at once
+  static std::mutex first; // two threads may create their first groups at the same time
   std::unique_lock<std::mutex> lock(first);
   if (transport.load() != nullptr) {
     lock.unlock();
@@ -416,7 +418,7 @@ std::shared_ptr<Group> connect(
   runtime.check_first_start();
   engine.watchdog().check();
   Meeting meeting(store, rank, size, timeout);
-  engine.start_threads(timeout); // now: the ranks that have not met yet learn that this one does not come
+  engine.start_threads(timeout); // before meeting: other ranks learn from these threads if this rank fails meanwhile
   meeting.meet(name, sums);
   auto network_sums = meeting.network_sums(name);
   meeting.finish();

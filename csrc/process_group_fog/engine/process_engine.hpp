@@ -1,4 +1,4 @@
-// The engine of this process: over MPI and shared memory, for all its groups.
+// The engine of this process, over MPI and shared memory, for all its groups.
 #pragma once
 
 #include <chrono>
@@ -15,8 +15,9 @@ namespace fog {
 // Lives until the process ends, as MPI does.
 Engine& process_engine();
 
-// Makes a group of the ranks that meet at `store`, and starts MPI in the first one. Blocks until every rank has come; throws
-// DistBackendError naming those that do not within `timeout`. `sums`: who does allreduce, reduce and reduce_scatter between hosts.
+// Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is needed. Blocks until
+// every rank has come; throws DistBackendError with the missing ranks after `timeout`. `sums`: whether MPI or fog does
+// allreduce, reduce and reduce_scatter between hosts.
 std::shared_ptr<Group> connect(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -25,16 +26,17 @@ std::shared_ptr<Group> connect(
     const std::string& name,
     SumsBy sums);
 
-// This process is this rank of so many, for those who look at it from outside; begins what FOG_TIMELINE asks for. The first call counts, and
-// connect() makes it if nobody else has.
+// Sets the rank and size that observers of this process see, and starts the timeline if FOG_TIMELINE is set. Only the
+// first call has an effect; connect() calls it if it was not called before.
 void observe_as(int rank, int size);
 
-// Records this process's operations in the file `prefix` + rank + ".json", see Timeline::start(). FOG_TIMELINE does so from the first group on.
+// Records this process's operations in the file `prefix` + rank + ".json", see Timeline::start(). With FOG_TIMELINE,
+// recording starts with the first group.
 void start_timeline(const std::string& prefix, int rank, int size);
-// Ends that; does nothing without a timeline.
+// Ends the recording, if there is one.
 void stop_timeline();
 
-// Takes leave of the other ranks and ends MPI. For interpreter exit.
+// Says goodbye to the other ranks and ends MPI. For interpreter exit.
 void leave_job();
 
 } // namespace fog

@@ -1,5 +1,5 @@
-// Finds the receive that a message belongs to, where an operation has many: without it, n ranks that all send to one would cost it n squared
-// looks.
+// Finds the receive for a message in an operation with many receives. Without the index, an operation that receives
+// from n ranks would need n squared comparisons.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,15 @@
 
 namespace fog {
 
-// A table of their numbers with open addresses. Nothing leaves it: what a number stands for says whether it still fits.
+// A hash table of the receives' numbers with open addressing. Entries are never removed: the callback `fits` tells
+// whether a receive still takes a message.
 class ReceiveIndex {
  public:
   static uint64_t key(int peer, uint16_t step) {
     return static_cast<uint64_t>(static_cast<uint32_t>(peer)) << 16 | step;
   }
 
-  // Puts in receives that it does not have yet, so that it has those below `count`. `key_of(i)` is the key of number i.
+  // Adds the receives below `count` that it does not have yet. `key_of(i)` is the key of number i.
   template <typename KeyOf>
   void extend(size_t count, KeyOf&& key_of) {
     if (2 * count > slots_.size()) {
@@ -34,7 +35,8 @@ class ReceiveIndex {
     }
   }
 
-  // The lowest number with this key that fits; those with other keys that are on the way must not.
+  // The lowest number with this key that fits. `fits` must reject numbers with other keys, which share the probe
+  // sequence.
   template <typename Fits>
   std::optional<size_t> find(uint64_t key, Fits&& fits) const {
     for (auto slot = first_slot(key); slots_[slot] != 0; slot = (slot + 1) & (slots_.size() - 1)) {
@@ -47,10 +49,10 @@ class ReceiveIndex {
 
  private:
   size_t first_slot(uint64_t key) const {
-    return (key * 0x9e3779b97f4a7c15) >> 32 & (slots_.size() - 1); // keys that follow each other lie apart
+    return (key * 0x9e3779b97f4a7c15) >> 32 & (slots_.size() - 1); // spreads consecutive keys
   }
 
-  std::vector<uint32_t> slots_; // a number and 1; 0: free. Half of them at least are.
+  std::vector<uint32_t> slots_; // number + 1, or 0 if free; at least half of the slots are free
   size_t count_ = 0;
 };
 

@@ -1,4 +1,5 @@
-// What the engine drives beside operations: whatever answers messages of other ranks at any time, as windows do.
+// Interface of a service that the engine drives beside operations and that answers messages of other ranks at any time.
+// Windows implement it.
 #pragma once
 
 #include <functional>
@@ -11,10 +12,11 @@
 
 namespace fog {
 
-// Every call has the engine's lock, but those of Task::run() and of what take_calls() and on_closing() return.
+// Every function is called with the engine's lock, except Task::run() and the functions that take_calls() and
+// on_closing() return.
 class Service {
  public:
-  // Work that is done without the lock, and handed to finish() afterwards, whatever came of it.
+  // Work that is done without the lock; afterwards finish() is called in any case.
   class Task {
    public:
     virtual ~Task() = default;
@@ -23,33 +25,33 @@ class Service {
 
   virtual ~Service() = default;
 
-  // A message of kind kWindow or kWindowReply.
+  // Handles a message of kind kWindow or kWindowReply.
   virtual void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) = 0;
   // `peer` takes no further part in the group.
   virtual void on_gone(const Group& group, int peer, const std::string& how) = 0;
-  // A group that is closed here is closed there as well: nothing of it comes from that process any more.
+  // A group that is closed here is closed in that process as well, so it sends no more messages for the group.
   virtual void on_closed_too(uint64_t group, PeerId peer) = 0;
-  // The group is about to be closed: what is to be called before, without the lock.
+  // The group is about to be closed. Returns functions to call before, without the lock.
   virtual std::vector<std::function<void()>> on_closing(const Group& group) = 0;
-  // Everything in flight fails: in all groups, or in one.
+  // Fails all operations in flight, of all groups or of one.
   virtual void fail_all(const std::string& reason) = 0;
   virtual void fail_group(const Group& group, const std::string& reason) = 0;
-  // Fails what is over its deadline. Returns the earliest that is left.
+  // Fails operations whose deadline has passed. Returns the earliest remaining deadline.
   virtual Deadline check_deadlines(Deadline now) = 0;
 
-  // One round of progress.
+  // Makes one round of progress.
   virtual void advance() = 0;
-  // Null if there is none.
+  // The next task, or null.
   virtual std::shared_ptr<Task> next_task() = 0;
   virtual void finish(const std::shared_ptr<Task>& task) = 0;
-  // What has ended, to be called without the lock.
+  // Functions that report the end of operations, to be called without the lock.
   virtual std::vector<std::function<void()>> take_calls() = 0;
-  // What must be released without the lock.
+  // Objects to be released without the lock.
   virtual std::vector<std::shared_ptr<void>> take_released() = 0;
 
-  // Whether something is on its way to or from this process.
+  // Returns whether any transfer to or from this process is in progress.
   virtual bool busy() const = 0;
-  // Whether messages may come at any time.
+  // Returns whether messages may come at any time.
   virtual bool listening() const = 0;
 };
 

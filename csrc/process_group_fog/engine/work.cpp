@@ -17,16 +17,16 @@ using Clock = std::chrono::steady_clock;
 
 namespace {
 
-// Made while there is memory, and without a backtrace: to follow one of Python's stacks costs a process some milliseconds.
+// Created while there is memory, and without a backtrace: collecting a Python stack takes milliseconds.
 const std::exception_ptr& no_memory_at_all() {
   static const auto error = std::make_exception_ptr(
       c10::DistBackendError("fog: there is no memory for an operation's result, nor to say which one it is", c10::Backtrace()));
   return error;
 }
 
-// Of an operation that has lacked nothing before.
+// The error for an operation that completed but for lack of memory.
 std::exception_ptr no_memory_for_result(const std::function<std::string()>& describe) {
-  constexpr int kTries = 100; // somebody else may give some back
+  constexpr int kTries = 100; // other threads may free memory meanwhile
   for (int tries = 0; tries < kTries; ++tries) {
     try {
       return backend_error(c10::str("fog: ", describe ? describe() : std::string("operation"), ": no memory for its result"));
@@ -41,7 +41,7 @@ std::exception_ptr no_memory_for_result(const std::function<std::string()>& desc
 
 WorkFog::WorkFog(
     Driver& driver, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs)
-    // The base makes an object for the profiler, also where there is none.
+    // The base class creates an object for the profiler even if no profiler runs, unless the title is null.
     : Work(
           rank,
           type,
@@ -106,7 +106,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
 
 void WorkFog::complete(std::exception_ptr error) {
   ended_ = Clock::now();
-  // These refer to the operation, whose life ends here; they go after the lock.
+  // These refer to the operation, which ends here; destroy them without the lock.
   std::function<std::string()> describe;
   std::function<void()> abort;
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -121,15 +121,15 @@ void WorkFog::complete(std::exception_ptr error) {
     if (!error && future) {
       value = c10::IValue(outputs_);
     }
-  } catch (const std::bad_alloc&) { // from here on none is needed
+  } catch (const std::bad_alloc&) { // the following steps allocate no memory
     error = no_memory_for_result(describe);
   }
-  // The Work first, then its Future: a callback may wait for the Work.
+  // Complete the Work first, then its Future: a callback may wait for the Work.
   finish(error);
-  bool is_late = false; // somebody has asked for it meanwhile
+  bool is_late = false; // the Future was requested meanwhile
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    done_.store(true); // a Future that is asked for from now on is complete when it is made
+    done_.store(true); // a Future that is created after this is complete from the start
     is_late = future_ && !future;
     future = future_;
   }
@@ -191,7 +191,7 @@ void WorkFog::synchronize() {
 
 bool WorkFog::wait(std::chrono::milliseconds timeout) {
   if (!done_.load(std::memory_order_acquire)) {
-    // Without a time-out of its own the wait ends with the operation, which has the group's.
+    // Without a timeout of its own, the wait ends with the operation, which has the group's timeout.
     const auto deadline = timeout > kNoTimeout ? deadline_after(timeout) : Deadline::max();
     bool done = false;
     without_python_lock([&] { done = driver_.drive_until(done_, deadline); });
@@ -205,7 +205,7 @@ bool WorkFog::wait(std::chrono::milliseconds timeout) {
     }
   }
   if (future_taken_.load()) {
-    wait_for_future(); // marked right after the Work: whoever waited for one finds the other complete
+    wait_for_future(); // it is marked right after the Work: after a wait for either, both are complete
   }
   if (exception()) {
     std::rethrow_exception(exception());
@@ -213,7 +213,7 @@ bool WorkFog::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
-// That of a Work that is complete: the thread that completed it is about to mark it, if it has not.
+// Waits for the Future of a complete Work: the thread that completed the Work marks the Future next.
 void WorkFog::wait_for_future() {
   if (!future_->completed()) {
     without_python_lock([this] { future_->wait(); });
@@ -257,7 +257,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkFog::future() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!future_) {
     auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::ofTensors());
-    if (done_.load()) { // nobody has it, so nobody is called
+    if (done_.load()) { // no callbacks can be registered yet, so none run here
       if (exception_) {
         made->setError(exception_);
       } else {

@@ -15,31 +15,32 @@
 
 namespace fog {
 
-// What drives operations forward while somebody waits; the engine of a transport.
+// Interface for driving operations while a thread waits; the engine implements it.
 class Driver {
  public:
   virtual ~Driver() = default;
-  // Makes progress until `done` is set or `deadline` has passed, without Python's lock; true if `done` is set. May throw what
-  // the program's interrupt check throws (Ctrl-C).
+  // Makes progress until `done` is set or `deadline` has passed, without Python's lock; returns whether `done` is set.
+  // May throw an exception of the program's interrupt check (Ctrl-C).
   virtual bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) = 0;
-  // Makes progress once, if there is anything to do and nobody else is at it. A thread that does nothing but ask whether
-  // `done` is set sleeps for moments, until it may be. Whatever takes time is done without Python's lock.
+  // Makes progress once, if there is anything to do and no other thread does it. A thread that only polls `done` sleeps
+  // for short times until `done` may be set. Long steps are done without Python's lock.
   virtual void drive_once(const std::atomic<bool>& done) = 0;
-  // Runs callbacks, which may block, in a thread that nobody else waits for.
+  // Runs callbacks, which may block, in a thread that no other thread waits for.
   virtual void run_callbacks(std::function<void()> callbacks, CompletionPool::Refused refused) = 0;
-  // What a thread in drive_until() waits for may be done.
+  // Wakes the threads in drive_until(): their operations may be done.
   virtual void wake_waiters() = 0;
 };
 
-// Holds what it needs and never the group. wait() drives the engine; it may be called from any thread, several times. c10d
-// calls some of these with Python's lock: nothing is waited for, or computed, with it.
+// Keeps a reference to the data that it needs, but never to the group. wait() drives the engine; any thread may call
+// it, several times. c10d calls some functions with Python's lock held: they neither wait nor compute while they hold
+// it.
 class WorkFog : public c10d::Work {
  public:
   WorkFog(
       Driver& driver, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs);
 
-  // One Work that is complete when all of `parts` are; fails with the first failure among them. Its result is `outputs`, or
-  // else those of the parts, one after the other.
+  // A Work that is complete when all of `parts` are; it fails with the first failure among them. Its result is
+  // `outputs`, or otherwise the results of the parts in order.
   static c10::intrusive_ptr<WorkFog> when_all(
       Driver& driver,
       int rank,
@@ -52,7 +53,7 @@ class WorkFog : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override;
-  // Throws the operation's failure, or DistBackendError after `timeout` (then the operation itself goes on).
+  // Throws the operation's failure, or DistBackendError after `timeout`; in that case the operation itself continues.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -70,7 +71,8 @@ class WorkFog : public c10d::Work {
   void set_sequence(uint64_t sequence) {
     sequence_ = sequence;
   }
-  // Says what the operation is and whom it waits for; must not be called with the engine's lock held.
+  // Sets a function that says what the operation is and which ranks it waits for. The function must not be called with
+  // the engine's lock held.
   void set_describe(std::function<std::string()> describe) {
     describe_ = std::move(describe);
   }
@@ -79,15 +81,16 @@ class WorkFog : public c10d::Work {
   }
 
  private:
-  // Made when it is first asked for, as hardly anybody does.
+  // Created at the first request, because few programs need it.
   c10::intrusive_ptr<c10::ivalue::Future> future();
   std::string describe();
   void wait_for_future();
 
   Driver& driver_;
   std::atomic<bool> done_{false};
-  std::atomic<bool> future_taken_{false}; // so it may have callbacks, or somebody who waits for it
-  std::atomic<bool> future_taken_by_callback_{false}; // who waits for it may hold one of the threads that complete Futures
+  std::atomic<bool> future_taken_{false}; // the Future may have callbacks or waiting threads
+  // the program that waits for it may occupy one of the threads that complete Futures
+  std::atomic<bool> future_taken_by_callback_{false};
   std::vector<at::Tensor> outputs_;
   int source_ = -1;
   uint64_t sequence_ = 0;

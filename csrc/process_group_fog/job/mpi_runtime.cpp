@@ -121,8 +121,8 @@ void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
           DistBackendError,
           c10::str(
               "fog: something else in this program has started MPI (", library_path(), ") with ", name_of_level(provided),
-              "; beside another user of MPI fog needs MPI_THREAD_MULTIPLE, as each calls it under a lock of its own. With mpi4py: "
-              "mpi4py.rc.thread_level = \"multiple\" before \"from mpi4py import MPI\"; else MPI_Init_thread with MPI_THREAD_MULTIPLE."));
+              "; beside another user of MPI, fog needs MPI_THREAD_MULTIPLE, because each uses its own lock for MPI. With mpi4py, set "
+              "mpi4py.rc.thread_level = \"multiple\" before \"from mpi4py import MPI\"; otherwise call MPI_Init_thread with MPI_THREAD_MULTIPLE."));
     }
     return;
   }

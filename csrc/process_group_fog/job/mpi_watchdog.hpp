@@ -1,7 +1,7 @@
 // Ends calls of MPI that do not return.
 //
 // The caller of MPI holds the engine's lock, so a call that never returns (for example MPICH's Isend to a process that
-// has ended) would block all other threads and all time-outs. MPI offers no remedy. So a separate thread checks whether
+// has ended) would block all other threads and all timeouts. MPI offers no remedy. So a separate thread checks whether
 // one call goes on beyond the deadline of an operation. If so, it sends a signal to the thread that is in the call, and
 // the signal's handler jumps out of the call. The call then throws in the thread that holds the lock, as if MPI had
 // reported an error, and operations fail as usual. The state of MPI is unknown after that, so this process never calls

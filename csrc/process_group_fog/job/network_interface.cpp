@@ -114,7 +114,7 @@ void check_interface() {
   const auto name = wanted_interface();
   TORCH_CHECK_VALUE(
       name.empty() || !addresses_of(name).empty(), kVariable, ": got '", name,
-      "'; allowed is the name of a network interface that is up and has an address (ip address shows them)");
+      "'; allowed is the name of a network interface that is up and has an address ('ip address' lists them)");
 }
 
 } // namespace fog

@@ -182,7 +182,7 @@ void PeerMonitor::try_next(int number, Peer& peer) {
       if (!std::exchange(told_of_limit_, true)) {
         LOG(WARNING) << "fog: world rank " << rank_ << ": the limit of open files (ulimit -n: " << most_descriptors()
                      << ") forbids a connection that would show the end of world rank " << number
-                     << "; without it that is noticed at a time-out, or when others tell. Further ones are not reported.";
+                     << "; without it, the end is noticed at a timeout, or by the news of other ranks. Further cases are not reported.";
       }
       give_up(number, peer, "the limit of open files");
       return;
@@ -205,7 +205,7 @@ void PeerMonitor::try_next(int number, Peer& peer) {
     watch(*peer.own, EPOLLOUT);
     return;
   }
-  give_up(number, peer, "nobody answers where it listens");
+  give_up(number, peer, "no process answers at its address");
 }
 
 bool PeerMonitor::on_refused(int number, Peer& peer, int error) {

@@ -15,7 +15,7 @@ class ProcessWatch {
   ProcessWatch(const ProcessWatch&) = delete;
   ProcessWatch& operator=(const ProcessWatch&) = delete;
 
-  // Watches process `pid` under the number `peer`. On a kernel without pidfd it has no effect, and time-outs are the
+  // Watches process `pid` under the number `peer`. On a kernel without pidfd it has no effect, and timeouts are the
   // only sign.
   void watch(int peer, int pid);
 

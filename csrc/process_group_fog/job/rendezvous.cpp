@@ -188,7 +188,7 @@ std::string Rendezvous::from_rank_zero(const std::string& key, const std::functi
 }
 
 void Rendezvous::barrier(const std::string& key) {
-  // Unlike a counter alone, this lets a time-out name the missing ranks.
+  // Unlike a counter alone, this lets a timeout name the missing ranks.
   allgather(key, "1");
 }
 

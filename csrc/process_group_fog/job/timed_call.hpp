@@ -9,7 +9,7 @@
 
 namespace fog {
 
-// MPI's collective calls have no time-out. This function makes the call in a separate thread. If the call does not
+// MPI's collective calls have no timeout. This function makes the call in a separate thread. If the call does not
 // return in time, the function leaves the thread behind and throws DistBackendError. `trouble` may end the wait early
 // by returning a text; `excuse` describes the possible reasons for a call that has not returned. Either may be null.
 void call_in_time(

@@ -86,7 +86,7 @@ void refuse_message(int source, size_t length, const char* why) {
       DistBackendError,
       c10::str(
           "fog: rank ", source, " of the world sent ", length, " bytes that are not a message of fog: ", why,
-          ". Its memory is damaged?"));
+          ". Is its memory damaged?"));
 }
 
 Header checked_header(int source, const char* record, size_t length, bool local) {

@@ -16,15 +16,15 @@ struct Kept {
   DeferredFree::Users users;
 };
 
-// These are never destroyed: the process's end needs no order.
+// Never destroyed, so the order of destruction at the process's end does not matter.
 auto& mutex = *new std::mutex;
 auto& kept = *new std::vector<Kept>;
 
 using User = DeferredFree::User;
 
-// It gives back what nobody uses once those users do not for whom `has_left` says so.
+// Marks the users that have left according to `has_left`, and frees the memory that has no users left.
 void release(const std::function<bool(const Kept& window, const User& user)>& has_left) {
-  std::vector<Kept> released; // after the lock
+  std::vector<Kept> released; // freed after the lock is released
   const std::lock_guard<std::mutex> lock(mutex);
   for (const auto& window : kept) {
     for (const auto& user : window.users) {
@@ -50,7 +50,7 @@ void DeferredFree::keep(Engine& engine, Name name, std::shared_ptr<WindowMemory>
     const std::lock_guard<std::mutex> lock(mutex);
     kept.push_back({&engine, name, std::move(memory), storage, users});
   }
-  // From now on this hears of those that end; some may have ended before.
+  // From now on release() is called for users that end; some may have ended before.
   for (const auto& user : users) {
     if (engine.has_left(user.peer)) {
       release(user.peer);

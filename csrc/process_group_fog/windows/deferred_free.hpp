@@ -1,4 +1,4 @@
-// Memory of windows that were dropped, not freed, while neighbors may still write to it.
+// Keeps the memory of windows that were dropped without free() while neighbors may still write to it.
 #pragma once
 
 #include <cstddef>
@@ -13,30 +13,30 @@
 
 namespace fog {
 
-// It keeps the memory until they have left it, or their processes have ended.
+// Keeps the memory until the neighbors have left it or their processes have ended.
 class DeferredFree {
  public:
   struct User {
     PeerId peer;
-    size_t place; // in the memory
-    bool tells; // that it has left, before it closes its group
+    size_t place; // index in the memory's controls
+    bool tells; // it announces that it has left before it closes its group
   };
   using Users = std::vector<User>;
-  struct Name { // of a window
+  struct Name { // identifies a window
     uint64_t group;
     uint64_t number;
   };
 
-  // It is called before the engine forgets the window, so that no news of a neighbor's leave is missed. The window may have the memory as
-  // well, as long as it uses it itself.
+  // Must be called before the engine forgets the window, so that no news of a neighbor's leave is missed. The window
+  // may keep a reference to the memory while it still uses it.
   static void keep(Engine& engine, Name name, std::shared_ptr<WindowMemory> memory, const c10::Storage& storage, Users users);
-  // That process has told that it has left this window.
+  // Call when the process has said that it has left this window.
   static void left(const Engine& engine, Name name, PeerId peer);
-  // It has closed the group.
+  // Call when the process has closed the group.
   static void left(const Engine& engine, uint64_t group, PeerId peer);
-  // Whether neighbors may still use a tensor in that storage.
+  // Returns whether neighbors may still use a tensor in that storage.
   static bool keeps(const c10::Storage& storage);
-  // So many windows are kept.
+  // The number of windows whose memory is kept.
   static size_t size();
 };
 

@@ -1,4 +1,4 @@
-// Operations that this process does itself, and what has to wait before it can.
+// Operations that this process does itself, and the queue of operations that have to wait.
 #include <c10/util/Exception.h>
 
 #include "windows/window_legs.hpp"
@@ -18,13 +18,13 @@ void Window::DirectLeg::start(Part part) {
       try {
         window_.group_->engine.run_callbacks([this, window = window_.shared_from_this()] { run_queue(); }, Engine::Refused::kThrow);
       } catch (const std::exception& refusal) {
-        queue_.pop_back(); // nobody else is at it
+        queue_.pop_back(); // still the last part: no other thread runs the queue
         window_.refused(name_of(op), refusal);
       }
       running_ = true;
     }
     lock.unlock();
-    if (mutex.held_here()) { // then nobody else can get at what waits for it
+    if (mutex.held_here()) { // the queue waits for a mutex of this thread, so no other thread can run it
       while (run_first(true, nullptr, nullptr)) {
       }
     }
@@ -39,7 +39,7 @@ void Window::DirectLeg::start(Part part) {
 }
 
 void Window::DirectLeg::perform(Part& part, std::exception_ptr error, const std::function<void()>& between) {
-  const auto call = part.call; // the part may go elsewhere
+  const auto call = part.call; // execute() may move the part
   bool done = true;
   if (!error) {
     try {
@@ -89,7 +89,7 @@ bool Window::DirectLeg::run_first(bool locked, const Call* failed, std::exceptio
     return false;
   }
   const auto& first = queue_.front();
-  if (error ? first.call.get() != failed : needs_mutex(first) && !locked) { // another thread has run the one that was there
+  if (error ? first.call.get() != failed : needs_mutex(first) && !locked) { // another thread has run the expected part
     return false;
   }
   auto part = std::move(queue_.front());

@@ -10,9 +10,9 @@
 namespace fog {
 namespace {
 
-// Puts that may spoil what the owner reads before it asks their origin for a pause.
+// Reads that puts may spoil before the owner asks the origin for a pause.
 constexpr int kTries = 2;
-// Looks at a put whose header is another one's, which cannot be.
+// Attempts to read a put whose header has another number; more attempts mean damaged memory.
 constexpr int kMostLooks = 1000;
 
 } // namespace
@@ -40,7 +40,7 @@ void MailboxReader::take_latest() {
     PutHeader header;
     std::memcpy(&header, memory + layout_.header(version), sizeof(header));
     values_.scale(view_.buffer(place, buffer), memory + layout_.value(version), 1.0, read);
-    std::atomic_thread_fence(std::memory_order_acquire); // what was read is older than the number seen next
+    std::atomic_thread_fence(std::memory_order_acquire); // the data was read before the version is read again
     const auto now = mailbox_.version.load(std::memory_order_acquire);
     if (now != version) {
       version = now;
@@ -56,7 +56,7 @@ void MailboxReader::take_latest() {
     }
     TORCH_CHECK_WITH(
         DistBackendError, ++looks < kMostLooks, "fog: put ", version, " of a neighbor has the header of put ", header.number,
-        " in this rank's memory. It is damaged?");
+        " in this rank's memory. Is it damaged?");
     sched_yield();
   }
   if (starves) {

@@ -1,21 +1,24 @@
-// How values come into a slot whose writer reaches this process's memory one-sidedly.
+// Mailboxes bring values into a slot whose writer reaches this process's memory one-sidedly.
 //
-// The origin puts into a mailbox in the owner's pool: two buffers, in turn, each a header and a value, and then the number of the put, its
-// version. Nobody but the origin writes there, and it writes to a buffer again only when the put in between has its number there: so who
-// reads a buffer, and finds the number unchanged afterwards, has read one put as a whole. The owner does so, for its own slot, whenever it
-// looks at that slot: it absorbs. What counts from then on is the slot, as everywhere.
+// The origin puts into a mailbox in the owner's pool. It has two buffers, used in turn, each with a header and a value;
+// the number of the put, its version, is written last. Only the origin writes there, and it reuses a buffer only after
+// the put into the other buffer has published its number. So if a reader finds the number unchanged after it has read a
+// buffer, it has read one complete put. The owner reads this way whenever it accesses its slot: it absorbs the put.
+// From then on the slot holds the value, as with every other writer.
 //
-// A put is seen as soon as it is there; an accumulate comes as a message, and so later than puts that its origin made after it. So both
-// are numbered. This is the rule, which makes of them what the origin's calls, one after the other, would have made:
+// A put is visible as soon as it is in the mailbox. An accumulate comes as a message, and so may come later than puts
+// that its origin made after it. Therefore both are numbered. The following rules give the same result as the origin's
+// calls one after the other:
 //
-// - Puts of one origin have the numbers 1, 2, 3, ... and an accumulate has the number of the puts made before it.
-// - The owner absorbs before it applies an accumulate. If it has absorbed a put with a larger number than the accumulate's by then, that put
-//   has replaced what was accumulated: the values are dropped. Else they are added, to what the slot holds by now, which may be nothing.
-// - A put without p leaves p as it is. So a header says which put was the last one that had a p, and which; it replaces the slot's p
-//   once, when it is first absorbed. An accumulate's p is dropped only if a put with p that has a larger number was absorbed, and added
-//   otherwise, whatever becomes of the values.
+// - Puts of one origin have the numbers 1, 2, 3, ..., and an accumulate has the number of the last put before it.
+// - The owner absorbs before it applies an accumulate. If it has already absorbed a put with a larger number than the
+//   accumulate's, that put has replaced the accumulated values, and they are dropped. Otherwise they are added to the
+//   slot's current value, which may be empty.
+// - A put without p leaves p unchanged. So a header contains the number of the last put that had a p, and that p; it
+//   replaces the slot's p once, when it is first absorbed. An accumulate's p is dropped only if a put with p and a
+//   larger number has been absorbed, and added otherwise, regardless of the values.
 //
-// So each value and each p that no later put replaces is collected exactly once, whenever the owner takes what is there.
+// So each value and each p that no later put replaces is collected exactly once, no matter when the owner absorbs.
 #pragma once
 
 #include <atomic>
@@ -30,21 +33,21 @@
 
 namespace fog {
 
-// What comes before a value.
+// Precedes a value.
 struct alignas(64) PutHeader {
   uint64_t number; // of the put
-  uint64_t p_number; // of the last put up to this one that had a p; 0: there was none
-  double p; // which it had
+  uint64_t p_number; // of the last put up to this one with a p; 0 if there was none
+  double p; // of that put
 };
 
-// Lies in the owner's pool, and is followed by two buffers.
+// In the owner's pool, followed by two buffers.
 struct alignas(64) Mailbox {
-  std::atomic<uint64_t> version; // number of the latest put that is whole; the origin writes it
-  // Whether the owner has tried in vain to read a whole put: the origin makes a pause then. The owner writes it.
+  std::atomic<uint64_t> version; // number of the latest complete put; written by the origin
+  // Whether the owner has failed to read a complete put; the origin then pauses. Written by the owner.
   alignas(64) std::atomic<uint64_t> starves;
 };
 
-// Where things are in a mailbox for values of so many bytes, from its beginning on.
+// Offsets in a mailbox for values of this size.
 struct MailboxLayout {
   size_t value_bytes;
 
@@ -62,15 +65,17 @@ struct MailboxLayout {
   }
 };
 
-// The owner's side of a mailbox: from now on it alone is the writer of that slot, as the Slot has it. Any thread may call.
+// The owner's side of a mailbox: it alone is the writer of that slot, in the sense of Slot. Any thread may call it.
 class MailboxReader {
  public:
   MailboxReader(Mailbox& mailbox, const WindowView& view, size_t slot, const SlotValues& values)
       : mailbox_(mailbox), layout_{values.bytes}, view_(view), slot_(slot), values_(values) {}
 
-  // Brings the latest put to the slot, if it is not there yet, and counts those that it has replaced as well.
+  // Brings the latest put to the slot, if it is not there yet, and adds the puts that it has replaced to the slot's
+  // version.
   void absorb();
-  // What has come by message: kAccumulate, with its number, or kPut of an origin that cannot reach the mailbox.
+  // Applies an operation that came as a message: kAccumulate, with its number, or kPut of an origin that cannot reach
+  // the mailbox.
   void apply(WindowOp op, double weight, std::optional<double> p, uint64_t number, const void* data);
 
  private:
@@ -82,8 +87,8 @@ class MailboxReader {
   const size_t slot_;
   const SlotValues& values_;
   std::mutex mutex_;
-  uint64_t absorbed_ = 0; // number of the last put
-  uint64_t p_absorbed_ = 0; // and of the last one whose p was
+  uint64_t absorbed_ = 0; // number of the last absorbed put
+  uint64_t p_absorbed_ = 0; // number of the last put whose p was absorbed
 };
 
 } // namespace fog

@@ -9,7 +9,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Copies of a neighbor's tensor that its update() may spoil before it is asked to wait.
+// Copies of a neighbor's tensor that its update() may spoil before this rank takes the mutex, which makes the neighbor
+// wait.
 constexpr int kTries = 2;
 
 } // namespace
@@ -58,18 +59,18 @@ bool Window::MappedLeg::execute(Part& part) {
 void Window::MappedLeg::fetch(double weight, Deadline deadline) {
   auto& changes = view_->label().changes;
   window_.replace_slot(neighbor_, [&](void* out) {
-    // Copies the tensor. True if that is whole: no update() was on its way, or is not expected to end.
+    // Copies the tensor. Returns whether the copy is consistent: no update() was in progress, or its process has ended.
     const auto copy = [&](bool ended) {
       const auto before = changes.load(std::memory_order_acquire);
       window_.values_.scale(out, view_->tensor(), weight);
-      std::atomic_thread_fence(std::memory_order_acquire); // pairs with that in change_tensor()
+      std::atomic_thread_fence(std::memory_order_acquire); // pairs with the fence in change_tensor()
       return ended || (before % 2 == 0 && changes.load(std::memory_order_relaxed) == before);
     };
     bool whole = false;
     for (int tries = 0; tries < kTries && !whole && changes.load(std::memory_order_acquire) % 2 == 0; ++tries) {
       whole = copy(false);
     }
-    while (!whole) { // rather wait for its end, though the owner does not wait for ever: see change_tensor()
+    while (!whole) { // wait for the update's end; the owner does not wait forever in turn, see change_tensor()
       if (Clock::now() >= deadline || !window_.acquire(control_.tensor, PairMutex::Side::kSecond, neighbor_, deadline)) {
         window_.fail("win_get", c10::str("timed out waiting for rank ", neighbor_.rank, " to end its update"));
       }

@@ -59,7 +59,7 @@ RankMutex::Other Window::MessageLeg::mutex() {
     if (!window_.left_) {
       try {
         tell(WindowOp::kUnlock);
-      } catch (const std::exception&) { // it has gone, and the mutex with it
+      } catch (const std::exception&) { // the peer has gone, and the mutex with it
       }
     }
   };
@@ -84,7 +84,7 @@ bool Window::MessageLeg::acquire(Deadline deadline) {
     while (!window_.group_->engine.drive_until(answer->done, std::chrono::steady_clock::now() + kPollInterval)) {
       window_.check_abandoned("win_mutex");
     }
-  } catch (...) { // interrupted, or at the end: whether it has it by now or will have it, it gives it back
+  } catch (...) { // interrupted or failed: give the mutex back, whether this rank has it or will get it
     service.forget(*request);
     tell(WindowOp::kUnlock);
     throw;

@@ -7,25 +7,27 @@
 
 namespace fog {
 
-// Lives in memory that both processes have mapped; all zero is free. Fair: whoever unlocks while the other side waits hands
-// the mutex over, so neither side gets it twice while the other one waits. A process is one side: its threads settle among
-// themselves who acts for it. Sleeping is by futex.
+// Lives in memory that both processes have mapped; all zero means free. The mutex is fair: unlock() hands it over if
+// the other side waits, so neither side gets it twice while the other one waits. A process is one side; its threads
+// decide among themselves which of them uses the mutex. Waiting uses a futex.
 class PairMutex {
  public:
   enum class Side : uint32_t { kFirst = 1, kSecond = 2 };
 
-  // Takes it if it is free. Otherwise this side waits from now on: the mutex is its own once held_by() says so, and
-  // wait() sleeps until then. True if it is this side's now, also by handing over.
+  // Takes the mutex if it is free. Otherwise this side waits from now on: it owns the mutex once held_by() says so, and
+  // wait() sleeps until then. Returns whether this side owns the mutex now, also after a handover.
   bool lock_or_queue(Side side);
-  // Takes it if it is free; does not wait.
+  // Takes the mutex if it is free; does not wait.
   bool try_lock(Side side);
-  // Until it is handed to this side, or for `limit`; may return early. True if it is this side's now.
+  // Waits until the mutex is handed to this side, or for `limit`; may return early. Returns whether this side owns it
+  // now.
   bool wait(Side side, std::chrono::nanoseconds limit);
-  // Ends this side's waiting. False if the mutex was handed over meanwhile: it is this side's then.
+  // Ends this side's waiting. Returns false if the mutex was handed over meanwhile: then this side owns it.
   bool give_up(Side side);
-  // Nothing if it is not this side's any more.
+  // Does nothing if this side does not own the mutex any more.
   void unlock(Side side);
-  // Takes it from the other side, whose process has ended or must not be waited for. Whoever waits has to queue again.
+  // Takes the mutex from the other side, whose process has ended or must not be waited for. Waiting sides have to queue
+  // again.
   void seize(Side side);
 
   bool held_by(Side side) const {
@@ -34,7 +36,7 @@ class PairMutex {
 
  private:
   static constexpr uint32_t kHolder = 3; // a Side, or 0
-  // Set while that side waits.
+  // The bit that is set while that side waits.
   static constexpr uint32_t waits(Side side) {
     return static_cast<uint32_t>(side) << 2;
   }

@@ -11,7 +11,7 @@ bool RankMutex::held_here() {
   return depth_ > 0 && holder_ == std::this_thread::get_id();
 }
 
-// The caller has `mutex_`.
+// Requires `mutex_`.
 bool RankMutex::lock_again() {
   const bool mine = depth_ > 0 && holder_ == std::this_thread::get_id();
   depth_ += mine ? 1 : 0;
@@ -42,7 +42,7 @@ bool RankMutex::lock(Deadline deadline) {
   return true;
 }
 
-// It gives the lock up, whatever comes of it.
+// Releases `held` in any case.
 bool RankMutex::acquire(uint64_t place, std::unique_lock<std::mutex>& held, Deadline deadline) {
   auto lock = std::move(held);
   const auto turn = [&] { return waiting_.front() == place; };
@@ -61,7 +61,7 @@ bool RankMutex::acquire(uint64_t place, std::unique_lock<std::mutex>& held, Dead
 void RankMutex::leave(uint64_t place) {
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_.erase(std::find(waiting_.begin(), waiting_.end(), place));
-  changed_.notify_all(); // it may have been its turn by now
+  changed_.notify_all(); // it may have been the first in the queue
 }
 
 bool RankMutex::try_lock() {
@@ -86,7 +86,7 @@ void RankMutex::unlock() {
     }
     holder_ = std::thread::id();
   }
-  other_.release(); // before the next thread comes: the other process has its turn
+  other_.release(); // before the process's next thread, so that the other process gets its turn
   const std::lock_guard<std::mutex> lock(mutex_);
   waiting_.pop_front();
   changed_.notify_all();

@@ -13,24 +13,24 @@
 
 namespace fog {
 
-// How long a wait lasts before it looks whether whom it waits for has gone, and whether it is interrupted.
+// How long a wait lasts before it checks whether the other process has gone and whether it is interrupted.
 constexpr auto kPollInterval = std::chrono::milliseconds(10);
 
-// A thread holds it, which may lock it again; the process's threads come in the order in which they asked.
+// Held by one thread, which may lock it again. The process's threads get it in the order of their requests.
 class RankMutex {
  public:
-  // This is how the process settles it with the other one.
+  // How the process gets the mutex from the other process and gives it back.
   struct Other {
-    std::function<bool(Deadline)> acquire; // false at the deadline; may throw
+    std::function<bool(Deadline)> acquire; // returns false at the deadline; may throw
     std::function<bool()> try_acquire;
     std::function<void()> release;
   };
-  // `check` is called every now and then while a thread waits for others of this process; it may throw.
+  // `check` is called from time to time while a thread waits for other threads of this process; it may throw.
   RankMutex(Other other, std::function<void()> check) : other_(std::move(other)), check_(std::move(check)) {}
 
-  // It returns false at the deadline, and throws what these functions throw.
+  // Returns false at the deadline. Passes on exceptions of the functions above.
   bool lock(Deadline deadline);
-  // It returns false if the mutex is not free.
+  // Returns false if the mutex is not free.
   bool try_lock();
   void unlock();
   bool held_here();
@@ -44,7 +44,7 @@ class RankMutex {
   const std::function<void()> check_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<uint64_t> waiting_; // the first has it, or is about to
+  std::deque<uint64_t> waiting_; // the first has the mutex, or is acquiring it
   uint64_t next_ = 0;
   std::thread::id holder_;
   size_t depth_ = 0;

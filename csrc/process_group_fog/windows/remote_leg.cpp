@@ -17,21 +17,22 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// So much is on its way before it is flushed: enough to keep a network busy, and little enough that the engine's lock is not held for long.
+// Bytes in flight before a flush: enough to keep a network busy, but few enough that the engine's lock is not held for
+// long.
 constexpr size_t kMostUnflushed = 4 * OneSided::kMostBytes;
-// Copies of a neighbor's tensor that its update() may spoil before it is asked for it by a message.
+// Copies of a neighbor's tensor that its update() may spoil before this rank requests the tensor by a message.
 constexpr int kTries = 3;
-// A reader gets so long for itself, and a nanosecond for each byte.
+// A reader gets this time, plus a nanosecond per byte.
 constexpr auto kReaderPatience = std::chrono::milliseconds(100);
-// What was started is given so long to end when the part has failed.
+// After a failure of the part, its started transfers get this time to end.
 constexpr auto kLastFlush = std::chrono::seconds(1);
 constexpr auto kLookInterval = std::chrono::microseconds(20);
 
 } // namespace
 
-// What is on its way between this process and the neighbor for one part of a call. The engine's lock is free between two chunks, and the
-// part's deadline is looked at. The memory of this process that takes part must stay until it is flushed, which is done in any case; what
-// is small or a copy is kept here for that.
+// The transfers between this process and the neighbor for one part of a call. Between two chunks, the engine's lock is
+// released and the part's deadline is checked. The memory of this process that is transferred must stay until it is
+// flushed, which happens in any case; small data and copies are kept here for that.
 class Window::RemoteLeg::Transfer {
  public:
   Transfer(RemoteLeg& leg, const Part& part) : leg_(leg), part_(part) {}
@@ -43,7 +44,7 @@ class Window::RemoteLeg::Transfer {
           engine.watchdog().expect(std::max(part_.deadline, Clock::now() + kLastFlush));
           leg_.memory_.flush(leg_.peer_);
         });
-      } catch (const std::exception&) { // nothing moves any more, then
+      } catch (const std::exception&) { // no transfers are in progress then
       }
     }
   }
@@ -79,7 +80,7 @@ class Window::RemoteLeg::Transfer {
     for (size_t done = 0; done < bytes;) {
       const size_t count = std::min(OneSided::kMostBytes, bytes - done);
       with_lock([&] {
-        unflushed_ += count; // whatever comes of it
+        unflushed_ += count; // even if move() fails
         move(done, count);
         if (unflushed_ >= kMostUnflushed) {
           flush_now();
@@ -87,7 +88,7 @@ class Window::RemoteLeg::Transfer {
       });
       done += count;
       if (unflushed_ == 0 && done < bytes) {
-        std::this_thread::yield(); // others have waited for the lock
+        std::this_thread::yield(); // other threads may wait for the lock
       }
     }
   }
@@ -107,11 +108,11 @@ class Window::RemoteLeg::Transfer {
       if (Clock::now() >= part_.deadline) {
         window.fail(op, c10::str("timed out: its timeout of ", part_.timeout.count(), " ms is over; rank ", rank, " was not done yet"));
       }
-      std::optional<std::string> how; // the neighbor has gone
-      std::string what; // else that went wrong
+      std::optional<std::string> how; // set if the neighbor has gone
+      std::string what; // set after any other error
       try {
         group.engine.with_lock([&] {
-          group.engine.watchdog().expect(part_.deadline); // with the lock, as others set it anew
+          group.engine.watchdog().expect(part_.deadline); // with the lock, because other threads set it too
           const auto gone = group.gone.find(rank);
           if (gone != group.gone.end()) {
             how = gone->second;
@@ -121,12 +122,13 @@ class Window::RemoteLeg::Transfer {
           }
         });
       } catch (const Unreachable& error) {
-        how = error.what(); // the engine tells the window when it has noticed, and whether the process has ended
+        // the engine tells the window once it has noticed the failure and knows whether the process has ended
+        how = error.what();
       } catch (const c10::DistBackendError& error) {
         what = message_of(error);
       }
       if (how) {
-        unflushed_ = 0; // nothing may be asked of it any more
+        unflushed_ = 0; // nothing may be sent to it any more, not even a flush
         window.fail(op, group.describe_member(rank) + ' ' + *how);
       }
       if (!what.empty()) {
@@ -175,7 +177,8 @@ void Window::RemoteLeg::leave() {
 }
 
 void Window::RemoteLeg::on_closing() {
-  const std::lock_guard<std::mutex> writing(neighbor_.writing); // who puts ends now, as the window is closed, and nobody begins
+  // Waits for a running put, which ends because the window is closed; no new one can begin.
+  const std::lock_guard<std::mutex> writing(neighbor_.writing);
   leave();
 }
 
@@ -210,7 +213,8 @@ void Window::RemoteLeg::put(const Part& part) {
   const std::lock_guard<std::mutex> writing(neighbor_.writing);
   Transfer transfer(*this, part);
   const Address version = mailbox_ + offsetof(Mailbox, version);
-  if (!published_) { // the last put: or its buffer might be read while the one after the next goes there
+  // publish the last put first: otherwise the owner might still read the buffer that this put overwrites
+  if (!published_) {
     transfer.notify(version, puts_);
     published_ = true;
   }
@@ -255,7 +259,7 @@ void Window::RemoteLeg::let_read(Transfer& transfer, Deadline deadline) {
   while (true) {
     transfer.get(mailbox_ + offsetof(Mailbox, starves), &starves_, sizeof(starves_));
     transfer.flush();
-    if (starves_ == 0 || Clock::now() >= limit) { // one that was stopped sees afterwards that it has to read again
+    if (starves_ == 0 || Clock::now() >= limit) { // a stopped reader notices afterwards that it has to read again
       return;
     }
     std::this_thread::sleep_for(kLookInterval);

@@ -1,4 +1,4 @@
-// Puts and gets by operations of the network itself: the neighbor's process takes no part in them.
+// Puts and gets by one-sided operations of the network: the neighbor's process takes no part in them.
 #pragma once
 
 #include <atomic>
@@ -11,12 +11,12 @@
 
 namespace fog {
 
-// Values are put into this rank's mailbox there, see mailbox.hpp, and the neighbor's tensor is read where it is. What must be applied exactly
-// once, or waits for something there, goes as a message: accumulates, raw writes, signals and mutexes, and gets of a tensor that is not in
-// the pool, or that its owner keeps changing.
+// Values are put into this rank's mailbox there, see mailbox.hpp, and the neighbor's tensor is read in place.
+// Operations that must be applied exactly once, or that wait for the neighbor, go as messages: accumulates, raw writes,
+// signals, mutexes, and gets of a tensor that is not in the pool or that its owner keeps changing.
 class Window::RemoteLeg final : public DirectLeg {
  public:
-  // It returns null unless the neighbor is reached so.
+  // Returns null unless the neighbor can be reached one-sidedly.
   static std::unique_ptr<Leg> create(Window& window, Neighbor& neighbor, const WindowDescription& there);
 
   static constexpr const char* kName = "rma";
@@ -39,17 +39,17 @@ class Window::RemoteLeg final : public DirectLeg {
   RemoteLeg(Window& window, Neighbor& neighbor, OneSided& memory, const PoolAddresses& there, Address mailbox);
 
   bool execute(Part& part) override;
-  // The neighbor's engine takes it for a message, unless the mutex is for what this process does.
+  // For operations by message the neighbor's engine takes the mutex; this process needs it only for its own operations.
   bool needs_mutex(const Part& part) const override {
     return part.mutex && (part.op == WindowOp::kPut || part.op == WindowOp::kGet);
   }
   void send(Part& part);
   void put(const Part& part);
-  // weight * data to the neighbor's pool.
+  // Writes weight * data to the neighbor's pool.
   void write(Transfer& transfer, Address to, const void* data, double weight) const;
-  // The neighbor has tried in vain to read what is put there; this gives it some time.
+  // Called if the neighbor has failed to read its mailbox between the puts; gives it some time.
   void let_read(Transfer& transfer, Deadline deadline);
-  // It returns false if there was no whole tensor to be had.
+  // Returns false if no consistent tensor could be read.
   bool get(const Part& part);
 
   OneSided& memory_;
@@ -58,15 +58,15 @@ class Window::RemoteLeg final : public DirectLeg {
   const Address mailbox_;
   const MailboxLayout layout_;
   MessageLeg messages_;
-  std::atomic<int> ahead_{0}; // messages that a get must not overtake, nor another one's result: gets and raw writes
+  std::atomic<int> ahead_{0}; // gets and raw writes that go as messages; a get must not overtake them
   std::atomic<bool> left_{false};
 
-  // --- of the writer, who holds Neighbor::writing ---
+  // --- for the writer, which holds Neighbor::writing ---
   std::atomic<uint64_t> puts_{0}; // number of the last put that may have been published
-  bool published_ = true; // for certain
+  bool published_ = true; // whether it certainly has been
   uint64_t p_number_ = 0; // of the last put with p
   double p_ = 0;
-  uint64_t starves_ = 0; // as Mailbox::starves was when it was last read
+  uint64_t starves_ = 0; // the value of Mailbox::starves when it was last read
 };
 
 } // namespace fog

@@ -34,7 +34,7 @@ void Slot::start(std::optional<unsigned> buffer) {
 }
 
 unsigned Slot::writers_buffer() const {
-  // The owner can only begin to read the latest value, so what is free now stays free until it is published.
+  // The owner can only begin to read the latest value, so a buffer that is free now stays free until it is published.
   const auto state = load();
   unsigned buffer = 0;
   while (buffer == state.latest || buffer == state.read) {
@@ -45,8 +45,8 @@ unsigned Slot::writers_buffer() const {
 
 unsigned Slot::owners_buffer() const {
   const unsigned buffer = load().latest == kWriters ? kWriters + 1 : kWriters;
-  // The writer may still read it to add to it: whatever it reads from now on, it will see that the state has changed. Pairs
-  // with the fence in add().
+  // The writer may still read this buffer to add to it, but it will notice that the state has changed, even if it has
+  // read data that is written from now on. Pairs with the fence in add().
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return buffer;
 }
@@ -54,7 +54,7 @@ unsigned Slot::owners_buffer() const {
 void Slot::put(unsigned buffer, std::optional<double> p, uint64_t versions) {
   auto seen = load();
   while (true) {
-    // If the state is another one by now, this p is written once more.
+    // If the state changes meanwhile, the loop stores p again.
     p_[buffer].store(p ? *p : p_[seen.latest].load(std::memory_order_relaxed), std::memory_order_relaxed);
     auto next = seen;
     next.latest = buffer;
@@ -71,7 +71,8 @@ Slot::View Slot::base() const {
 }
 
 bool Slot::add(unsigned buffer, double p, const View& base) {
-  std::atomic_thread_fence(std::memory_order_acquire); // the base was read before this; pairs with that in owners_buffer()
+  // Orders the reads of the base before this; pairs with the fence in owners_buffer().
+  std::atomic_thread_fence(std::memory_order_acquire);
   p_[buffer].store(p, std::memory_order_relaxed);
   auto seen = load();
   while (seen.change == base.change) {
@@ -122,7 +123,8 @@ uint32_t Slot::version() const {
 }
 
 double Slot::p() const {
-  // The buffer may be another state's by the time its p is read, if it is published twice meanwhile: then look again.
+  // If the value is published twice meanwhile, the buffer may belong to another state when its p is read: then read
+  // again.
   while (true) {
     const auto state = load();
     const double p = p_[state.latest].load(std::memory_order_acquire);

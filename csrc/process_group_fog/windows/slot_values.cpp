@@ -22,14 +22,14 @@ void SlotValues::write(
     place.slot.put(buffer, p);
     return;
   }
-  // Again if the owner has taken what this added to: then the slot is empty, and nobody but this writer fills it.
+  // Repeats if the owner has taken the base: then the slot is empty, and only this writer can fill it.
   while (true) {
     const auto base = place.slot.base();
     const unsigned buffer = place.slot.writers_buffer();
     auto* out = view.buffer(place, buffer);
     const void* sum = base.empty ? nullptr : view.buffer(place, base.buffer);
     if (base.empty) {
-      scale(out, data, weight, true); // the owner has taken what was there
+      scale(out, data, weight, true); // the owner has taken the previous value
     } else if (weight == 0) {
       scale(out, sum, 1.0);
     } else {

@@ -1,4 +1,4 @@
-// How values get into a slot: the writer's part of the slot protocol, wherever the writer stands.
+// Writing values into slots: the writer's part of the slot protocol, for local and remote writers.
 #pragma once
 
 #include <cstddef>
@@ -11,16 +11,18 @@
 
 namespace fog {
 
-// The tensor and all slots of a window hold such values.
+// The type and size of the values of a window: its tensor and all its slots.
 struct SlotValues {
   c10::ScalarType dtype;
   size_t numel;
   size_t bytes;
 
-  // `out` becomes weight * data; zeros if the weight is 0, whatever the data. `others_read`: see linear_combination().
+  // Sets `out` to weight * data; to zeros if the weight is 0, whatever the data. `others_read`: see
+  // linear_combination().
   void scale(void* out, const void* data, double weight, bool others_read = false) const;
-  // Puts or accumulates weight * data, and p if it comes along, as the slot's only writer: it writes to a buffer that nobody looks at and
-  // then publishes that by one compare-and-swap. The origin does it where it has mapped the slot, else the target's engine does it for the origin.
+  // Puts or accumulates weight * data, and p if given, as the slot's only writer: writes to an unused buffer, then
+  // publishes it by a compare-and-swap. The origin calls this if it has mapped the slot; otherwise the target's engine
+  // calls it for the origin.
   void write(const WindowView& view, size_t slot, WindowOp op, double weight, std::optional<double> p, const void* data) const;
 };
 

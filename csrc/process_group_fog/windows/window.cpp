@@ -1,4 +1,4 @@
-// How a Window comes about and how it ends.
+// Creation and end of a Window.
 #include "windows/window.hpp"
 
 #include <algorithm>
@@ -22,13 +22,13 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Where neighbors can reach what a tensor holds.
+// Returns the tensor, or a copy of it on the host, in memory that neighbors can reach.
 at::Tensor on_host(const at::Tensor& tensor) {
   auto host = tensor;
   if (!tensor.device().is_cpu()) {
     const c10::InferenceMode normal(false);
     host = at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU));
-    host.copy_(tensor.detach()); // it waits
+    host.copy_(tensor.detach()); // waits for the device
   }
   share(host);
   return host;
@@ -70,7 +70,7 @@ std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather
     if (const auto* pool = window->memory_->pool()) {
       mine.pool = pool->addresses(window->memory_->label());
     }
-  } catch (const std::exception& reason) { // the others, who wait for this rank, are to hear of it
+  } catch (const std::exception& reason) { // the other ranks wait for this rank and have to learn of the error
     error = std::current_exception();
     mine.error = message_of(reason);
   }
@@ -79,7 +79,7 @@ std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather
     std::rethrow_exception(error);
   }
   check_agreement(descriptions);
-  for (const auto& rank : descriptions) { // one that could not make a window counts fewer of them
+  for (const auto& rank : descriptions) { // a rank that could not create a window has a smaller number
     window->number_ = std::max(window->number_, rank.number);
   }
   service.open(group, window->number_, window, window->memory_, all_neighbors(mine.in, mine.out));
@@ -91,7 +91,7 @@ std::shared_ptr<Window> Window::create(WindowConfig config, const Gather& gather
 std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactory& make_staging) {
   check_config(config);
   auto host = on_host(config.tensor);
-  auto pool = WindowPool::create(config, host); // it may move it
+  auto pool = WindowPool::create(config, host); // may move the tensor's memory to the pool
   const bool zero_init = config.zero_init;
   auto window = std::shared_ptr<Window>(new Window(std::move(config), std::move(host)));
   auto* data = window->host_.mutable_data_ptr();
@@ -128,14 +128,14 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
 }
 
 void Window::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
-  // How this rank reaches whom: whether it maps his memory, sends messages, or both, or writes there by RMA and sends messages.
+  // How this rank reaches each other rank: by mapping its memory, by messages, by both, or by RMA and messages.
   constexpr char kMaps = '0';
   constexpr char kSends = '1';
   constexpr char kDoesBoth = '2';
   constexpr char kWrites = '3';
   std::string ways(static_cast<size_t>(group_->size()), kMaps);
   for (const auto& neighbor : neighbors_) {
-    memory_->control(neighbor->control).used.store(1); // from the next gather on
+    memory_->control(neighbor->control).used.store(1); // set before the next gather, from which the neighbor may use it
     const auto& there = descriptions[neighbor->rank];
     neighbor->leg = MappedLeg::create(*this, *neighbor, there);
     if (neighbor->leg && staging_) { // the target's engine copies to the device
@@ -150,7 +150,7 @@ void Window::connect(const std::vector<WindowDescription>& descriptions, const G
     }
     neighbor->mutex_there = make_mutex(neighbor->leg->mutex());
   }
-  const auto all = gather(ways); // and nobody uses a window before all have it
+  const auto all = gather(ways); // no rank uses the window before all have created it
   const auto way_of = [&](int rank) { return all[static_cast<size_t>(rank * group_->size() + group_->rank)]; };
   std::vector<PeerId> tellers;
   for (const auto& neighbor : neighbors_) {
@@ -187,14 +187,14 @@ std::string Window::transport_to(int rank) const {
 }
 
 Window::~Window() {
-  staging_.reset(); // a device may still read what is given back next
+  staging_.reset(); // a device may still read the memory that is released next
   close("was dropped");
   leave();
   release_memory();
 }
 
 void Window::release_memory() {
-  if (group_->engine.forked()) { // all of it is the parent's
+  if (group_->engine.forked()) { // all of it belongs to the parent
     static_cast<void>(new auto(std::move(memory_)));
     return;
   }
@@ -210,10 +210,10 @@ void Window::release_memory() {
     DeferredFree::keep(group_->engine, {group_->id, number_}, memory_, storage_, std::move(users));
   }
   if (std::exchange(registered_, false)) {
-    WindowService::of(*group_).close(*group_, number_); // from now on the engine knows nothing of it
+    WindowService::of(*group_).close(*group_, number_); // the engine finds the window no more
   }
   std::unique_lock<std::mutex> lock(state_);
-  idle_.wait(lock, [this] { return calls_ == 0; }); // but for what it may be at
+  idle_.wait(lock, [this] { return calls_ == 0; }); // the engine may still be in a call
   memory_.reset();
 }
 
@@ -227,13 +227,13 @@ void Window::close(const std::string& reason) {
 }
 
 void Window::leave() {
-  const std::lock_guard<std::mutex> lock(leaving_); // nobody goes on before it is done
+  const std::lock_guard<std::mutex> lock(leaving_); // a second caller waits until the first one is done
   if (left_.exchange(true) || group_->engine.forked() || !memory_) {
     return;
   }
   for (const auto& neighbor : neighbors_) {
     memory_->control(neighbor->control).mutex.unlock(PairMutex::Side::kFirst);
-    if (neighbor->leg) { // it was connected
+    if (neighbor->leg) { // null if connect() was not reached
       neighbor->leg->leave();
     }
   }
@@ -246,7 +246,7 @@ void Window::on_group_closed() {
     const std::lock_guard<std::mutex> lock(state_);
     idle = calls_ == 0;
   }
-  if (idle) { // else whoever ends the last call does it
+  if (idle) { // otherwise the thread that ends the last call leaves
     leave();
     return;
   }

@@ -1,4 +1,4 @@
-// What a Window checks before anything happens, and the texts of its errors.
+// The checks of a Window's arguments and state, and its error messages.
 
 #include <algorithm>
 #include <cmath>
@@ -125,7 +125,7 @@ std::string Window::why_gone(const Neighbor& neighbor) const {
 }
 
 void Window::refused(const char* op, const std::exception& refusal) const {
-  fail(op, c10::str("it has to wait, and the system refuses a thread for that: ", message_of(refusal)));
+  fail(op, c10::str("the operation has to wait, and the system refuses a thread for that: ", message_of(refusal)));
 }
 
 } // namespace fog

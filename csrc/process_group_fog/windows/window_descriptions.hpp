@@ -1,4 +1,4 @@
-// What the ranks of a group say of the window that they are about to make together.
+// The descriptions that the ranks of a group exchange when they create a window together.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace fog {
 // "float32[3, 4]"
 std::string layout_of(const at::Tensor& tensor);
 
-// Where neighbors that reach a rank's pool find what they need of its window there.
+// Addresses in a rank's pool that its neighbors need for one-sided operations on its window.
 struct PoolAddresses {
   static constexpr OneSided::Address kNowhere = ~OneSided::Address(0);
 
@@ -30,16 +30,16 @@ struct WindowDescription {
   PoolAddresses pool;
   std::vector<int> in;
   std::vector<int> out;
-  uint64_t number = 0; // the first that no window of the group has had on this rank
-  std::string error; // why this rank cannot make the window; empty if it can
+  uint64_t number = 0; // the first number that no window of the group has had on this rank
+  std::string error; // why this rank cannot create the window; empty if it can
 };
 
 std::string encode(const WindowDescription& description);
 
-// Those of `size` ranks, one after the other.
+// Decodes the descriptions of `size` ranks, one after the other.
 std::vector<WindowDescription> decode_descriptions(const std::string& all, int size);
 
-// Throws ValueError, with the same text on every rank, unless they agree.
+// Throws ValueError, with the same text on every rank, unless the ranks agree.
 void check_agreement(const std::vector<WindowDescription>& ranks);
 
 // "rank 1", "ranks 0, 2"
@@ -49,7 +49,7 @@ std::string list_ranks(const std::vector<int>& ranks);
 std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out);
 
 bool contains(const std::vector<int>& ranks, int rank);
-// The place of a rank in a list; the list's length if it is not there.
+// The index of a rank in a list; the list's length if it is not there.
 size_t index_of(const std::vector<int>& ranks, int rank);
 
 } // namespace fog

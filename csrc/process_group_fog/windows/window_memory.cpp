@@ -101,7 +101,8 @@ bool WindowMemory::provide_owners_buffers(SlotPlace& place) {
   if (place.owners.load() == 0) {
     const bool shared = private_blocks_.empty();
     auto* buffers = allocate(Slot::kOwners * std::max<size_t>(label_->stride, 1));
-    if (buffers == nullptr || (shared && !private_blocks_.empty())) { // a writer that has this mapped must find them
+    // a writer that has mapped the window must be able to map these too
+    if (buffers == nullptr || (shared && !private_blocks_.empty())) {
       return false;
     }
     place.owners.store(reinterpret_cast<uintptr_t>(buffers), std::memory_order_release);

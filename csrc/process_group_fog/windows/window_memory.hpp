@@ -1,4 +1,4 @@
-// The memory of one rank's window: what it shares with its neighbors of this host.
+// The memory of one rank's window that it shares with its neighbors on this host.
 #pragma once
 
 #include <atomic>
@@ -17,15 +17,16 @@ namespace fog {
 
 class WindowPool;
 
-// What an owner and one of its neighbors have to settle between them.
+// The state that an owner shares with one of its neighbors.
 struct alignas(64) PeerControl {
-  // Of the slot of this neighbor, for the users of both sides: the owner is the first side.
+  // For the slot of this neighbor, for users on both sides; the owner is the first side.
   PairMutex mutex;
-  // Of the owner's tensor: held while the owner changes it, and by a neighbor that reads it and could not do so otherwise.
+  // For the owner's tensor: held while the owner changes it, and by a neighbor that failed to read it without the
+  // mutex.
   PairMutex tensor;
-  // Of this neighbor, that the owner has not waited for yet: a futex.
+  // A futex: the number of this neighbor's signals that the owner has not taken yet.
   std::atomic<uint32_t> signals;
-  // From when this neighbor knows the owner's memory until it has ended its use of it.
+  // Nonzero from the time when this neighbor may know the owner's memory until it has ended its use of it.
   std::atomic<uint32_t> used;
 
   void signal() {
@@ -36,11 +37,11 @@ struct alignas(64) PeerControl {
 
 struct alignas(64) SlotPlace {
   Slot slot;
-  std::atomic<uintptr_t> writers; // the writer's buffers, one after the other, where the owner has them mapped
-  std::atomic<uintptr_t> owners; // the owner's, which are there once it has used them
+  std::atomic<uintptr_t> writers; // the writer's buffers, one after the other, as mapped by the owner
+  std::atomic<uintptr_t> owners; // the owner's buffers; null until it needs them
 };
 
-// Addresses are those of the owner, which a view of another process translates.
+// The addresses are the owner's; a view in another process translates them.
 struct alignas(64) WindowLabel {
   uint64_t magic;
   uint32_t slots;
@@ -48,15 +49,16 @@ struct alignas(64) WindowLabel {
   uint64_t bytes; // of the tensor
   uint64_t stride; // from one buffer to the next
   uintptr_t tensor;
-  std::atomic<uint32_t> leaves; // futex: how many neighbors have ended their use
-  std::atomic<uint64_t> changes; // of the tensor by its owner's update: odd while one is on its way
+  std::atomic<uint32_t> leaves; // futex: the number of neighbors that have ended their use
+  std::atomic<uint64_t> changes; // counts changes of the tensor by its owner's update(); odd during a change
 };
 
-// How this process sees the window of a rank: its own, or a neighbor's.
+// A process's view of a window: its own, or a neighbor's.
 class WindowView {
  public:
   WindowView() = default;
-  // A neighbor's, at an address(); nullptr if it cannot be mapped for writing, or is not one of so many bytes, slots and peers.
+  // Maps a neighbor's window, at an address(). Returns nullptr if it cannot be mapped for writing, or has other numbers
+  // of bytes, slots and peers.
   static std::unique_ptr<WindowView> attach(const std::string& address, size_t bytes, size_t slots, size_t peers);
 
   WindowLabel& label() const {
@@ -68,12 +70,12 @@ class WindowView {
   PeerControl& control(size_t index) const {
     return reinterpret_cast<PeerControl*>(reinterpret_cast<SlotPlace*>(label_ + 1) + label_->slots)[index];
   }
-  // Buffer `index`, as Slot numbers them, of a slot; not of one without value.
+  // Buffer `index`, as Slot numbers them, of a slot; not for the empty states.
   char* buffer(const SlotPlace& place, unsigned index) const;
   char* tensor() const {
     return at(label_->tensor, label_->bytes);
   }
-  // Tells the owner that the neighbor of control `index` has ended its use.
+  // Tells the owner that the neighbor with control `index` has ended its use.
   void leave(size_t index) const;
 
  protected:
@@ -83,16 +85,16 @@ class WindowView {
  private:
   char* at(uintptr_t address, size_t bytes) const;
 
-  std::shared_ptr<const shared_memory::ForeignArena> arena_; // null: this process's own memory
+  std::shared_ptr<const shared_memory::ForeignArena> arena_; // null for this process's own memory
 };
 
-// This process's own. The memory is given back when this is destroyed.
+// The window memory of this process; freed on destruction.
 class WindowMemory : public WindowView {
  public:
-  // For a tensor of `bytes` at `tensor`, with so many slots and peers; nullptr if there is no memory. `pool` has the label if some peers reach
-  // this process's pool; else it is null.
+  // For a tensor of `bytes` at `tensor`, with these numbers of slots and peers. Returns nullptr if there is no memory.
+  // `pool` holds the label if some peers reach this process's pool; otherwise it is null.
   static std::unique_ptr<WindowMemory> create(void* tensor, size_t bytes, size_t slots, size_t peers, std::unique_ptr<WindowPool> pool);
-  // So many bytes the label has, with what follows it.
+  // The bytes of the label and the data that follows it.
   static size_t bytes_of(size_t slots, size_t peers) {
     return sizeof(WindowLabel) + slots * sizeof(SlotPlace) + peers * sizeof(PeerControl);
   }
@@ -100,13 +102,13 @@ class WindowMemory : public WindowView {
   WindowMemory(const WindowMemory&) = delete;
   WindowMemory& operator=(const WindowMemory&) = delete;
 
-  // Where peers of this host find it; empty if they cannot.
+  // The address for peers of this host; empty if they cannot map the memory.
   std::string address() const;
-  // Gives a slot the owner's buffers, if it has none yet; false if there is no memory.
+  // Allocates the owner's buffers of a slot, if it has none yet; returns false if there is no memory.
   bool provide_owners_buffers(SlotPlace& place);
-  // Whether no neighbor uses this memory any more.
+  // Returns whether no neighbor uses this memory any more.
   bool unused() const;
-  // Null if no peer reaches it.
+  // Null if no peer reaches the pool.
   const WindowPool* pool() const {
     return pool_.get();
   }
@@ -116,8 +118,8 @@ class WindowMemory : public WindowView {
   void* allocate(size_t bytes);
 
   const std::unique_ptr<WindowPool> pool_;
-  std::vector<void*> blocks_; // of the arena
-  std::vector<std::unique_ptr<char[]>> private_blocks_; // where the system has none
+  std::vector<void*> blocks_; // in the arena
+  std::vector<std::unique_ptr<char[]>> private_blocks_; // used if the system has no arena
 };
 
 } // namespace fog

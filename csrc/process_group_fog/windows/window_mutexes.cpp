@@ -21,15 +21,15 @@ RankMutex::Other Window::word_of(PairMutex& word, PairMutex::Side side, const Ne
       [this, &word, side, &other](Deadline deadline) { return acquire(word, side, other, deadline); },
       [&word, side] { return word.try_lock(side); },
       [this, &word, side] {
-        const std::lock_guard<std::mutex> lock(leaving_); // its memory stays meanwhile
-        if (!left_ && !group_->engine.forked()) { // else leave() has done it, or the parent will
+        const std::lock_guard<std::mutex> lock(leaving_); // keeps leave() from releasing the memory meanwhile
+        if (!left_ && !group_->engine.forked()) { // otherwise leave() has unlocked it, or the parent will
           word.unlock(side);
         }
       }};
 }
 
 bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const {
-  while (!mutex.lock_or_queue(side)) { // again, as the other side may have seized it
+  while (!mutex.lock_or_queue(side)) { // repeats if the other side has seized the mutex
     if (mutex.wait(side, std::min<std::chrono::nanoseconds>(kPollInterval, deadline - Clock::now()))) {
       return true;
     }
@@ -80,7 +80,7 @@ void Window::lock(RankMutex& mutex, int owner, int other, Deadline deadline) con
 void Window::lock(const std::vector<int>& ranks, bool own, Milliseconds timeout) {
   const Use use(*this, "win_mutex", For::kThisRank);
   const auto deadline = deadline_after(timeout);
-  auto sorted = ranks; // by owner, then by the other
+  auto sorted = ranks; // by owner, then by the other rank
   std::sort(sorted.begin(), sorted.end());
   const auto all = mutexes(sorted, own);
   size_t held = 0;
@@ -107,11 +107,12 @@ void Window::release(const std::vector<int>& ranks, bool own) {
 
 void Window::unlock(const std::vector<int>& ranks, bool own) {
   std::exception_ptr error;
-  if (staging_ && own && holds_mutex() && !closed_ && is_tensor_in_place()) { // for neighbors that get what was done meanwhile
+  // Neighbors that get the tensor should see the changes that were made under the mutex.
+  if (staging_ && own && holds_mutex() && !closed_ && is_tensor_in_place()) {
     try {
       const Use use(*this, "win_mutex", For::kThisRank);
       staging_->publish("win_mutex", deadline_after(timeout_));
-    } catch (...) { // the mutexes are free all the same
+    } catch (...) { // the mutexes are released in any case
       error = std::current_exception();
     }
   }

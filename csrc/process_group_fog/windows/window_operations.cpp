@@ -1,4 +1,4 @@
-// What a Window does: put, accumulate, get, update, and c10d's write and signals.
+// The operations of a Window: put, accumulate, get, update, and c10d's write and signals.
 #include <algorithm>
 #include <cstring>
 
@@ -19,7 +19,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using WorkPtr = Window::WorkPtr;
 
-// How long an owner that wants to change its tensor waits for one that reads it.
+// How long an owner that wants to change its tensor waits for a reader.
 constexpr auto kReaderTimeout = std::chrono::milliseconds(100);
 
 // For profilers, by WindowOp.
@@ -140,7 +140,8 @@ std::shared_ptr<Window::Call> Window::begin(WindowOp op, const at::Tensor& tenso
   const auto inputs = tensor.defined() ? std::vector<at::Tensor>{tensor} : std::vector<at::Tensor>();
   auto work = c10::make_intrusive<WorkFog>(
       group_->engine, group_->rank, c10d::OpType::UNKNOWN, title_of(op), inputs, std::vector<at::Tensor>());
-  work->set_describe([self = shared_from_this(), op] { return self->describe(name_of(op)); }); // until it is complete
+  // valid until the Work is complete
+  work->set_describe([self = shared_from_this(), op] { return self->describe(name_of(op)); });
   auto call = std::make_shared<Call>(shared_from_this(), op, tensor, deadline_after(timeout), std::move(work));
   begin_call(name_of(op), For::kThisRank);
   return call;
@@ -151,7 +152,7 @@ void Window::launch(
   const auto op = call->op;
   const char* name = name_of(op);
   const bool out = op != WindowOp::kGet;
-  for (const auto& peer : peers) { // before anything is sent: all get their shares, or nobody
+  for (const auto& peer : peers) { // before anything is sent: either all ranks get their shares, or none
     const auto& other = neighbor(name, "", peer.first, !out, out);
     if (other.gone && !options.skip_lost) {
       call->finish(failure(name, why_gone(other)));
@@ -161,7 +162,7 @@ void Window::launch(
   const bool shares = op == WindowOp::kPut || op == WindowOp::kAccumulate;
   const bool keeps = shares && options.self_weight != 1;
   if (keeps || (staging_ && data.defined())) {
-    const auto then = [this, call = call.get(), data, p, options, keeps] { // the call keeps the window
+    const auto then = [this, call = call.get(), data, p, options, keeps] { // the call keeps the window alive
       if (keeps) {
         keep(*call, data, p, options);
       }
@@ -191,7 +192,7 @@ void Window::dispatch(Neighbor& peer, Part part, bool skip_lost) {
     if (!peer.gone) {
       const bool raw = part.op == WindowOp::kWrite || part.op == WindowOp::kSignal;
       (raw && peer.raw_leg ? peer.raw_leg : peer.leg)->start(std::move(part));
-      return; // its end finishes the part
+      return; // the leg finishes the part
     }
     if (!skip_lost) {
       fail(name_of(part.op), why_gone(peer));
@@ -213,7 +214,7 @@ void Window::keep(const Call& call, const at::Tensor& data, double p, const Opti
       }
       count_change(tensor);
     }
-    if (options.with_p) { // of what was sent: more may have been collected since
+    if (options.with_p) { // multiply only the p that was sent: more may have been collected since
       const std::lock_guard<std::mutex> lock(p_mutex_);
       p_ = p_ == p ? options.self_weight * p : p_ - (1.0 - options.self_weight) * p;
     }
@@ -235,7 +236,7 @@ bool Window::replace_slot(const Neighbor& source, const std::function<bool(void*
     fail("win_get", c10::str("no memory for buffers of ", values_.bytes, " bytes"));
   }
   if (source.mailbox) {
-    source.mailbox->absorb(); // what was put before is replaced
+    source.mailbox->absorb(); // the new value replaces earlier puts
   }
   const unsigned buffer = place.slot.owners_buffer();
   if (!copy(memory_->buffer(place, buffer))) {
@@ -263,21 +264,22 @@ void Window::change_tensor(Deadline deadline, const std::function<void()>& chang
     if (neighbor->out) {
       auto& mutex = memory_->control(neighbor->control).tensor;
       if (!acquire(mutex, PairMutex::Side::kFirst, *neighbor, std::min(deadline, Clock::now() + kReaderTimeout))) {
-        mutex.seize(PairMutex::Side::kFirst); // a reader that was stopped: it sees afterwards that it has to read again
+        mutex.seize(PairMutex::Side::kFirst); // a stopped reader notices afterwards that it has to read again
       }
       held.mutexes.push_back(&mutex);
     }
   }
   auto& changes = memory_->label().changes;
   changes.fetch_add(1, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_seq_cst); // before what follows; pairs with those in MappedLeg::fetch()
+  // before the changes; pairs with the fences in MappedLeg::fetch()
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   change();
   changes.fetch_add(1, std::memory_order_release);
 }
 
 void Window::count_change(const at::Tensor& tensor) {
   if (!tensor.is_inference()) {
-    tensor.unsafeGetTensorImpl()->bump_version(); // autograd has to know if it saved the tensor for a backward pass
+    tensor.unsafeGetTensorImpl()->bump_version(); // for autograd, which may have saved the tensor for a backward pass
   }
 }
 
@@ -318,7 +320,7 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
 
 at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool reset, bool clone, bool with_p, Deadline deadline) {
   const std::lock_guard<std::mutex> owner(owner_);
-  for (const auto& neighbor : neighbors_) { // also those that are not summed: their versions count from now on
+  for (const auto& neighbor : neighbors_) { // also for neighbors that are not summed: their versions restart too
     if (neighbor->mailbox) {
       neighbor->mailbox->absorb();
     }
@@ -358,7 +360,7 @@ at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool rese
       const std::lock_guard<std::mutex> lock(p_mutex_);
       p_ = self_weight * p_ + p;
     }
-    for (size_t i = 0; i < in_neighbors_.size(); ++i) { // those pinned count from then on: more may have come since
+    for (size_t i = 0; i < in_neighbors_.size(); ++i) { // not for pinned slots, whose count restarted at pin()
       auto& slot = memory_->slot(i).slot;
       if (std::find(pinned.begin(), pinned.end(), &slot) == pinned.end()) {
         slot.reset_version();
@@ -427,7 +429,7 @@ WorkPtr Window::wait_signal(int source, const Options& options) {
     wait();
   } else {
     try {
-      group_->engine.run_callbacks(wait, Engine::Refused::kThrow); // the call keeps the window
+      group_->engine.run_callbacks(wait, Engine::Refused::kThrow); // the call keeps the window alive
     } catch (const std::exception& refusal) {
       try {
         refused("wait_signal", refusal);
@@ -442,7 +444,7 @@ WorkPtr Window::wait_signal(int source, const Options& options) {
 bool Window::take_signal(const Neighbor& source, Deadline deadline) {
   auto& signals = memory_->control(source.control).signals;
   while (true) {
-    const bool gone = source.gone; // before the signals: it may have given one and gone
+    const bool gone = source.gone; // read before the signals: the source may have sent one and then gone
     auto count = signals.load(std::memory_order_acquire);
     while (count > 0) {
       if (signals.compare_exchange_weak(count, count - 1, std::memory_order_acquire)) {

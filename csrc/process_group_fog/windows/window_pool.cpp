@@ -14,7 +14,7 @@
 namespace fog {
 namespace {
 
-// A tensor's memory in the pool. An engine with a pool is the process's, which lives as long as the process.
+// A tensor's memory in the pool. Only the process's engine has a pool, so the pool lives as long as the process.
 struct Pooled {
   OneSided& pool;
   void* memory;
@@ -50,7 +50,7 @@ std::unique_ptr<WindowPool> WindowPool::create(const WindowConfig& config, const
   OneSided* memory = nullptr;
   const auto reaches = [&](int rank) {
     auto* its = one_sided(group, rank);
-    memory = its != nullptr ? its : memory; // one for all of them
+    memory = its != nullptr ? its : memory; // the same pool for all ranks
     return its != nullptr;
   };
   const bool is_got = std::count_if(config.out_neighbors.begin(), config.out_neighbors.end(), reaches) > 0;
@@ -81,7 +81,7 @@ std::unique_ptr<WindowPool> WindowPool::create(const WindowConfig& config, const
     return nullptr;
   }
   if (moves) {
-    pool->blocks_.erase(pool->blocks_.begin()); // the tensor's from now on
+    pool->blocks_.erase(pool->blocks_.begin()); // belongs to the tensor from now on
     move_storage(tensor, {new_memory, new Pooled{*memory, new_memory}, &free_pooled, c10::Device(c10::DeviceType::CPU)});
   }
   return pool;

@@ -1,4 +1,4 @@
-// What of a window lies in this process's pool, where neighbors reach it one-sidedly.
+// The parts of a window in this process's pool, where neighbors reach them one-sidedly.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,16 @@ namespace fog {
 
 struct WindowConfig;
 
-// How this process reaches that rank's memory while it takes no part; null where it cannot, or has it mapped.
+// The one-sided access to that rank's memory; null if there is none, or if this process has mapped the memory.
 OneSided* one_sided(const Group& group, int rank);
 
-// All of it is given back when this is destroyed, but for the tensor's memory, which goes with the tensor's storage.
+// Frees its memory on destruction, except the tensor's memory, which belongs to the tensor's storage.
 class WindowPool {
  public:
-  // For the in-neighbors that reach this process so it has a mailbox each; for the out-neighbors that do the memory of `tensor`, which moves
-  // here unless another window has given its place to neighbors already; for both the window's label. Null if there are none, or if too
-  // little is left: then all of them use messages, and a line in the log says so.
+  // Allocates the window's label and a mailbox for each in-neighbor that reaches this process one-sidedly. If
+  // out-neighbors do, moves the memory of `tensor` here, unless another window has already told neighbors its address.
+  // Returns null if no neighbor does, or if too little memory is left: then all of them use messages, and the log has a
+  // warning.
   static std::unique_ptr<WindowPool> create(const WindowConfig& config, const at::Tensor& tensor);
   ~WindowPool();
   WindowPool(const WindowPool&) = delete;
@@ -34,16 +35,16 @@ class WindowPool {
   void* label() const {
     return label_;
   }
-  // Null if that in-neighbor has none.
+  // Null if that in-neighbor has no mailbox.
   Mailbox* mailbox(size_t slot) const {
     return mailboxes_[slot];
   }
-  // Of what lies here, once the window has its label.
+  // The addresses in this pool, once the window has its label.
   PoolAddresses addresses(const WindowLabel& label) const;
 
  private:
   explicit WindowPool(OneSided& pool) : pool_(pool) {}
-  // Null if there is too little; then nothing more is asked for.
+  // Null if too little memory is left; then later calls return null too.
   void* take(size_t bytes);
 
   OneSided& pool_;

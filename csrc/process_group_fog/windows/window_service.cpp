@@ -1,4 +1,4 @@
-// Which windows there are, and what this rank asks of others.
+// The registry of windows, and this rank's requests to others.
 #include "windows/window_service.hpp"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ void WindowService::open(
     engine_.check_open(*group);
     group->next_window = std::max(group->next_window, number + 1);
     windows_[{group->id, number}] = {window, std::move(memory), peers, {}, false};
-    for (const PeerId peer : peers) { // who may write here without a word
+    for (const PeerId peer : peers) { // they may write here without messages, so no message would reveal their end
       engine_.transport().watch(peer);
     }
     for (const auto& [peer, how] : group->gone) {
@@ -143,12 +143,12 @@ void WindowService::tell(const Group& group, uint64_t window, int peer, WindowOp
 }
 
 void WindowService::tell_now(const Group& group, uint64_t window, int peer, WindowOp op) {
-  if (group.closed || group.gone.count(peer) > 0) { // after the news of the end nothing of the group may come
+  if (group.closed || group.gone.count(peer) > 0) { // after the news of the end, no message of the group may follow
     return;
   }
   try {
     engine_.transport().send(group.members[peer].peer_id, header_for(MessageKind::kWindow, group.id, window, op, 0));
-  } catch (const std::exception&) { // then it cannot be reached, and has nothing to wait for
+  } catch (const std::exception&) { // the peer cannot be reached, so it does not wait either
   }
 }
 
@@ -162,7 +162,7 @@ void WindowService::on_reply(PeerId source, const Header& header, const char* da
     return;
   }
   if (header.bytes > 0) {
-    // Data that nobody waits for any more has to be received all the same.
+    // Data that no caller waits for any more must be received nevertheless.
     const auto owner = request ? request : std::make_shared<WindowRequest>();
     owner->service_ = this;
     try {
@@ -264,13 +264,14 @@ void WindowService::fail_group(const Group& group, const std::string& reason) {
 
 void WindowService::fail_all(const std::string& reason) {
   fail_those(": " + reason, [](const WindowRequest&) { return true; });
-  for (const auto& [origin, queue] : queues_) { // the news of one may have been lost with what failed
+  for (const auto& [origin, queue] : queues_) { // the notifications of some may have been lost with the failure
     active_.insert(origin);
   }
 }
 
 void WindowService::on_gone(const Group& group, int peer, const std::string& how) {
-  // First: whoever is told of a failure finds there why. From now on the owners of these windows may take mutexes away.
+  // Tell the windows first: a caller whose request fails then finds the reason there. From now on these windows may
+  // seize the peer's mutexes.
   for (const auto& window : windows_of(group)) {
     window->on_gone(peer, how);
   }

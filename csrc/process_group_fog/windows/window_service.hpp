@@ -1,8 +1,8 @@
-// Operations on windows that go by messages: between hosts, and wherever memory cannot be mapped.
+// Window operations by messages: between hosts, and if memory cannot be mapped.
 //
-// The origin sends a request; the target's engine does what it asks for and replies. Requests of one origin for one window
-// are done in the order in which they were sent. The target's program takes no part. What fails, fails alone: neither the group nor another
-// request suffers.
+// The origin sends a request; the target's engine executes it and replies, without the target's program. Requests of
+// one origin for one window are done in the order in which they were sent. A failed request affects neither the group
+// nor other requests.
 #pragma once
 
 #include <chrono>
@@ -35,7 +35,7 @@ namespace fog {
 class Window;
 class WindowService;
 
-// What one rank asks of another. The first members are the caller's.
+// A request of one rank to another. The caller sets the public members.
 class WindowRequest final : public TransferOwner {
  public:
   std::shared_ptr<Group> group;
@@ -44,20 +44,20 @@ class WindowRequest final : public TransferOwner {
   WindowOp op = WindowOp::kPut;
   double weight = 1.0;
   std::optional<double> p;
-  size_t offset = 0; // of kWrite
-  size_t reply_bytes = 0; // that the target has to reply with
-  bool mutex = false; // the target holds the pair's mutex meanwhile
-  uint64_t puts = 0; // of kAccumulate: see MailboxReader
+  size_t offset = 0; // for kWrite
+  size_t reply_bytes = 0; // the size of the target's reply
+  bool mutex = false; // the target holds the pair's mutex during the operation
+  uint64_t puts = 0; // for kAccumulate: see MailboxReader
   at::Tensor data; // to send, contiguous
   std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"
-  // Both are called without the engine's lock, at the end: the first with the data of a get, the second in every case.
+  // Both are called at the end, without the engine's lock: take() with the data of a get, done() in every case.
   std::function<void(const void* data)> take;
   std::function<void(std::exception_ptr error)> done;
 
  private:
   friend class WindowService;
   void on_progress() override;
-  // Whether its data has gone, and that of the reply has come.
+  // Returns whether its data has been sent and the reply's data has come.
   bool moved() const;
 
   WindowService* service_ = nullptr;
@@ -73,7 +73,7 @@ class WindowRequest final : public TransferOwner {
 class WindowService final : public Service {
  public:
   explicit WindowService(Engine& engine) : engine_(engine) {}
-  // That of the group's engine.
+  // The service of the group's engine.
   static WindowService& of(const Group& group) {
     return static_cast<WindowService&>(group.engine.service());
   }
@@ -81,25 +81,25 @@ class WindowService final : public Service {
   // --- for windows, without the engine's lock ---
   // The first number that no window of the group has had here. Throws DistBackendError if the group takes no more work.
   uint64_t next_window(const Group& group);
-  // Makes a window known by a number that is the same on all ranks, with its memory, which has places for these neighbors. Throws as
-  // next_window() does.
+  // Registers a window under a number that is the same on all ranks. Its memory has controls for these neighbors.
+  // Throws as next_window() does.
   void open(
       const std::shared_ptr<Group>& group,
       uint64_t number,
       const std::shared_ptr<Window>& window,
       std::shared_ptr<WindowMemory> memory,
       const std::vector<int>& neighbors);
-  // Messages may come for it, from now on. `tellers` write to its memory one-sidedly: they tell this rank when they have left it, before they
-  // close their group.
+  // Messages for the window may come from now on. The `tellers` write to its memory one-sidedly: they tell this rank
+  // when they have left it, before they close their group.
   void listen(const Group& group, uint64_t number, std::vector<PeerId> tellers);
   void close(const Group& group, uint64_t number);
-  // Whether an open window's tensor is in that storage.
+  // Returns whether an open window's tensor is in that storage.
   bool has_window_of(const c10::Storage& storage);
-  // Asks another rank. Throws DistBackendError if it is gone; `request->done` will be called in every other case.
+  // Sends a request. Throws DistBackendError if the peer has gone; in every other case `request->done` will be called.
   void request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout);
-  // Nobody waits for it any more: `done` will not be called, if it was not.
+  // Cancels a request: its `done` will not be called, unless it has been.
   void forget(const WindowRequest& request);
-  // Tells another rank what expects no reply.
+  // Sends a request without a reply.
   void tell(const Group& group, uint64_t window, int peer, WindowOp op);
 
   // --- for the engine ---
@@ -136,9 +136,9 @@ class WindowService final : public Service {
   enum class Hold { kNone, kOperation, kUser };
   struct Entry {
     std::weak_ptr<Window> window;
-    std::shared_ptr<WindowMemory> memory; // for neighbors that leave it, also while the window is on its way out
-    std::vector<PeerId> peers; // that it has places for
-    std::vector<PeerId> tellers; // of them: who writes there and says so once it does not any more
+    std::shared_ptr<WindowMemory> memory; // for neighbors that leave it, also while the window is being destroyed
+    std::vector<PeerId> peers; // the neighbors, in the order of the memory's controls
+    std::vector<PeerId> tellers; // the peers that write one-sidedly and tell when they stop
     bool listens = false;
 
     void leave(PeerId peer) const {
@@ -147,20 +147,21 @@ class WindowService final : public Service {
       }
     }
   };
-  // What one rank asks of one of this rank's windows.
+  // The requests of one rank for one of this rank's windows.
   struct Queue {
     std::shared_ptr<Group> group;
     int source = 0;
     std::weak_ptr<Window> window;
     std::deque<std::shared_ptr<Serving>> servings; // in order
-    std::deque<Header> locks; // which need not wait for those
+    std::deque<Header> locks; // not ordered with the other requests
     Hold hold = Hold::kNone;
     bool queued = false; // for the mutex
   };
 
-  // What the header's fields mean here: step: WindowOp; key: the window; transfer: the request; scale: the weight; address: p,
-  // or the offset; flags: these, or in a reply whether the data is the text of an error; the signature's numel: of an accumulate, how many
-  // puts its origin had made one-sidedly before it (the rest of the signature says nothing).
+  // The meaning of the header's fields here: `step` is the WindowOp, `key` the window, `transfer` the request, `scale`
+  // the weight, `address` p or the offset, `flags` the constants below, or in a reply whether the data is the text of
+  // an error. For an accumulate, the signature's `numel` is the number of one-sided puts that its origin had made
+  // before it (the rest of the signature is unused).
   static constexpr uint32_t kHasP = 1;
   static constexpr uint32_t kNeedsMutex = 2;
   static Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request);
@@ -170,25 +171,26 @@ class WindowService final : public Service {
   void tell_now(const Group& group, uint64_t window, int peer, WindowOp op);
   void on_reply(PeerId source, const Header& header, const char* data);
   void settle(const std::shared_ptr<WindowRequest>& request);
-  // The call that ends it holds it, so that its tensor is released without the lock.
+  // Stores the request in the call that reports its end, so that its tensor is released without the lock.
   void end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error);
-  // With the error "fog: " + what it is + `reason`.
+  // Fails it with the error "fog: " + `what` + `reason`.
   void fail(const std::shared_ptr<WindowRequest>& request, const std::string& reason);
-  // Those for which `concerned` says so.
+  // Fails the requests for which `concerned` returns true.
   void fail_those(const std::string& reason, const std::function<bool(const WindowRequest& request)>& concerned);
 
   // --- as the target ---
   void on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // Its data, which has come with the header or else comes from now on, unless its `error` says why not.
+  // Takes its data, which came with the header or is received from now on; sets the request's `error` if that
+  // fails.
   void take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data);
   std::vector<std::shared_ptr<Window>> windows_of(const Group& group);
   std::shared_ptr<Window> lock(const std::weak_ptr<Window>& window);
-  // False once it has nothing to wait for but new messages.
+  // Returns false once it only waits for new messages.
   bool advance(const Origin& origin, Queue& queue);
-  // True once the engine holds the pair's mutex for the source.
+  // Returns whether the engine holds the pair's mutex for the source.
   bool obtain(Queue& queue, Window& window, Hold hold);
   void release(Queue& queue);
-  // The source has ended its use of the window, which may have been dropped here; or of all of the group.
+  // The source has ended its use of the window, which may have been dropped here, or of all windows of the group.
   void on_left(const Queue& queue, uint64_t window);
   void on_left_group(uint64_t group, PeerId peer);
   void reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data = nullptr);
@@ -198,12 +200,12 @@ class WindowService final : public Service {
   std::unordered_map<uint64_t, std::shared_ptr<WindowRequest>> requests_; // by id
   uint64_t next_request_ = 1;
   std::map<Origin, Queue> queues_;
-  std::set<Origin> active_; // whose queues have something to do
+  std::set<Origin> active_; // queues with work to do
   std::deque<std::shared_ptr<ServingTask>> tasks_;
   size_t running_ = 0;
   size_t listening_ = 0;
   std::vector<std::function<void()>> calls_;
-  std::vector<std::shared_ptr<void>> released_; // windows: this may turn out to be the last reference
+  std::vector<std::shared_ptr<void>> released_; // windows, because this may be the last reference
 };
 
 } // namespace fog

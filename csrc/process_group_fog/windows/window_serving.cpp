@@ -1,4 +1,4 @@
-// What others ask of this rank's windows.
+// Serving the requests of other ranks for this rank's windows.
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -14,12 +14,12 @@
 namespace fog {
 namespace {
 
-constexpr auto kHere = PairMutex::Side::kSecond; // for whom the engine stands
+constexpr auto kHere = PairMutex::Side::kSecond; // the engine acts for the neighbor
 constexpr const char* kNoWindow = "it has no such window any more";
 
 } // namespace
 
-// What another rank asks for.
+// A request of another rank.
 class WindowService::Serving final : public TransferOwner {
  public:
   Serving(WindowService& service, Origin its_origin, const Header& request)
@@ -40,10 +40,10 @@ class WindowService::Serving final : public TransferOwner {
 
   const Header header;
   const Origin origin;
-  c10::DataPtr data; // that came, or that is to be sent
+  c10::DataPtr data; // received, or to be sent
   size_t bytes = 0; // to be sent
-  bool posted = false; // its data was asked for
-  std::shared_ptr<Incoming> incoming; // on its way
+  bool posted = false; // receiving its data has begun
+  std::shared_ptr<Incoming> incoming; // set while data is being received
   bool running = false;
   std::string error;
 
@@ -51,7 +51,8 @@ class WindowService::Serving final : public TransferOwner {
   WindowService& service_;
 };
 
-// Does it; holds the window until the engine goes on with the queue, as its last reference must not be dropped with the lock.
+// Executes a request. Keeps the window until the engine continues with the queue, because the last reference must not
+// be released with the lock.
 class WindowService::ServingTask final : public Service::Task {
  public:
   ServingTask(WindowService& service, std::shared_ptr<Serving> serving, std::shared_ptr<Window> window)
@@ -104,12 +105,12 @@ void WindowService::ServingTask::finish() {
     try {
       std::rethrow_exception(failure_);
     } catch (const std::bad_alloc&) {
-      error = "no memory"; // short enough to need none
+      error = "no memory"; // short enough for a string without an allocation
     } catch (const std::exception& reason) {
       error = message_of(reason);
     }
   }
-  queue.servings.pop_front(); // it has been done, whether the source hears of it or not
+  queue.servings.pop_front(); // the request is done, even if the reply fails
   if (queue.hold == Hold::kOperation) {
     service_.release(queue);
   }
@@ -123,7 +124,7 @@ std::shared_ptr<Service::Task> WindowService::next_task() {
     return nullptr;
   }
   auto task = tasks_.front();
-  released_.push_back(task); // so that finish() needs no memory for it
+  released_.push_back(task); // so that finish() does not allocate
   tasks_.pop_front();
   ++running_;
   return task;
@@ -141,7 +142,7 @@ void WindowService::on_message(const std::shared_ptr<Group>& group, int source, 
   }
   try {
     on_request(group, source, header, data);
-  } catch (const std::exception& error) { // there is no memory for it
+  } catch (const std::exception& error) { // no memory
     Queue queue;
     queue.group = group;
     queue.source = source;
@@ -161,7 +162,7 @@ void WindowService::on_request(const std::shared_ptr<Group>& group, int source, 
     }
   }
   if (const auto window = lock(queue.window); window && !window->is_neighbor(source)) {
-    queue.window.reset(); // it has no window for that rank
+    queue.window.reset(); // the window does not have that rank as a neighbor
   }
   if (static_cast<WindowOp>(header.step) == WindowOp::kLock) {
     queue.locks.push_back(header);
@@ -186,7 +187,7 @@ void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>
       const auto source = queue.group->members[queue.source].peer_id;
       serving->incoming = engine_.transport().receive(source, header, serving->data.get(), serving);
     }
-  } catch (const std::exception& error) { // of this request alone; nothing of it is applied
+  } catch (const std::exception& error) { // fails only this request; none of its data is applied
     serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
   }
 }
@@ -239,19 +240,19 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
     const auto serving = queue.servings.front();
     const auto& header = serving->header;
     if (serving->running) {
-      return false; // its task goes on
+      return false; // finish() of its task continues
     }
     if (header.bytes > 0 && !serving->posted) {
       take_data(queue, serving, nullptr);
     }
     if (!serving->has_come()) {
-      return false; // on_progress() goes on
+      return false; // on_progress() continues
     }
     switch (serving->op()) {
       case WindowOp::kUnlock:
         if (queue.hold == Hold::kUser) {
           release(queue);
-        } else if (!queue.locks.empty()) { // the origin does not wait for it any longer
+        } else if (!queue.locks.empty()) { // the origin has stopped waiting for it
           queue.locks.pop_front();
           release(queue);
         }
@@ -303,7 +304,7 @@ void WindowService::advance() {
 }
 
 void WindowService::reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data) {
-  // Nobody expects it, or who does knows without it.
+  // No reply is expected, or the source knows the outcome without it.
   if (request.transfer == 0 || queue.group->closed || queue.group->gone.count(queue.source) > 0) {
     return;
   }
@@ -320,7 +321,7 @@ void WindowService::reply(const Queue& queue, const Header& request, const std::
   try {
     engine_.transport().send(
         {{queue.group->members[queue.source].peer_id, header.scale}}, header, content, Transport::Memory::kMessages, data);
-  } catch (const std::exception&) { // it cannot be told; its own time-out will
+  } catch (const std::exception&) { // the source cannot be told; its own timeout ends the request
   }
 }
 

@@ -16,14 +16,14 @@ class WindowSlice {
   WindowSlice(const WindowSlice&) = delete;
   WindowSlice& operator=(const WindowSlice&) = delete;
 
-  // It exchanges so many bytes with one more rank.
+  // Adds an exchange of `bytes` with another rank.
   void add(int rank, size_t bytes) {
     if (lane_.number >= 0) {
       ranks_.push_back(rank);
       bytes_ += bytes;
     }
   }
-  // Ends it; `name` lives for ever.
+  // Ends the slice; `name` must live forever.
   void end(const char* name, const std::string& group, const std::string& window, bool failed) noexcept;
 
  private:

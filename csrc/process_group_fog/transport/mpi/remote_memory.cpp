@@ -94,7 +94,7 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
   const auto fault = made->probe(rendezvous, no_window, timeout);
   TORCH_CHECK_WITH(
       DistBackendError, !fault || wanted != BetweenHosts::kRma,
-      "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) cannot be done here: ", *fault,
+      "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) is not available here: ", *fault,
       ". With 'auto' or 'messages' data goes by messages.");
   if (runtime.rank() == 0) {
     LOG(INFO) << "fog: between hosts data goes by " << (fault ? "messages: " + *fault : std::string("RMA"));
