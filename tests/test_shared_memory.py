@@ -151,7 +151,7 @@ def my_rank() -> int:
 
 
 def test_blocks_keep_apart_where_pages_are_large(large_machine: World) -> None:
-    """Regression: freeing a block gave back parts of pages, but such a kernel frees whole ones, with neighbors' data."""
+    """Regression: freeing a block gave back parts of pages, but such a kernel frees whole ones, with others' data."""
     large_machine.run(blocks_of_large_pages)
 
 
