@@ -68,18 +68,14 @@ def take_turns(
         iterations: The number of iterations, instead of `seconds`.
         back_to_back: Calls in one turn.
         pause: Seconds that all ranks sleep after the barrier, as if they computed. They wake at different times, so a
-        turn
-            then lasts from when the last rank begins until the last one ends, on one host.
+            turn then lasts from when the last rank begins until the last one ends, on one host.
         are_long: Whether turns are so long that ranks share the cores within one, although they need not wait for each
             other. A turn then lasts from when the first rank begins until the last one ends, on one host: a rank that
-            gets
-            no core after the barrier begins late, and would seem fast by its own clock. Ranks also sleep before the
-            barrier, because polling ranks would take the core from ranks that still work.
+            gets no core after the barrier begins late, and would seem fast by its own clock. Ranks also sleep before
+            the barrier, because polling ranks would take the core from ranks that still work.
         apart: The communicator of each way that only some ranks use, None on the other ranks. Before each turn all
-        ranks
-            sleep until all have come; then the ranks of the turn meet at their own barrier, and the others sleep until
-            the
-            next turn, without effect on the times. Must be given for all ways or for none.
+            ranks sleep until all have come; then the ranks of the turn meet at their own barrier, and the others sleep
+            until the next turn, without effect on the times. Must be given for all ways or for none.
 
     Returns:
         The times of one call of each way, on all ranks, and the number of iterations.

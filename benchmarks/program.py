@@ -1,4 +1,4 @@
-"""Common parts of the benchmark programs: options, facts about the run, a world for each number of ranks, output files."""
+"""Common parts of the benchmark programs: options, facts about the run, the worlds of ranks, output files."""
 
 from __future__ import annotations
 

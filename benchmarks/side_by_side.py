@@ -66,8 +66,7 @@ def run_ranks(
         script: Python script; its ranks call `join`.
         arguments: Its command line.
         hosts: Emulated hosts, one for each rank; by default all ranks are on this one. Raw MPI does not know them: it
-        uses
-            memory that all ranks share, so its traffic does not load their links.
+            uses memory that all ranks share, so its traffic does not load their links.
         environment: More environment variables.
 
     Raises:

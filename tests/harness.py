@@ -304,8 +304,7 @@ class World:
         initialize: False leaves ``init_process_group`` to the functions that the test sends.
         finalizing: Number of ranks, the last ones, that leave as scripts do; by default all. The others only call the
             functions that are registered for the exit, because the finalization of Python and the destructors of C++
-            take
-            half a second per rank.
+            take half a second per rank.
 
     Raises:
         RankFailures: A rank did not start.
@@ -383,8 +382,7 @@ class World:
 
         Raises:
             RankFailures: A rank raised, died or did not answer. Then the world is killed, because its ranks may be
-            waiting
-                for each other, or have messages of the failed operation in flight.
+                waiting for each other, or have messages of the failed operation in flight.
         """
         self._send(function, [arguments] * self.size)
         outcomes = self._collect(timeout, GRACE_AFTER_FAILURE)
@@ -400,8 +398,7 @@ class World:
 
         Returns:
             One outcome for each rank that was alive, in the order of ranks. The world continues after ranks that raise
-            or
-            die; if a rank is stuck, the whole world is killed.
+            or die; if a rank is stuck, the whole world is killed.
         """
         self._send(function, [arguments] * self.size)
         return self._collect(timeout, None)

@@ -153,8 +153,7 @@ def run_script(
         ranks: Number of processes.
         log: File for the output; the ranks run in its folder.
         launcher: As in `launcher_command`; or worlds whose ranks run scripts one after the other, as `python script`
-        would,
-            in the environment of torchrun, so that no interpreter has to start and import torch.
+            would, in the environment of torchrun, so that no interpreter has to start and import torch.
         timeout: The timeout in seconds.
 
     Raises:

@@ -379,8 +379,7 @@ def laid_out(tensors: list[Tensor], layout: str) -> list[Tensor]:
     Args:
         tensors: Tensors of one dtype.
         layout: "adjacent" in one storage, in order; with a "gap" between them; "backwards" in one storage; "apart",
-        each
-            in its own storage; "transposed" if they are matrices.
+            each in its own storage; "transposed" if they are matrices.
     """
     if layout == "apart":
         return [t.clone() for t in tensors]

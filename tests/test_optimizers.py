@@ -50,8 +50,8 @@ class Run:
         every: num_steps_per_communication.
         passes: Number of forward and backward passes before each step().
         mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator), "random"
-        (new
-            weights and edges each step), "machines" and "random machines" (of two ranks each), "allreduce" or "empty".
+            (new weights and edges each step), "machines" and "random machines" (of two ranks each), "allreduce" or
+            "empty".
         in_backward: step_in_backward, with small buckets.
     """
 

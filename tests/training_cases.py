@@ -193,8 +193,7 @@ class Simulation:
         models: The models of the ranks.
         make: Makes a model's optimizer, or several.
         matrix: The matrix that mixes models or gradients. By default models have plain means on the exponential graph,
-        as in
-            a group, and gradients the mean over all ranks.
+            as in a group, and gradients the mean over all ranks.
     """
 
     def __init__(

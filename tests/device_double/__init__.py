@@ -171,8 +171,7 @@ def load_runtime() -> ctypes.CDLL:
 
     Returns:
         The library. In addition to the runtime's functions, ``device_double_refuse(error)`` makes locking fail until
-        the
-        error is 0, and ``device_double_locked()`` counts locked memory.
+        the error is 0, and ``device_double_locked()`` counts locked memory.
     """
     library = ctypes.CDLL(str(compile_runtime()))
     library.device_double_refuse.argtypes = [ctypes.c_int]
@@ -227,10 +226,8 @@ def stream_log() -> list[tuple[str, int, int, int]]:
 
     Returns:
         Tuples of a call ("record", "wait", "use" or "synchronize"), device, stream id, and number: that of an event, or
-        for
-        "use" the address of the memory. "record" gives an event a new number; "wait" has the number for which the
-        stream
-        waits.
+        for "use" the address of the memory. "record" gives an event a new number; "wait" has the number for which the
+        stream waits.
     """
     log: list[tuple[str, int, int, int]] = load().stream_log()
     return log
