@@ -3,15 +3,15 @@
 # Needed on the machine: Python 3.10 to 3.13 with its headers and venv module, a C++ compiler, make. All else goes
 # into the virtual environment $(VENV).
 
-# Interpreter that the environment is made from.
+# The interpreter of the environment.
 PYTHON ?= python3
-# Directory of the environment; it belongs to this Makefile.
+# The folder of the environment, which this Makefile owns.
 VENV ?= .venv
-# What pip installs as torch; the extension is built against it.
+# The torch that pip installs, and against which the extension is built.
 TORCH ?= torch==2.13.0
-# Passed on to the demo or to pytest: make demo ARGS="--mode atc", make test ARGS="-k neighbor -x".
+# Arguments for the demo or for pytest: make demo ARGS="--mode atc", make test ARGS="-k neighbor -x".
 ARGS ?=
-# Driver of PyTorch's own distributed suite, which is not part of this repository, and the ranks it runs with.
+# The driver of PyTorch's own distributed suite, which is not part of this repository, and its number of ranks.
 CONFORMANCE ?= ../shared/conformance/torch_distributed_suite.py
 CONFORMANCE_RANKS ?= 3 4
 
@@ -20,23 +20,23 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 .PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster clean FORCE
 
-# Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
-# only when that changes: another PYTHON makes a new environment, another TORCH a new build.
+# Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
+# when it changes: another PYTHON makes a new environment, another TORCH a new build.
 PYTHON_STAMP := $(VENV)/.made-from-python
 TORCH_STAMP := $(VENV)/.made-with-torch
 REQUIREMENTS_STAMP := $(VENV)/.requirements
 EXTENSION_STAMP := $(VENV)/.extension
 LINTERS_STAMP := $(VENV)/.linters
-# The site needs neither torch nor the extension, so it has an environment of its own.
+# The site needs neither torch nor the extension, so it has its own environment.
 DOCS_VENV := build/docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.requirements
 FRAMEWORKS_STAMP := build/frameworks/.installed
 NOTEBOOKS_STAMP := $(VENV)/.notebooks
 
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
-# What clang-format is for.
+# The files that clang-format formats.
 FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.hpp' -o -name '*.h')
-# The environment's programs (ninja for one) come first. The shell finds its directory, as make splits at spaces.
+# Programs of the environment, such as ninja, come first. The shell finds its folder, because make splits at spaces.
 IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
 PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 
@@ -87,14 +87,14 @@ test-all: build build-tests
 	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_FAULTS=all FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
 		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && exit $$installed
 
-# Exchanges and collectives with ranks that are nodes of their own, between which data goes by MPI RMA. Windows are tested so by
-# tests/test_window_rma.py. Without the tests of killed ranks: UCX's shared memory ends a process whose peer vanishes.
+# Exchanges and collectives over MPI RMA, between ranks that each count as a node; tests/test_window_rma.py does the
+# same for windows. Tests that kill ranks are left out: UCX's shared memory ends a process whose peer vanishes.
 test-rma: build
 	@echo "== exchanges by MPI RMA"
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
-# The fake device, which tests load; compiled anew only when its sources change.
+# The fake device of the tests; it is compiled again only if its sources change.
 build-tests: build
 	@echo "== fake device: compiling if needed"
 	@$(IN_VENV) PYTHONPATH=tests python -c 'import device_double as d; d.compile_double(); d.compile_runtime()'
@@ -111,12 +111,12 @@ docs: $(DOCS_STAMP)
 	@echo "== documentation: build/docs/index.html"
 	@PATH="$(CURDIR)/$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict $(ARGS)
 
-# Those that need several GPUs, or a newer NCCL for ranks that share one, say so.
+# Tests that need several GPUs, or a newer NCCL for ranks that share one, are skipped with a reason.
 test-gpu: build
 	@echo "== tests on GPUs"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests/gpu -m gpu $(ARGS)
 
-# Runs every number of ranks also if cases fail with the one before.
+# Runs every number of ranks, even if cases fail with an earlier one.
 conformance: build
 	@if [ ! -f "$(CONFORMANCE)" ]; then \
 		echo "the driver of PyTorch's suite is not at CONFORMANCE=$(CONFORMANCE): name the file torch_distributed_suite.py there" >&2; exit 1; \
@@ -177,13 +177,13 @@ benchmark-scale: build
 	@echo "== benchmark of many ranks"
 	@$(IN_VENV) python benchmarks/scale.py --json scale.json --plot scale.png $(ARGS)
 
-# Exits with an error if something could not be installed, after the tests of what could.
+# If something could not be installed, exits with an error after testing the rest.
 test-mpi: build
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
 	echo "== tests under every launcher"; \
 	$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_MPI=all python -m pytest tests/test_mpi.py $(ARGS) && exit $$installed
 
-# With the tests of fogdist's optimizers inside of Lightning's wrappers.
+# Includes the tests of fogdist's optimizers inside Lightning's wrappers.
 test-frameworks: build $(FRAMEWORKS_STAMP)
 	@echo "== recipes for frameworks"
 	@$(IN_VENV) OMP_NUM_THREADS=1 build/frameworks/bin/python -m pytest tests/test_frameworks.py tests/test_wrapped_optimizers.py $(ARGS)
@@ -213,7 +213,7 @@ $(PYTHON_STAMP): FORCE
 $(TORCH_STAMP): $(PYTHON_STAMP) FORCE
 	@if [ "$$(cat "$@" 2>/dev/null)" != '$(TORCH)' ]; then rm -rf build; echo '$(TORCH)' > "$@"; fi
 
-# Lists in pyproject.toml: what the build needs, which pip installs here because the build is not isolated; the linters.
+# Lists in pyproject.toml: the build's requirements, which pip installs here because the build is not isolated; the linters.
 define REQUIREMENTS
 import sys
 try:
@@ -256,7 +256,7 @@ $(DOCS_STAMP): pyproject.toml
 	@"$(DOCS_VENV)/bin/python" -m pip --disable-pip-version-check install --quiet -r "$(DOCS_VENV)/requirements.txt"
 	@touch "$@"
 
-# The frameworks have an environment of their own, which sees the packages of $(VENV), torch among them, and adds nothing to it.
+# The frameworks have their own environment, which uses the packages of $(VENV), such as torch, and does not change it.
 $(FRAMEWORKS_STAMP): $(REQUIREMENTS_STAMP) pyproject.toml
 	@echo "== frameworks: installing them into build/frameworks"
 	@rm -rf build/frameworks && $(IN_VENV) python -m venv build/frameworks

@@ -1,11 +1,11 @@
-"""Builds the extension fog_pg._C against the torch that is installed, and requires that of whoever installs the result.
+"""Builds the extension fog_pg._C against the installed torch, and makes the package require that version.
 
 Everything else is in pyproject.toml.
 
 Environment:
-    FOG_MPICXX: path of a site's mpicxx. The extension is then compiled against, and linked with, that MPI; without it the
-        extension is compiled against mpi_abi.h of the PyPI package mpich and finds an ABI library at run time.
-    MAX_JOBS: compilers that run at once (default: one a core).
+    FOG_MPICXX: Path of a site's mpicxx. The extension is then compiled against, and linked with, that MPI. Without
+        it the extension is compiled against mpi_abi.h of the PyPI package mpich, and finds an ABI library at run time.
+    MAX_JOBS: Number of compilers that run at the same time (default: one per core).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = Path("csrc/process_group_fog")
-# Those of torch's headers that most files include, directly or not.
+# The headers of torch that most files include, directly or not.
 PRECOMPILED = ["ATen/Functions.h", "torch/csrc/distributed/c10d/Backend.hpp"]
 
 
@@ -37,7 +37,7 @@ def fail(message: str) -> None:
 # Compiling in place needs no version.
 if importlib.util.find_spec("setuptools_scm") is None and "build_ext" not in sys.argv:
     fail("the version comes from git, by setuptools-scm, which is not installed: pip install setuptools-scm")
-# These commands only take files, for any torch.
+# These commands only copy files, for any torch.
 IS_FOR_ANY_TORCH = not {"sdist", "egg_info", "build_py"}.isdisjoint(sys.argv)
 if IS_FOR_ANY_TORCH:
     BuildExtension = build_ext
@@ -53,9 +53,9 @@ else:
 
 
 def installed_torch() -> str:
-    """What an isolated build requires: the torch of the environment that its result is for, if it has one.
+    """Returns the requirement of an isolated build: the torch of the environment for which it builds, if there is one.
 
-    pip runs isolated builds with that environment's interpreter, and with other folders to import from.
+    pip runs isolated builds with that environment's interpreter, but with other import folders.
     """
     folders = list({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     for distribution in importlib.metadata.distributions(name="torch", path=folders):
@@ -64,7 +64,7 @@ def installed_torch() -> str:
 
 
 def requirements() -> list[str]:
-    """What the package needs to run. torch's C++ interface changes with each minor version."""
+    """Returns the package's requirements at run time. torch's C++ interface changes with each minor version."""
     if IS_FOR_ANY_TORCH:
         version = ">=2.11"
     else:
@@ -74,12 +74,12 @@ def requirements() -> list[str]:
 
 
 def mpi_flags() -> tuple[list[str], list[str], list[str]]:
-    """Include folders, compiler arguments and linker arguments for MPI."""
+    """Returns include folders, compiler arguments and linker arguments for MPI."""
     if wrapper := os.environ.get("FOG_MPICXX"):
-        # MPI's C++ bindings, which some still ship: fog uses none, and their headers give warnings.
+        # Some MPIs still ship C++ bindings, which fog does not use and whose headers give warnings.
         without_bindings = ["-DOMPI_SKIP_MPICXX=1", "-DMPICH_SKIP_MPICXX=1"]
         flags = wrapper_flags(wrapper, "compile")
-        # As folders they come before the environment's own, where the package mpich has put another mpi.h.
+        # Include folders come before those of the environment, where the package mpich has another mpi.h.
         folders = [flag[2:] for flag in flags if flag.startswith("-I")]
         others = [flag for flag in flags if not flag.startswith("-I")]
         link_flags = ["-Wl,--as-needed", *wrapper_flags(wrapper, "link")]
@@ -98,7 +98,7 @@ def mpi_flags() -> tuple[list[str], list[str], list[str]]:
 
 
 def wrapper_flags(wrapper: str, step: str) -> list[str]:
-    """What an mpicxx adds for one step; MPICH and Open MPI spell the question differently."""
+    """Returns the flags that an mpicxx adds for one step; MPICH and Open MPI have different options for this."""
     for question in (f"--showme:{step}", f"-{step}_info"):
         answer = subprocess.run([wrapper, question], capture_output=True, text=True, check=False)
         if answer.returncode == 0:
@@ -112,11 +112,11 @@ def wrapper_flags(wrapper: str, step: str) -> list[str]:
 
 
 class BuildFog(BuildExtension):
-    """Writes down what the extension was built for, so that importing it elsewhere can say what is wrong."""
+    """Records the versions for which the extension was built, so that an import elsewhere can explain its failure."""
 
     def finalize_options(self) -> None:
-        # An editable install builds in a temporary folder; with the objects here, ninja compiles only what has changed.
-        # A native build has objects of its own.
+        # An editable install builds in a temporary folder. With the objects here, ninja compiles only changed files. A
+        # native build has its own objects.
         super().finalize_options()
         mpi = "-native" if os.environ.get("FOG_MPICXX") else ""
         self.build_temp = os.path.join(
@@ -124,27 +124,28 @@ class BuildFog(BuildExtension):
         )
 
     def build_extensions(self) -> None:
-        # Most of the time that a file takes is for reading torch's headers, so they are read once for all. Not with
-        # the caches that torch puts before the compiler: as they are set by default they keep nothing then.
+        # Most of the time of a compilation is for reading torch's headers, so they are precompiled once. This is left
+        # out with compiler caches, which torch puts before the compiler, because by default they then cache nothing.
         (extension,) = self.extensions
         flags = extension.extra_compile_args["cxx"]
         if not any(map(shutil.which, ("ccache", "sccache"))) or "TORCH_NO_COMPILER_WRAPPER" in os.environ:
-            # Of system headers the compiler shows no warnings; torch's own marks for that are lost on the way.
+            # The compiler hides warnings of system headers; torch's own marks for this are lost when headers are
+            # precompiled.
             flags[:0] = [f"-isystem{folder}" for folder in include_paths()]
             if header := self.precompile(extension.include_dirs, flags):
                 flags[:0] = ["-include", str(header)]
         super().build_extensions()
 
     def precompile(self, include_dirs: list[str], flags: list[str]) -> Path | None:
-        """Compiles PRECOMPILED in a folder of its own; None if the compiler can't.
+        """Compiles PRECOMPILED in a separate folder; returns None if the compiler cannot do that.
 
-        A compiler takes the result where it suits a file's flags, and else reads the header as text: what comes
-        out is the same.
+        A compiler uses the result if it fits a file's flags, and otherwise reads the header as text; the object is the
+        same.
         """
         folders = [
             f"-I{folder}" for folder in (*include_dirs, *self.compiler.include_dirs, *self.include_dirs)
         ]
-        # The macros are torch's for all files of an extension.
+        # torch sets these macros for all files of an extension.
         macros = ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
         command = [
             *shlex.split(get_cxx_compiler()),
@@ -157,7 +158,7 @@ class BuildFog(BuildExtension):
             [command[0], "--version"], capture_output=True, text=True, check=False
         ).stdout
         text = "".join(f"#include <{name}>\n" for name in PRECOMPILED)
-        # Another compiler, torch or flag: another folder, so that ninja compiles all files again.
+        # Another compiler, torch or flag gives another folder, so ninja compiles all files again.
         key = hashlib.sha256("\0".join([text, version, torch.__version__, *command]).encode()).hexdigest()[
             :16
         ]
@@ -191,7 +192,7 @@ def extension() -> Extension:
     if IS_FOR_ANY_TORCH:
         return Extension("fog_pg._C", sources)
     include_mpi, compile_mpi, link_mpi = mpi_flags()
-    # torch 2.15's headers need C++20; the older ones are content with C++17.
+    # The headers of torch 2.15 need C++20, which is used from 2.13 on; older headers accept C++17.
     torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     standard = "c++20" if torch_version >= (2, 13) else "c++17"
     return CppExtension(
@@ -206,7 +207,7 @@ def extension() -> Extension:
                 "-Wall",
                 "-Wextra",
                 "-Wno-unused-parameter",
-                "-ffp-contract=off",  # the same bits on every CPU
+                "-ffp-contract=off",  # gives the same bits on every CPU
                 "-fvisibility=hidden",
                 *compile_mpi,
             ]
@@ -216,7 +217,7 @@ def extension() -> Extension:
 
 
 setup(
-    # The question that isolated builds ask first.
+    # Isolated builds ask for this first.
     setup_requires=[installed_torch()] if "egg_info" in sys.argv else [],
     install_requires=requirements(),
     ext_modules=[extension()],

@@ -37,10 +37,10 @@ import torch
 import torch.distributed as dist
 from fogdist.topology import by_name
 
-# The examples are what is measured. They come first: benchmarks has a training.py too.
+# The examples are measured. Their folder comes first because benchmarks has a training.py too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-# By task: the example, whether more of its metric is better, what the metric is multiplied with for people.
+# By task: the example, whether a larger metric is better, and a factor for the output of the metric.
 TASKS: dict[str, tuple[str, bool, float]] = {
     "mnist": ("train_mnist", True, 100.0),
     "gpt": ("train_gpt", False, 1.0),
@@ -48,10 +48,10 @@ TASKS: dict[str, tuple[str, bool, float]] = {
 
 
 class Runs:
-    """Runs of an example, each made once; all ranks use it alike.
+    """Runs of an example, each made once; all ranks use this object in the same way.
 
     Args:
-        example: Name of its module.
+        example: Name of the example's module.
         path: File that keeps the results; None to keep them in memory only.
     """
 
@@ -65,7 +65,7 @@ class Runs:
         self._first: argparse.Namespace | None = None
 
     def result(self, flags: Sequence[str]) -> dict[str, Any]:
-        """Returns what the example says of a run with these flags."""
+        """Returns the example's results for these flags."""
         key = " ".join(flags)
         if key not in self._results:
             result = [self._run(flags)]
@@ -87,7 +87,7 @@ class Runs:
         torch.manual_seed(args.seed)
         with contextlib.redirect_stdout(io.StringIO()):
             result: dict[str, Any] = self._example.run(args, dist.get_rank(), dist.get_world_size())
-        gc.collect()  # what was trained goes with its buffers and windows, on all ranks alike
+        gc.collect()  # on all ranks, the trained model goes together with its buffers and windows
         return result
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Runs:
 
 
 def mean_and_deviation(values: Sequence[float], digits: int) -> str:
-    """Returns e.g. "96.96 ± 0.12": the mean, and the standard deviation of one value."""
+    """Returns the mean and the standard deviation of one value, such as "96.96 ± 0.12"."""
     mean = f"{statistics.fmean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
@@ -117,7 +117,7 @@ def choose(runs: Runs, mode: str, options: argparse.Namespace, is_more_better: b
 
 
 def read_options() -> argparse.Namespace:
-    """Returns the command line; `common` has what follows --."""
+    """Returns the command line; `common` holds the flags after --."""
     own, common = sys.argv[1:], []
     if "--" in own:
         place = own.index("--")

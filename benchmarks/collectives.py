@@ -62,9 +62,9 @@ DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
-# So many calls in a row are a loop.
+# From this number of calls in a row on, a measurement counts as a loop.
 MANY_CALLS = 100
-# On a machine of two cores. What torch's own layers take does not count.
+# For a machine of two cores. The time of torch's own layers is subtracted.
 SMALL = [("barrier", 0), ("broadcast", 4), ("allreduce", 4 << 10)]
 GOALS_IN_A_LOOP = [
     *(Goal(op, 2, size, "fog", "mpi", 1.5, above="nothing", plus=0.002) for op, size in SMALL),
@@ -78,14 +78,14 @@ class Case:
     """One operation at one size on this rank.
 
     Attributes:
-        elements: Of the larger buffer.
+        elements: Number of elements of the larger buffer.
         itemsize: Bytes of an element.
         bytes_moved: See the module.
         on_group: The operation on a group of torch.distributed.
-        on_mpi: The same on raw MPI; None if MPI does not have it.
+        on_mpi: The operation on raw MPI; None if MPI does not have it.
         fill: Sets the buffers before the check.
-        holds: Whether they have the result afterwards.
-        parts: An operation is this part of a call: 2 if the call goes there and back.
+        holds: Returns whether the buffers hold the result.
+        parts: Number of operations in a call: 2 if the call goes there and back.
     """
 
     elements: int
@@ -99,7 +99,7 @@ class Case:
 
 
 def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -> Case:
-    """Prepares an operation on about `size` bytes, at least one element for each rank that gets a part."""
+    """Prepares an operation on about `size` bytes, with at least one element for each rank that gets a part."""
     import torch
     import torch.distributed as dist
     from mpi4py import MPI
@@ -110,15 +110,16 @@ def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -
     block = max(1, wanted // n)
     elements = block * n if split else max(1, wanted)
     S = elements * dtype.itemsize
-    # Rank r's mark; sums of them are exact in all dtypes.
+    # Rank r's mark; sums of marks are exact in all dtypes.
     mark, total = float(rank + 1), n * (n + 1) / 2
     marks = torch.arange(1, n + 1, dtype=torch.float32).to(dtype)
 
     def tensor(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=dtype).fill_(0)  # filled: zeros alone has no memory of its own yet
+        # filled, because zeros alone have no memory of their own yet
+        return torch.zeros(count, dtype=dtype).fill_(0)
 
     def array(of: torch.Tensor) -> object:
-        return None if dtype == torch.bfloat16 else of.numpy()  # the same memory
+        return None if dtype == torch.bfloat16 else of.numpy()  # shares the memory
 
     def filled(of: torch.Tensor, value: float) -> bool:
         return bool((of == value).all())
@@ -239,7 +240,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
     case.fill()
     ways["nothing"] = lambda: case.on_group(systems.nothing)
     if case.bytes_moved:
-        # Of a whole call, there and back if that is what it does.
+        # The bytes of a whole call, there and back if it has both parts.
         copied = max(1, case.parts * case.bytes_moved // (2 * systems.size))
         source, destination = np.full(copied, 1, np.uint8), np.full(copied, 2, np.uint8)
         ways["memory"] = lambda: np.copyto(destination, source)
@@ -270,7 +271,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Measures on a rank."""
     systems = side_by_side.join(address(0)) if arguments.hosts else side_by_side.join()
     rows: list[Row] = []
 
@@ -289,7 +290,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             continue
         for size in arguments.sizes:
             for dtype in arguments.dtypes if operation == "allreduce" else ["float32"]:
-                # As many elements as of float32, so that dtypes compare by element.
+                # As many elements as with float32, so that dtypes are compared by element.
                 bytes_ = size if dtype == "float32" else size // 2
                 add(measure(operation, systems, bytes_, dtype, arguments))
     if systems.rank == 0:
@@ -302,7 +303,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Returns the checked command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -329,7 +330,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
-    """As `side_by_side.run_ranks`, on emulated hosts: the first ranks on the first, and so on."""
+    """Runs `side_by_side.run_ranks` on emulated hosts: the first ranks on the first host, and so on."""
     # Raw MPI takes ranks of one machine for ranks of one host, whatever their namespaces.
     environment = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     try:
@@ -341,7 +342,7 @@ def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Se
 
 
 def main() -> None:
-    """Starts the ranks of each world in turn; in a rank, measures."""
+    """Starts the ranks of each world in turn; on a rank, measures."""
     arguments = parse_arguments()
     run_ranks = (
         partial(run_on_hosts, arguments.hosts, arguments.rate) if arguments.hosts else side_by_side.run_ranks

@@ -73,8 +73,8 @@ EXCHANGES = ("ring", "exp2", "one-peer")
 WINDOW_OPERATIONS = ("put", "get", "accumulate", "update")
 # Of a step's time with the bare optimizer, on one rank.
 OVERHEAD_GOAL = 1.03
-# What bandwidth is measured with: bytes of a copy, and for how long at least. To start copies and to wait for the last takes
-# tens of microseconds.
+# For the measurement of bandwidth: bytes of a copy, and the least duration. Starting copies and waiting for the last
+# takes tens of microseconds.
 COPIED = 256 << 20
 COPY_SECONDS = 0.02
 # Of the device's free memory that these copies take at most.

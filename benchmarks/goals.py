@@ -1,4 +1,4 @@
-"""What a benchmark is to reach, held against what it measured."""
+"""Goals of a benchmark, compared with its measurements."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from report import Row, size_text
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound on a system's median: in relation to another one's, in milliseconds, or either.
+    """A bound on a system's median: relative to another system's, in milliseconds, or either.
 
     Attributes:
-        operation: Of the row, as `ranks` and `size`.
+        operation: Operation of the row.
         ranks: Number of ranks.
-        size: In bytes.
-        system: Whose median it is.
-        relative_to: System.
-        limit: The median should not be more than so many times that of `relative_to`,
-        enough: or not more than so many milliseconds, where this is not 0.
-        above: System whose median does not count in that of `system`, as nothing can be done without it; "" if all counts.
-        plus: Milliseconds that may come on top of the limit.
+        size: Size in bytes.
+        system: The system to which the bound applies.
+        relative_to: The system to which it is compared.
+        limit: The median may be at most this many times that of `relative_to`,
+        enough: or at most this many milliseconds, if this is not 0.
+        above: System whose median is subtracted from that of `system`, because it cannot be avoided; "" for none.
+        plus: Milliseconds that are added to the limit.
     """
 
     operation: str
@@ -35,11 +35,11 @@ class Goal:
     plus: float = 0.0
 
     def line(self, row: Row, titles: Mapping[str, str]) -> str | None:
-        """What became of it, for people; None if the row lacks a system.
+        """Returns the outcome as text; None if the row lacks a system.
 
         Args:
-            row: The one that it is about.
-            titles: Of the systems.
+            row: The row to which the goal applies.
+            titles: Titles of the systems.
         """
         if not {self.system, self.relative_to, self.above or self.system} <= row.times.keys():
             return None
@@ -58,12 +58,12 @@ class Goal:
 
 
 def print_goals(goals: Sequence[Goal], rows: Sequence[Row], titles: Mapping[str, str]) -> None:
-    """Prints what became of those goals that rows are about.
+    """Prints the outcome of the goals for which there are rows.
 
     Args:
-        goals: In the order of the lines.
-        rows: Of a whole run.
-        titles: Of the systems.
+        goals: In the order of the printed lines.
+        rows: Rows of a whole run.
+        titles: Titles of the systems.
     """
     by_place = {(row.operation, row.ranks, row.bytes): row for row in rows}
     lines = [

@@ -1,9 +1,8 @@
-"""Schedule and statistics: several ways to do one thing take turns on all ranks.
+"""Schedule and statistics of measurements: several ways to do one thing take turns on all ranks.
 
-In each iteration every way has its turn, in an order drawn anew, and a barrier stands before each turn. So
-whatever else the machine does, and what one leaves in the caches and to its threads for the next, meets all
-alike.
-The time of a turn is the longest of all ranks; kept are the median and the quartiles over the iterations.
+In each iteration every way has its turn, in a new random order, with a barrier before each turn. So the machine's other
+work, and the state of caches and threads that one way leaves to the next, affect all ways alike. The time of a turn is
+the longest of all ranks. Results are the median and the quartiles over the iterations.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 WARM_UP = 3
 FEWEST_ITERATIONS = 7
 MOST_ITERATIONS = 301
-# Seconds between the looks of a rank that sleeps; and of one that sleeps while others measure what takes less time.
+# Seconds between the checks of a sleeping rank, and of one that sleeps while others measure short operations.
 NAP = 2e-4
 LONG_NAP = 1e-3
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one way: median and quartiles over the iterations of the longest time of all ranks."""
+    """Milliseconds of one way: median and quartiles, over the iterations, of the longest time of all ranks."""
 
     median: float
     lower: float
@@ -38,11 +37,11 @@ class Times:
 
 
 def sleep_until_all_come(mpi: MPI.Intracomm, nap: float) -> None:
-    """A barrier that leaves the cores to those who still work.
+    """A barrier that leaves the cores to ranks that still work.
 
     Args:
-        mpi: Whose ranks meet.
-        nap: Seconds between two looks.
+        mpi: Communicator of the ranks.
+        nap: Seconds between two checks.
     """
     request = mpi.Ibarrier()
     while not request.Test():
@@ -64,21 +63,21 @@ def take_turns(
     """Times each way; all ranks call this together, with the same names.
 
     Args:
-        ways: What is called, by name.
-        mpi: Serves the barriers and collects the times.
-        seconds: About how long to measure; sets the number of iterations.
-        iterations: Their number, instead.
+        ways: The functions to call, by name.
+        mpi: Communicator for the barriers and the collection of times.
+        seconds: Approximate duration of the measurement; sets the number of iterations.
+        iterations: The number of iterations, instead of `seconds`.
         back_to_back: Calls in one turn.
         pause: Seconds that all ranks sleep after the barrier, as if they computed. They wake at different times, so a
             turn then lasts from when the last rank begins until the last one ends, on one host.
-        are_long: Whether turns are so long that ranks share the cores within one, though they need not wait for
-            each other. A turn then lasts from when the first rank begins until the last one ends, on one host: a
-            rank that gets no core after the barrier begins late, and would seem fast by its own clock. And ranks
-            sleep before the barrier, as those that poll would take the core from those that still work.
-        apart: For ways that only some ranks go: their communicator, None on the other ranks. Before each turn all ranks
-            sleep until everyone has come; then those whose turn it is meet at a barrier of their own, and the others
-            sleep until the next turn. These do not count. Give all ways or none.
-        before: Called with the name of the way before the barrier of each turn; its time does not count.
+        are_long: Whether turns are so long that ranks share the cores within one, although they need not wait for each
+            other. A turn then lasts from when the first rank begins until the last one ends, on one host: a rank that
+            gets no core after the barrier begins late, and would seem fast by its own clock. Ranks also sleep before
+            the barrier, because polling ranks would take the core from ranks that still work.
+        apart: The communicator of each way that only some ranks use, None on the other ranks. Before each turn all
+            ranks sleep until all have come; then the ranks of the turn meet at their own barrier, and the others sleep
+            until the next turn, without effect on the times. Must be given for all ways or for none.
+        before: Called with the name of the way before the barrier of each turn. Its time does not count.
 
     Returns:
         The times of one call of each way, on all ranks, and the number of iterations.
@@ -128,7 +127,7 @@ def take_turns(
                 begins[iteration, index], ends[iteration, index] = turn(names[index])
     finally:
         gc.enable()
-    from mpi4py import MPI  # here, as importing it starts MPI
+    from mpi4py import MPI  # imported here, because the import starts MPI
 
     if are_long:
         mpi.Allreduce(MPI.IN_PLACE, begins, MPI.MIN)

@@ -1,8 +1,8 @@
-"""The limit that memory sets a sum of several arrays: one pass that reads each of them once and writes one.
+"""The memory limit for a sum of several arrays: one pass that reads each of them once and writes the result once.
 
-Two forms of the loop, as which is faster depends on the size and on the machine's other work: compiled C
-(`out[i] = a[i] + b[i] + ...`, by the compiler that a build of fog needs anyway, for this machine's vectors),
-and numpy in blocks that stay in a core's cache.
+There are two forms of the loop, because size and other load decide which is faster: compiled C (`out[i] = a[i] + b[i] +
+...`, by the compiler that a build of fog needs anyway, with this machine's vector instructions), and numpy in blocks
+that fit into a core's cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-# Elements of a block: it fits in the second-level cache with its inputs, and takes longer than a numpy call.
+# Elements of a block: with its inputs it fits into the second-level cache, and it takes longer than the call of numpy.
 BLOCK = 1 << 16
 _OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
 
@@ -27,14 +27,14 @@ _OPTIONS = ["-O3", "-march=native", "-shared", "-fPIC"]
 def sums(
     inputs: Sequence[NDArray[np.float32]], output: NDArray[np.float32]
 ) -> dict[str, Callable[[], object]]:
-    """Functions that write the sum of `inputs` to `output`, by the name of their form.
+    """Returns functions that write the sum of `inputs` to `output`, by the name of their form.
 
     Args:
-        inputs: One or more contiguous arrays of float32, of one length.
+        inputs: One or more contiguous arrays of float32 with the same length.
         output: Array of that length that overlaps none of them.
 
     Returns:
-        "numpy", and "C" where there is a compiler.
+        "numpy", and "C" if there is a compiler.
     """
     forms: dict[str, Callable[[], object]] = {"numpy": _in_blocks(inputs, output)}
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -65,7 +65,7 @@ def _compiled(
     function = _sum_function(compiler, len(inputs))
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in (output, *inputs)]
     length = ctypes.c_size_t(len(output))
-    keep = (list(inputs), output)  # the addresses above do not
+    keep = (list(inputs), output)  # keeps the arrays alive; their addresses do not
 
     def form() -> object:
         assert keep
@@ -89,4 +89,4 @@ def _sum_function(compiler: str, inputs: int) -> Callable[..., object]:
         file, library = Path(directory) / "sum.c", Path(directory) / "sum.so"
         file.write_text(source)
         subprocess.run([*compiler.split(), *_OPTIONS, str(file), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library)).sum  # stays loaded without its file
+        return ctypes.CDLL(str(library)).sum  # the library stays loaded without its file

@@ -1,5 +1,4 @@
-"""What the benchmark programs share around their measurements: options, facts about the run, a world for each
-number of ranks, and the files they write."""
+"""Common parts of the benchmark programs: options, facts about the run, the worlds of ranks, output files."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from pathlib import Path
 import side_by_side
 from report import Row, parse_size, plot, read_rows, write_json
 
-# Load average of a machine that others use.
+# The load average above which other programs are assumed to run.
 BUSY = 0.7
 
 
@@ -31,12 +30,12 @@ def add_options(
     """Adds the options that every benchmark has.
 
     Args:
-        parser: The program's.
-        ranks: Numbers of ranks to measure by default.
-        seconds: Time for one row by default.
-        has_sizes: Whether it measures at several sizes.
-        has_pause: Whether it can measure what comes after a pause.
-        back_to_back: Operations in one measurement by default.
+        parser: Parser of the program.
+        ranks: Default numbers of ranks.
+        seconds: Default time for one row.
+        has_sizes: Whether the program measures several sizes.
+        has_pause: Whether the program can measure operations after a pause.
+        back_to_back: Default number of operations in one measurement.
     """
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=list(ranks), help="numbers of ranks")
@@ -55,12 +54,12 @@ def add_options(
         )
     add("--json", type=Path, help="file for the numbers")
     add("--plot", type=Path, help="file for a picture")
-    # This process is a rank, and here go its rows.
+    # Tells this process that it is a rank, and where to write its rows.
     add("--rows", type=Path, help=argparse.SUPPRESS)
 
 
 def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line; ends the program if a number of calls is not positive."""
+    """Returns the command line; ends the program if a number of calls is not positive."""
     arguments = parser.parse_args()
     for name in ("iterations", "back_to_back"):
         value = getattr(arguments, name)
@@ -70,7 +69,7 @@ def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def facts() -> dict[str, object]:
-    """What a reader of the numbers wants to know about the run; in a rank, if raw MPI is part of it."""
+    """Returns facts about the run for readers of the numbers; on a rank that uses raw MPI, also its version."""
     import torch
 
     from fog_pg import _C
@@ -95,18 +94,18 @@ def run(
     draw: Callable[[Path, list[Row], Mapping[str, str]], None] = plot,
     run_ranks: Callable[[int, Path, Sequence[str]], None] = side_by_side.run_ranks,
 ) -> list[Row]:
-    """Starts the ranks of each world in turn, and writes what they measured; in a rank, measures.
+    """Starts the ranks of each world in turn, and writes their measurements; on a rank, measures.
 
     Args:
-        script: The program that calls this; its ranks run it again, with this process's command line.
+        script: The calling program; its ranks run it again, with this process's command line.
         arguments: From `parse_options`.
-        measure: What a rank does; rank 0 writes its rows to `arguments.rows`.
-        systems: Of the plot, as in `report.Table`.
+        measure: Runs on a rank; rank 0 writes its rows to `arguments.rows`.
+        systems: Systems of the plot, as in `report.Table`.
         draw: Makes the plot of all rows.
-        run_ranks: Starts the ranks of one world: how many, the program, its command line.
+        run_ranks: Starts the ranks of one world, given their number, the program and its command line.
 
     Returns:
-        The rows of all worlds; none in a rank.
+        The rows of all worlds; none on a rank.
     """
     if arguments.rows is not None:
         measure(arguments)

@@ -1,4 +1,4 @@
-"""What a benchmark shows: rows of a table with ratios, JSON, a plot."""
+"""The output of a benchmark: a table with ratios, JSON, a plot."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Row:
     """One operation at one size.
 
     Attributes:
-        operation: Its name.
-        ranks: How many took part.
-        dtype: Of the tensors.
-        elements: Of the larger buffer of a rank.
-        bytes: The same in bytes.
-        bytes_moved: What all ranks together must at least read and write.
-        iterations: Over which the medians go.
-        times: By system.
+        operation: Name of the operation.
+        ranks: Number of ranks.
+        dtype: Dtype of the tensors.
+        elements: Number of elements of a rank's larger buffer.
+        bytes: Size of that buffer in bytes.
+        bytes_moved: Bytes that all ranks together must at least read and write.
+        iterations: Number of iterations, whose medians the row has.
+        times: Times of each system.
     """
 
     operation: str
@@ -36,14 +36,14 @@ class Row:
     times: dict[str, Times]
 
     def ratio(self, numerator: str, denominator: str) -> float | None:
-        """Ratio of two systems' medians, if the row has both."""
+        """Returns the ratio of two systems' medians, if the row has both."""
         if numerator not in self.times or denominator not in self.times:
             return None
         return self.times[numerator].median / self.times[denominator].median
 
 
 def size_text(count: int) -> str:
-    """Bytes for people: "4 KiB"."""
+    """Returns a number of bytes as text, such as "4 KiB"."""
     for power, unit in ((20, "MiB"), (10, "KiB")):
         if count >= 1 << power:
             return f"{count / (1 << power):g} {unit}"
@@ -51,7 +51,7 @@ def size_text(count: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """The inverse, for command lines: "4K", "64M" or a number of bytes."""
+    """Returns the number of bytes of a command line's size: "4K", "64M" or a number."""
     units = {"K": 10, "M": 20, "G": 30}
     suffix = text[-1:].upper()
     count = int(text[:-1]) << units[suffix] if suffix in units else int(text)
@@ -62,10 +62,10 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Table:
-    """Lays rows out as text.
+    """Formats rows as text.
 
     Attributes:
-        systems: Heading of each system's column, by the name that `Row.times` has.
+        systems: Heading of each system's column, by the names in `Row.times`.
         ratios: Numerator and denominator of each column of ratios.
     """
 
@@ -73,12 +73,12 @@ class Table:
     ratios: Sequence[tuple[str, str]]
 
     def heading(self) -> str:
-        """The first line."""
+        """Returns the first line."""
         words = [f"{title:>{width}}" for title, width in self._columns()]
         return f"{'operation':21}{'size':>9}" + "".join(words)
 
     def line(self, row: Row) -> str:
-        """A row; a dash where a system does not have the operation."""
+        """Returns the line of a row, with a dash if a system does not have the operation."""
         label = row.operation if row.dtype == "float32" else f"{row.operation} {row.dtype}"
         size = size_text(row.bytes) if row.elements else ""
         medians = [row.times[system].median if system in row.times else None for system in self.systems]
@@ -88,7 +88,7 @@ class Table:
         return f"{label:21}{size:>9}" + "".join(f"{word:>{width}}" for word, (_, width) in columns)
 
     def _columns(self) -> list[tuple[str, int]]:
-        """Title and width of each."""
+        """Returns title and width of each column."""
         titles = [f"{self.systems[a]} / {self.systems[b]}" for a, b in self.ratios]
         columns = [(title, max(11, len(title) + 2)) for title in self.systems.values()]
         return columns + [(title, max(15, len(title) + 2)) for title in titles]
@@ -101,17 +101,17 @@ def write_json(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> 
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows that `write_json` wrote."""
+    """Returns the rows that `write_json` wrote."""
     rows = json.loads(path.read_text())["rows"]
     return [Row(**row | {"times": {name: Times(**t) for name, t in row["times"].items()}}) for row in rows]
 
 
 def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
-    """Draws time over size: a panel for each operation, three a line; each number of ranks begins a new line.
+    """Draws time over size, with one panel per operation, three in a line, and new lines for each number of ranks.
 
     Args:
-        path: Of the picture; its ending says the format.
-        rows: What to draw; rows without a size are left out.
+        path: Path of the picture; its ending selects the format.
+        rows: Rows to draw; rows without a size are left out.
         systems: As in `Table`.
     """
     import matplotlib
@@ -122,7 +122,7 @@ def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
     shown = [row for row in rows if row.elements and row.dtype == "float32"]
     if not shown:
         return
-    # The lines of panels: each number of ranks begins a new one.
+    # The lines of panels: each number of ranks begins a new line.
     lines: list[list[tuple[int, str]]] = []
     for ranks in sorted({row.ranks for row in shown}):
         operations = list(dict.fromkeys(row.operation for row in shown if row.ranks == ranks))

@@ -107,7 +107,7 @@ COMPUTE = "compute"
 PIECE = 1 << 20
 # Sides of the matrices that are multiplied.
 MATRIX = 256
-# Milliseconds that are the least of what exchanges take beyond compute: the difference of two medians may be less than nothing.
+# The least difference, in milliseconds, between exchanges and compute: the difference of two medians may be negative.
 LEAST = 1e-3
 # Relative; the inputs are positive and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6

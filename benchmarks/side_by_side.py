@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
 
-# mpi4py's own switch: the file of the MPI that it loads.
+# mpi4py's own switch: the path of the MPI library that it loads.
 MPI4PY_VARIABLE = "MPI4PY_LIBMPI"
-# By these a process finds that a launcher of MPI has started it.
+# By variables with these prefixes, a process knows that an MPI launcher has started it.
 _LAUNCHER_PREFIXES = ("PMI", "HYD", "MPI_LOCAL")
-# Of the groups.
+# The timeout of the groups.
 TIMEOUT = timedelta(minutes=2)
 
 
 def require(*packages: str) -> None:
-    """Ends the program with what to install if one of these packages is missing."""
+    """Ends the program if a package is missing, with a message that says what to install."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         sys.exit(
@@ -62,15 +62,15 @@ def run_ranks(
     """Runs a script on `ranks` processes of this machine, to its end.
 
     Args:
-        ranks: How many processes.
+        ranks: Number of processes.
         script: Python script; its ranks call `join`.
         arguments: Its command line.
-        hosts: Emulated hosts, one for each rank; by default all are on this one. Raw MPI does not see them: it goes
-            on using memory that all ranks share, so what it is used for does not load their links.
+        hosts: Emulated hosts, one for each rank; by default all ranks are on this one. Raw MPI does not know them: it
+            uses memory that all ranks share, so its traffic does not load their links.
         environment: More environment variables.
 
     Raises:
-        SystemExit: It failed, or there is no mpiexec.
+        SystemExit: The script failed, or there is no mpiexec.
     """
     beside = Path(sys.executable).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -90,7 +90,7 @@ def run_ranks(
 
 
 def _mpich_package_library() -> Path | None:
-    """libmpi.so.12 of the PyPI package mpich, if that is installed; else mpi4py finds an MPI by itself."""
+    """Returns libmpi.so.12 of the PyPI package mpich, if it is installed; otherwise mpi4py finds an MPI by itself."""
     try:
         files = importlib.metadata.files("mpich") or []
     except importlib.metadata.PackageNotFoundError:
@@ -100,13 +100,13 @@ def _mpich_package_library() -> Path | None:
 
 @dataclass(frozen=True)
 class Systems:
-    """One rank's way into each system; all have the same ranks.
+    """One rank's access to each system; all systems have the same ranks.
 
     Attributes:
-        mpi: Raw MPI. Benchmarks also coordinate through it.
+        mpi: Raw MPI, by which benchmarks also coordinate.
         fog: The default group.
         gloo: Group of Gloo.
-        nothing: Group of a backend whose operations return at once with nothing sent.
+        nothing: Group of a backend whose operations return at once and send nothing.
     """
 
     mpi: MPI.Intracomm
@@ -121,7 +121,7 @@ class Systems:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.mpi.size
 
 
@@ -130,7 +130,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
 
     Args:
         master: Address of rank 0's host.
-        ranks: Raw MPI's communicator of the ranks that are to be one world of torch; by default all.
+        ranks: Raw MPI's communicator of the ranks of one torch world; by default all ranks.
     """
     from mpi4py import MPI  # starts MPI
 
@@ -146,7 +146,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
     import fog_pg  # noqa: F401  registers "fog" also where torch does not look for entry points
 
     torch.set_num_threads(1)
-    # torch 2.13 gave new names to operations that 2.11 has under the old ones only.
+    # torch 2.13 renamed operations that 2.11 has under the old names only.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     if mpi.rank == 0:
         store = dist.TCPStore(master, 0, is_master=True, wait_for_workers=False)
@@ -160,7 +160,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
 
 
 def leave() -> None:
-    """Ends fog and Gloo, once all ranks have come; raw MPI ends with the process."""
+    """Ends fog and Gloo after all ranks have come; raw MPI ends with the process."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -32,7 +32,7 @@ from interleaved import take_turns
 from report import Row, write_json
 from training_step import training_step
 
-# The examples show how to train in each mode, and that is what is measured.
+# The examples show how to train in each mode, so they are measured.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 ONE_PEER = " one-peer"
 GLOO = " gloo"
-# By name: the heading.
+# Headings, by name.
 SYSTEMS = {
     "none": "no communication",
     "ddp gloo": "DDP on Gloo",
@@ -66,19 +66,19 @@ NEIGHBOR_MODES = [
     for name in SYSTEMS
     if name.split()[0] in ("awc", "atc", "ddp_sync", "ddp_async", "gossip_hook", "win_put", "push_sum")
 ]
-# Of the steps per second without communication.
+# As a share of the steps per second without communication.
 SPEED_GOAL = 0.8
-# Of the optimizer's own step time, on one rank.
+# As a multiple of the optimizer's own step time, on one rank.
 OVERHEAD_GOAL = 1.05
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and the batches that it is trained on.
+    """A model, and the batches on which it is trained.
 
     Attributes:
-        title: For people.
-        shape: Of a batch's inputs.
+        title: Title for the output.
+        shape: Shape of a batch's inputs.
         make: Makes the model.
     """
 
@@ -106,13 +106,13 @@ TASKS = {
 
 
 def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Callable[[], None]:
-    """Sets a mode up; returns what makes one step of it. All ranks call this together.
+    """Sets up a mode; returns a function that makes one step of it. All ranks call this together.
 
     Args:
-        name: Of SYSTEMS.
-        task: What to train.
-        systems: Of this run.
-        topology: The group's, for one-peer modes.
+        name: Name in SYSTEMS.
+        task: The task to train.
+        systems: The systems of this run.
+        topology: Name of the group's topology, for one-peer modes.
     """
     import fogdist
     import torch
@@ -137,7 +137,7 @@ def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Call
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Measures on a rank."""
     import fogdist
 
     systems = side_by_side.join()
@@ -146,7 +146,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     rows: list[Row] = []
     for name in arguments.models:
         task = TASKS[name]
-        # With one rank there is nobody to choose, and no DDP to compare with.
+        # One rank has no neighbors to choose from, and no DDP to compare with.
         modes = [mode for mode in arguments.modes if size > 1 or not mode.endswith((ONE_PEER, GLOO))]
         steps = {mode: step_of_mode(mode, task, systems, arguments.topology) for mode in modes}
         times, iterations = take_turns(
@@ -181,7 +181,7 @@ def print_row(row: Row) -> None:
 
 
 def goal_of(row: Row) -> float:
-    """What modes are to reach of the steps per second without communication."""
+    """Returns the share of the steps per second without communication that modes should reach."""
     return SPEED_GOAL if row.ranks > 1 else 1 / OVERHEAD_GOAL
 
 
@@ -203,7 +203,7 @@ def print_goals(rows: Sequence[Row]) -> None:
 
 
 def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
-    """Draws the steps per second of all modes, relative to no communication, a panel for each row."""
+    """Draws the steps per second of all modes, relative to no communication, with one panel per row."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -238,7 +238,7 @@ def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Returns the checked command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,7 +257,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
+    """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
     rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw)
     print_goals(rows)
 

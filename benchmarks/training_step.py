@@ -1,4 +1,4 @@
-"""One training step a call, as benchmarks time it: random batches that are in memory already."""
+"""One training step per call, as benchmarks time it, on random batches that are in memory already."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BATCHES = 4
 
 
 def training_step(trainer: Trainer, shape: tuple[int, ...], rank: int) -> Callable[[], None]:
-    """Returns what makes the next step of a classifier's training.
+    """Returns a function that takes the next training step of a classifier.
 
     Args:
-        trainer: Of examples/modes.py.
-        shape: Of a batch's inputs.
-        rank: Ranks have data of their own.
+        trainer: Trainer of examples/modes.py.
+        shape: Shape of a batch's inputs.
+        rank: This rank; ranks have different data.
     """
     import torch
 

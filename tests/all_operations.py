@@ -1,7 +1,7 @@
-"""Runs every operation, checked exactly, under whatever launcher started it; no part of it knows which.
+"""Runs every operation, checked exactly, under any launcher; no part of the script knows which one started it.
 
-The functions that the other tests send to ranks of their own run here as well, beside tensors that are too large
-for them. Every rank ends with one line: its place, the MPI library, and how many of these functions it ran.
+The functions that other tests send to their ranks run here too, and also with tensors that are too large for those
+tests. Every rank ends with one line: its place, the MPI library, and how many of these functions it ran.
 
     torchrun --nproc_per_node=4 tests/all_operations.py
     mpiexec -n 4 python tests/all_operations.py --hosts 0 0 1 1
@@ -24,12 +24,12 @@ from operations import COLLECTIVES, REDUCING, WITHOUT_WORK, prepare, reductions
 from reference import DTYPES, HALVES, Checks, make_input, mix
 
 MIB = 1 << 20
-# Of each tensor that one rank gives to one rank: more than any protocol of an MPI sends in one piece.
+# Bytes of each tensor that one rank sends to one rank: more than any MPI protocol sends in one piece.
 LARGE_BYTES = 9 * MIB
 
 
 def collective(operation: str) -> None:
-    """One size with every type, and with float32 the sizes around which transports change protocol."""
+    """Tests every type with one size, and float32 with the sizes around which transports change their protocol."""
     size = dist.get_world_size()
     with Checks() as checks:
         cases = [(dtype, 1000) for dtype in DTYPES]
@@ -44,7 +44,7 @@ def collective(operation: str) -> None:
 
 def large_collective(operation: str) -> None:
     dtype = torch.bfloat16 if operation in REDUCING else torch.uint8
-    numel = LARGE_BYTES // dtype.itemsize + 1  # odd, so that ranks' parts of it differ
+    numel = LARGE_BYTES // dtype.itemsize + 1  # odd, so the ranks' parts of it differ
     ready = prepare(operation, dtype, (numel,), root=dist.get_world_size() - 1)
     ready.start(False)
     with Checks() as checks:
@@ -71,7 +71,7 @@ def large_neighbor_exchanges() -> None:
 
 
 def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
-    """Every function to run, with its arguments."""
+    """Returns every function to run, with its arguments."""
     found: list[tuple[Callable[..., None], tuple[object, ...]]] = []
     found += [(collective, (operation,)) for operation in COLLECTIVES]
     found += [
@@ -100,13 +100,13 @@ def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
     ]
     if large:
         found += [(large_messages, ()), (large_neighbor_exchanges, ()), (hierarchical.exchanges, (True,))]
-        # The coalesced forms send what the others send.
+        # The coalesced forms send the same messages as the others.
         found += [(large_collective, (name,)) for name in COLLECTIVES if name not in WITHOUT_WORK]
     return found
 
 
 def check_hosts(expected: list[int] | None) -> None:
-    """Holds what the group knows of its ranks' hosts against where they were started."""
+    """Compares the hosts that the group has found with those on which its ranks were started."""
     size, rank = fogdist.size(), fogdist.rank()
     hosts = dist.group.WORLD._get_backend(torch.device("cpu")).hosts  # type: ignore[union-attr]
     expected = expected or [0] * size
@@ -133,7 +133,8 @@ def main() -> None:
 
     library = " ".join(_C.mpi_version().split()[:4])
     place = f"rank {fogdist.rank()} of {fogdist.size()}"
-    sys.stdout.write(f"{place}: {len(chosen)} steps right on {library}\n")  # one write: lines do not mix
+    # one write, so that lines do not mix
+    sys.stdout.write(f"{place}: {len(chosen)} steps right on {library}\n")
     fogdist.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests: worlds of ranks, and the check that nothing of them stays behind."""
+"""Fixtures shared by all tests: worlds of ranks, and the check that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import harness
 import leftovers
 import pytest
 
-# A shell that starts this in the background has SIGINT ignored, and all ranks would inherit that.
+# A shell that starts pytest in the background makes it ignore SIGINT, and all ranks would inherit this.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# What `make test` may take on two idle cores, in seconds; docs/testing.md says how it is kept.
+# The time limit of `make test` on two idle cores, in seconds; docs/testing.md explains how to keep it.
 BUDGET_SECONDS = 600.0
 
 _begin = time.monotonic()
 
 
 def pytest_configure() -> None:
-    """Before the first test, which may start threads."""
+    """Runs before the first test, which may start threads."""
     leftovers.isolate()
 
 
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says it if the tests have become too slow. It is no failure: other programs may have slowed them down."""
+    """Warns if the tests have become too slow; not a failure, because other programs may have slowed them down."""
     seconds = time.monotonic() - _begin
     if not harness.ALL and seconds > BUDGET_SECONDS:
         terminalreporter.write_line(
@@ -59,34 +59,34 @@ def _clean(worlds_run: bool = False) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail the session if something of a rank is there after the last test."""
+    """Fails the session if a rank has left something behind after the last test."""
     with _clean():
         yield
 
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """The same for one test; its worlds must be its own, from ``new_world``."""
+    """Checks the same for one test, which must have its own worlds, from ``new_world``."""
     with _clean():
         yield
 
 
 @pytest.fixture
 def no_shared_memory_left() -> Iterator[None]:
-    """The same for one test beside worlds that others share: only names in /dev/shm that nobody uses count."""
+    """Checks the same for one test beside shared worlds: only unused names in /dev/shm count."""
     with _clean(worlds_run=True):
         yield
 
 
 @pytest.fixture(scope="session")
 def compiled_double() -> None:
-    """For tests whose ranks load the fake device."""
+    """Compiles the fake device for tests whose ranks load it."""
     device_double.compile_double()
 
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[harness.WorldPool]:
-    """The module's worlds: ``worlds(n)`` is a process group of n ranks that the tests of a file share."""
+    """The module's worlds: ``worlds(n)`` is a process group of n ranks that all tests of a file share."""
     pool = harness.WorldPool()
     yield pool
     pool.close()
@@ -94,7 +94,7 @@ def worlds() -> Iterator[harness.WorldPool]:
 
 @pytest.fixture(scope="module")
 def script_worlds() -> Iterator[harness.WorldPool]:
-    """Worlds in which ranks run scripts, see ``scripts.run_script``."""
+    """Worlds whose ranks run scripts, see ``scripts.run_script``."""
     pool = harness.WorldPool(initialize=False, environment={"FOG_CONFIRM": "0"})
     yield pool
     pool.close()
@@ -102,9 +102,9 @@ def script_worlds() -> Iterator[harness.WorldPool]:
 
 @pytest.fixture
 def new_world() -> Iterator[Callable[..., harness.World]]:
-    """Makes worlds for one test only, for tests that kill ranks or leave a group unusable.
+    """Makes worlds for a single test, for tests that kill ranks or leave a group unusable.
 
-    The last rank leaves as a script does; all do with ``finalizing=None``, for tests of how ranks end.
+    The last rank leaves as a script does; with ``finalizing=None``, for tests of how ranks end, all ranks do.
     """
     made: list[harness.World] = []
 

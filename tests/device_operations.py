@@ -1,7 +1,7 @@
-"""Operations on tensors of a device against the same operations on tensors of the CPU, in one group.
+"""Compares operations on tensors of a device with the same operations on tensors of the CPU, in one group.
 
-The functions are for ranks and take the type of device. `through` lets the tests' own functions, which know the CPU
-only, use a device: what they give to fogdist goes there, and what they get comes back.
+Ranks call these functions with the type of device. `through` lets functions of the CPU tests use a device: their
+arguments to fogdist are moved there, and the results are moved back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fogdist import topology as topologies
 from reference import Checks, make_input
 from torch import Tensor
 
-# Of fogdist, those that take tensors and give tensors, and those that write into what they are given.
+# Operations of fogdist that return their results, and operations that write them into their arguments.
 _OUT_OF_PLACE = (
     "allreduce",
     "broadcast",
@@ -37,7 +37,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 def devices() -> ModuleType:
-    """examples/devices.py, under another name: tests of examples import and forget that one."""
+    """Imports examples/devices.py under another name, because tests of the examples import and remove that module."""
     path = Path(__file__).resolve().parents[1] / "examples" / "devices.py"
     spec = importlib.util.spec_from_file_location("devices_of_examples", path)
     assert spec is not None and spec.loader is not None
@@ -47,7 +47,7 @@ def devices() -> ModuleType:
 
 
 def nccl_version() -> tuple[int, int, int] | None:
-    """The version of NCCL that this process has loaded."""
+    """Returns the version of NCCL that this process has loaded."""
     version: tuple[int, int, int] | None = devices().nccl_version()
     return version
 
@@ -62,7 +62,7 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 @contextlib.contextmanager
 def through(device: str) -> Iterator[torch.device]:
-    """Inside, the blocking operations of fogdist take tensors of the CPU to a device, and bring results back."""
+    """In this block, fogdist's blocking operations move CPU tensors to a device, and move the results back."""
     there = place(device)
     replaced: dict[str, Any] = {}
     for name in _OUT_OF_PLACE:
@@ -92,7 +92,7 @@ def _as_list(tensors: Any) -> Sequence[Tensor]:
 
 
 def run_through(device: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of the tests of the CPU with a device under it."""
+    """Calls a function of the CPU tests on a device."""
     with through(device):
         return function(*arguments)
 
@@ -195,7 +195,7 @@ COLLECTIVES: dict[str, Callable[..., list[Tensor]]] = {
 
 
 def collectives(name: str, device: str) -> None:
-    """One collective of c10d with every dtype that NCCL has, on a device and on the CPU."""
+    """Compares one collective of c10d, for every dtype of NCCL, on a device and on the CPU."""
     there = place(device)
     group = _group(device)
     rank = dist.get_rank()
@@ -212,7 +212,7 @@ def collectives(name: str, device: str) -> None:
 
 
 def _group(device: str) -> dist.ProcessGroup | None:
-    """The default group, or for a device that fog is not registered for one of the same ranks with that."""
+    """Returns the default group, or a group of the same ranks in which fog is registered for the device."""
     if device in ("cpu", "cuda"):
         return None
     if device not in _groups:
@@ -227,7 +227,7 @@ _groups: dict[str, dist.ProcessGroup] = {}
 
 
 def neighbor_exchanges(device: str) -> None:
-    """Exchanges along graphs and with weights of their own, of one tensor and of lists, on a device and on the CPU."""
+    """Compares exchanges by graphs and by given weights, of one tensor and of lists, on a device and on the CPU."""
     there = place(device)
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -261,7 +261,7 @@ def neighbor_exchanges(device: str) -> None:
 
 
 def many_in_flight(device: str) -> None:
-    """Exchanges whose tensors are dropped at once, several in flight: memory is not used again too early."""
+    """Exchanges are in flight whose tensors are dropped at once; their memory must not be used again too early."""
     there = place(device)
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -278,7 +278,7 @@ def many_in_flight(device: str) -> None:
 
 
 def on_other_streams(device: str) -> None:
-    """An operation comes after what its stream has been given, and its wait before what the stream is given next."""
+    """An operation waits for the earlier work of its stream, and later work of the stream waits for the operation."""
     there = place(device)
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -289,7 +289,7 @@ def on_other_streams(device: str) -> None:
             x = torch.zeros(1_000_000, device=there)
             side.wait_stream(main)
             with side:
-                for _ in range(20):  # takes its time
+                for _ in range(20):  # takes some time
                     x.add_(0.05 * (rank + 1))
                 handle = fogdist.allreduce_nonblocking_(x, average=False)
                 fogdist.wait(handle)
@@ -303,7 +303,7 @@ def on_other_streams(device: str) -> None:
 
 
 def gradients(device: str) -> None:
-    """The derivative of an exchange, on a device and on the CPU."""
+    """Compares the derivative of an exchange on a device and on the CPU."""
     there = place(device)
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -319,7 +319,7 @@ def gradients(device: str) -> None:
 
 
 def compiled(device: str) -> None:
-    """torch.compile of a function with an exchange in it."""
+    """Compiles a function that contains an exchange."""
     there = place(device)
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()

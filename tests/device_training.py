@@ -1,7 +1,7 @@
-"""Training with models on a device, step by step against the same with models on the CPU.
+"""Trains models on a device, to be compared step by step with the same training on the CPU.
 
-The functions are for ranks, and take the type of device: ``cpu``, the double's, or ``cuda``. They run the tests' own
-training loops with nets and data moved there, and give trajectories on the CPU.
+Ranks call these functions with the type of device: ``cpu``, the fake device or ``cuda``. The functions run the training
+loops of other tests with models and data moved to the device, and return trajectories on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fogdist.streams import wait_until_complete
 from host_reads import HostReads
 from torch import Tensor, nn
 
-# What tests/gpu runs on: GPUs, or the fake device, which shows on any machine that these tests are right themselves.
+# The type of device for tests/gpu: GPUs, or the fake device, which checks these tests themselves on any machine.
 GPU = os.environ.get("FOG_TEST_GPU", "cuda")
 
 _served: list[bool] = []
@@ -51,7 +51,7 @@ def place(device: str) -> torch.device:
 
 @contextlib.contextmanager
 def moved(device: str) -> Iterator[torch.device]:
-    """Inside, the nets of the tests of optimizers are on a device, and their snapshots on the CPU."""
+    """In this block, models of the optimizers' tests are on a device, and their snapshots on the CPU."""
     there = place(device)
     with contextlib.ExitStack() as stack:
         for module in (test_optimizers, test_window_optimizers, test_decentralized_ddp):
@@ -68,7 +68,7 @@ def _replaced(module: ModuleType, there: torch.device) -> dict[str, Any]:
 
 
 def move(net: nn.Module, there: torch.device) -> nn.Module:
-    """Moves a net; parameters that are tied stay so, which `net.to` sees to on torch's own devices only."""
+    """Moves a model. Tied parameters stay tied; `net.to` does this only on torch's own devices."""
     moved_to: dict[Tensor, nn.Parameter] = {}
     for module in net.modules():
         for name, parameter in module._parameters.items():
@@ -86,25 +86,25 @@ def move(net: nn.Module, there: torch.device) -> nn.Module:
 
 
 def of_optimizer(run: test_optimizers.Run, device: str) -> Tensor:
-    """Parameters after each step of an optimizer of `fogdist`, as tests/test_optimizers.py trains."""
+    """Returns the parameters after each step of an optimizer of `fogdist`, trained as in tests/test_optimizers.py."""
     with moved(device):
         return test_optimizers.train(run)
 
 
 def of_windows(kind: str, run: test_optimizers.Run, device: str, bucket_cap_mb: float = 8) -> Tensor:
-    """The same of an optimizer on windows, ranks in step."""
+    """Does the same for an optimizer on windows, with ranks in step."""
     with moved(device):
         return test_window_optimizers.train(kind, run, bucket_cap_mb)
 
 
 def of_wrapper(run: test_decentralized_ddp.Run, device: str) -> Tensor:
-    """The same of `DecentralizedDataParallel`, as tests/test_decentralized_ddp.py trains."""
+    """Does the same for `DecentralizedDataParallel`, trained as in tests/test_decentralized_ddp.py."""
     with moved(device):
         return test_decentralized_ddp.train(run)
 
 
 def of_algorithm(name: str, device: str) -> Tensor:
-    """The same of a class of `fogdist.algorithms` whose ranks go in step."""
+    """Does the same for a class of `fogdist.algorithms` whose ranks go in step."""
     fogdist.init()
     rank = fogdist.rank()
     fogdist.set_topology(topologies.RingGraph(fogdist.size()))
@@ -122,7 +122,7 @@ def of_algorithm(name: str, device: str) -> Tensor:
 
 
 def gossip(device: str) -> Tensor:
-    """Trained parameters before and after steps of `AsynchronousGossip` that do nothing but gossip."""
+    """Returns the trained parameters before and after steps of `AsynchronousGossip` that only gossip."""
     fogdist.init()
     rank = fogdist.rank()
     fogdist.set_topology(topologies.RingGraph(fogdist.size()))
@@ -138,27 +138,27 @@ def gossip(device: str) -> Tensor:
             optimizer.zero_grad()
             test_optimizers.loss_of(model, rank, number).backward()
             optimizer.step()
-            if number % 4 == 0:  # between these, at its own pace
+            if number % 4 == 0:  # between these barriers, each rank has its own pace
                 fogdist.barrier()
         optimizer.finish()
         return torch.stack([begin, nn.utils.parameters_to_vector(trained).detach().cpu()])
 
 
 def check_gossip(results: list[Tensor]) -> None:
-    """Raises AssertionError if ranks that only gossiped lost anything of their sum, or did not come closer.
+    """Raises AssertionError if ranks that only gossiped lost a part of their sum, or did not come closer.
 
     Args:
-        results: Of `gossip`, from all ranks.
+        results: The results of `gossip` from all ranks.
     """
     begin, end = torch.stack(results).unbind(1)
-    # What one rank gains another one loses, whenever they hear of it.
+    # One rank gains what another one loses, independent of the time at which they learn of it.
     torch.testing.assert_close(end.sum(0), begin.sum(0), rtol=0.0, atol=1e-12)
     spread = [float((values - values.mean(0)).norm()) for values in (begin, end)]
     assert 0.0 < spread[1] < 0.5 * spread[0], spread
 
 
 class Branches(nn.Module):
-    """Layers beside each other, whose gradients become complete in an order of each rank's own."""
+    """Parallel layers, whose gradients become complete in a different order on each rank."""
 
     def __init__(self, turned: bool) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Branches(nn.Module):
 
 
 def in_another_order(kind: str, device: str) -> Tensor:
-    """Parameters after steps that send buckets in the backward pass; odd ranks compute in another order."""
+    """Returns parameters after steps that send buckets in the backward pass; odd ranks compute in another order."""
     fogdist.init()
     rank = fogdist.rank()
     fogdist.set_topology(topologies.ExponentialGraph(fogdist.size()))
@@ -187,7 +187,7 @@ def in_another_order(kind: str, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(rank)
     for number in range(6):
         optimizer.zero_grad()
-        if number != 3 or rank != 0:  # a rank without a gradient in one step
+        if number != 3 or rank != 0:  # rank 0 has no gradient in one step
             x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
             model(x.to(there)).square().mean().backward()
         optimizer.step()
@@ -195,7 +195,7 @@ def in_another_order(kind: str, device: str) -> Tensor:
 
 
 def asynchronously(device: str, max_staleness: int | None, in_turns: bool) -> Tensor:
-    """Parameters of `DecentralizedDataParallel` in mode "async" at the end; with turns there is one result only."""
+    """Returns the final parameters of `DecentralizedDataParallel` in mode "async"; with turns, the result is unique."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     with moved(device):
@@ -223,7 +223,7 @@ def asynchronously(device: str, max_staleness: int | None, in_turns: bool) -> Te
 
 
 def ranks_on_other_devices(device: str) -> str:
-    """Returns what an optimizer says if the model of one rank is on a device and those of others are not."""
+    """Returns the error of an optimizer if the model of one rank is on a device and those of others are not."""
     fogdist.init()
     model = test_optimizers.make_net(0)
     if fogdist.rank() == 1:
@@ -237,7 +237,7 @@ def ranks_on_other_devices(device: str) -> str:
 
 
 def of_scaler(kind: str, device: str, overflow: bool) -> Tensor:
-    """Parameters and scale after each step with a gradient scaler; a rank's gradients overflow in one of them."""
+    """Returns parameters and scale after each step with a gradient scaler; one rank's gradients overflow in a step."""
     fogdist.init()
     rank = fogdist.rank()
     with moved(device) as there:
@@ -265,7 +265,7 @@ def of_scaler(kind: str, device: str, overflow: bool) -> Tensor:
 
 
 def reads_of_scaled_steps(kind: str, device: str) -> list[str]:
-    """The same as `reads_of_steps` with a gradient scaler."""
+    """Does the same as `reads_of_steps`, with a gradient scaler."""
     fogdist.init()
     with moved(device) as there:
         model = test_optimizers.make_net(fogdist.rank())
@@ -289,20 +289,20 @@ def reads_of_scaled_steps(kind: str, device: str) -> list[str]:
 
 
 def snapshot(model: nn.Module) -> Tensor:
-    """All parameters of a net, on the CPU."""
+    """Returns all parameters of a model, on the CPU."""
     return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()])
 
 
-# --- what the host waits for --------------------------------------------------------------------------------
+# --- waits of the host --------------------------------------------------------------------------------------
 
 
 def reads_of_steps(kind: str, device: str) -> list[str]:
-    """Names of operations that read the device on the host in steps of training, after the first two.
+    """Returns the operations that read the device on the host in training steps, after the first two steps.
 
-    On CUDA torch itself looks as well.
+    On CUDA, torch itself checks this too.
 
     Args:
-        kind: Of an optimizer, "wrapper" for `DecentralizedDataParallel`, or the name of an algorithm.
+        kind: Kind of an optimizer, "wrapper" for `DecentralizedDataParallel`, or the name of an algorithm.
         device: Type of device.
 
     Raises:
@@ -342,7 +342,7 @@ def reads_of_steps(kind: str, device: str) -> list[str]:
 
 @contextlib.contextmanager
 def _no_waits(there: torch.device) -> Iterator[None]:
-    """On CUDA, torch raises RuntimeError inside where it lets the host wait for the device."""
+    """On CUDA, torch raises RuntimeError in this block if the host waits for the device."""
     if there.type != "cuda":
         yield
         return

@@ -1,6 +1,6 @@
-"""Counts what exchanges with neighbors, and sums, put on this host's link; the ranks of tests/test_wire_bytes.py run it.
+"""Counts the bytes of exchanges with neighbors, and of sums, on this host's link; tests/test_wire_bytes.py runs it.
 
-On a busy machine TCP sends again what is late, so each exchange runs a few times and the least counts.
+On a busy machine TCP sends late data again, so each exchange runs a few times and the least count is used.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ REPETITIONS = 3
 
 
 def link_bytes() -> tuple[int, int]:
-    """What this host has received and sent so far on its link."""
+    """Returns the bytes that this host has received and sent so far on its link."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
     return int(fields[0]), int(fields[8])
 
 
 def counted(exchange: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
-    """The result of an exchange, and what the host received and sent for it."""
+    """Returns the result of an exchange, and the bytes that the host received and sent for it."""
     fogdist.barrier()
     received, sent = link_bytes()
-    fogdist.barrier()  # nobody sends before all have looked
+    fogdist.barrier()  # no rank sends before all have read the counters
     result = exchange()
     fogdist.barrier()
     received_after, sent_after = link_bytes()
@@ -37,7 +37,7 @@ def counted(exchange: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
 
 
 def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
-    """Name, call, and mean of the ranks whose tensors meet on this one."""
+    """Yields name, call, and the mean of the ranks whose tensors are summed on this one."""
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.set_topology(topology.ExponentialTwoGraph(size))
     terms = [rank, *fogdist.in_neighbor_ranks()]
@@ -59,14 +59,14 @@ def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], f
 
 
 def exchanges_of_machines(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
-    """The same for machines, each with every other."""
+    """Yields the same for machines, each with all others as neighbors."""
     fogdist.set_machine_topology(topology.FullyConnectedGraph(fogdist.machine_size()))
     mean = (fogdist.size() - 1) / 2
     yield "hierarchical", lambda: fogdist.hierarchical_neighbor_allreduce(x), mean
 
 
 def measure(nbytes: int, machines: bool) -> dict[str, list[int]]:
-    """For each exchange of ranks, or of machines, with tensors of so many bytes what the host received and sent."""
+    """Returns the received and sent bytes of each exchange of ranks, or of machines, for tensors of a size in bytes."""
     fogdist.init()
     x = torch.full((nbytes // 4,), float(fogdist.rank()))
     counts = {}
@@ -81,7 +81,7 @@ def measure(nbytes: int, machines: bool) -> dict[str, list[int]]:
 
 
 def measure_sums(nbytes: int) -> dict[str, list[int]]:
-    """The same for sums of all ranks, and of every second one."""
+    """Returns the same for sums of all ranks, and of every second rank."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     counts = {}

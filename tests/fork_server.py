@@ -1,6 +1,6 @@
-"""What the fork server of the harness imports before it forks ranks: all that is slow to import, once.
+"""Imports, once, all modules that are slow to import; the harness's fork server imports this before it forks ranks.
 
-Nothing here may start a thread or load MPI: a fork would copy half of it.
+No module here may start a thread or load MPI, because a fork would copy only a part of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives
 import torch.nn.parallel
 import torch.testing  # noqa: F401
 
-# Ranks then neither traverse nor copy these objects when they collect garbage and when they end: that would
-# be half the time of a short world.
+# After this, ranks neither traverse nor copy these objects in garbage collections and at their end, which would take
+# half the time of a short world.
 gc.collect()
 gc.freeze()

@@ -1,13 +1,13 @@
-"""PyTorch's own distributed suite in a fraction of its time, and more of it: ranks are forked, not spawned.
+"""Runs PyTorch's own distributed suite with forked ranks, in a fraction of the time, and with more of its cases.
 
     python tests/forked_suite.py ../shared/conformance/torch_distributed_suite.py [options of unittest]
 
-The driver starts every rank of every case as a new interpreter that imports torch and the whole suite first, which takes
-most of its twenty minutes. Here one process imports them, and ranks are forked from it: it has run no operation, so a
-child of it is as fresh as a new interpreter. The driver's environment variables hold here as well.
+The driver starts every rank of every case as a new interpreter, which first imports torch and the whole suite. This
+takes most of its twenty minutes. Here one process imports them, and ranks are forked from it. It has run no operation,
+so its children are as fresh as new interpreters. The driver's environment variables work here too.
 
-Some cases that run on Gloo stay closed to other backends under the driver alone: object collectives, coalesced allreduces,
-monitored barriers. Their gates, which ask for Gloo in another form, are opened here too.
+Some cases that run on Gloo are closed to other backends under the driver: object collectives, coalesced allreduces and
+monitored barriers. Their conditions, which ask for Gloo in another form, are opened here too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.testing._internal import common_distributed
 
 @contextlib.contextmanager
 def further_gates_open(backend: str) -> Iterator[None]:
-    """Lets `backend` through the gates that the driver leaves, in the source that it reads meanwhile."""
+    """Opens conditions for `backend` that the driver leaves closed, in the source that it reads in this block."""
     features = common_distributed.DistTestCases.backend_feature
-    for feature in ("gpu", "plugin"):  # "gpu" guards cases for CPU tensors as well
+    for feature in ("gpu", "plugin"):  # "gpu" guards cases for CPU tensors too
         features[feature].add(backend)
     read_text = Path.read_text
 
@@ -47,7 +47,7 @@ def further_gates_open(backend: str) -> Iterator[None]:
 
 
 def load_driver(path: Path) -> types.ModuleType:
-    """The driver as a module; it reads SUITE_BACKEND and SUITE_WORLD_SIZE while it is loaded."""
+    """Returns the driver as a module; it reads SUITE_BACKEND and SUITE_WORLD_SIZE while it is loaded."""
     spec = importlib.util.spec_from_file_location("torch_distributed_suite", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
@@ -60,7 +60,7 @@ def load_driver(path: Path) -> types.ModuleType:
 
 def _run_rank(run: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     status = 1
-    common_distributed.tmp_dir._finalizer.detach()  # the parent's to remove, not this process's
+    common_distributed.tmp_dir._finalizer.detach()  # the folder belongs to the parent, which removes it
     try:
         run(*arguments, **keywords)
         status = 0
@@ -70,7 +70,7 @@ def _run_rank(run: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) ->
         sys.excepthook(*sys.exc_info())
     sys.stdout.flush()
     sys.stderr.flush()
-    # A forked process of multiprocessing leaves with os._exit; a spawned one as a script does, through atexit.
+    # Forked processes of multiprocessing leave with os._exit; spawned ones leave as a script does, through atexit.
     ctypes.pythonapi.Py_Exit(status)
 
 
@@ -81,7 +81,7 @@ def _process(*, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def main() -> int:
-    """Runs the cases that the command line asks for; 0 if none failed."""
+    """Runs the cases of the command line; returns 0 if none failed."""
     driver = load_driver(Path(sys.argv.pop(1)).resolve())
     suite = driver.TorchDistributedSuite
     suite._spawn_processes = lambda self: self._start_processes(_process)

@@ -1,11 +1,13 @@
 """Worlds of rank processes for tests.
 
-A ``World`` is a process group of real processes on this host. Its ranks are forked from one server process
-that has imported torch already, so a world starts in a fraction of a second; a test file keeps its worlds and
-sends them functions to run. Everything that waits here has a deadline: a rank that does not answer in time is
-asked for its stack, killed with the rest of its world, and reported. Ranks leave as a script leaves: they
-destroy the process group and finalize the interpreter, so a crash at teardown fails the test that owns the
-world. Of worlds that tests share one rank does all of that, and the others a part (see ``World``), unless all tests run.
+A ``World`` is a process group of real processes on this host. Its ranks are forked from a server process that has
+imported torch already, so a world starts in a fraction of a second. A test file keeps its worlds and sends functions to
+them. Every wait has a deadline: a rank that does not answer in time is asked for its stack, killed with the rest of its
+world, and reported.
+
+Ranks leave as a script does: they destroy the process group and finalize the interpreter, so a crash at the end fails
+the test that owns the world. In a world that tests share, only one rank does all of this, and the others a part of it
+(see ``World``), except in ``make test-all``.
 """
 
 from __future__ import annotations
@@ -41,21 +43,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# The backend under test. The same tests run on another backend of c10d to check the tests themselves.
+# The backend under test. The tests can run on another backend of c10d, which checks the tests themselves.
 BACKEND = os.environ.get("FOG_TEST_BACKEND", "fog")
 
-# Whether the long tests run too, with all their samples: ``make test-all`` sets it. See docs/testing.md.
+# Whether the long tests run too, with all their samples; ``make test-all`` sets it. See docs/testing.md.
 ALL = os.environ.get("FOG_TEST_ALL", "") == "1"
 
-# Deadlines in seconds. A world starts and stops in about a second; the rest is room for a busy machine.
+# Deadlines in seconds. A world starts and stops in about a second; the rest is for a busy machine.
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 30.0
 RUN_TIMEOUT = 60.0
-# Once a rank has failed, the others often wait for it: no need to sit out the whole deadline.
+# After a rank has failed, the others often wait for it, so there is no need to wait for the whole deadline.
 GRACE_AFTER_FAILURE = 5.0
 
-# Their pools start at import or at the first operation and would be threads of the fork server. Inductor's is of processes,
-# which outlive a rank that is killed.
+# These libraries start thread pools at import or at the first operation, which would be threads of the fork server.
+# Inductor's pool has processes, which would outlive a killed rank.
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -64,10 +66,10 @@ _ONE_THREAD = {
 }
 _LOG_TAIL = 6000
 
-# What a rank gets in place of a call when its world ends.
+# The requests that end a rank, in place of a call.
 _LEAVE, _LEAVE_AS_SCRIPTS_DO = b"leave", b""
 
-# Ranks are forked from a process that has imported this module.
+# The module that the fork server imports before it forks ranks.
 _PRELOAD = "fork_server"
 
 _context = multiprocessing.get_context("forkserver")
@@ -75,15 +77,15 @@ _context = multiprocessing.get_context("forkserver")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one call on one rank.
+    """The result of one call on one rank.
 
     Attributes:
-        rank: rank in the world.
+        rank: Rank in the world.
         state: ``"returned"``, ``"raised"``, ``"died"`` or ``"stuck"`` (killed at the deadline).
-        value: what the function returned.
-        error: what it raised; a RuntimeError with the same text if the exception cannot be pickled.
-        details: traceback, exit status or stacks, with what the rank printed meanwhile.
-        seconds: how long the function ran in the rank.
+        value: The function's return value.
+        error: The exception; a RuntimeError with the same text if the exception cannot be pickled.
+        details: Traceback, exit status or stacks, and the output of the rank during the call.
+        seconds: The time that the function ran in the rank.
     """
 
     rank: int
@@ -99,7 +101,7 @@ class Outcome:
 
 
 class RankFailures(AssertionError):
-    """Raised when ranks did not all return; its message shows every rank."""
+    """Raised if ranks did not all return; the message shows every rank."""
 
     def __init__(self, what: str, outcomes: Sequence[Outcome]) -> None:
         failed = [o.rank for o in outcomes if o.state != "returned"]
@@ -120,7 +122,7 @@ class _Settings:
 
 
 def sizes(default: Sequence[int], more: Sequence[int]) -> list[Any]:
-    """Numbers of ranks to parametrize a test by; more of them in ``make test-all``."""
+    """Returns numbers of ranks to parametrize a test by; ``make test-all`` uses `more` too."""
     import pytest
 
     return [*default, *(pytest.param(size, marks=pytest.mark.long) for size in more)]
@@ -128,7 +130,7 @@ def sizes(default: Sequence[int], more: Sequence[int]) -> list[Any]:
 
 @contextlib.contextmanager
 def case(**values: Any) -> Iterator[None]:
-    """Names the case of a loop in which an assertion fails; for matrices that are one test."""
+    """Names the case of a loop in an AssertionError, for tests that loop over many cases."""
     try:
         yield
     except AssertionError as error:
@@ -137,7 +139,7 @@ def case(**values: Any) -> Iterator[None]:
 
 
 class _Body:
-    """What a test of `on_ranks` runs on a rank. It is found by name there, where the test stands in its place."""
+    """The function that a test of `on_ranks` runs on a rank, which finds it by the name of the test that wraps it."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.__module__, self.__qualname__ = function.__module__, function.__qualname__
@@ -152,8 +154,8 @@ def on_ranks(
     """Makes a test of a function that each rank of a shared world calls, with its parameters and fixtures.
 
     Args:
-        size: Number of ranks, or several; the function finds it by itself.
-        **cases: Values of its parameters, each of which is a test, as ``pytest.mark.parametrize`` takes them.
+        size: Number of ranks, or several numbers; the function has to ask for it itself.
+        **cases: Values of the function's parameters; each value is a test, as with ``pytest.mark.parametrize``.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -177,11 +179,11 @@ def on_ranks(
 
 
 def init_process_group(timeout: float, backend: str = BACKEND) -> None:
-    """Join the world in a rank process, as a script under torchrun does.
+    """Joins the world in a rank process, as a script under torchrun does.
 
     Args:
-        timeout: the group's timeout in seconds.
-        backend: name of the c10d backend.
+        timeout: The group's timeout in seconds.
+        backend: Name of the c10d backend.
     """
     if backend == "fog":
         import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
@@ -190,7 +192,7 @@ def init_process_group(timeout: float, backend: str = BACKEND) -> None:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    """Text of the DistBackendError that the call raises; empty if it raises none."""
+    """Returns the text of the DistBackendError that the call raises, or an empty string."""
     try:
         call()
     except dist.DistBackendError as error:
@@ -199,7 +201,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def exception_of(work: dist.Work) -> Any:
-    """Of a Work that has ended; None if it ended well. Torch 2.11 can show that only."""
+    """Returns the exception of a completed Work, or None. Torch 2.11 can only show whether there is one."""
     try:
         return work.exception()
     except TypeError as error:
@@ -209,7 +211,8 @@ def exception_of(work: dist.Work) -> Any:
 
 
 def _rank_main(settings: _Settings, connection: Connection) -> None:
-    # A session of its own: Ctrl-C at the terminal is for pytest, and descendants can be found and killed.
+    # Each rank has its own session: Ctrl-C at the terminal reaches pytest only, and descendants can be found and
+    # killed.
     os.setsid()
     threading.Thread(target=_die_with_pytest, daemon=True).start()
     log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -229,7 +232,7 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     while True:
         try:
             request = connection.recv_bytes()
-        except EOFError:  # pytest has gone, or gave this world up
+        except EOFError:  # pytest has ended, or has closed the connection
             os._exit(1)
         if request in (_LEAVE, _LEAVE_AS_SCRIPTS_DO):
             break
@@ -238,16 +241,16 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
         dist.destroy_process_group()
     sys.stdout.flush()
     if request == _LEAVE:
-        atexit._run_exitfuncs()  # among them the end of the backend
+        atexit._run_exitfuncs()  # these include the end of the backend
         sys.stdout.flush()
         os._exit(0)
-    # multiprocessing ends its processes with os._exit. Leave as a script does instead, through the
-    # finalization of Python and the destructors of C++, so that a backend that crashes there is seen.
+    # multiprocessing ends its processes with os._exit. Scripts end with the finalization of Python and the destructors
+    # of C++ instead; doing the same shows a backend that crashes there.
     ctypes.pythonapi.Py_Exit(0)
 
 
 def _die_with_pytest() -> None:
-    """Kill this rank, whatever it is doing, when pytest has been killed."""
+    """Kills this rank, whatever it is doing, after pytest was killed."""
     pytest_process = multiprocessing.parent_process()
     assert pytest_process is not None
     pytest_process.join()
@@ -266,7 +269,7 @@ def _answer(
     try:
         value = function(*arguments)
         outcome = Outcome(rank, "returned", value=value, seconds=time.monotonic() - begin)
-        # pickle, not Connection.send: torch teaches multiprocessing to move tensors to shared memory.
+        # Plain pickle, because torch makes Connection.send move tensors to shared memory.
         answer = pickle.dumps(outcome)
     except BaseException as error:
         outcome = Outcome(
@@ -294,16 +297,17 @@ class World:
     """A process group of ``size`` rank processes on this host.
 
     Args:
-        size: number of ranks.
-        backend: c10d backend, by default the one under test.
-        timeout: the group's timeout in seconds.
-        environment: more environment variables for the ranks.
+        size: Number of ranks.
+        backend: The c10d backend, by default the one under test.
+        timeout: The group's timeout in seconds.
+        environment: More environment variables for the ranks.
         initialize: False leaves ``init_process_group`` to the functions that the test sends.
-        finalizing: How many ranks, the last ones, leave as scripts do, by default all. The others only call what is
-            registered for the exit: the finalization of Python and the destructors of C++ take half a second of a rank.
+        finalizing: Number of ranks, the last ones, that leave as scripts do; by default all. The others only call the
+            functions that are registered for the exit, because the finalization of Python and the destructors of C++
+            take half a second per rank.
 
     Raises:
-        RankFailures: a rank did not start.
+        RankFailures: A rank did not start.
     """
 
     def __init__(
@@ -322,7 +326,7 @@ class World:
         self.broken = False
         self._killed: set[int] = set()
         self._directory = Path(tempfile.mkdtemp(prefix="fog-test-"))
-        # The store outlives every rank, as it does under torchrun.
+        # The store outlives every rank, as under torchrun.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._log_offsets = [0] * size
         self._connections: list[Connection] = []
@@ -348,10 +352,10 @@ class World:
             "GROUP_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
-            # As under torchrun: the store is the launcher's, and rank 0 is only its client.
+            # As under torchrun, the launcher owns the store, and rank 0 is only a client.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
-            # Ranks that disagree raise in the same call, whether they send or receive.
+            # With this, ranks that disagree raise in the same call, whether they send or receive.
             "FOG_CONFIRM": "1",
             **_ONE_THREAD,
             **environment,
@@ -366,18 +370,18 @@ class World:
         self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = RUN_TIMEOUT) -> list[Any]:
-        """Call ``function(*arguments)`` on every rank.
+        """Calls ``function(*arguments)`` on every rank.
 
         Args:
-            function: a function of a module, so that ranks can import it.
-            arguments: picklable arguments, the same for all ranks.
-            timeout: seconds until ranks that have not answered are killed.
+            function: A function of a module, so that ranks can import it.
+            arguments: Picklable arguments, the same for all ranks.
+            timeout: Seconds until ranks that have not answered are killed.
 
         Returns:
-            What each rank returned, in rank order.
+            The return value of each rank, in the order of ranks.
 
         Raises:
-            RankFailures: a rank raised, died or did not answer. The world is killed then: its ranks may be
+            RankFailures: A rank raised, died or did not answer. Then the world is killed, because its ranks may be
                 waiting for each other, or have messages of the failed operation in flight.
         """
         self._send(function, [arguments] * self.size)
@@ -390,11 +394,11 @@ class World:
     def run_raw(
         self, function: Callable[..., Any], *arguments: Any, timeout: float = RUN_TIMEOUT
     ) -> list[Outcome]:
-        """Call ``function(*arguments)`` on every living rank, for tests that expect failures.
+        """Calls ``function(*arguments)`` on every living rank, for tests that expect failures.
 
         Returns:
-            One outcome for each rank that was alive, in rank order. Raising and dying leave the world as it
-            is; if a rank is stuck the whole world is killed.
+            One outcome for each rank that was alive, in the order of ranks. The world continues after ranks that raise
+            or die; if a rank is stuck, the whole world is killed.
         """
         self._send(function, [arguments] * self.size)
         return self._collect(timeout, None)
@@ -405,34 +409,34 @@ class World:
         arguments: Sequence[tuple[Any, ...]],
         timeout: float = RUN_TIMEOUT,
     ) -> list[Outcome]:
-        """As ``run_raw``, with arguments of its own for each rank."""
+        """Does the same as ``run_raw``, with different arguments for each rank."""
         self._send(function, arguments)
         return self._collect(timeout, None)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank with SIGKILL and wait until it is gone."""
+        """Kills a rank with SIGKILL and waits until it is gone."""
         self._killed.add(rank)
         self._kill_process(rank)
 
     def living(self) -> list[int]:
-        """Ranks whose processes run."""
+        """Returns the ranks whose processes run."""
         return [r for r in range(len(self._processes)) if self._processes[r].is_alive()]
 
     def pid(self, rank: int) -> int:
-        """Process id of a rank."""
+        """Returns the process id of a rank."""
         return self._processes[rank].pid
 
     def close(self) -> None:
-        """End the world: ranks destroy their process group and exit as scripts do.
+        """Ends the world: ranks destroy their process group and exit as scripts do.
 
         Raises:
-            RankFailures: a rank that the test did not kill hung or crashed in its teardown.
+            RankFailures: A rank that the test did not kill hung or crashed at its end.
         """
         if self.broken:
             return
         waiting = self.living()
         for rank in waiting:
-            with contextlib.suppress(OSError):  # it died by itself; its exit status tells
+            with contextlib.suppress(OSError):  # the rank may have died by itself; its exit status tells
                 finalizes = rank >= self.size - self.finalizing
                 self._connections[rank].send_bytes(_LEAVE_AS_SCRIPTS_DO if finalizes else _LEAVE)
         deadline = time.monotonic() + STOP_TIMEOUT
@@ -454,7 +458,7 @@ class World:
             raise RankFailures(f"end of a world of {self.size} ranks", outcomes)
 
     def abandon(self) -> None:
-        """Kill whatever is left of the world and remove its files."""
+        """Kills all ranks that are left and removes the files of the world."""
         self.broken = True
         for rank in range(len(self._processes)):
             self._kill_process(rank)
@@ -472,7 +476,8 @@ class World:
             log = self._log(rank)
             self._log_offsets[rank] = log.stat().st_size if log.exists() else 0
         for rank in self.living():
-            with contextlib.suppress(OSError):  # it died by itself; _collect sees the end of its pipe
+            # the rank may have died by itself; _collect sees the end of its pipe
+            with contextlib.suppress(OSError):
                 self._connections[rank].send_bytes(requests[rank])
 
     def _collect(self, timeout: float, grace: float | None) -> list[Outcome]:
@@ -508,8 +513,8 @@ class World:
 
     def _kill_process(self, rank: int) -> None:
         process = self._processes[rank]
-        if process.is_alive():  # else its number may be another process's by now
-            with contextlib.suppress(ProcessLookupError):  # it does not lead its group yet
+        if process.is_alive():  # otherwise another process may have its number by now
+            with contextlib.suppress(ProcessLookupError):  # the rank may not lead its process group yet
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         process.join(STOP_TIMEOUT)
@@ -518,7 +523,7 @@ class World:
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if ranks:
-            time.sleep(0.5)  # faulthandler writes within this, or the process is stopped and never will
+            time.sleep(0.5)  # faulthandler writes within this time, unless the process is stopped
         return {rank: _thread_states(self._processes[rank].pid) + self._printed(rank) for rank in ranks}
 
     def _post_mortem(self, rank: int) -> str:
@@ -539,7 +544,7 @@ class World:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server unless it runs; only its own environment says where the preloaded module is."""
+    """Starts the fork server unless it runs. Only its environment names the folder of the preloaded module."""
     saved = dict(os.environ)
     path = [str(Path(__file__).parent), saved.get("PYTHONPATH", "")]
     os.environ.update(_ONE_THREAD, PYTHONPATH=os.pathsep.join(filter(None, path)))
@@ -552,10 +557,10 @@ def _start_fork_server() -> None:
 
 
 class WorldPool:
-    """Worlds by size, started when first asked for and kept; a world that broke is replaced by a new one.
+    """Worlds by size, started at their first use and kept; a broken world is replaced by a new one.
 
     Args:
-        options: For each `World`.
+        options: Options of each `World`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -563,16 +568,16 @@ class WorldPool:
         self._worlds: dict[int, World] = {}
 
     def __call__(self, size: int) -> World:
-        """The world of ``size`` ranks."""
+        """Returns the world of ``size`` ranks."""
         world = self._worlds.get(size)
         if world is None or world.broken:
             world = self._worlds[size] = World(size, **self._options)
         return world
 
     def close(self) -> None:
-        """End all worlds; raises RankFailures if one did not end well.
+        """Ends all worlds; raises RankFailures if one did not end well.
 
-        Of the largest one a rank leaves as a script does, in ``make test-all`` all of all.
+        One rank of the largest world leaves as a script does; in ``make test-all`` all ranks of all worlds do.
         """
         if not ALL:
             for size, world in self._worlds.items():
@@ -581,7 +586,7 @@ class WorldPool:
 
 
 def close_all(worlds: Sequence[World]) -> None:
-    """Close every world, and only then raise the first failure."""
+    """Closes every world, and only then raises the first failure."""
     failures = []
     for world in worlds:
         try:

@@ -1,4 +1,4 @@
-"""Finds what makes the host wait for a device: operations whose results, on the host, come from a device's tensors."""
+"""Finds operations that make the host wait for a device: they have results on the host and inputs on the device."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Of these the host needs the values.
+# Operations whose values the host needs.
 _SCALARS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 
 
 class HostReads(TorchDispatchMode):
-    """Collects, while it is on, the names of operations that read a device's values on the host.
+    """Collects, while it is active, the names of operations that read a device's values on the host.
 
-    Backward passes count too, on whatever thread autograd makes them.
+    Backward passes count too, on any thread of autograd.
 
     Attributes:
-        names: Of the operations, in their order.
+        names: Names of the operations, in order.
     """
 
     def __init__(self) -> None:

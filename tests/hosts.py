@@ -1,4 +1,4 @@
-"""Several hosts on one machine, as tests use them: the benchmarks' emulated hosts, and ranks on them."""
+"""Several hosts on one machine for tests: the emulated hosts of the benchmarks, and ranks on them."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ import torch.distributed as dist
 from harness import Outcome, RankFailures, World
 from scripts import ROOT
 
-# Last, so that no name of the tests' is taken for one of the benchmarks'.
+# Appended at the end, so modules of the tests come before modules of the benchmarks with the same name.
 sys.path.append(str(ROOT / "benchmarks"))
 
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip, move_to_host
 from emulated_hosts import emulated_hosts as _emulated_hosts
 
-# Of <netinet/tcp.h>.
+# A constant of <netinet/tcp.h>.
 TCP_USER_TIMEOUT = 18
-# On which the ranks of several hosts meet.
+# The port of the rendezvous of the ranks.
 PORT = 29514
 
 
 def namespace_names() -> set[str]:
-    """The network namespaces of this process's hosts; other programs come and go with their own."""
+    """Returns the network namespaces of this process's hosts; other programs may have their own."""
     return {entry.name for entry in Path("/run/netns").glob(f"fog-{os.getpid()}-*")}
 
 
 def sent_bytes(name: str) -> int:
-    """What a host has sent to others since it was made."""
+    """Returns the bytes that a host has sent to others since it was made."""
     shown = ip("-n", name, "-s", "-json", "link", "show", INTERFACE)
     return json.loads(shown)[0]["stats64"]["tx"]["bytes"]
 
 
 @contextlib.contextmanager
 def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
-    """As that of the benchmarks; skips where it cannot make hosts."""
+    """Makes hosts as the benchmarks do; skips the test if that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
             names = stack.enter_context(_emulated_hosts(count, rate))
@@ -54,26 +54,26 @@ def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
 
 
 def silences() -> list[float]:
-    """Of this process's TCP connections that the system ends when nothing is heard for some time: these seconds."""
+    """Returns, for each TCP connection of this process with a limit of silence, this limit in seconds."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         connection = None
-        with contextlib.suppress(OSError):  # it is no TCP connection, or closed by now
+        with contextlib.suppress(OSError):  # it is not a TCP connection, or was closed by now
             connection = socket.socket(fileno=int(name))
             limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
             if limit > 0:
-                connection.getpeername()  # else it is not made yet
+                connection.getpeername()  # fails if the connection is not established yet
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
                 idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
                 assert idle + interval * count == limit and min(idle, interval) > 0
                 found.append(limit)
         if connection is not None:
-            connection.detach()  # it is not this function's
+            connection.detach()  # the descriptor does not belong to this function
     return found
 
 
 def await_silences(expected: list[float], patience: float = 25.0) -> None:
-    """Waits until there are these connections; those in the making come and go."""
+    """Waits until exactly these connections exist; connections that are being made come and go."""
     deadline = time.monotonic() + patience
     while silences() != expected and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -115,23 +115,23 @@ def run_on_hosts(
     Args:
         folder: The ranks' directory.
         placement: The host of each rank.
-        module: The test module's name.
+        module: The name of the test module.
         calls: Names of functions, with their arguments.
         rate: As for `emulated_hosts`.
-        timeout: Of the group, in seconds.
+        timeout: The timeout of the group, in seconds.
         killed: Ranks that end by SIGKILL.
-        mortal: Ranks that MPI may end then, by a signal.
-        netmod: Of MPICH, a key of `ACROSS`.
-        environment: More variables of the ranks.
+        mortal: Ranks that MPI may then end by a signal.
+        netmod: MPICH's netmod, a key of `ACROSS`.
+        environment: More environment variables of the ranks.
         finalizing: As for `World`.
 
     Returns:
-        For each rank what its functions returned; less of those that ended.
+        For each rank the results of its functions, as far as it got.
 
     Raises:
         RankFailures: A rank did not end in time, or not as it should.
     """
-    # Fog's own defaults, unless the test has set something else.
+    # fog's own default, unless the test has set something else
     variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate) as names:

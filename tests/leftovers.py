@@ -1,8 +1,9 @@
-"""What ranks leave behind when they end: processes, and names in /dev/shm.
+"""Finds processes and names in /dev/shm that ranks leave behind when they end.
 
-``isolate`` gives the tests a /dev/shm of their own, so that nothing in it is another program's. It takes a mount namespace:
-root may make one, others may in a user namespace, unless the system forbids these. Where it cannot be had, every new entry
-of this user counts that no living process uses; a program that dies meanwhile, beside the tests, may then be blamed on them.
+``isolate`` gives the tests their own /dev/shm, so it has no entries of other programs. This needs a mount namespace:
+root may make one, and others may do so in a user namespace, unless the system forbids that. If it is not possible,
+every new entry of this user counts that no living process uses; the tests may then be blamed for another program that
+dies meanwhile.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ import time
 from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")
-# How long the system may take to remove what ended ranks held.
+# Seconds in which the system removes resources of ended ranks.
 SETTLE_SECONDS = 5.0
-# What the CUDA driver and NCCL have in /dev/shm: a process that is killed cannot remove its own, whatever fog does.
+# Entries of the CUDA driver and NCCL in /dev/shm: a killed process cannot remove its own, whatever fog does.
 _OF_OTHER_LIBRARIES = ("cuda.shm.", "nccl-")
 
-# Of <sched.h> and <sys/mount.h>.
+# Constants of <sched.h> and <sys/mount.h>.
 _CLONE_NEWNS = 0x20000
 _CLONE_NEWUSER = 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_SLAVE = 0x2, 0x4, 0x4000, 0x80000
 
-# Every rank leads a session of its own, so whatever it starts can be found by these numbers when it is gone.
+# Every rank leads its own session, so all processes that it started can be found by its number after its end.
 _sessions: set[int] = set()
-# The directory that other programs have; None as long as it is this one.
+# The /dev/shm of other programs; None if it is the same as this process's.
 _of_others: int | None = None
 
 
 def isolate() -> bool:
-    """Gives this process, and all that it starts from now on, a /dev/shm of its own; False where that is not allowed.
+    """Gives this process and its future children their own /dev/shm; returns False if that is not allowed.
 
-    Call it before there are threads: they would keep the old one.
+    This must be called before threads start, because they would keep the old one.
     """
     global _of_others
     if _of_others is not None:
@@ -47,7 +48,7 @@ def isolate() -> bool:
         entered = libc.unshare(_CLONE_NEWNS) == 0
     else:
         entered = _may_mount_in_a_user_namespace(libc) and _enter_user_namespace(libc)
-    # Mounts from outside still come in; those of the tests stay in.
+    # Mounts from outside are still visible inside, but not those of the tests outside.
     if (
         not entered
         or libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) != 0
@@ -67,12 +68,12 @@ def isolate() -> bool:
 
 
 def directory_of_others() -> int | None:
-    """A descriptor of the /dev/shm that other programs have, after ``isolate``; None if it is the same one."""
+    """Returns a descriptor of the /dev/shm of other programs, after ``isolate``; None if it is the same one."""
     return _of_others
 
 
 def _enter_user_namespace(libc: ctypes.CDLL) -> bool:
-    """With this user's own number, so that all looks as before."""
+    """Enters a user namespace with this user's own number, so nothing else changes."""
     user, group = os.geteuid(), os.getegid()
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
         return False
@@ -83,7 +84,7 @@ def _enter_user_namespace(libc: ctypes.CDLL) -> bool:
 
 
 def _may_mount_in_a_user_namespace(libc: ctypes.CDLL) -> bool:
-    """Tried by a child: some systems let one enter a user namespace and allow nothing there."""
+    """Returns the result of a child that tries it: some systems allow a user namespace, but nothing inside."""
     child = os.fork()
     if child == 0:
         allowed = False
@@ -96,12 +97,12 @@ def _may_mount_in_a_user_namespace(libc: ctypes.CDLL) -> bool:
 
 
 def watch(session: int) -> None:
-    """Adds a rank, which leads this session, to those whose processes are looked for."""
+    """Adds the session of a rank, whose processes will be looked for."""
     _sessions.add(session)
 
 
 def leftover_processes() -> dict[int, str]:
-    """Processes that ranks left behind: process id -> command line."""
+    """Returns processes that ranks left behind, as process id -> command line."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -116,7 +117,7 @@ def leftover_processes() -> dict[int, str]:
 
 
 def shared_memory_entries() -> set[str]:
-    """Names of this user's entries in /dev/shm, without those that libraries of GPUs make."""
+    """Returns the names of this user's entries in /dev/shm, without those of GPU libraries."""
     if not DIRECTORY.exists():
         return set()
     return {
@@ -127,7 +128,7 @@ def shared_memory_entries() -> set[str]:
 
 
 def in_use(names: set[str]) -> set[str]:
-    """Those of ``names`` in /dev/shm that a living process has mapped or open: they are not left behind."""
+    """Returns those of ``names`` in /dev/shm that a living process has mapped or open, so they are not left behind."""
     used = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -139,18 +140,18 @@ def in_use(names: set[str]) -> set[str]:
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                     held.append(os.readlink(link))
         except OSError:
-            pass  # another user's, or it ended meanwhile
+            pass  # another user's process, or it ended meanwhile
         used |= {name for name in names if any(f"/dev/shm/{name}" in text for text in held)}
     return used
 
 
 def left_behind(before: set[str], worlds_run: bool = False, settle: float = SETTLE_SECONDS) -> str:
-    """What ranks have left, in words; empty if it is nothing.
+    """Returns a description of what ranks have left behind; empty if there is nothing.
 
     Args:
-        before: The entries of /dev/shm that were there.
-        worlds_run: Ranks of worlds may still be there.
-        settle: How long to wait for the system to remove what ended ranks held, in seconds.
+        before: The entries of /dev/shm from before.
+        worlds_run: Whether ranks of worlds may still run.
+        settle: Seconds to wait until the system has removed resources of ended ranks.
     """
     deadline = time.monotonic() + settle
     while True:
@@ -160,7 +161,7 @@ def left_behind(before: set[str], worlds_run: bool = False, settle: float = SETT
             entries -= in_use(entries)
         if not processes and not entries:
             if not worlds_run:
-                _sessions.clear()  # others may get their numbers from now on
+                _sessions.clear()  # from now on, others may get these numbers
             return ""
         if time.monotonic() > deadline:
             return f"left behind by ranks: processes {processes}, /dev/shm entries {sorted(entries)}"

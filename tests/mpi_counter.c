@@ -1,12 +1,12 @@
-// An MPI library that counts calls and their bytes, by name. It is linked with the real one and has that one's functions, but for these.
-// fog calls MPI under a lock, so plain numbers will do; those who read them do so between operations.
+// An MPI library that counts calls and their bytes, by name. It is linked with the real one, and replaces only these functions.
+// fog calls MPI under a lock, and the counts are read between operations, so they are plain numbers.
 #include <mpi_abi.h>
 #include <string.h>
 
 enum {
   kPut, kGet, kFlush, kIsend, kIssend, kIrecv,
   kIallreduce, kIreduce, kIreduceScatter, kCreateGroup, kFree,
-  // What fog must not use.
+  // Functions that fog must not call.
   kRput, kRget, kRaccumulate, kRgetAccumulate, kAccumulate, kGetAccumulate, kFetchAndOp, kCompareAndSwap, kCreateDynamic,
   kCount
 };
@@ -33,7 +33,7 @@ void fog_test_reset(void) {
   }
 }
 
-// Of a function; -1 if it is not among those that are counted.
+// Returns the calls of a function; -1 if they are not counted.
 long long fog_test_calls(const char* name) {
   return of(name) < 0 ? -1 : calls[of(name)];
 }
@@ -42,7 +42,7 @@ long long fog_test_bytes(const char* name) {
   return of(name) < 0 ? -1 : bytes[of(name)];
 }
 
-// Of the largest call.
+// Returns the bytes of the largest call.
 long long fog_test_largest(const char* name) {
   return of(name) < 0 ? -1 : largest[of(name)];
 }

@@ -1,7 +1,7 @@
-"""The MPIs that tests/test_mpi.py runs under: where they are and how to start ranks on them.
+"""The MPI installations of tests/test_mpi.py: where they are, and how to start ranks with them.
 
-``python tests/mpi_installations.py`` (``make test-mpi``) installs below build/mpi what the package mpich is not,
-and builds fog against Open MPI there. Neither the system nor the environment that runs it changes.
+``python tests/mpi_installations.py`` (``make test-mpi``) installs all MPIs except the package mpich below build/mpi,
+and builds fog against Open MPI there. It changes neither the system nor the Python environment.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NATIVE = OPEN_MPI / "fog"
 
 HOW_TO_GET = "make test-mpi installs it"
 DEBIAN_PACKAGES = ["openmpi-bin", "libopenmpi-dev"]
-# What these depend on for Fortran and documentation only.
+# Dependencies for Fortran and documentation only.
 NOT_NEEDED = ("m4", "autoconf", "automake", "autotools-dev", "gfortran", "libgfortran", "libjs-")
 
 
 class Missing(Exception):
-    """An MPI is not there; the text says what to do."""
+    """An MPI is missing; the text says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Installation:
     """An MPI that can run fog.
 
     Attributes:
-        name: for people.
-        mpiexec: words before the number of ranks.
-        environment: what its launcher and fog need.
+        name: A name for messages.
+        mpiexec: The words before the number of ranks.
+        environment: Environment variables for its launcher and fog.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Installation:
     environment: Mapping[str, str]
 
     def launcher(self, ranks: int) -> list[str]:
-        """The words that stand before a script's path."""
+        """Returns the words before a script's path."""
         return [*self.mpiexec, "-n", str(ranks), sys.executable]
 
 
 def mpich() -> Installation:
-    """The package mpich of this interpreter, which fog uses by itself."""
+    """Returns the package mpich of this interpreter, which fog uses by default."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
     if not mpiexec.exists():
         raise Missing("the package mpich brings no mpiexec to this interpreter")
@@ -62,26 +62,26 @@ def mpich() -> Installation:
 
 
 def intel() -> Installation:
-    """The package impi-rt, through FOG_MPI_LIBRARY."""
+    """Returns the package impi-rt, used through FOG_MPI_LIBRARY."""
     library = INTEL / "lib" / "libmpi_abi.so.1"
     if not library.exists():
         raise Missing(f"needs the package impi-rt: {HOW_TO_GET}")
     environment = {
         "I_MPI_ROOT": str(INTEL),
         "FOG_MPI_LIBRARY": str(library),
-        "LD_LIBRARY_PATH": str(library.parent),  # for its libfabric, which it needs between hosts
+        "LD_LIBRARY_PATH": str(library.parent),  # its own libfabric, which it needs between hosts
     }
     return Installation("Intel(R) MPI", [str(INTEL / "bin" / "mpiexec.hydra")], environment)
 
 
 def open_mpi() -> Installation:
-    """Debian's Open MPI with fog built against it."""
+    """Returns Debian's Open MPI, with fog built against it."""
     if not (mpirun := _open_mpi_program("mpirun")):
         raise Missing(f"needs Debian's openmpi-bin and libopenmpi-dev: {HOW_TO_GET}")
     built = next(NATIVE.glob("fog_pg/_C*.so"), None)
     if built is None:
         raise Missing("needs fog built against Open MPI: make test-mpi builds it")
-    # _build_info.py is what the build itself writes.
+    # The build itself writes _build_info.py.
     python = [source for source in ROOT.glob("fog_pg/*.py") if source.name != "_build_info.py"]
     sources = [*ROOT.glob("csrc/**/*.[ch]pp"), *python, *ROOT.glob("python/**/*.py")]
     if max(source.stat().st_mtime for source in sources) > built.stat().st_mtime:
@@ -90,7 +90,7 @@ def open_mpi() -> Installation:
         "PYTHONPATH": str(NATIVE),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        # Of drivers for networks that this machine does not have, and of compression.
+        # Hides warnings about missing network drivers and compression.
         "PMIX_MCA_pcompress_base_silence_warning": "1",
         "OMPI_MCA_mca_base_component_show_load_errors": "0",
     }
@@ -98,13 +98,13 @@ def open_mpi() -> Installation:
 
 
 def _open_mpi_program(name: str) -> str | None:
-    """Path of one of Open MPI's programs: the system's, or the one below build/mpi."""
+    """Returns the path of one of Open MPI's programs: the system's, or the one below build/mpi."""
     own = OPEN_MPI / "root" / "usr" / "bin" / f"{name}.openmpi"
     return shutil.which(f"{name}.openmpi") or (str(own) if own.exists() else None)
 
 
 def _open_mpi_environment() -> dict[str, str]:
-    """What the programs below build/mpi need to find their parts; the system's need nothing."""
+    """Returns the environment that programs below build/mpi need to find their parts; the system's need none."""
     if shutil.which("mpirun.openmpi"):
         return {}
     root = OPEN_MPI / "root"

@@ -1,7 +1,7 @@
-"""One way to call every collective of c10d, with its inputs, its outputs and the check of its result.
+"""A common way to call every collective of c10d, with its inputs, its outputs and the check of its result.
 
-Tests that ask the same of all collectives (types, sizes, layouts, futures, operations in flight, subgroups)
-go through ``prepare``.
+Tests that check the same property of all collectives (types, sizes, layouts, futures, operations in flight, subgroups)
+use ``prepare``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from harness import BACKEND
 from reference import DTYPES, Checks, make_input, reduce, sum_in_rank_order
 from torch import Tensor
 
-# Reductions that hold for complex, floating and integer types. PREMUL_SUM multiplies by PREMUL_FACTOR first.
+# Reductions that are defined for complex, floating and integer types. PREMUL_SUM multiplies by PREMUL_FACTOR first.
 PREMUL_FACTOR = 0.375
 _COMPLEX_REDUCTIONS = ["SUM", "AVG", "PREMUL_SUM"]
 _FLOAT_REDUCTIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"]
@@ -36,12 +36,12 @@ MOVING = [
 ]
 COLLECTIVES = REDUCING + MOVING
 ROOTED = ["broadcast", "reduce", "gather", "scatter"]
-# These give a Future where the others give a Work.
+# These return a Future; the others return a Work.
 WITHOUT_WORK = ["all_reduce_coalesced", "all_gather_coalesced"]
-# Operations on whole tensors that are cut along dimension 0: they have no zero-dimensional form.
+# Operations on whole tensors that are cut along dimension 0; they have no zero-dimensional form.
 CUT_ALONG_ROWS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
 
-# Gloo knows neither these types nor this reduction; it serves to check the tests.
+# Gloo, which serves to check the tests, has neither these types nor this reduction.
 _NOT_ON_GLOO = [torch.int16, torch.uint16, torch.uint32, torch.uint64]
 
 
@@ -54,10 +54,10 @@ class Prepared:
     """A collective that is ready to start on this rank.
 
     Attributes:
-        start: calls it, with ``async_op`` as argument; returns what c10d returns: a Work, a Future in the
+        start: Calls the collective with ``async_op`` as argument; returns c10d's result: a Work, a Future for the
             coalesced forms, None for a synchronous call.
-        outputs: tensors that it writes on this rank.
-        verify: checks the outputs when it is complete, and that its inputs are what they were.
+        outputs: Tensors that the collective writes on this rank.
+        verify: Checks the outputs after the collective is complete, and that its inputs are unchanged.
     """
 
     start: Start
@@ -66,7 +66,7 @@ class Prepared:
 
 
 def supported_dtypes(operation: str) -> list[torch.dtype]:
-    """The dtypes that ``operation`` is tested with on the backend under test."""
+    """Returns the dtypes with which ``operation`` is tested on the backend under test."""
     if BACKEND == "gloo":
         without = _NOT_ON_GLOO + ([torch.complex64, torch.complex128] if operation == "gather" else [])
         return [d for d in DTYPES if d not in without]
@@ -74,7 +74,7 @@ def supported_dtypes(operation: str) -> list[torch.dtype]:
 
 
 def reductions(dtype: torch.dtype) -> list[str]:
-    """Names of the reductions that are defined for a dtype."""
+    """Returns the names of the reductions that are defined for a dtype."""
     names = _BOOL_REDUCTIONS if dtype == torch.bool else _INTEGER_REDUCTIONS
     if dtype.is_complex:
         names = _COMPLEX_REDUCTIONS
@@ -84,17 +84,17 @@ def reductions(dtype: torch.dtype) -> list[str]:
 
 
 def reduce_op(name: str) -> dist.ReduceOp:
-    """The ``ReduceOp`` of a name."""
+    """Returns the ``ReduceOp`` of a name."""
     if name == "PREMUL_SUM":
         return dist._make_nccl_premul_sum(PREMUL_FACTOR)
     return getattr(dist.ReduceOp, name)
 
 
 def verify_reduction(checks: Checks, label: str, actual: Tensor, inputs: list[Tensor], name: str) -> None:
-    """Check a reduced tensor: bit for bit where the result is exact or its order of addition is promised."""
+    """Checks a reduced tensor, bit for bit if the result is exact or its order of addition is promised."""
     dtype = inputs[0].dtype
     if BACKEND == "gloo" and dtype == torch.bool:
-        actual = actual.logical_not().logical_not()  # its sum of two true is a bool with the byte 2
+        actual = actual.logical_not().logical_not()  # Gloo sums two True to a bool with the byte 2
     if name == "SUM" and BACKEND == "fog" and os.environ.get("FOG_REDUCE") != "mpi":
         checks.equal(label, actual, sum_in_rank_order(inputs))
     elif name in ("MIN", "MAX"):
@@ -119,18 +119,18 @@ def prepare(
     source: Callable[[Tensor], Tensor] = _same,
     destination: Callable[[Tensor], Tensor] = _same,
 ) -> Prepared:
-    """Prepare one collective on the calling rank.
+    """Prepares one collective on the calling rank.
 
     Args:
-        operation: one of ``COLLECTIVES``.
-        dtype: of all tensors.
-        shape: of the part that one rank gives to, or gets from, one rank.
-        seed: chooses the values.
-        root: rank in the group, for rooted operations.
-        reduction: name of the ReduceOp, for reducing operations.
-        group: the group, by default the world.
-        source: makes the tensor to pass from an input: same values, perhaps another layout.
-        destination: the same for outputs.
+        operation: One of ``COLLECTIVES``.
+        dtype: Dtype of all tensors.
+        shape: Shape of the part that one rank sends to, or receives from, one rank.
+        seed: Seed of the values.
+        root: Rank in the group, for rooted operations.
+        reduction: Name of the ReduceOp, for reducing operations.
+        group: The group, by default the world.
+        source: Makes the tensor to pass from an input, with the same values, perhaps in another layout.
+        destination: The same for outputs.
 
     Returns:
         The prepared operation.
@@ -182,7 +182,7 @@ def prepare(
 
     if operation == "reduce":
         tensor = source(part(rank))
-        # What the other ranks find in their tensor is not defined.
+        # The other ranks' tensors are undefined afterwards.
         outputs, getters = ([tensor], [0]) if rank == root else ([], [])
         return reduced(
             lambda a: dist.reduce(tensor, op=op, group=group, group_dst=root, async_op=a), outputs, getters

@@ -1,8 +1,8 @@
-"""Plain single-process references that distributed results are compared with.
+"""Plain single-process references for distributed results.
 
-Inputs are a function of (rank, dtype, shape, seed), so any process can compute what every rank contributed.
-Integer reductions wrap around as in C; floating ones are computed in float64 or complex128, and sums also the
-way the backend promises to add them: in rank order, bit for bit.
+Inputs are a function of (rank, dtype, shape, seed), so any process can compute the contribution of every rank. Integer
+reductions wrap around as in C. Floating ones are computed in float64 or complex128, and sums also as the backend
+promises to add them: in rank order, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOATS = [*HALVES, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 DTYPES = [torch.bool, *INTEGERS, *FLOATS, *COMPLEX]
 
-# Relative and absolute error of a reduction over up to 8 ranks of values of size about 1 in each type.
+# Relative and absolute error of a reduction over up to 8 ranks, for values of about 1, in each type.
 _TOLERANCES = {
     torch.float16: (2e-3, 4e-3),
     torch.bfloat16: (1.6e-2, 3e-2),
@@ -53,18 +53,18 @@ _BOOL_REDUCTIONS = {
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute tolerance for reductions in ``dtype``; zeros for exact types."""
+    """Returns the relative and absolute tolerance of reductions in ``dtype``; zeros for exact types."""
     return _TOLERANCES.get(dtype, (0.0, 0.0))
 
 
 def make_input(rank: int, dtype: torch.dtype, shape: int | Sequence[int], seed: int = 0) -> Tensor:
-    """The tensor that ``rank`` contributes: any bits for integers, magnitudes in [0.5, 1.5] for floats."""
+    """Returns the tensor of ``rank``: any bits for integers, magnitudes in [0.5, 1.5] for floats."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     return _flat_input(rank, dtype, math.prod(sizes), seed).clone().reshape(sizes)
 
 
 def forget_inputs() -> None:
-    """Give back the memory of the inputs that are kept to be asked for again."""
+    """Frees the cached inputs."""
     _flat_input.cache_clear()
 
 
@@ -84,20 +84,20 @@ def _flat_input(rank: int, dtype: torch.dtype, numel: int, seed: int) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in the type that references are computed in: complex128 or float64."""
+    """Returns the tensor in the type of references: complex128 or float64."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def reduce(inputs: Sequence[Tensor], op: str, factor: float = 1.0) -> Tensor:
-    """Reduce one tensor of each rank.
+    """Reduces one tensor of each rank.
 
     Args:
-        inputs: tensors of one shape and dtype, in rank order.
-        op: name of a ``ReduceOp``.
-        factor: what PREMUL_SUM multiplies the inputs by.
+        inputs: Tensors of one shape and dtype, in rank order.
+        op: Name of a ``ReduceOp``.
+        factor: Factor of the inputs for PREMUL_SUM.
 
     Returns:
-        The result in the inputs' dtype for integers and bool, else in float64 or complex128, not rounded.
+        The result, in the inputs' dtype for integers and bool, otherwise in float64 or complex128 without rounding.
     """
     dtype = inputs[0].dtype
     if not dtype.is_floating_point and not dtype.is_complex:
@@ -116,13 +116,13 @@ def reduce(inputs: Sequence[Tensor], op: str, factor: float = 1.0) -> Tensor:
 
 
 def _truncated(total: np.ndarray, count: int) -> np.ndarray:
-    """The quotient as C divides: towards zero, where NumPy goes down."""
+    """Returns the quotient as C divides: towards zero, while NumPy rounds down."""
     quotient, rest = np.divmod(total, total.dtype.type(count))
     return np.asarray(quotient + ((rest != 0) & (quotient < 0)).astype(total.dtype))
 
 
 def sum_in_rank_order(inputs: Sequence[Tensor]) -> Tensor:
-    """The exact bits of a SUM: added in rank order in the type; 16-bit floats in float32, rounded once."""
+    """Returns the exact bits of a SUM: added in rank order in the dtype; 16-bit floats in float32, rounded once."""
     dtype = inputs[0].dtype
     if not dtype.is_floating_point and not dtype.is_complex:
         return reduce(inputs, "SUM")
@@ -131,10 +131,10 @@ def sum_in_rank_order(inputs: Sequence[Tensor]) -> Tensor:
 
 
 def mix(inputs: Sequence[Tensor], weights: np.ndarray) -> list[Tensor]:
-    """Apply a mixing matrix in float64.
+    """Applies a mixing matrix in float64.
 
     Args:
-        inputs: one tensor of each rank, all of one shape.
+        inputs: One tensor of each rank, all of one shape.
         weights: ``weights[i, j]`` is the weight of edge i -> j, so rank j receives column j.
 
     Returns:
@@ -148,7 +148,7 @@ def mix(inputs: Sequence[Tensor], weights: np.ndarray) -> list[Tensor]:
 class Checks:
     """Compares many tensors inside one rank function and raises once, at the end.
 
-    A rank that stopped at its first difference would leave the others waiting in the next operation.
+    If a rank stopped at its first difference, the others would wait for it in the next operation.
     """
 
     _SHOWN = 8
@@ -166,11 +166,11 @@ class Checks:
             raise AssertionError(f"{len(self._failures)} of {self._count} checks failed:\n{shown}")
 
     def true(self, label: str, condition: bool) -> None:
-        """Check a condition."""
+        """Checks a condition."""
         self._check(label, condition, "false")
 
     def equal(self, label: str, actual: object, expected: object) -> None:
-        """Check that two values are equal; tensors, also in lists: the same dtype, shape and bits."""
+        """Checks that two values are equal; tensors, also in lists, must have the same dtype, shape and bits."""
         if isinstance(expected, (list, tuple)) and isinstance(actual, (list, tuple)):
             problem = f"length {len(actual)} instead of {len(expected)}"
             self._check(label, len(actual) == len(expected), problem)
@@ -187,7 +187,7 @@ class Checks:
     def close(
         self, label: str, actual: Tensor | Sequence[Tensor], expected: Tensor | Sequence[Tensor]
     ) -> None:
-        """Check a reduction against its reference, with the tolerance of its dtype; none for integers. Lists: each tensor."""
+        """Checks a reduction, or a list of them, against its reference with its dtype's tolerance (integers: none)."""
         if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
             problem = f"length {len(actual)} instead of {len(expected)}"
             self._check(label, len(actual) == len(expected), problem)
@@ -226,6 +226,6 @@ def _bits_differ(got: Tensor, want: Tensor) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a flat tensor, one row an element."""
+    """Returns the bytes of a flat tensor, one row per element."""
     dense = tensor.clone(memory_format=torch.contiguous_format)
     return dense.view(torch.uint8).view(tensor.numel(), tensor.element_size())

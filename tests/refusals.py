@@ -1,6 +1,6 @@
-"""Ranks whose system refuses memory or threads; tests/test_refusals.py runs it with injection/refusals.cpp preloaded.
+"""Ranks to which the system refuses memory or threads; tests/test_refusals.py preloads injection/refusals.cpp for them.
 
-Arguments: which of CASES, else all. Each has two ranks, forked from here, where torch has been imported already.
+Arguments: names of CASES, by default all. Each case has two ranks, forked from this process, which has imported torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch.distributed as dist
 import fog_pg  # noqa: F401  registers "fog"
 
 TIMEOUT = timedelta(seconds=10)
-SECONDS = 90  # a rank that hangs is ended
-# Every allocation of the thread fails once, the first of them first. More than there are, however it goes.
+SECONDS = 90  # a rank that hangs is ended after this time
+# Every allocation of the thread fails once, in order. There are fewer allocations than this in any case.
 MOST_ALLOCATIONS = 400
-# So many refusals in a row keep fog from wording its errors as well.
+# With so many refusals in a row, fog cannot even write its error messages.
 ROWS = [(0, 12), (5, 12), (10, 30)]
 
 system = ctypes.CDLL(None)
@@ -30,7 +30,7 @@ system.allow_memory.restype = ctypes.c_long
 
 
 class Ranks:
-    """Two ranks of one world, and what they say to each other without fog."""
+    """Two ranks of one world, and a way to communicate without fog."""
 
     def __init__(self, rank: int, store: dist.Store) -> None:
         self.rank = rank
@@ -47,7 +47,7 @@ class Ranks:
         )
 
     def say(self, source: int, text: str = "") -> str:
-        """Rank `source`'s text on both."""
+        """Returns rank `source`'s text on both ranks."""
         self.said += 1
         key = f"said-{self.said}"
         if self.rank == source:
@@ -57,7 +57,7 @@ class Ranks:
 
 
 def each_refusal(ranks: Ranks, attempt: Callable[[int, int], None]) -> int:
-    """Calls attempt(first, count) for each refusal on rank 0; returns after how many allocations none came any more."""
+    """Calls attempt(first, count) for each refusal on rank 0; returns the number of allocations that were refused."""
     for first in range(MOST_ALLOCATIONS):
         attempt(first, 1)
         asked = system.allow_memory()
@@ -78,7 +78,7 @@ def outcome_of(wait: Callable[[], object]) -> str:
 
 
 def operations_without_memory(ranks: Ranks) -> None:
-    """Once the first refusal in the thread that drives ended the process."""
+    """Regression: the first refusal in the thread that makes progress ended the process."""
     ranks.join()
     failures = set()
     for numel in (3, 1 << 16):
@@ -88,7 +88,7 @@ def operations_without_memory(ranks: Ranks) -> None:
             x = torch.ones(numel)
             if ranks.rank == 0:
                 work = dist.all_reduce(x, group=group, async_op=True)
-                future = work.get_future()  # whose wait drives nothing
+                future = work.get_future()  # waiting for it makes no progress
                 system.refuse_memory(b"fog_progress", first, count)
                 ranks.say(0)
                 error = outcome_of(future.wait)
@@ -107,8 +107,8 @@ def operations_without_memory(ranks: Ranks) -> None:
 
 
 def windows_without_memory(ranks: Ranks) -> None:
-    """Once a request whose data found no memory was done all the same, with no data."""
-    os.environ["FOG_LOCAL_LINKS"] = "0"  # all by messages
+    """Regression: a request whose data got no memory was applied nevertheless, without data."""
+    os.environ["FOG_LOCAL_LINKS"] = "0"  # everything goes by messages
     ranks.join()
     numel = 1 << 15
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -136,7 +136,7 @@ def windows_without_memory(ranks: Ranks) -> None:
             ranks.say(0, str(put))
         else:
             ranks.say(0)
-            # Without a reply for want of memory the time-out ends it.
+            # If lack of memory prevents the reply, the timeout ends the wait.
             timeout = timedelta(seconds=5.0 if count == 1 else 0.2)
             work = window.put(torch.full((numel,), put + 1.0), [(0, 1.0)], timeout=timeout)
             ranks.say(1, outcome_of(work.wait))
@@ -150,7 +150,7 @@ def windows_without_memory(ranks: Ranks) -> None:
 
 
 def futures_without_threads(ranks: Ranks) -> None:
-    """Once the first refused thread ended the process."""
+    """Regression: the first refused thread ended the process."""
     ranks.join()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     neighbors = [1 - ranks.rank]
@@ -169,7 +169,7 @@ def futures_without_threads(ranks: Ranks) -> None:
         assert work.get_future().then(average).wait()[0].item() == 4.0
     if ranks.rank == 0:
         taken = window.wait_signal(1)
-        while taken.is_completed():  # refused: the one thread that there is comes back from its last callback
+        while taken.is_completed():  # refused: the only thread must first return from its last callback
             taken = window.wait_signal(1)
         with_none = outcome_of(window.wait_signal(1).wait)
         assert "thread" in with_none and "wait_signal" in with_none, with_none
@@ -203,7 +203,7 @@ def run_rank(rank: int, port: tuple[int, int], case: Callable[[Ranks], None]) ->
         store = dist.TCPStore("127.0.0.1", int(os.read(port[0], 100)), is_master=False)
     ranks = Ranks(rank, store)
     case(ranks)
-    # The store is rank 0's: it goes last.
+    # Rank 0 owns the store, so it ends last.
     if rank == 0:
         store.get("ended")
     else:

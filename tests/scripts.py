@@ -24,11 +24,11 @@ SETTLE_SECONDS = 10.0
 
 
 def launcher_command(launcher: str, ranks: int) -> list[str]:
-    """Returns the words that stand before a script's path.
+    """Returns the words of a command before the script's path.
 
     Args:
         launcher: "torchrun" or "mpiexec" (that of the mpich package of this interpreter).
-        ranks: How many processes to start on this host.
+        ranks: Number of processes on this host.
     """
     if launcher == "torchrun":
         run = [sys.executable, "-m", "torch.distributed.run"]
@@ -42,8 +42,8 @@ class Job:
 
     Args:
         script: The script with its arguments.
-        ranks: How many processes to start.
-        log: Takes what the launcher and the ranks print.
+        ranks: Number of processes.
+        log: File for the output of the launcher and the ranks.
         launcher: As in `launcher_command`, or the words themselves.
         environment: More environment variables.
     """
@@ -57,7 +57,7 @@ class Job:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = log
-        # All processes of the job inherit the mark, also those that a launcher puts into sessions of their own.
+        # All processes of the job inherit the mark, even if a launcher starts them in other sessions.
         self._mark = f"FOG_TEST_JOB={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         variables = os.environ | {"OMP_NUM_THREADS": "1", name: value} | dict(environment or {})
@@ -75,21 +75,21 @@ class Job:
 
     @property
     def output(self) -> str:
-        """What was printed so far; a progress bar's states are lines of their own."""
+        """Returns the output so far; each state of a progress bar is a line."""
         return self._log.read_text(errors="replace").replace("\r", "\n")
 
     def processes(self) -> list[int]:
-        """Returns the process ids of the launcher and all that it started, as far as they live."""
+        """Returns the process ids of the launcher and of all its living descendants."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
                     if self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                         found.append(int(entry.name))
         return found
 
     def wait_for(self, condition: Callable[[str], bool], timeout: float) -> None:
-        """Returns once the output fulfils the condition; AssertionError if it does not in time."""
+        """Returns once the output fulfils the condition; raises AssertionError if that takes too long."""
         deadline = time.monotonic() + timeout
         while not condition(self.output):
             assert self._process.poll() is None, f"the job ended early:\n{self.output}"
@@ -107,7 +107,7 @@ class Job:
         raise AssertionError(f"rank {rank} is not among the processes {children}")
 
     def wait(self, timeout: float) -> int:
-        """Returns the launcher's exit status; if it has none in time, stops the job: AssertionError."""
+        """Returns the launcher's exit status; after the timeout, stops the job and raises AssertionError."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -146,18 +146,18 @@ def run_script(
     launcher: str | WorldPool = "torchrun",
     timeout: float = 120.0,
 ) -> str:
-    """Runs a script on several ranks to its end and returns what was printed.
+    """Runs a script on several ranks to its end and returns the output.
 
     Args:
         script: The script with its arguments.
-        ranks: How many processes to start.
-        log: Takes what is printed; its folder is the ranks' directory.
-        launcher: As in `launcher_command`; or worlds of ranks that run it as `python script` would, one script after the
-            other, in the environment of torchrun: no interpreter has to start and import torch.
-        timeout: In seconds.
+        ranks: Number of processes.
+        log: File for the output; the ranks run in its folder.
+        launcher: As in `launcher_command`; or worlds whose ranks run scripts one after the other, as `python script`
+            would, in the environment of torchrun, so that no interpreter has to start and import torch.
+        timeout: The timeout in seconds.
 
     Raises:
-        AssertionError: It did not end in time, or not with status 0.
+        AssertionError: The script did not end in time, or not with status 0.
     """
     if isinstance(launcher, WorldPool):
         log.touch()

@@ -1,11 +1,11 @@
-// An MPI library whose calls hang when a test says so. It is linked with the real one and has that one's functions, but for these.
+// An MPI library whose calls hang when a test asks for it. It is linked with the real one, and replaces only these functions.
 #include <mpi_abi.h>
 #include <sched.h>
 #include <string.h>
 #include <unistd.h>
 
 static const char* volatile stuck = ""; // the call that does not return
-static volatile int asleep = 0; // it sleeps; else it spins
+static volatile int asleep = 0; // whether it sleeps; otherwise it spins
 
 void fog_test_hang(const char* name, int sleeps) {
   asleep = sleeps;

@@ -1,4 +1,4 @@
-"""The check that ranks agree: what its sum finds among many ranks, and what it costs."""
+"""Tests of the check that ranks agree: the differences that its sum finds among many ranks, and its cost."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fog_pg._C import VirtualWorld
 MANY = 1024
 RANKS_PER_MACHINE = 8
 MACHINE_RANKS = [list(range(first, first + RANKS_PER_MACHINE)) for first in range(0, MANY, RANKS_PER_MACHINE)]
-NUMBERS = 16  # bytes
+NUMBERS = 16  # in bytes
 
 
 def exchanges(nodes: Nodes, size: int, most: int) -> list[Exchange]:
-    """Of nodes that send to up to `most` others each."""
+    """Returns exchanges of nodes that send to up to `most` others each."""
     draw = random.Random(size)
     destinations = [
         draw.sample([j for j in range(size) if j != i], draw.randint(0, most)) for i in range(size)
@@ -48,7 +48,7 @@ def exchanges(nodes: Nodes, size: int, most: int) -> list[Exchange]:
 
 
 def changed(exchange: Exchange, draw: random.Random) -> Exchange:
-    """With one peer more, one less, or another one."""
+    """Returns the exchange with one peer more, one fewer, or another one."""
     side = draw.choice(["sources", "destinations"])
     peers = dict(getattr(exchange, side))
     others = [peer for peer in range(exchange.size) if peer != exchange.node and peer not in peers]
@@ -61,7 +61,7 @@ def changed(exchange: Exchange, draw: random.Random) -> Exchange:
 
 
 def pair_of(exchange: Exchange, rank: int, tensors: list[Tensor]) -> Pair:
-    """What a rank adds to the sum."""
+    """Returns the contribution of a rank to the sum."""
     return total(claims(exchange, tensors, rank, MANY, MACHINE_RANKS if exchange.nodes is MACHINES else None))
 
 
@@ -69,7 +69,7 @@ def is_zero(pairs: list[Pair]) -> bool:
     return all(sum(lane) % 2**64 == 0 for lane in zip(*pairs, strict=True))
 
 
-# --- what it finds ------------------------------------------------------------------------------------------
+# --- differences that it finds ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nodes", [RANKS, GATHERING_RANKS, MACHINES])
@@ -90,7 +90,7 @@ def test_whatever_one_rank_of_many_asks_for_differently_is_found(nodes: Nodes) -
         false = changed(asked[rank], draw)
         assert is_found(rank, false, x[rank]), (rank, asked[rank], false)
 
-    # Of ranks that exchange: whatever a rank alone has fits.
+    # A rank that exchanges with others is found; a rank without peers may pass any tensor.
     alone = not of_machines and next(
         r for r, each in enumerate(asked) if not (each.sources or each.destinations)
     )
@@ -108,7 +108,7 @@ def test_whatever_one_rank_of_many_asks_for_differently_is_found(nodes: Nodes) -
 
 
 def test_false_edges_that_look_alike_do_not_make_up_for_each_other() -> None:
-    """Two ranks that each send to the wrong one of two; one that sends where another should."""
+    """Two ranks each send to the wrong one of two; or one rank sends instead of another."""
     asked = exchanges(RANKS, MANY, 0)
     for first, second in (((0, 1), (2, 3)), ((0, 1), (1, 0)), ((5, 9), (9, 6))):
         false = [*asked]
@@ -125,11 +125,11 @@ def test_all_the_same_or_not() -> None:
     assert not is_zero([total([(ring(r, MANY), mark(t))]) for r, t in enumerate(halves)])
 
 
-# --- what it costs ------------------------------------------------------------------------------------------
+# --- cost ---------------------------------------------------------------------------------------------------
 
 
 def sent(world: VirtualWorld, start: Callable[[int, Any], dist.Work]) -> list[tuple[int, int]]:
-    """Messages and bytes of each rank for one operation."""
+    """Returns the messages and bytes of each rank for one operation."""
     before = [group.sent for group in world.groups]
     works = [start(rank, group) for rank, group in enumerate(world.groups)]
     world.progress()
@@ -160,7 +160,7 @@ def test_sums_wrap() -> None:
 
 
 def agreeing() -> None:
-    """Nothing is gathered while ranks agree."""
+    """While ranks agree, nothing is gathered."""
 
     def refuse(*_: object) -> list[Any]:
         raise AssertionError("gathered")

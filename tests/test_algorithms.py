@@ -1,7 +1,7 @@
-"""Algorithms against their published recursions, written here in NumPy as matrices over all ranks.
+"""Compares algorithms with their published recursions, written here in NumPy as matrices over all ranks.
 
-A row of X is a rank's parameters, in float64. Ranks have random quadratic losses, noise in each step, and
-start apart, so that a wrong weight, an exchange of the wrong thing or a state one step off shows at once.
+A row of X holds a rank's parameters, in float64. Ranks have random quadratic losses, noise in each step and different
+starting points, so a wrong weight, an exchange of wrong values or a state that is one step late shows at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from training_cases import IN_STEP, start
 
 SHAPES = [(2, 3), (4,)]
 DIMENSION = 10
-RATES = np.repeat([0.2, 0.1], [6, 4])  # one learning rate for each parameter, in a group of its own
+RATES = np.repeat([0.2, 0.1], [6, 4])  # one learning rate per parameter; the two tensors are in two groups
 STEPS = 13
 DECAY = 0.9
 
@@ -54,7 +54,7 @@ def start_of(rank: int) -> np.ndarray:
 
 
 class Quadratic(nn.Module):
-    """A rank's loss ``|A x - b|^2 / 2 + noise x``, of x in two parameters."""
+    """A rank's loss ``|A x - b|^2 / 2 + noise x``, where x consists of two parameters."""
 
     def __init__(self, rank: int, begin: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ BASES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Base:
-    """What an optimizer adds to X, for all ranks at once."""
+    """The change that an optimizer adds to X, for all ranks at once."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -106,14 +106,14 @@ class Base:
 
 
 def lopsided(size: int) -> nx.DiGraph:
-    """A strongly connected directed graph of unequal degrees: a one-way ring and edges from rank 0 to all."""
+    """Returns a strongly connected directed graph of unequal degrees: a one-way ring and edges from rank 0 to all."""
     graph = nx.DiGraph((i, (i + 1) % size) for i in range(size))
     graph.add_edges_from((0, j) for j in range(1, size))
     return graph
 
 
 def sequence(graph: str, size: int) -> topologies.Topology | None:
-    """What is given as `mixing`."""
+    """Returns the argument `mixing`, or None if the graph is not a sequence."""
     if graph == "one-peer":
         return topologies.one_peer_exponential(size)
     if graph == "pairs":
@@ -126,7 +126,7 @@ def sequence(graph: str, size: int) -> topologies.Topology | None:
 
 
 def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
-    """What is given to set_topology."""
+    """Returns the arguments of set_topology."""
     if graph == "star":
         return topologies.metropolis_hastings_weights(topologies.StarGraph(size)), True
     if graph == "ring":
@@ -139,7 +139,7 @@ def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
 
 
 def one_peer_columns(size: int, step: int) -> np.ndarray:
-    """W of a step of the dynamic attributes: one peer of the ring, the next one in each step."""
+    """Returns W of a step for the dynamic attributes: each rank has one peer of the ring, the next one in each step."""
     W = np.eye(size) / 2
     for i in range(size):
         W[i, (i + 1 + step % (size - 1)) % size] += 0.5
@@ -159,7 +159,7 @@ def mixing_matrix(graph: str, size: int, t: int) -> np.ndarray:
 
 
 def shares(graph: str, size: int, t: int) -> np.ndarray:
-    """Push-sum's matrix: a row is a sender, which gives equal shares."""
+    """Returns push-sum's matrix: each row is a sender, which gives equal shares."""
     P = (mixing_matrix(graph, size, t) != 0) | np.eye(size, dtype=bool)
     return P / P.sum(axis=1, keepdims=True)
 
@@ -173,7 +173,7 @@ class Case:
 
     Attributes:
         name: Name of the class in fogdist.algorithms.
-        graph: What ranks communicate along; see `sequence` and `static`.
+        graph: Name of the graph of the exchanges; see `sequence` and `static`.
         base: Name in BASES.
         options: More keyword arguments.
         every: local_steps; None for the algorithm's default.
@@ -222,10 +222,10 @@ class Simulation:
         return (step + 1) % self.every == 0
 
     def mix(self, step: int) -> np.ndarray:
-        """What multiplies X in a step: I in local ones."""
+        """Returns the matrix that multiplies X in a step: the identity in a local step."""
         if not self.is_due(step):
             return np.eye(self.size)
-        # Attributes are set step by step, the rounds of a sequence are taken as they come.
+        # Attributes are set for each step; a sequence advances by one round per exchange.
         t = step if self.case.graph == "attributes" else step // self.every
         return mixing_matrix(self.case.graph, self.size, t).T
 
@@ -439,7 +439,7 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
 
 
 def class_of(name: str) -> Any:
-    """A class of fogdist.algorithms, or the one that docs/algorithms.md shows how to write."""
+    """Returns a class of fogdist.algorithms, or DecentLaM as docs/algorithms.md writes it."""
     if name != "DecentLaM":
         return getattr(algorithms, name)
     page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
@@ -450,7 +450,7 @@ def class_of(name: str) -> Any:
 
 
 def reference(case: Case, size: int) -> np.ndarray:
-    """X after each step, of shape (steps, ranks, dimension)."""
+    """Returns X after each step, with shape (steps, ranks, dimension)."""
     simulate = REFERENCES[case.name]
     if case.name == "DiLoCo" and case.graph not in ("all", "full"):
         simulate = gossip_diloco
@@ -461,7 +461,7 @@ def reference(case: Case, size: int) -> np.ndarray:
 
 
 def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, Any, Any]:
-    """A rank's model, algorithm and scheduler."""
+    """Returns a rank's model, algorithm and scheduler."""
     size = fogdist.size()
     model = Quadratic(rank, (0 if case.together else rank) if begin is None else begin)
     groups = [
@@ -472,7 +472,7 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
     options: dict[str, Any] = dict(case.options)
     if sequence(case.graph, size) is not None:
         options["mixing"] = sequence(case.graph, size)
-    elif case.graph == "graph":  # whatever the group's topology is
+    elif case.graph == "graph":  # independent of the group's topology
         options["mixing"], _ = static("star", size)
     elif case.graph not in ("all", "nobody"):
         options["mixing"] = algorithms.Neighbors()
@@ -569,7 +569,7 @@ CASES = [
     *(Case("SlowMo", g, "momentum", SLOW) for g in ("star", "one-peer", "attributes")),
     Case("DiLoCo", "all", "adamw", OUTER, every=3, together=True),
     Case("DiLoCo", "all", "momentum", OUTER, every=1, together=True, decays=True),
-    Case("DiLoCo", "full", "adamw", OUTER, every=3, together=True),  # the complete graph is DiLoCo
+    Case("DiLoCo", "full", "adamw", OUTER, every=3, together=True),  # on the complete graph, gossip is DiLoCo
     *(Case("DiLoCo", g, "sgd", OUTER, every=3) for g in ("star", "base", "attributes")),
     *(Case("GASLoC", g, b, OUTER, every=3) for g in ("ring", "pairs") for b in ("momentum", "adamw")),
     Case("GASLoC", "attributes", "sgd", OUTER),
@@ -582,7 +582,8 @@ CASES = [
 ]
 
 
-# Of odd numbers of ranks, where pairs leave one over, one case for each algorithm and kind of rounds; in test-all every case.
+# With an odd number of ranks, pairs leave one rank over. `make test` runs one case for each algorithm and kind of
+# rounds, `make test-all` every case.
 ODD = {
     (case.name, case.graph)
     for case in CASES
@@ -607,7 +608,7 @@ def test_trajectories(worlds, size, case):
 
 
 def test_one_rank_alone(worlds):
-    """The recursions hold for W = 1: what is left is the optimizer and, where there is one, the outer one."""
+    """The recursions hold for W = 1: only the optimizer remains and, for some algorithms, the outer optimizer."""
     for case in STATEFUL:
         alone = case if case.graph in ("all", "nobody") else dataclasses.replace(case, graph="exp")
         got = worlds(1).run(train, alone)[0]
@@ -616,7 +617,7 @@ def test_one_rank_alone(worlds):
 
 # --- state --------------------------------------------------------------------------------------------------
 
-# One case of each algorithm and form that keeps something of its own.
+# One case for each algorithm and form that keeps its own state.
 STATEFUL = [
     Case("DecentralizedSGD", "one-peer", "momentum", order("cta"), every=2),
     Case("GossipPGA", "one-peer", "adamw", (("period", 4),)),
@@ -636,7 +637,7 @@ STATEFUL = [
 
 
 def saved(value: Any) -> Any:
-    """What comes back from a file."""
+    """Returns `value` after saving it to a file and loading it."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -652,19 +653,19 @@ def test_a_run_that_goes_on_from_a_state_dict_is_the_same_bit_for_bit(case: Case
     state = saved([each.state_dict() for each in (model, optimizer, scheduler)])
     expected = advance(case, model, optimizer, scheduler, range(5, STEPS))
     restored = make(case, rank, begin=100)
-    advance(case, *restored, range(3))  # what it did before is forgotten
+    advance(case, *restored, range(3))  # loading must replace the state of these steps
     for each, value in zip(restored, state):
         each.load_state_dict(copy.deepcopy(value))
     again = saved(restored[1].state_dict())
     got = advance(case, *restored, range(5, STEPS))
     np.testing.assert_array_equal(np.stack(got), np.stack(expected))
 
-    # What was loaded can be saved at once, and loaded into the plain optimizer as well.
+    # A loaded state can be saved again at once, and a plain optimizer can load it too.
     assert str(again) == str(state[1])
     plain = BASES[case.base]([{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": 1.0}])
     plain.load_state_dict(copy.deepcopy(state[1]))
     plain.step()
-    # And that of a plain optimizer lets the algorithm begin anew.
+    # After loading the state of a plain optimizer, the algorithm begins anew.
     base = BASES[case.base]([{"params": [model.weight], "lr": 0.2}, {"params": [model.bias], "lr": 0.1}])
     anew, fresh = make(case, rank), make(case, rank)
     advance(case, *anew, range(4))
@@ -686,11 +687,11 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
         diffusion.load_state_dict(tracking.state_dict())
 
 
-# --- the step that an algorithm makes itself ----------------------------------------------------------------
+# --- algorithms that make the step themselves ---------------------------------------------------------------
 
 
 def hooked_adamw(how: str) -> Tensor:
-    """Gradients are halved, and the parameters' memory replaced, before each step: by a hook of it, or by hand."""
+    """Halves the gradients and replaces the parameters' memory before each step, in a hook of the step or by hand."""
     rank, _ = start()
     model = Quadratic(rank, rank)
     base = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -715,9 +716,7 @@ def hooked_adamw(how: str) -> Tensor:
             halve()
         optimizer.step()
         assert optimizer._fog_marks._open is None  # the range of the gradient ends with the step
-        if (
-            how == "by a hook"
-        ):  # which sees what the rank's own move gave, and not yet the average of the first step
+        if how == "by a hook":  # the hook sees the rank's own step, before the average
             assert len(seen) == step + 1 and not torch.equal(seen[-1], before)
             assert step > 0 or not torch.equal(seen[-1], model.x())
         scheduler.step()
@@ -727,7 +726,7 @@ def hooked_adamw(how: str) -> Tensor:
 @on_ranks(2)
 def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
+        warnings.simplefilter("error")  # a scheduler warns if it does not see the steps
         warnings.filterwarnings("ignore", "ranks start from")
         assert torch.equal(hooked_adamw("by a hook"), hooked_adamw("by hand"))
     with pytest.raises(TypeError, match="unknown"):
@@ -738,7 +737,7 @@ def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
 # --- weights ------------------------------------------------------------------------------------------------
 
 FULL = topologies.FullyConnectedGraph(2)
-# An algorithm, its options, and an attribute that its mixing does not use.
+# Each row has an algorithm, its options, and an attribute that its mixing does not use, with a value.
 UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("DecentralizedSGD", {"mixing": FULL}, "self_weight", 0.5),
     ("DecentralizedSGD", {"mixing": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
@@ -756,7 +755,7 @@ UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
 def train_with_unused_weights(
     name: str, options: dict[str, Any], attribute: str, value: Any, wrongly: bool
 ) -> Tensor:
-    """Rank 0 sets the attribute in the second step, and takes it back after the error."""
+    """Rank 0 sets the attribute in the second step, and resets it after the error."""
     rank, _ = start()
     model = Quadratic(rank, 0)
     base = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -783,7 +782,7 @@ def train_with_unused_weights(
 @pytest.mark.parametrize("case", UNUSED_WEIGHTS, ids=lambda case: f"{case[0]}-{case[2]}")
 @on_ranks(2)
 def test_weights_that_would_change_nothing_are_refused(case: tuple[str, dict[str, Any], str, Any]) -> None:
-    """Before anything is sent or changed, so the step can be made again."""
+    """The error comes before anything is sent or changed, so the step can be repeated."""
     wrong, right = (train_with_unused_weights(*case, wrongly) for wrongly in (True, False))
     assert torch.equal(wrong, right)
 
@@ -802,10 +801,10 @@ def test_gradient_allreduce_has_no_weights() -> None:
 
 
 class Mixed(nn.Module):
-    """Parameters of several dtypes and layouts: complex, frozen, tied, unused, unused by odd ranks.
+    """Parameters of several dtypes and layouts: complex, frozen, tied, unused, and unused on odd ranks.
 
     Args:
-        is_plain: Whether it has the same values as contiguous float64, complex numbers as pairs.
+        is_plain: Whether the same values are stored as contiguous float64, and complex numbers as pairs.
     """
 
     def __init__(self, is_plain: bool) -> None:
@@ -841,7 +840,7 @@ def train_mixed(name: str, model: Mixed) -> None:
     for _ in range(5):
         optimizer.zero_grad()
         model(rank).backward()
-        for turn in range(size if name == "AsynchronousGossip" else 1):  # one schedule for all runs
+        for turn in range(size if name == "AsynchronousGossip" else 1):  # all runs need the same schedule
             if turn == rank or name != "AsynchronousGossip":
                 optimizer.step()
             fogdist.barrier()
@@ -884,7 +883,7 @@ def gossip(**options: Any) -> tuple[Quadratic, Any]:
 
 
 def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
-    """Ranks step in turn, rank 0 three times as often; returns a rank's x after its steps, and at the end."""
+    """Ranks take steps in turn, rank 0 three times as often. Returns this rank's x after its steps, and at the end."""
     model, optimizer = gossip(seed=7)
     rank = fogdist.rank()
     trajectory = []
@@ -896,13 +895,13 @@ def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
             optimizer.step()
             trajectory.append(model.x().detach().numpy().copy())
     optimizer.finish()
-    optimizer.finish()  # does nothing
+    optimizer.finish()  # the second call does nothing
     assert not fogdist.get_current_created_window_names()
     return np.stack(trajectory), model.x().detach().numpy()
 
 
 def schedule(size: int) -> list[tuple[int, int]]:
-    """(rank, its step) one after the other."""
+    """Returns pairs of a rank and the number of its step, in the order in which they run."""
     counts = [0] * size
     result = []
     for turn in [0, 0, 0, *range(1, size)] * 6:
@@ -917,7 +916,7 @@ def test_asynchronous_gossip_of_a_known_schedule(worlds, size):
     X = np.stack([start_of(r) for r in range(size)])
     inbox = np.zeros_like(X)
     peers = [sorted({(r - 1) % size, (r + 1) % size}) for r in range(size)]
-    pending: list[set[int]] = [set() for _ in range(size)]  # who has a move in the inbox
+    pending: list[set[int]] = [set() for _ in range(size)]  # ranks that have a move in the inbox
     met = set()
     for rank, step in schedule(size):
         A, b = data(rank)
@@ -925,7 +924,7 @@ def test_asynchronous_gossip_of_a_known_schedule(worlds, size):
         X[rank] += inbox[rank]
         inbox[rank] = 0
         pending[rank].clear()
-        # Whom it met shows in where it went: to a random one of its neighbors, or to none if all are behind.
+        # The result shows the peer that a rank has met: a random one of its neighbors, or none if all are behind.
         ready = [peer for peer in peers[rank] if rank not in pending[peer]]
         moves = {peer: (X[peer] - X[rank]) / 3 for peer in ready}
         if ready:
@@ -940,7 +939,7 @@ def test_asynchronous_gossip_of_a_known_schedule(worlds, size):
 
 
 def at_its_own_pace(slow: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Where this rank's steps alone would have led it, where it ended, and how far apart ranks were then."""
+    """Returns where local steps alone would lead, where the rank ended, and the distance of the ranks then."""
     model, optimizer = gossip()
     rank = fogdist.rank()
     own = model.x().detach().numpy().copy()
@@ -960,7 +959,7 @@ def at_its_own_pace(slow: int) -> tuple[np.ndarray, np.ndarray, float]:
 def test_asynchronous_gossip_loses_nothing_at_any_speed(worlds, size):
     results = worlds(size).run(at_its_own_pace, 1)
     mean = np.mean([x for _, x, _ in results], axis=0)
-    # Whatever the schedule was: moves of gossip cancel, so the mean is that of the local steps.
+    # With any schedule, the moves of gossip cancel each other, so the mean is the mean of the local steps.
     np.testing.assert_allclose(mean, np.mean([own for own, _, _ in results], axis=0), rtol=0, atol=1e-12)
     X = np.stack([start_of(r) for r in range(size)])
     assert results[0][2] < np.sqrt(np.mean(np.sum((X - X.mean(axis=0)) ** 2, axis=1)))
@@ -968,7 +967,7 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed(worlds, size):
 
 
 def with_decaying_rates() -> np.ndarray:
-    """Ranks go at their own pace, but make equally many steps; full gradients."""
+    """Ranks go at their own pace, but take equally many steps, with full gradients."""
     model, optimizer = gossip()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     for k in range(300):
@@ -987,8 +986,9 @@ def test_asynchronous_gossip_ends_near_the_optimum(worlds, size):
     ends = np.stack(worlds(size).run(with_decaying_rates))
     begins = np.stack([start_of(r) for r in range(size)])
     x = optimum(size)
-    # Without gossip a rank would end at its own optimum, which is farther from this than where it began. How near they come depends on
-    # who ran ahead between two barriers while the rates were large: up to 0.11 was seen.
+    # Without gossip, a rank would end at its own optimum, which is farther from the common one than its start. The
+    # remaining distance depends on which ranks ran ahead between two barriers while the rates were large; up to 0.11
+    # was seen.
     assert np.linalg.norm(ends - x, axis=1).max() < 0.25 * np.linalg.norm(begins - x, axis=1).min()
 
 
@@ -1006,7 +1006,7 @@ def lose_a_gossiping_neighbor() -> np.ndarray:
         os.kill(os.getpid(), signal.SIGKILL)
     for k in range(1, 60):
         step(k)
-        fogdist.pair_gossip(torch.zeros(1), 2 - fogdist.rank())  # at one pace
+        fogdist.pair_gossip(torch.zeros(1), 2 - fogdist.rank())  # keeps the two ranks at the same pace
     with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
         optimizer.finish()
     return model.x().detach().numpy()
@@ -1015,13 +1015,13 @@ def lose_a_gossiping_neighbor() -> np.ndarray:
 def test_asynchronous_gossip_passes_over_a_lost_neighbor(new_world):
     outcomes = new_world(3).run_raw(lose_a_gossiping_neighbor)
     assert [outcome.state for outcome in outcomes] == ["returned", "died", "returned"], outcomes[0]
-    # The two that are left still gossip; alone each would go to its own optimum.
+    # The two remaining ranks still gossip; each alone would go to its own optimum.
     alone = [np.linalg.lstsq(*data(rank), rcond=None)[0] for rank in (0, 2)]
     assert np.linalg.norm(outcomes[0].value - outcomes[2].value) < 0.2 * np.linalg.norm(alone[0] - alone[1])
 
 
 def lose_the_peer_of_a_move() -> np.ndarray:
-    """Rank 1 ends after rank 0 has chosen it, and before it has got anything of it."""
+    """Kills rank 1 after rank 0 has chosen it as its peer, and before rank 0 has read its values."""
     model, optimizer = gossip(max_staleness=None)
     pids = fogdist.allgather(torch.tensor([os.getpid()])).tolist()
     if fogdist.rank() == 1:
@@ -1039,7 +1039,7 @@ def lose_the_peer_of_a_move() -> np.ndarray:
         return peers
 
     windows.ready = ready
-    optimizer.step()  # without gradients
+    optimizer.step()  # there are no gradients, so only gossip could move the parameters
     assert not choose()
     return model.x().detach().numpy() - before
 
@@ -1084,7 +1084,7 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-# --- where they end -----------------------------------------------------------------------------------------
+# --- where the algorithms end -------------------------------------------------------------------------------
 
 
 def converge(name: str, options: dict[str, Any]) -> np.ndarray:
@@ -1136,7 +1136,7 @@ def test_push_sum_weights_sum_to_the_number_of_ranks(worlds):
     assert len(set(weights)) > 1
 
 
-# --- what is wrong ------------------------------------------------------------------------------------------
+# --- wrong arguments ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -1209,8 +1209,8 @@ def test_wrong_arguments() -> None:
 def test_ranks_must_run_one_algorithm_and_hear_if_they_start_apart() -> None:
     rank, _ = start()
     model = Quadratic(0, 0)
-    base = torch.optim.SGD(model.parameters(), lr=0.1 + rank)  # rates may differ
-    # Of one name and other weights.
+    base = torch.optim.SGD(model.parameters(), lr=0.1 + rank)  # learning rates may differ between ranks
+    # Two graphs with the same name and different weights.
     pairs = [nx.DiGraph(), nx.DiGraph()]
     for graph, own in zip(pairs, (0.5, 0.75), strict=True):
         edges = [(0, 0, own), (1, 0, 1 - own), (1, 1, own), (0, 1, 1 - own)]
@@ -1239,7 +1239,7 @@ def test_ranks_must_run_one_algorithm_and_hear_if_they_start_apart() -> None:
 def distances() -> list[float]:
     rank, size = start()
     model = Quadratic(rank, rank)
-    model.bias.requires_grad_(False)  # counts all the same
+    model.bias.requires_grad_(False)  # frozen parameters count too
     before = model.x().clone()
     result = [fogdist.consensus_distance(model)]
     assert torch.equal(model.x(), before)

@@ -1,7 +1,7 @@
-"""Every reduction and weighted sum, bit for bit, with each set of CPU instructions that fog has code for.
+"""Tests every reduction and weighted sum, bit for bit, with each set of CPU instructions that fog has code for.
 
-The references add in rank order with plain torch operations, in the type that the documentation names. Random
-bits among the inputs bring in subnormal numbers, infinities, NaN and results that overflow.
+The references add in rank order with plain torch operations, in the type that the documentation names. Random bits in
+the inputs give subnormal numbers, infinities, NaN and results that overflow.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the order of additions is a promise of fog alone")
 
 SIZES = [0, 1, 7, 8, 9, 1023, 1025, 100_003]
-# Not exact in any type, so a product rounded elsewhere than promised gives other bits.
+# None is exact in any type, so rounding a product at another place gives other bits.
 FACTORS = [0.3, -1.7, 0.9]
 
 
 def any_bits(rank: int, dtype: torch.dtype, numel: int) -> Tensor:
-    """Integers of any bits; of floating numbers every third has any bits, the others are of usual size."""
+    """Returns integers of any bits; of floating numbers, every third has any bits and the others have usual sizes."""
     values = make_input(rank, dtype, numel)
     if dtype.is_floating_point or dtype.is_complex:
         generator = torch.Generator().manual_seed(rank + 31 * numel)
@@ -37,12 +37,12 @@ def any_bits(rank: int, dtype: torch.dtype, numel: int) -> Tensor:
 
 
 def parts(tensor: Tensor) -> Tensor:
-    """Complex numbers as real ones, twice as many."""
+    """Returns complex numbers as twice as many real ones."""
     return torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
 
 
 def nan_alike(tensor: Tensor) -> Tensor:
-    """With one NaN for all, whose sign and payload are no part of a result; complex numbers as real ones."""
+    """Replaces every NaN by the same one, because sign and payload are not part of a result; complex becomes real."""
     numbers = parts(tensor)
     if not numbers.is_floating_point():
         return numbers
@@ -58,14 +58,14 @@ def larger(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mean_of(total: Tensor, count: int) -> Tensor:
-    """A division by a tensor: no torch turns it into a product with 1/count."""
+    """Divides by a tensor, because some torch versions turn another division into a product with 1/count."""
     return total / torch.full_like(total, count)
 
 
 def reduced(inputs: Sequence[Tensor], op: str) -> Tensor:
-    """The bits that fog promises, complex numbers as real ones: so torch.distributed hands them over.
+    """Returns the bits that fog promises; complex numbers become real ones, as torch.distributed passes them on.
 
-    Added in rank order in the dtype; 16-bit floats in float32 and rounded once.
+    Values are added in rank order in the dtype; 16-bit floats are added in float32 and rounded once.
     """
     dtype = inputs[0].dtype
     if not dtype.is_floating_point and not dtype.is_complex:
@@ -103,7 +103,7 @@ def sweep_weighted_sums(capability: str | None) -> None:
     assert capability is None or torch.backends.cpu.get_cpu_capability() == capability
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    # At most two others: in which order they are added makes no difference. One's own tensor comes last.
+    # There are at most two others, so their order does not matter. The own tensor comes last.
     others = [r for r in range(size) if r != rank]
     with Checks() as checks:
         for dtype in [*FLOATS, *COMPLEX]:
@@ -131,7 +131,7 @@ def sweep_weighted_sums(capability: str | None) -> None:
 
 @pytest.fixture(scope="module", params=["native", "portable"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[tuple[Callable[[int], World], str | None]]:
-    """Makes worlds of one set of instructions; with it the capability that torch must name in their ranks."""
+    """Makes worlds for one set of instructions, with the capability that torch must report in their ranks."""
     portable = request.param == "portable"
     made: dict[int, World] = {}
 

@@ -1,6 +1,6 @@
-"""asyncddp behind the door: the wrapper that makes its steps in backward, its batches, its optimizers and schedules.
+"""Tests of asyncddp through fogdist: the wrapper that steps in backward, its batches, optimizers and schedules.
 
-Recursions are in float64, against one process that simulates all ranks with the mixing matrix.
+Recursions are in float64, and are compared with one process that simulates all ranks with the mixing matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def weighted_ring(size: int) -> nx.DiGraph:
 
 
 class Net(nn.Module):
-    """Two parameters, one of which a pass may leave out, and a buffer."""
+    """A module with two parameters, one of which a pass may leave out, and a buffer."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.full((2,), value, dtype=torch.float64))
 
     def forward(self, target: float, is_whole: bool = True) -> Tensor:
-        """A loss whose gradient is `self.weight - target`, and the same of the other parameter."""
+        """Returns a loss with gradient `self.weight - target`, and the same for the other parameter."""
         tensors = [self.weight, self.other] if is_whole else [self.weight]
         return sum((0.5 * (tensor - target).square().sum() for tensor in tensors), torch.zeros(()))
 
@@ -59,13 +59,13 @@ def sgd(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
 
 
 def recursion(topology: nx.DiGraph, steps: int, clip: float = math.inf, parts: int = 1) -> list[list[float]]:
-    """One element of `weight` on each rank after each step: x+ = Mix(x) - lr m, with m = momentum m + gradient.
+    """Returns one element of `weight` per rank after each step: x+ = Mix(x) - lr m, with m = momentum m + gradient.
 
     Args:
-        topology: Its weights.
-        steps: How many.
-        clip: What the norm of the whole gradient, of five equal elements, is clipped to.
-        parts: How many equal gradients are added up for a step.
+        topology: The topology, with its weights.
+        steps: Number of steps.
+        clip: Limit for the norm of the whole gradient, which has five equal elements.
+        parts: Number of equal gradients that are added up for a step.
     """
     x, momentum = [0.0] * RANKS, [0.0] * RANKS
     matrix, path = topologies.mixing_matrix(topology), []
@@ -86,7 +86,7 @@ def train(options: dict[str, Any], parts: int = 1, named_topology: bool = False)
     topology = {"topology": graph, "name": "ring"} if named_topology else graph
     if "scaler" in options:
         options = options | {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
-    # Rank 0's parameters are everybody's at first.
+    # All ranks start with rank 0's parameters.
     model = ddp.DecentralizedDataParallel(Net(float(rank)), sgd, topology=topology, **options)
     scaler, path = options.get("scaler"), []
     for _ in range(6):
@@ -139,7 +139,7 @@ def follow_topologies() -> None:
     model.train()
     with torch.no_grad():
         model.weight.fill_(float(rank))
-    # A pass that leaves a parameter out mixes it, and leaves it as it is otherwise.
+    # A parameter that a pass leaves out is mixed, but otherwise unchanged.
     model(0.0, is_whole=False).backward()
     assert model.other.grad is None or not model.other.grad.any()
     model.eval()
@@ -161,7 +161,7 @@ def test_topologies_and_averages(worlds: WorldPool) -> None:
 
 
 def after_an_error() -> None:
-    """A backward pass that raises makes no step, and the next one makes one."""
+    """A backward pass that raises takes no step, and the next one takes one."""
     bf.init()
     model = ddp.DecentralizedDataParallel(Net(0.0), sgd)
 
@@ -197,7 +197,7 @@ def learn_asynchronously() -> tuple[float, float]:
     )
     for step in range(400):
         model(rank + 1.0).backward()
-        if step % 20 == 0:  # ranks that share cores take turns otherwise
+        if step % 20 == 0:  # otherwise ranks that share cores would take turns
             bf.barrier()
     model.global_avg()
     rate = model.optimizer.param_groups[0]["lr"]
@@ -206,7 +206,7 @@ def learn_asynchronously() -> tuple[float, float]:
 
 
 def test_asynchronous_training_finds_the_optimum(worlds: WorldPool) -> None:
-    """Whose own term, and first slots, were not those of the parameters in asyncddp: it ended elsewhere."""
+    """In asyncddp the own term and the first slots did not hold the parameters, so the training ended elsewhere."""
     for found, rate in worlds(RANKS).run(learn_asynchronously):
         assert found == pytest.approx(2.0, abs=0.1)
         assert rate == pytest.approx(LR * 0.99**400)
@@ -238,7 +238,7 @@ def test_rounds_of_batches() -> None:
     assert sorted(chain(rounds[0])) == list(range(10)) and rounds[0] != rounds[1]
     iterator = iter(sampler)
     first = [next(iterator), next(iterator)]
-    # It goes on where it was, then draws another order.
+    # The sampler continues where it was, and then draws another order.
     assert first + list(sampler) == rounds[0]
     assert sampler.local_step == 3
     second = list(sampler)
@@ -267,7 +267,7 @@ def named_parameters() -> list[tuple[str, Tensor]]:
 def path_of(
     make: Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer], steps: int = 12
 ) -> list[Tensor]:
-    """All parameters in one vector after each step; gradients are fixed noise around the parameters."""
+    """Returns all parameters as one vector after each step; gradients are fixed noise around the parameters."""
     named = named_parameters()
     optimizer, path = make(named), []
     generator = torch.Generator().manual_seed(1)
@@ -291,7 +291,7 @@ def test_one_step_of_accumulation_is_none(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_moments_of_accumulated_gradients(name: str) -> None:
-    """Against the recursion, written for one number."""
+    """Compares the moments with the recursion, written for one number."""
     lr, beta1, beta2, eps, decay, count = 0.1, 0.9, 0.99, 1e-8, 0.01, 3
     parameter = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
     kind = {"adam": optim.AccumAdam, "adamw": optim.AccumAdamW}[name]

@@ -1,7 +1,7 @@
-"""The benchmarks run to their end, on tiny sizes, and write what they promise. Numbers are not judged.
+"""Runs the benchmarks with tiny sizes, and checks the results that they write. The numbers themselves are not judged.
 
-Their ranks are new interpreters, which mpiexec starts: as few as there can be, except in test-all. Without it one
-benchmark of each kind runs: of operations, side by side with raw MPI, and of training.
+Ranks are new interpreters, started by mpiexec, so there are as few as possible. Outside of test-all, only one benchmark
+of each kind runs: of operations, side by side with raw MPI, and of training.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from harness import ALL
 from hosts import emulated_hosts
 
 ROOT = Path(__file__).resolve().parent.parent
-# Of the benchmarks that compare a rank which is alone with several.
+# Numbers of ranks for the benchmarks that compare one rank alone with several.
 RANKS = ["1", "2"] if ALL else ["2"]
 
 
 def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """Runs a benchmark; returns its rows and what it printed. Skips where its packages are missing."""
+    """Runs a benchmark; returns its rows and its output. Skips the test if packages are missing."""
     pytest.importorskip("mpi4py", reason="raw MPI is measured through mpi4py", exc_type=ImportError)
     pytest.importorskip("matplotlib", reason="draws the plot")
     numbers, picture, log = directory / "numbers.json", directory / "picture.png", directory / "log"
@@ -58,7 +58,7 @@ def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dic
 def test_collectives(tmp_path: Path) -> None:
     options = ["--ranks", "2", "--sizes", "4", "64K", "--iterations", "3", "--dtypes", "float32", "bfloat16"]
     rows, printed = run_benchmark("collectives.py", tmp_path, *options)
-    # Six operations at two sizes, allreduce also of bfloat16, and the barrier.
+    # Six operations at two sizes, allreduce also for bfloat16, and the barrier.
     assert len(rows) == 6 * 2 + 2 + 1, printed
     for row in rows:
         systems = {"fog", "gloo", "nothing"}
@@ -73,8 +73,8 @@ def test_collectives(tmp_path: Path) -> None:
 def test_neighbor(tmp_path: Path, ranks: int) -> None:
     options = ["--ranks", str(ranks), "--sizes", "4K", "64K", "--iterations", "3"]
     rows, printed = run_benchmark("neighbor.py", tmp_path, *options)
-    # Tensors that each rank must at least read, and the one that it writes.
-    tensors = {"exp2": 3, "one-peer": 3}  # others are the same of two ranks
+    # The number of tensors that each rank must at least read, and the one that it writes.
+    tensors = {"exp2": 3, "one-peer": 3}  # with two ranks, the other topologies are the same
     if ranks == 4:
         tensors = {"exp2": 4, "one-peer": 3, "ring": 4, "complete": 5, "hierarchical": 2}
     places = {(row["operation"], row["bytes"]): row for row in rows}
@@ -97,7 +97,7 @@ def test_neighbor(tmp_path: Path, ranks: int) -> None:
 def test_windows(tmp_path: Path, ranks: int) -> None:
     options = ["--ranks", str(ranks), "--sizes", "4K", "2M", "--iterations", "3"]
     rows, printed = run_benchmark("windows.py", tmp_path, *options)
-    # Tensors that a rank with so many neighbors must at least read or write.
+    # The number of tensors that a rank with d neighbors must at least read or write.
     d = ranks - 1
     tensors = {"put": 2 * d, "get": 2 * d, "accumulate": 3 * d, "update": d + 2, "put+update": 3 * d + 2}
     operations = [*tensors, *(f"{name} alone" for name in tensors)]
@@ -129,7 +129,7 @@ def test_rma(tmp_path: Path) -> None:
         assert set(row["times"]) == systems[name], row
         tensors = 2 if name.startswith("put") else 3 if name.startswith("one-way") else 6
         assert row["bytes_moved"] == tensors * size, row
-    # Of 1 MiB: two beside raw MPI, two beside messages, one over TCP.
+    # Five goals for 1 MiB: two side by side with raw MPI, two side by side with messages, one over TCP.
     goals = printed[printed.index("Goals") :]
     assert goals.count("at most") == 5, goals
 
@@ -150,7 +150,7 @@ def test_training(tmp_path: Path) -> None:
     *alone, together = rows
     assert list(together["times"]) == modes
     assert together["elements"] == 785 * 1024 + 2 * 1025 * 1024 + 1025 * 10
-    # Those that need a second rank are left out.
+    # Modes that need a second rank are left out.
     assert [list(row["times"]) for row in alone] == [["none", "ddp", "awc", "ddp_async", "diloco"]][
         : len(alone)
     ]
@@ -161,7 +161,7 @@ def test_training(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_cuda_on_the_cpu(tmp_path: Path) -> None:
-    """The same code as on GPUs, with Gloo in place of NCCL."""
+    """Runs the same code as on GPUs, with Gloo in place of NCCL."""
     modes = ["none", "awc", *(["ddp_sync"] if ALL else []), "win_put"]
     options = [
         "--device",
@@ -201,7 +201,7 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     traces = {file.name for file in (tmp_path / "traces").iterdir()}
     ranks = [f"{number}ranks-rank{rank}" for number in RANKS for rank in range(int(number))]
     assert traces == {f"mlp-{mode}-{rank}.json.gz" for mode in ("none", "awc") for rank in ranks}
-    for rank in ranks:  # the one that is alone exchanges as well
+    for rank in ranks:  # a rank that is alone exchanges too
         with gzip.open(tmp_path / "traces" / f"mlp-awc-{rank}.json.gz") as file:
             events = json.load(file)["traceEvents"]
         assert any(event.get("name") == "fog:neighbor_allreduce" for event in events), rank
@@ -221,14 +221,14 @@ def test_a_goal_above_what_nobody_can_save(monkeypatch: pytest.MonkeyPatch) -> N
         return goal.line(Row("barrier", 2, "float32", 0, 0, 0, 3, times), titles)
 
     assert line(fog=0.008, mpi=0.002) is None
-    for fog, outcome in ((0.0089, "met"), (0.0091, "missed")):  # 4 us of torch's, 1.5 x 2 us, 2 us
+    for fog, outcome in ((0.0089, "met"), (0.0091, "missed")):  # 4 us of torch, 1.5 x 2 us, 2 us
         text = line(fog=fog, mpi=0.002, nothing=0.004)
         assert text is not None and "(fog - torch) / MPI" in text and text.endswith(outcome), text
 
 
 @pytest.fixture
 def cuda_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Imports benchmarks/cuda.py as on a machine with so many GPUs and such an NCCL."""
+    """Returns a function that imports benchmarks/cuda.py with emulated numbers of GPUs and versions of NCCL."""
 
     def load(gpus: int, nccl: tuple[int, int, int]) -> Any:
         devices = device_operations.devices()
@@ -256,7 +256,7 @@ def test_cuda_parts_of_ranks_that_share_a_gpu(
     assert kept == ["windows"] and "collectives, neighbor, training with 2 ranks on 1 GPUs" in problem
     assert "2.28.9 is loaded" in problem
     newer = cuda_benchmark(1, (2, 30, 7))
-    assert newer.parts_of(every, "cuda", 2)[0] == ["windows"]  # NCCL has to be asked
+    assert newer.parts_of(every, "cuda", 2)[0] == ["windows"]  # NCCL allows it only on request
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert newer.parts_of(every, "cuda", 2) == (every, None)
     assert cuda_benchmark(2, (2, 28, 9)).parts_of(every, "cuda", 2) == (every, None)
@@ -294,7 +294,7 @@ def test_cuda_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_overlap(tmp_path: Path) -> None:
     with emulated_hosts(1, "1gbit"):
-        pass  # skips where it cannot make any
+        pass  # skips the test if the hosts cannot be made
     ways = ["none", "exchange", "awc", "atc", "ddp gloo"]
     options = [
         "--ranks",

@@ -1,4 +1,4 @@
-"""Scripts of BlueFog behind the door: what `import bluefog` finds there, call forms of all versions, snippets as published."""
+"""Tests of `import bluefog` through fogdist: its names, call forms of all versions, and published snippets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch import Tensor
 bf: Any = importlib.import_module("bluefog.torch")
 
 RANKS = 4
-# All that bluefog.torch 0.3 exports, what older versions did, and what only its modules have.
+# The names that bluefog.torch 0.3 exports, names of older versions, and names that only its modules have.
 NAMES_0_3 = """
 CommunicationType DistributedAdaptThenCombineOptimizer DistributedAdaptWithCombineOptimizer DistributedAllreduceOptimizer
 DistributedGradientAllreduceOptimizer DistributedHierarchicalNeighborAllreduceOptimizer DistributedNeighborAllreduceOptimizer
@@ -178,12 +178,12 @@ def test_script_runs_as_main(tmp_path: Path, script_worlds: WorldPool, launcher:
     script.write_text(SCRIPT)
     how = script_worlds if launcher == "world" else launcher
     output = behind_the_door(script, "--lr", "0.1", ranks=2, log=tmp_path / "log.txt", launcher=how)
-    lines = re.findall(r"rank \d of 2: \[.*?\], \d+", output)  # ends of lines may come late
+    lines = re.findall(r"rank \d of 2: \[.*?\], \d+", output)  # the ends of lines may arrive late
     assert sorted(lines) == [f"rank {rank} of 2: ['--lr', '0.1'], 17" for rank in (0, 1)], output
 
 
 def behind_the_door(script: Path, *arguments: str, ranks: int, log: Path, launcher: str | WorldPool) -> str:
-    """What a script prints when it is run as `python -m fogdist.bluefog script` does."""
+    """Returns the output of a script that is run by `python -m fogdist.bluefog script`."""
     words = ["-m", "fogdist.bluefog"] if launcher == "torchrun" else [runner.__file__]
     return run_script([*words, script, *arguments], ranks, log, launcher)
 
@@ -211,7 +211,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith(runner.USAGE)
 
 
-# --- what needs no other rank -------------------------------------------------------------------------------
+# --- without other ranks ------------------------------------------------------------------------------------
 
 
 def test_environment_variables_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def test_optimizers_want_a_model_or_parameters() -> None:
 
 def call_forms() -> None:
     """On a directed ring: rank r receives from r - 1 only."""
-    bf.init(topologies.RingGraph(RANKS, connect_style=2))  # a graph, as in BlueFog 0.1
+    bf.init(topologies.RingGraph(RANKS, connect_style=2))  # takes a graph, as in BlueFog 0.1
     rank, size = bf.rank(), bf.size()
     before, after = (rank - 1) % size, (rank + 1) % size
     x, total, mean = values(rank), size * (size - 1) / 2, (size - 1) / 2
@@ -382,7 +382,7 @@ def test_call_forms_of_all_versions(worlds: WorldPool, forms: Callable[[], None]
 
 
 def work_under_mutexes(kind: str) -> None:
-    """Ranks that hold mutexes, and put meanwhile or see what does not change; without an end if they block each other."""
+    """Ranks that hold mutexes put, or check values that must not change. They would hang if they blocked each other."""
     bf.init()
     rank, inside, outside = bf.rank(), bf.in_neighbor_ranks(), bf.out_neighbor_ranks()
     for name in ("v", "w"):
@@ -413,7 +413,7 @@ def test_mutexes_without_a_name_do_not_block_each_other(worlds: WorldPool, kind:
 
 
 def hold_all_windows() -> bool:
-    """Whether a neighbor's put into any window waits for a block of `win_mutex` without a name."""
+    """Returns whether a neighbor's put into any window waits for a block of `win_mutex` without a name."""
     bf.init()
     rank = bf.rank()
     for name in ("v", "w"):
@@ -421,7 +421,7 @@ def hold_all_windows() -> bool:
     handles = []
     if rank == 1:
         with bf.win_mutex([1]):
-            bf.allreduce(values(0.0))  # rank 0 has begun ...
+            bf.allreduce(values(0.0))  # rank 0 begins its puts between the two
             bf.allreduce(values(0.0))
             seen = [bf.get_win_version(name)[0] for name in ("v", "w")]
     else:
@@ -442,7 +442,7 @@ def test_mutex_without_a_name_is_of_all_windows(worlds: WorldPool) -> None:
 
 
 def barrier_after_a_put() -> bool:
-    """Whether this rank's put is complete after the barrier, though its target kept it waiting meanwhile."""
+    """Returns whether a put is complete after the barrier, although the target's mutex delayed it."""
     bf.init()
     bf.win_create(torch.zeros(4), "barrier")
     holds, keeper, handle = threading.Event(), None, None
@@ -497,7 +497,7 @@ LR = 0.2
 
 
 def trajectory(factory: str, how: str) -> list[Tensor]:
-    """Parameters of this rank, whose loss is |x - rank|^2 / 2, after each of five steps."""
+    """Returns the parameters of this rank, whose loss is |x - rank|^2 / 2, after each of five steps."""
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
     rank = bf.rank()
     model = torch.nn.Linear(2, 1, bias=False).double()
@@ -521,7 +521,7 @@ def trajectory(factory: str, how: str) -> list[Tensor]:
     path = []
     for _ in range(5):
         optimizer.zero_grad()
-        # The weight is wanted as it is before the step, so the loss is made of what forward gives.
+        # The gradient needs the weight before the step, so the loss is computed from the output of forward.
         output = model(torch.eye(2, dtype=torch.float64))
         (0.5 * (output - rank).square().sum()).backward()
         optimizer.step()
@@ -561,7 +561,7 @@ def expected_trajectory(factory: str, how: str) -> list[list[Tensor]]:
     ],
 )
 def test_optimizers_of_older_versions(worlds: WorldPool, factory: str, how: str) -> None:
-    """With parameters by name the exchange is made in the step, of the parameters that the gradient was taken at."""
+    """If parameters are passed by name, the step exchanges the parameters at which the gradient was computed."""
     if factory == "DistributedConsensusOptimizer" and how in ("model", "modules"):
         assert bf.DistributedConsensusOptimizer is bf.DistributedNeighborAllreduceOptimizer
         return
@@ -573,7 +573,7 @@ def test_optimizers_of_older_versions(worlds: WorldPool, factory: str, how: str)
 
 
 def communication_by_methods() -> list[float]:
-    """The parameter after one step each; ranks begin with their numbers, and there are no gradients."""
+    """Returns the parameter after one step of each kind; ranks begin with their numbers, and gradients are zero."""
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
     found = []
     for kind in ("allreduce", "neighbor_allreduce", "empty_function"):
@@ -612,7 +612,7 @@ def test_passes_by_their_old_name(worlds: WorldPool) -> None:
 
 
 def old_attributes() -> list[str]:
-    """Each new name has what the old one was set to; a step follows them; returns the warnings of one attribute."""
+    """Each new name has the value that was set by the old one, and steps use it; returns the warnings."""
     bf.init(lambda size: topologies.FullyConnectedGraph(size))
     rank, size = bf.rank(), bf.size()
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -645,7 +645,7 @@ def test_old_attributes_of_optimizers(worlds: WorldPool) -> None:
         ]
 
 
-# --- snippets as they are published -------------------------------------------------------------------------
+# --- published snippets -------------------------------------------------------------------------------------
 
 TRAINING = """
 import torch
@@ -789,7 +789,7 @@ def test_published_snippets(tmp_path: Path, script_worlds: WorldPool, snippet: s
 
 
 def test_door_modules_are_one_each() -> None:
-    """`fogdist.bluefog` and `bluefog` are the same objects, not two copies with states of their own."""
+    """`fogdist.bluefog` and `bluefog` are the same modules, not two copies with separate states."""
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "bluefog":
             assert isinstance(module, ModuleType) and module.__name__.startswith("fogdist.bluefog"), name

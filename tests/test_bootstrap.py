@@ -1,4 +1,4 @@
-"""Start-up: loading the extension and MPI, meeting over any Store, and groups on one host and on several."""
+"""Tests of the start: loading the extension and MPI, rendezvous over any Store, groups on one host and on several."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = [
 ]
 
 TIMEOUT = timedelta(seconds=20)
-# Of FOG_HOST_TIMEOUT.
+# The value of FOG_HOST_TIMEOUT.
 HOST_TIMEOUT = 37
 
 
 def my_rank() -> int:
-    """This process's rank in its world, before there is a group."""
+    """Returns this process's rank in its world, before there is a group."""
     return int(os.environ["RANK"])
 
 
@@ -52,7 +52,7 @@ def join(store: dist.Store, timeout: timedelta = TIMEOUT) -> None:
 
 
 def check_sum(group: dist.ProcessGroup | None = None) -> None:
-    """An all_reduce of every member's global rank, in one message and in several."""
+    """Checks an all_reduce of the members' global ranks, in one message and in several."""
     members = dist.get_process_group_ranks(group) if group else range(dist.get_world_size())
     for numel in (1, 100_000):
         tensor = torch.full((numel,), float(dist.get_rank()))
@@ -84,7 +84,7 @@ def test_any_store(new_world: Callable[..., World], tmp_path: Path) -> None:
 
 
 def mapped(name: str) -> list[int]:
-    """Bytes of each mapping of this process whose file has that in its name."""
+    """Returns the size of each mapping of this process whose file has `name` in its name."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if name in line:
@@ -94,7 +94,7 @@ def mapped(name: str) -> list[int]:
 
 
 def all_sizes_and_a_window() -> bool:
-    """Whether MPI's library is loaded after all that takes other ways on one host."""
+    """Returns whether MPI's library is loaded after operations that need no MPI on one host."""
     check_sum()
     peer = my_size() - 1 - my_rank()
     tensor = torch.zeros(1 << 20)
@@ -122,7 +122,7 @@ def mapped_inboxes(ranks_per_host: int) -> list[int]:
 
 
 def test_inboxes_are_for_the_ranks_of_the_host(new_world: Callable[..., World]) -> None:
-    """Four ranks as two hosts map two inboxes with two rings each."""
+    """Four ranks on two hosts map two inboxes with two rings each."""
     ring = 256 << 10
     whole, halves = (new_world(4, initialize=False).run(mapped_inboxes, ranks) for ranks in (4, 2))
     for large, small in zip(whole, halves, strict=True):
@@ -159,7 +159,7 @@ def test_init_and_destroy_on_one_store(new_world: Callable[..., World]) -> None:
 
 
 def start_without(late: int) -> tuple[str, float]:
-    """The late rank comes when the others have given up, and does not hear from rank 0."""
+    """The late rank joins after the others have given up, and gets no answer from rank 0."""
     launcher = launcher_store()
     store = dist.PrefixStore("too late", launcher)
     if my_rank() == late:
@@ -207,7 +207,7 @@ def subsets() -> None:
         assert backend.rank() == sorted(ranks).index(dist.get_rank())
         assert backend.local_ranks == list(range(len(ranks)))
         assert backend.hosts == [0] * len(ranks)
-    # Half of them go; the others stay usable.
+    # Half of the groups are destroyed; the others still work.
     for ranks, group in list(zip(members, groups, strict=True))[::2]:
         if dist.get_rank() in ranks:
             dist.destroy_process_group(group)
@@ -235,7 +235,7 @@ def test_group_of_all_ranks_beside_gloo(new_world: Callable[..., World]) -> None
 
 
 def groups_of_two_worlds() -> str:
-    """MPI starts with the first fog group of a process, and that group fixes whom it can ever talk to."""
+    """MPI starts with the first fog group of a process, and its ranks are the only ones that MPI can reach later."""
     import fog_pg  # noqa: F401
 
     halves = [dist.new_group(ranks, backend="fog") for ranks in ([0, 1], [2, 3])]
@@ -288,7 +288,7 @@ def bad_options() -> None:
 
 
 def good_options() -> str:
-    """The time-out is that of init_process_group, also where options are given."""
+    """The timeout is that of init_process_group, even if options are given."""
     import fog_pg  # noqa: F401
     from fog_pg._extension import load
 
@@ -297,7 +297,7 @@ def good_options() -> str:
     dist.init_process_group("fog", pg_options=options, timeout=timedelta(seconds=1))
     check_sum()
     if dist.get_rank() == 1:
-        time.sleep(1.5)  # longer than the others wait
+        time.sleep(1.5)  # longer than the other rank waits
         return ""
     with pytest.raises(dist.DistBackendError) as failure:
         dist.recv(torch.zeros(1), 1)
@@ -313,7 +313,7 @@ def test_options_of_a_group(new_world: Callable[..., World]) -> None:
 
 
 def other_devices() -> None:
-    # dist.all_reduce of such a tensor is torch's own affair: it does nothing, on every backend.
+    # dist.all_reduce of such a tensor is handled by torch itself: it does nothing, on every backend.
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     for call in (backend.allreduce, backend.broadcast):
         with pytest.raises(ValueError, match="got one on meta; allowed are tensors on cpu, cuda"):
@@ -333,14 +333,14 @@ def test_tensors_on_other_devices(worlds: WorldPool) -> None:
 def import_cost() -> None:
     times = []
     for _ in range(5):
-        # As if for the first time, also where "import torch" has done it already.
+        # Forget fog_pg, because "import torch" may have imported it already.
         for name in [name for name in sys.modules if name.partition(".")[0] == "fog_pg"]:
             del sys.modules[name]
         dist.Backend._plugins.pop("FOG", None)
         begin = time.thread_time()
         import fog_pg
 
-        fog_pg.autoload()  # what "import torch" adds to itself where the package is installed
+        fog_pg.autoload()  # "import torch" calls this where the package is installed
         times.append(time.thread_time() - begin)
     assert min(times) < 0.005, times
     fog_pg.register()
@@ -349,7 +349,7 @@ def import_cost() -> None:
     maps = Path("/proc/self/maps").read_text()
     assert "libtorch_cpu" in maps
     assert "libmpi" not in maps and "fog_pg/_C" not in maps
-    join(dist.HashStore())  # works after all that
+    join(dist.HashStore())  # fog still works after these checks
     check_sum()
 
 
@@ -358,7 +358,7 @@ def test_import_loads_no_library(new_world: Callable[..., World]) -> None:
 
 
 def load_error(patch: Callable[[pytest.MonkeyPatch], None]) -> str:
-    """The ImportError of a first group, and whether the process can do without fog afterwards."""
+    """Returns the ImportError of a first group; afterwards the process still has no group."""
     import fog_pg  # noqa: F401
 
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -406,7 +406,7 @@ def build_for_another_torch(patch: pytest.MonkeyPatch) -> None:
 
 
 def lose_the_extension(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(sys.modules, "fog_pg._C", None)  # what makes an import fail
+    patch.setitem(sys.modules, "fog_pg._C", None)  # makes an import fail
     import fog_pg
 
     patch.delattr(fog_pg, "_C", raising=False)
@@ -427,7 +427,7 @@ def bare_worlds() -> Iterator[list[World]]:
 
 @pytest.fixture
 def bare_world(bare_worlds: list[World]) -> World:
-    """One process that has not loaded the extension, for tests that leave it so."""
+    """One process that has not loaded the extension, for tests that must not load it."""
     if not bare_worlds or bare_worlds[-1].broken:
         bare_worlds.append(World(1, initialize=False))
     return bare_worlds[-1]
@@ -494,11 +494,11 @@ def test_torchrun_and_mpiexec_agree(tmp_path: Path) -> None:
 
 
 def listens(store_address: str, clones: bool) -> list[str]:
-    """The port and the addresses that this rank tells others while it starts; the group deletes its keys afterwards."""
+    """Returns the port and addresses that this rank publishes at its start; the group deletes these keys later."""
     store = dist.TCPStore(store_address, 29500, is_master=False, timeout=TIMEOUT)
     while True:
         told = store.get("0//cpu//fog/1/listener/all" if clones else "0//cpu//fog/1/place/all")
-        while told:  # by each rank its number, how many bytes follow, and these
+        while told:  # each rank's entry has its number, a length, and as many bytes
             rank, length = struct.unpack_from("QQ", told)
             if rank == my_rank():
                 return told[16 : 16 + length].decode().splitlines()[-1].split()
@@ -506,21 +506,21 @@ def listens(store_address: str, clones: bool) -> list[str]:
 
 
 def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
-    """Move to its rank's host, and meet there over TCP."""
+    """Moves to the rank's host, and joins the group there over TCP."""
     from fog_pg import _C
 
-    if clones:  # of a running virtual machine: nothing that has a name tells them apart
+    if clones:  # as for clones of a running virtual machine: no name distinguishes the two
         _C.emulate(host_id="boot/net:[1]/pid:[1]/shm:1:1")
     move_to_host(names[placement[my_rank()]])
     store = dist.TCPStore(address(placement[0]), 29500, my_size(), my_rank() == 0, timeout=TIMEOUT)
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(listens, address(placement[0]), clones)
         join(store)
-    # Others connect to the job's interface, of the host's two, once they have something to say.
+    # The host has two interfaces. Other ranks connect to the job's one, when they have something to send.
     port, *addresses = told.result()
     assert addresses == [address(placement[my_rank()])]
     assert silences() == []
-    # Strangers are sent away.
+    # Connections of other programs are closed.
     with socket.create_connection((addresses[0], int(port)), timeout=10) as stranger:
         stranger.sendall(bytes(16))
         assert stranger.recv(1) == b""
@@ -544,7 +544,7 @@ def check_hosts(placement: list[int]) -> None:
         expected = 0.5 * rank + sum(0.25 * peer for peer, _ in peers)
         torch.testing.assert_close(work.result()[0], torch.full((numel,), expected))
     dist.barrier()
-    # Connections show the end of ranks of the other host: silence of so many seconds is an end.
+    # The connections detect the end of ranks of the other host: silence of this many seconds counts as an end.
     await_silences([HOST_TIMEOUT] * placement.count(1 - placement[rank]))
 
 
@@ -576,13 +576,13 @@ def test_two_hosts(placement: list[int]) -> None:
 
 
 def in_forked_child(action: Callable[[], object]) -> tuple[str, int]:
-    """What `action` raises in a forked child, and the status of that child, which ends as Python ends."""
+    """Returns the error of `action` in a forked child, and the exit status of the child, which ends as Python does."""
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(5)  # ends the child, should it hang
+        signal.alarm(5)  # ends the child if it hangs
         text = "nothing"
         try:
             action()
@@ -607,7 +607,7 @@ def fork_and_use(kind: str) -> tuple[str, int]:
         "destroy": dist.destroy_process_group,
     }[kind]
     answer = in_forked_child(action)
-    for _ in range(3):  # the parent has noticed nothing
+    for _ in range(3):  # the parent is not affected
         check_sum()
     return answer
 
@@ -623,7 +623,7 @@ def test_forked_child(worlds: WorldPool, kind: str) -> None:
 
 
 def fork_with_operation_in_flight() -> tuple[str, int]:
-    """The child of rank 0 gets hold of the parent's receive while its message arrives."""
+    """The child of rank 0 waits for the parent's receive while its message arrives."""
     rank = dist.get_rank()
     tensor = torch.zeros(1000)
     dist.barrier()

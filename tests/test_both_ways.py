@@ -1,4 +1,4 @@
-"""Large data that goes both ways between hosts waits for the other side's header: what waits ends."""
+"""Tests of large data in both directions between hosts: it waits for the other side's header, and the wait ends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
 ]
 
-# It goes by messages, waits for the other side's header, and takes one part.
+# Data of this size goes by messages, waits for the other side's header, and is sent in one part.
 WAITING = 2 << 20
 
 
 def disagree(first: int) -> str:
-    """Two ranks exchange tensors of other sizes, in whatever order they begin."""
+    """Two ranks exchange tensors of different sizes; either one begins."""
     fogdist.init()
     fogdist.barrier()
     if fogdist.rank() != first:
-        time.sleep(0.05)  # the other one's header is there: its data waits for this one's
+        time.sleep(0.05)  # the other rank's header has arrived, and its data waits for this rank's header
     x = torch.ones(WAITING // 4 + fogdist.rank())
     with pytest.raises(dist.DistBackendError, match="ranks disagree") as failed:
         fogdist.neighbor_allreduce(x, enable_topo_check=False)

@@ -1,4 +1,4 @@
-"""torch's own one-sided windows, ``ProcessGroup.new_window``, of CPU tensors: from torch 2.14 on."""
+"""Tests of torch's own one-sided windows, ``ProcessGroup.new_window``, of CPU tensors, from torch 2.14 on."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def options(kind: str, milliseconds: int) -> Any:
 
 
 def ring(checks: Checks, dtype: torch.dtype, late: bool, async_op: bool) -> None:
-    """Each rank writes its row into the next one's tensor, and goes on when that of the one before has come."""
+    """Each rank writes its row to the next one's tensor, and goes on when it has the row of the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
     numel = 1000
     label = f"{dtype} late={late} async={async_op}"
     memory = torch.zeros(size * numel + 8, dtype=dtype)
-    mine = memory[5:-3].view(size, numel)  # a window of a part of a storage
+    mine = memory[5:-3].view(size, numel)  # the window is a part of a storage
     if late:
         window = new_window()
         window.tensor_register(mine)
@@ -77,7 +77,7 @@ def ring(checks: Checks, dtype: torch.dtype, late: bool, async_op: bool) -> None
     outside = torch.cat([memory[:5], memory[-3:]])
     checks.equal(f"{label}: around it", outside, torch.zeros_like(outside))
 
-    # A part of a row, from memory with gaps; rank 1's place is whole afterwards but for that.
+    # Rank 0 writes a part of a row, from memory with gaps, to rank 1.
     if rank == 0:
         window.put(torch.arange(14).to(dtype)[::2], 1, numel + 3, async_op).wait()
         window.signal(1, async_op).wait()
@@ -125,17 +125,17 @@ def by_messages() -> None:
 
 
 def signals() -> None:
-    """Signals are counted for each pair, and each wait takes one."""
+    """Signals are counted for each pair of ranks, and each wait takes one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
     window = new_window(torch.zeros(4))
     waiting = [window.wait_signal(before, True) for _ in range(3)]
     dist.barrier()
     assert not any(work.is_completed() for work in waiting)
-    window.signal(before, False)  # of the other side: nobody waits for that one yet
+    window.signal(before, False)  # signals of the other side do not complete these waits
     dist.barrier()
     assert not any(work.is_completed() for work in waiting)
-    dist.barrier()  # nobody signals before all have looked
+    dist.barrier()  # no rank signals before all have checked
     for _ in range(2):
         window.signal(after, False)
     deadline = time.monotonic() + SOON
@@ -148,8 +148,8 @@ def signals() -> None:
     window.signal(after, False)
     for work in waiting:
         work.wait()
-    window.wait_signal(after, False)  # that of the other side
-    # None is left; the group and the window go on after that.
+    window.wait_signal(after, False)  # the signal of the other side
+    # No signal is left; the group and the window still work after the timeout.
     begin = time.monotonic()
     refused(
         lambda: window.wait_signal(before, True, options("WaitSignalOptions", 50)).wait(),
@@ -184,7 +184,7 @@ def mapped() -> None:
         assert view.eq(other).all()
         assert window.get_attr(other).access_type.name == "UNIFIED"
     dist.barrier()
-    # What is written there the owner sees, and what a put writes is seen there.
+    # The owner sees values that are written to the view, and the view shows values that are put.
     views[(rank + 1) % size][0, 0] = 10.0 + rank
     window.put(torch.tensor([20.0 + rank]), (rank + 1) % size, 5, False)
     dist.barrier()
@@ -194,7 +194,7 @@ def mapped() -> None:
     assert mine.flatten().tolist() == views[rank].flatten().tolist()
     dist.barrier()
     window.tensor_deregister()
-    # A view holds what it needs.
+    # A view keeps its memory alive.
     del window
     gc.collect()
     assert views[(rank + 1) % size][0, 0] == 10.0 + rank
@@ -206,7 +206,7 @@ def test_map_remote_tensor(worlds: WorldPool) -> None:
 
 
 def life() -> None:
-    """Several windows at a time, of which one gets a new tensor, and errors that send nothing."""
+    """Several windows at a time, one of which gets a new tensor, and errors that send nothing."""
     rank, size = dist.get_rank(), dist.get_world_size()
     other = (rank + 1) % size
     empty = new_window()
@@ -251,7 +251,7 @@ def life() -> None:
     windows[0].tensor_deregister()
     refused(lambda: windows[0].signal(other, False), ValueError, "this window has no tensor")
     third = torch.zeros(3, dtype=torch.float64)
-    windows[0].tensor_register(third)  # of another shape and dtype
+    windows[0].tensor_register(third)  # with another shape and dtype
     windows[0].put(torch.ones(3, dtype=torch.float64), other, 0, False)
     windows[1].signal(other, False)
     windows[1].wait_signal(before, False)
@@ -261,11 +261,11 @@ def life() -> None:
     for window in windows:
         window.tensor_deregister()
 
-    # What ranks cannot register is an error on all of them, which leaves the group as it was.
+    # Tensors that cannot be registered raise an error on all ranks, and the group still works.
     refused(lambda: new_window(torch.zeros(2 + rank)), ValueError, "win_create.*float32")
     refused(lambda: new_window(torch.zeros(1).expand(4)), ValueError, "win_create.*share memory")
     refused(lambda: new_window(torch.zeros(4, 4)[:, :2]), ValueError, "win_create.*contiguous")
-    dropped = new_window(torch.zeros(2))  # without a word to the others
+    dropped = new_window(torch.zeros(2))  # it is dropped without telling the others
     dropped.put(torch.ones(2), other, 0, False)
     dist.barrier()
     del dropped
@@ -285,7 +285,7 @@ def lose_rank_one() -> None:
     begin = time.monotonic()
     refused(lambda: window.wait_signal(1, False), dist.DistBackendError, "wait_signal .*rank 1 .*lost")
     assert time.monotonic() - begin < SOON
-    window.put(torch.ones(2), 2 - dist.get_rank(), 1, False)  # the other one that is left
+    window.put(torch.ones(2), 2 - dist.get_rank(), 1, False)  # to the other survivor
     window.signal(2 - dist.get_rank(), False)
     window.wait_signal(2 - dist.get_rank(), False)
     assert window.map_remote_tensor(dist.get_rank()).tolist() == [0.0, 1.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""The command line `fog`: what each command takes and refuses, and a few real runs."""
+"""Tests of the command line `fog`: the arguments that each command accepts and refuses, and a few real runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from hosts import address, emulated_hosts
 from scripts import ROOT, Job, started
 
-# The command line need not be installed.
+# The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
 import fog_cli
 from fog_cli import COMMANDS, UsageError, launchers, machine, main, processes
@@ -34,13 +34,13 @@ ENVIRONMENT = {
 }
 FOG = [sys.executable, "-m", "fog_cli"]
 DOCUMENTATION = (ROOT / "docs" / "cli.md").read_text()
-TIMEOUT = 120.0  # room for a busy machine
+TIMEOUT = 120.0  # enough for a busy machine
 
 
 def fog(
     *words: str, before: Sequence[str] = (), module: str = "fog_cli", folder: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `fog` to its end."""
+    """Runs `fog` and waits for its end."""
     return subprocess.run(
         [*before, sys.executable, "-m", module, *words],
         cwd=folder,
@@ -54,7 +54,7 @@ def fog(
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command."""
+    """Returns the parser of each command."""
     top = fog_cli.parser()
     (action,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
     return dict(action.choices)
@@ -429,7 +429,7 @@ def test_what_the_parser_refuses(capsys: pytest.CaptureFixture[str], words: list
 def test_lines_get_the_rank_and_stay_whole() -> None:
     prefixer = LinePrefixer(b"[1] ")
     assert prefixer.lines(b"a\nb") == [b"[1] a\n"]
-    assert prefixer.lines(b"c\n\nd\r") == [b"[1] bc\n", b"[1] \n"]  # it may be half of "\r\n"
+    assert prefixer.lines(b"c\n\nd\r") == [b"[1] bc\n", b"[1] \n"]  # "\r" may be the first half of "\r\n"
     assert prefixer.lines(b"\ne\r50%\r100%") == [b"[1] d\n", b"[1] e\n", b"[1] 50%\n"]
     assert prefixer.lines(b"") == [b"[1] 100%\n"]
     assert prefixer.lines(b"") == []
@@ -441,7 +441,7 @@ def test_rank_is_what_the_launcher_says() -> None:
     assert rank_of({}) == "?"
 
 
-# If asked to, rank 1 ends with status 7 once both have printed.
+# If asked to, rank 1 ends with status 7 after both ranks have printed.
 CONSENSUS = """
 import os, sys, time
 import fogdist, torch
@@ -476,11 +476,12 @@ def test_output_and_status_of_ranks(tmp_path: Path) -> None:
     assert done.returncode == 7, done.stderr
     check_consensus(done.stdout, done.stderr, ["fail", "a b"], 10_000)
     assert re.search(r"fog run: rank 1 \(process \d+\) ended with exit status 7", done.stderr)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["consensus.py"]  # no folder of torchrun's is left
+    # torchrun has left no folder behind
+    assert [entry.name for entry in tmp_path.iterdir()] == ["consensus.py"]
 
 
 def test_two_hosts_by_mpiexec(tmp_path: Path) -> None:
-    """Hydra starts its proxies by a program in the place of ssh, which enters the emulated host."""
+    """Hydra starts its proxies by a program that replaces ssh and enters the emulated host."""
     script, ssh = tmp_path / "consensus.py", tmp_path / "ssh"
     script.write_text(f"WIDTH = 70\n{CONSENSUS}")  # Hydra cuts long lines
     with emulated_hosts(2) as names:
@@ -535,7 +536,7 @@ def test_signals_are_passed_on_and_nothing_is_left(tmp_path: Path, number: signa
         job.wait_for(lambda output: output.count("ready") == 2, TIMEOUT)
         os.kill(job._process.pid, number)
         status = job.wait(TIMEOUT)
-    # A process that is killed cannot pass anything on; the system tells the ranks that it is gone.
+    # A killed process cannot pass on a signal; the system tells the ranks that it is gone.
     shown = {"SIGKILL": "SIGTERM"}.get(number.name, number.name)
     assert status == (-number if number == signal.SIGKILL else 128 + number)
     if number != signal.SIGKILL:
@@ -554,7 +555,7 @@ time.sleep(600)
 
 
 def test_a_second_signal_kills_ranks_that_ignore_the_first(tmp_path: Path) -> None:
-    """They, and what they have started, are in sessions of their own."""
+    """The ranks, and the processes that they have started, are in sessions of their own."""
     script = tmp_path / "stubborn.py"
     script.write_text(STUBBORN)
     job = Job([script], 2, tmp_path / "log.txt", [*FOG, "run", "-np", "2"], ENVIRONMENT)
@@ -571,7 +572,7 @@ def test_a_second_signal_kills_ranks_that_ignore_the_first(tmp_path: Path) -> No
             os.kill(pid, signal.SIGKILL)
 
 
-# A signal comes once the launcher has been started and before `Popen` has returned.
+# In this script a signal arrives after the launcher has started and before `Popen` has returned.
 EARLY = """
 import os, signal, subprocess, sys
 from fog_cli import processes
@@ -626,7 +627,7 @@ def states(report: dict[str, Any]) -> dict[str, str]:
 
 
 def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
-    """A tiny /dev/shm, no network, few descriptors: one host works, and the report names all three."""
+    """With a tiny /dev/shm, no network and few descriptors, one host works, and the report names all three."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip", "mount"))):
         pytest.skip("needs root and the programs unshare, ip and mount")
     cramped = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && ip link set lo up && ulimit -n 300 && exec "$@"'
@@ -646,7 +647,7 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
     assert "ulimit -n" in advice["descriptors"] and "--shm-size" in advice["shared memory"]
     (unknown,) = (finding for finding in report["findings"] if finding["name"] == "unknown variables")
     assert unknown["text"] == "FOG_CONFIRMED"
-    # MPI itself needs /dev/shm, and ends by SIGBUS without.
+    # MPI itself needs /dev/shm, and without it ends by SIGBUS.
     assert found["MPI messages, start"] == "note" and "shared memory" in advice["MPI messages, start"], (
         done.stdout
     )
@@ -713,7 +714,7 @@ def test_programs_that_hang_are_killed() -> None:
 
 
 def in_child(action: Callable[[], Any]) -> Any:
-    """What a function returns in a forked process, whose limits it may change."""
+    """Returns the result of a function that runs in a forked process, so that it may change its limits."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

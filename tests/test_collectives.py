@@ -1,4 +1,4 @@
-"""Every c10d operation against a single-process reference, over dtypes, sizes, layouts and rank counts."""
+"""Compares every c10d operation with a single-process reference, over dtypes, sizes, layouts and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from operations import (
 from reference import Checks, make_input, reduce, sum_in_rank_order
 from torch import Tensor
 
-# Alone, an odd number and a power of two; a pair.
+# One rank, an odd number and a power of two; `make test-all` adds 2 and 5.
 RANKS = sizes([1, 3, 4], [2, 5])
 SEVERAL_RANKS = sizes([2, 3], [5])
-# Of many operations in one call, in seconds.
+# The timeout, in seconds, of a call that runs many operations.
 SWEEP_TIMEOUT = 300.0
 SMALL = [0, 1, 7, 1000]
 LARGE = [5_003, 300_007]
 LARGE_DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex128]
-# Sizes in bytes around which transports change protocol.
+# Sizes in bytes around which transports change their protocol.
 THRESHOLDS = [8 << 10, 64 << 10]
 MIXED_SIZES = [1, 1000, 70_001]
 
-# How the backend says that an argument is wrong.
+# The exception that the backend raises for a wrong argument.
 REFUSED = ValueError if BACKEND == "fog" else RuntimeError
 
 on_fog = pytest.mark.skipif(BACKEND != "fog", reason="a promise of fog that other backends do not make")
@@ -112,7 +112,7 @@ def test_roots(worlds: WorldPool, size: int) -> None:
 
 
 def digests() -> list[str]:
-    """Digests of reductions that round: they are the same on all ranks, or the ranks drift apart."""
+    """Returns digests of rounding reductions. They must be equal on all ranks, or the ranks would drift apart."""
     found = []
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for reduction in reductions(dtype):
@@ -132,7 +132,7 @@ def test_all_ranks_get_the_same_bits(worlds: WorldPool, size: int) -> None:
 
 
 def order_sensitive(rank: int, dtype: torch.dtype, numel: int) -> Tensor:
-    """Magnitudes spread so wide that another order of addition gives other bits almost everywhere."""
+    """Returns values of such different magnitudes that another order of addition gives other bits almost everywhere."""
     generator = torch.Generator().manual_seed(rank)
     exponent = torch.randint(-6, 7, (numel,), generator=generator)
     return (torch.randn(numel, generator=generator, dtype=torch.float64) * 2.0**exponent).to(dtype)
@@ -177,7 +177,7 @@ def test_sums_are_added_in_rank_order(worlds: WorldPool, size: int) -> None:
 
 
 def half_sums() -> list[float]:
-    """2048 + 1 + 1 + ...: in float16 each 1 is lost, in float32 none is."""
+    """Sums 2048 + 1 + 1 + ...: float16 loses each 1, float32 loses none."""
     start = 2048.0 if dist.get_rank() == 0 else 1.0
     tensor = torch.full((3,), start, dtype=torch.float16)
     dist.all_reduce(tensor)
@@ -228,12 +228,12 @@ def test_empty_and_zero_dimensional_tensors(worlds: WorldPool, size: int) -> Non
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """Dense, but in the order of columns."""
+    """Returns a dense copy in column order."""
     return tensor.t().contiguous().t()
 
 
 def _with_gaps(tensor: Tensor) -> Tensor:
-    """Every second element of its memory, the others -7 (true for bool)."""
+    """Returns a view of every second element; the elements between are -7, or True for bool."""
     memory = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), -7).to(tensor.dtype)
     view = memory[..., ::2]
     view.copy_(tensor)
@@ -241,7 +241,7 @@ def _with_gaps(tensor: Tensor) -> Tensor:
 
 
 def _with_offset(tensor: Tensor) -> Tensor:
-    """Contiguous, but it does not begin where its memory begins."""
+    """Returns a contiguous view that does not begin at the start of its memory."""
     memory = torch.full((tensor.numel() + 3,), -7).to(tensor.dtype)
     view = memory[3:].view(tensor.shape)
     view.copy_(tensor)
@@ -249,15 +249,15 @@ def _with_offset(tensor: Tensor) -> Tensor:
 
 
 def _gaps_kept(tensor: Tensor) -> bool:
-    """Nothing was written between the elements of a view made by ``_with_gaps``."""
+    """Checks that nothing was written between the elements of a view made by ``_with_gaps``."""
     width = tensor.shape[-1]
     memory = tensor.as_strided((*tensor.shape[:-1], width), tensor.stride(), tensor.storage_offset() + 1)
     return bool((memory == torch.full((), -7).to(tensor.dtype)).all())
 
 
-# Gloo takes some layouts of these for contiguous memory, without a word.
+# Gloo treats some layouts of these operations as contiguous, without an error.
 _WRONG_ON_GLOO = ["broadcast", "all_reduce", "reduce", "scatter", "reduce_scatter", "all_to_all_single"]
-# Here c10d has always asked for contiguous tensors.
+# For these, c10d has always required contiguous tensors.
 _MAY_REFUSE = ["all_to_all_single"]
 
 
@@ -293,7 +293,7 @@ def test_layouts(worlds: WorldPool) -> None:
 
 
 def overlapping_outputs() -> list[str]:
-    """Names of the operations that wrote several elements to one place instead of refusing to."""
+    """Returns the operations that wrote several elements to one place instead of raising an error."""
     size = dist.get_world_size()
     ones, whole = torch.ones(2, 3), torch.ones(2 * size, 3)
 
@@ -346,7 +346,7 @@ def in_place_forms() -> None:
             given = [x[rank * numel : (rank + 1) * numel] for x in inputs]
             verify_reduction(checks, f"reduce_scatter_tensor {numel}", mine, given, "SUM")
 
-            # A rank's own place in a list, as rows, and as columns, which interleave.
+            # The output is the rank's own place in a list, either of rows or of columns, which interleave.
             for lay in ("rows", "columns"):
                 parts = [x.view(size, numel) for x in inputs]
 
@@ -434,7 +434,7 @@ def uneven_parts() -> None:
             dist.all_to_all_single(output, tensor, [base + rank] * size, splits)
             checks.equal(f"all_to_all_single {base}", output, torch.cat([part(r, rank) for r in range(size)]))
 
-        # Rank r gives r rows to rank 0 and none to the others.
+        # Rank r sends r rows to rank 0, and none to the others.
         tensor = make_input(rank, torch.int64, (rank, 3))
         splits = [rank] + [0] * (size - 1)
         wanted = list(range(size)) if rank == 0 else [0] * size
@@ -548,7 +548,7 @@ def _wait_by_polling(work: dist.Work) -> None:
 
 
 def _wait_for_future(work: dist.Work) -> None:
-    # Nobody calls work.wait(): the backend has to complete the operation by itself.
+    # Without a call of work.wait(), the backend has to complete the operation by itself.
     work.get_future().wait()
 
 
@@ -557,7 +557,7 @@ _WAYS_TO_WAIT: dict[str, Callable[[dist.Work], object]] = {
     "poll": _wait_by_polling,
     "future": _wait_for_future,
 }
-# Gloo's Work of these has neither result nor future, and never says that it is complete.
+# For these, Gloo's Work has neither result nor future, and is never complete.
 _ONLY_WAIT_ON_GLOO = ["reduce_scatter", "reduce_scatter_tensor"]
 
 
@@ -598,7 +598,7 @@ def test_work_and_future(worlds: WorldPool, size: int) -> None:
 
 
 def late_peer() -> None:
-    """What a Work says before, while and after the last rank joins."""
+    """Checks a Work and its future before and after the last rank joins."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     if rank == size - 1:
@@ -639,7 +639,7 @@ def in_flight(order: str) -> None:
                 started.append((f"{operation} of {numel}, {seed}", ready, ready.start(True)))
         if order == "reverse":
             started.reverse()
-        elif order == "shuffled":  # differently on every rank
+        elif order == "shuffled":  # in a different order on each rank
             chooser.shuffle(started)
         for label, ready, work in started:
             work.wait()
@@ -653,13 +653,13 @@ def test_many_operations_in_flight(worlds: WorldPool, size: int, order: str) -> 
 
 
 def forgotten_tensors() -> None:
-    """The backend keeps the tensors of an operation alive, and finishes what nobody waits for."""
+    """The backend keeps the tensors of an operation alive, and completes operations without a caller that waits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(20):
         dist.all_reduce(torch.full((20_000,), float(step)), async_op=True)
     outputs = [torch.zeros(20_000) for _ in range(size)]
     work = dist.all_gather(outputs, torch.full((20_000,), float(rank)), async_op=True)
-    garbage = [torch.full((20_000,), -1.0) for _ in range(20)]  # would reuse freed memory
+    garbage = [torch.full((20_000,), -1.0) for _ in range(20)]  # these would reuse freed memory
     work.wait()
     assert [t.unique().tolist() for t in outputs] == [[float(r)] for r in range(size)]
     del garbage
@@ -727,7 +727,8 @@ def tags_out_of_order() -> None:
             work.wait()
     elif rank == 1:
         with Checks() as checks:
-            # Other tags first and last first, but messages with one tag in the order in which they were sent.
+            # Messages of different tags are received out of order, messages of one tag in the order in which they were
+            # sent.
             for index in [3, 2, 1, 0, 4, 6, 5]:
                 output = torch.zeros(numels[index])
                 dist.recv(output, 0, tag=tags[index])
@@ -756,7 +757,7 @@ def from_any_source() -> None:
                 expected = make_input(sources[-1], torch.float32, numel, round_)
                 checks.equal(f"{numel} elements from {sources[-1]}", output, expected)
             checks.equal(f"sources of {numel}", sorted(sources), list(range(1, size)))
-        # One receive for any source beside others that name theirs.
+        # One receive from any source is in flight together with receives from given sources.
         if rank:
             dist.send(torch.full((4,), float(rank)), 0, tag=100 + rank)
         else:
@@ -788,7 +789,7 @@ def batch_with_everybody() -> None:
                     tensor = make_input(rank, torch.float32, numel, 10 * peer + tag)
                     receive = dist.P2POp(dist.irecv, outputs[peer, tag], peer, tag=tag)
                     send = dist.P2POp(dist.isend, tensor, peer, tag=tag)
-                    # Sends first on some ranks, receives first on others.
+                    # Some ranks begin with the send, others with the receive.
                     operations += [send, receive] if rank % 2 else [receive, send]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -824,7 +825,7 @@ def test_strided_messages_are_right_or_refused(worlds: WorldPool) -> None:
 
 
 def messages_among_collectives() -> None:
-    """Messages and collectives of one group do not take each other's data, whatever their order."""
+    """Messages and collectives of one group do not receive each other's data, in any order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     right, left = (rank + 1) % size, (rank - 1) % size
     with Checks() as checks:
@@ -922,7 +923,7 @@ def test_sequence_number_counts_collectives(worlds: WorldPool, size: int) -> Non
     assert results[0] == sorted(set(results[0]))
     if (
         BACKEND == "fog"
-    ):  # gloo counts the steps of a reduce_scatter; fog counts each part of a coalesced operation
+    ):  # gloo counts the steps of reduce_scatter; fog counts each part of a coalesced operation
         names = [*COLLECTIVES, "barrier"]
         counted = dict(zip(names, (after - before for before, after in zip(results[0], results[0][1:]))))
         assert {name for name, count in counted.items() if count != 1} <= {
@@ -936,7 +937,7 @@ def test_sequence_number_counts_collectives(worlds: WorldPool, size: int) -> Non
 def subgroups() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
-        # Overlapping groups: even and odd ranks, all but the first, neighboring pairs, each rank alone.
+        # Overlapping groups: the even ranks, the odd ranks, all but the first, pairs of neighbors, and each rank alone.
         lists = [list(range(0, size, 2)), list(range(1, size, 2)), list(range(1, size))]
         lists += [[r, r + 1] for r in range(size - 1)] + [[r] for r in range(size)]
         groups = [(members, dist.new_group(members)) for members in lists]
@@ -948,7 +949,7 @@ def subgroups() -> None:
                 ready.start(False)
                 ready.verify(checks, f"{operation} in {members}")
 
-        # All groups at once, with an operation of the world in flight; waited for in the other order.
+        # One operation in each group is in flight together with one of the world; they are waited for in reverse order.
         whole = prepare("all_reduce", torch.float32, (5000,), seed=9)
         started = [(whole, whole.start(True))]
         for members, group in mine:
@@ -985,7 +986,7 @@ def test_subgroups(worlds: WorldPool, size: int) -> None:
 
 
 def threads() -> None:
-    """Two threads of a process use a group each."""
+    """Two threads of a process use one group each."""
     groups = [dist.new_group(), dist.new_group()]
     failures: list[BaseException] = []
 
@@ -1015,7 +1016,7 @@ def test_threads_with_a_group_each(worlds: WorldPool, size: int) -> None:
 
 
 def mixed_rounds() -> None:
-    """A long run of different operations: nothing drifts, leaks or gets stuck."""
+    """In a long run of different operations, nothing drifts, leaks or gets stuck."""
     chooser = random.Random(3)
     with Checks() as checks:
         for step in range(150):

@@ -1,6 +1,7 @@
-"""A fast part of PyTorch's own distributed suite; `make conformance` runs all of it, docs/conformance.md has the counts.
+"""Runs a fast part of PyTorch's own distributed suite; `make conformance` runs all of it.
 
-The suite's driver is not part of this repository. Ranks are forked here, which makes its cases some ten times faster.
+docs/conformance.md has the counts. The suite's driver is not part of this repository. Ranks are forked here, which
+makes the cases some ten times faster.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 import pytest
 from harness import ALL, BACKEND
 
-# Where the driver is; `make` sets it.
+# The path of the driver; `make` sets it.
 DRIVER_VARIABLE = "CONFORMANCE"
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_DRIVER = ROOT.parent / "shared" / "conformance" / "torch_distributed_suite.py"
-# Of a hang; the cases take a fraction of a minute on an idle machine.
+# The timeout if a case hangs; the cases take a fraction of a minute on an idle machine.
 TIMEOUT = 900.0
 
-# Cases that do most of their kind.
+# Cases that cover most of their kind.
 CASES = [
     "test_accumulate_gradients_no_sync",
     "test_batch_isend_irecv_gloo_tags",
@@ -65,5 +66,5 @@ def test_part_of_the_suite(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-8000:]
     lines = [line.split() for line in report.read_text().splitlines()]
-    # A case that torch has renamed or gated would pass by not running.
+    # Without this check, a case that torch has renamed or disabled would pass because it does not run.
     assert sorted(name for status, name in lines if status == "pass") == sorted(CASES)

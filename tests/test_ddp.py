@@ -1,4 +1,4 @@
-"""DistributedDataParallel on the backend trains like one process on the concatenated batch."""
+"""Compares DistributedDataParallel on the backend with one process that trains on the concatenated batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 4
-ROWS = 6  # of one rank's batch
+ROWS = 6  # rows in the batch of one rank
 FEATURES = 20
 CLASSES = 5
 
 
 class Network(nn.Module):
-    """A multi-layer perceptron with an optional branch, to have parameters without gradients."""
+    """A multi-layer perceptron with an optional branch, so that some parameters have no gradients."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def network(dtype: torch.dtype, seed: int) -> Network:
 
 
 def batches(size: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """The concatenated batch of all ranks, for every step."""
+    """Yields the concatenated batch of all ranks for every step."""
     generator = torch.Generator().manual_seed(11)
     for _ in range(STEPS):
         features = torch.randn(size * ROWS, FEATURES, dtype=torch.float64, generator=generator).to(dtype)
@@ -66,17 +66,17 @@ def train_alone(size: int, dtype: torch.dtype, branch_steps: range) -> Network:
 def train(
     dtype: torch.dtype, options: dict[str, object], hook: str | None, pieces: int, branch_steps: range
 ) -> None:
-    """Train with DDP and compare with training alone.
+    """Trains with DDP and compares with training alone.
 
     Args:
-        dtype: of the parameters.
-        options: of DistributedDataParallel.
-        hook: name of a communication hook of ``default_hooks``.
-        pieces: parts of a rank's batch whose gradients are accumulated; all but the last under ``no_sync``.
-        branch_steps: steps that use the optional branch.
+        dtype: Dtype of the parameters.
+        options: Options of DistributedDataParallel.
+        hook: Name of a communication hook of ``default_hooks``.
+        pieces: Number of parts of a rank's batch whose gradients are accumulated; all but the last under ``no_sync``.
+        branch_steps: Steps that use the optional branch.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Every rank starts elsewhere: DDP broadcasts the parameters of rank 0.
+    # Ranks start with different values: DDP broadcasts the parameters of rank 0.
     model = DistributedDataParallel(network(dtype, rank), **options)
     if hook is not None:
         model.register_comm_hook(None, getattr(default_hooks, hook))
@@ -98,7 +98,7 @@ def train(
             wanted = expected.get_parameter(name)
             difference = (parameter - wanted).abs().max().item()
             checks.true(f"{name} differs by {difference}", difference <= tolerance)
-            # And the same bits on every rank, or the replicas would drift apart.
+            # All ranks must have the same bits, or the replicas would drift apart.
             copies = [torch.zeros_like(parameter.data) for _ in range(size)]
             dist.all_gather(copies, parameter.data)
             checks.equal(f"{name} on all ranks", copies, [parameter.data] * size)
@@ -143,7 +143,7 @@ def static_graph() -> None:
 
 
 def many_models() -> None:
-    """Models that come and go do not leave anything in flight."""
+    """Models are made and dropped, and nothing stays in flight."""
     for _ in range(5):
         train(torch.float32, ONE_BUCKET, None, 1, ALWAYS)
 

@@ -1,17 +1,16 @@
-"""DecentralizedDataParallel against one process that simulates all ranks, in float64.
+"""Compares DecentralizedDataParallel with one process that simulates all ranks, in float64.
 
-Asynchronous training is compared step by step too: ranks take turns, in an order that the test chooses.
+Asynchronous training is compared step by step too: ranks take turns, in an order that the test chooses. asyncddp, which
+this wrapper replaces, had these defects; each is followed by the test that would find it here:
 
-What went wrong in asyncddp, which this replaces, and where it would show here:
-
-- weights applied by sender and receiver both, a first mix of a scale of its own that divides by zero with one
+- sender and receiver both apply the weights, and the first mix has its own scale, which divides by zero with one
   in-neighbor: `test_trajectories`, `test_other_sizes` with 2 ranks;
-- a self term frozen at the first iteration, slots of zeros before the first put: `test_turns`,
+- the self term is frozen at the first iteration, and slots are zero before the first put: `test_turns`,
   `test_speed_does_not_move_the_fixed_point`;
-- schedulers that never step in async mode: `test_turns` with a schedule;
-- a global average of parameters that is a sum: `test_global_average`;
-- handles that leak: the checks of `handles()`;
-- parameters that had to be used exactly once in a backward pass, tied or unused ones: `Net`.
+- schedulers never step in async mode: `test_turns` with a schedule;
+- the global average of parameters is a sum: `test_global_average`;
+- handles leak: the checks of `handles()`;
+- a parameter must be used exactly once in a backward pass, so tied or unused ones fail: `Net`.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ TOPOLOGIES: dict[str, Callable[[int], Any]] = {
 
 
 def matrix_of(name: str, size: int, t: int) -> np.ndarray:
-    """The mixing matrix of a round, W[i, j] being the weight of i at j."""
+    """Returns the mixing matrix W of a round, where W[i, j] is the weight of rank i's values at rank j."""
     topology = TOPOLOGIES[name](size)
     if topology is None:
         return topologies.mixing_matrix(topologies.uniform_weights(topologies.ExponentialGraph(size)))
@@ -104,13 +103,13 @@ class Run:
     Attributes:
         optimizer: Name in OPTIMIZERS.
         topology: Name in TOPOLOGIES.
-        passes: Forward and backward passes before each step, all but the last in `no_sync`.
-        local: Every other step is in `no_sync`.
+        passes: Number of forward and backward passes before each step; all but the last are in `no_sync`.
+        local: Whether every other step is in `no_sync`.
         clip: Whether gradients are clipped.
         schedule: Whether a scheduler steps.
-        closure: Whether step() is given a closure.
-        function: Whether the wrapper is given a function that makes the optimizer.
-        then: Topology from step 3 on.
+        closure: Whether step() gets a closure.
+        function: Whether the wrapper gets a function that makes the optimizer.
+        then: Name of the topology from step 3 on; the empty string keeps `topology`.
     """
 
     optimizer: str = "sgd"
@@ -125,7 +124,7 @@ class Run:
 
 
 def backward(model: nn.Module, run: Run, rank: int, step: int) -> Tensor:
-    """Accumulates a step's gradient; the simulation does the same with the bare model."""
+    """Accumulates the gradient of a step. The simulation calls this function too, with the bare model."""
     for part in range(run.passes):
         is_last = part == run.passes - 1
         with (
@@ -191,7 +190,7 @@ def train(run: Run) -> Tensor:
         scheduler.step()
         with torch.no_grad():
             wrapper.eval()
-            loss_of(wrapper, rank, 99)  # exchanges nothing
+            loss_of(wrapper, rank, 99)  # this pass exchanges nothing
             wrapper.train()
         trajectory.append(snapshot(model))
     assert not handles()._in_flight
@@ -215,7 +214,7 @@ def test_trajectories(worlds, run):
         torch.testing.assert_close(got, expected, **EXACT)
 
 
-@pytest.mark.parametrize("size", sizes([1, 2], [3]))  # two ranks: one in-neighbor each
+@pytest.mark.parametrize("size", sizes([1, 2], [3]))  # with two ranks, each has one in-neighbor
 def test_other_sizes(worlds, size):
     run = Run("adamw", "ring" if size > 1 else "group")
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size), strict=True):
@@ -225,7 +224,7 @@ def test_other_sizes(worlds, size):
 def on_a_ring(
     make: Callable[[Any], torch.optim.Optimizer],
 ) -> tuple[Any, DecentralizedDataParallel, Simulation]:
-    """This rank's model and wrapper, and the simulation of all."""
+    """Returns this rank's model and wrapper, and the simulation of all ranks."""
     rank, size = start()
     ring = topologies.RingGraph(size)
     model = make_net(rank)
@@ -236,7 +235,7 @@ def on_a_ring(
 
 @on_ranks(3)
 def test_several_passes_before_a_step() -> None:
-    """Two calls before one backward pass, and accumulation without no_sync: one exchange a step."""
+    """Two calls before one backward pass, and accumulation without no_sync, make one exchange per step."""
     model, wrapper, simulation = on_a_ring(lambda m: torch.optim.SGD(trained(m), lr=0.05))
     for step in range(4):
 
@@ -253,7 +252,7 @@ def test_several_passes_before_a_step() -> None:
 
 @on_ranks(4, mode=["sync", "async"])
 def test_rounds_go_on(mode: str) -> None:
-    """A wrapper that is made anew halfway goes on with the topology's round that is next."""
+    """A new wrapper that gets the old one's round continues at that round of the topology."""
     rank, size = start()
     topology = topologies.one_peer_exponential(size)
 
@@ -297,14 +296,14 @@ def test_rounds_go_on(mode: str) -> None:
 
 @on_ranks(3, kind=["zero", "inf", "scaler"])
 def test_odd_gradients_are_no_skipped_step(kind: str) -> None:
-    """Rank 0's first part of two has gradients that look like those of a skipped step."""
+    """The first of two gradients on rank 0 looks like the gradient of a skipped step."""
     model, wrapper, simulation = on_a_ring(lambda m: torch.optim.Adam(trained(m), lr=0.05))
     for step in range(4):
 
         def passes(m: nn.Module, r: int, step: int = step) -> None:
             factor = (0.0 if kind == "zero" else math.inf) if (r, step) == (0, 1) else 1.0
             (loss_of(m, r, step) * factor).backward()
-            loss_of(m, r, 10 + step)  # of a log
+            loss_of(m, r, 10 + step)  # a pass for a log, without a backward pass
             (loss_of(m, r, 20 + step) * (factor if kind == "zero" else 1.0)).backward()
 
         wrapper.zero_grad()
@@ -330,7 +329,7 @@ def test_odd_gradients_are_no_skipped_step(kind: str) -> None:
 
 
 class Nested(torch.optim.Adam):
-    """Its step is that of its base class; raises in between or at its end when it is told to."""
+    """Its step calls the step of its base class, and on request raises an error before or after that call."""
 
     fails: str = ""
 
@@ -345,15 +344,15 @@ class Nested(torch.optim.Adam):
 
 @on_ranks(2, with_closure=[False, True])
 def test_a_step_that_calls_its_base_class_mixes_once(with_closure: bool) -> None:
-    """One exchange a step, even if torch calls hooks in the base class's step too."""
+    """There is one exchange per step, even if torch calls hooks in the base class's step too."""
     rank, _ = start()
     if rank == 0:
-        torch.optim.Adam(make_net(0).parameters())  # from now on it calls hooks on this rank
+        torch.optim.Adam(make_net(0).parameters())  # from now on Adam calls its hooks on this rank
     model = make_net(rank)
     optimizer = Nested(model.parameters(), lr=0.01)
     wrapper = DecentralizedDataParallel(model, optimizer)
     other = torch.optim.SGD(make_net(1).parameters(), lr=0.1)
-    # A step within another optimizer's is a step all the same.
+    # A step that another optimizer's hook calls counts as a step too.
     other.register_step_post_hook(lambda *_: optimizer.step())
 
     def closure() -> Tensor:
@@ -396,7 +395,7 @@ def test_ranks_in_different_rounds_do_not_mix(new_world):
 
 
 class Norm(nn.Module):
-    """Has batch statistics of its own, and a buffer of integers."""
+    """A module with batch statistics, which differ by rank, and a buffer of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +431,7 @@ def test_buffers_are_mixed_on_request(mode: str) -> None:
         wrapper(features(rank, step)).square().mean().backward()
         wrapper.optimizer.step()
         changed = [0.9 * m + 0.1 * features(r, step).mean(0) for r, m in enumerate(means)]
-        # Sent before the forward pass in mode "sync"; what that changes stays.
+        # In mode "sync" buffers are sent before the forward pass, and the changes of that pass are kept.
         mixed = mix(means, matrix)
         means = [new + mix_ - old for new, mix_, old in zip(changed, mixed, means, strict=True)]
     assert model.norm.num_batches_tracked == 4
@@ -456,7 +455,7 @@ def test_global_average(mode: str) -> None:
     wrapper = DecentralizedDataParallel(
         model, torch.optim.SGD(model.parameters(), lr=0.01), mode=mode, broadcast=False
     )
-    wrapper(features(rank, 0)).sum().backward()  # an exchange in flight
+    wrapper(features(rank, 0)).sum().backward()  # now an exchange is in flight
     before = [p.detach().clone() for p in model.parameters()]
     statistics = model.norm.running_mean.clone()
     wrapper.global_average()
@@ -472,7 +471,7 @@ def test_global_average(mode: str) -> None:
 
 @on_ranks(4)
 def test_global_average_after_a_forward_pass_on_one_rank() -> None:
-    """Rank 1 alone has begun an exchange; the steps after it go together again."""
+    """Only rank 1 has begun an exchange; in the steps afterwards all ranks are together again."""
     rank, size = start()
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, float(rank))
@@ -496,7 +495,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @on_ranks(3, mode=["sync", "async"])
 def test_dtypes(mode: str) -> None:
-    """Parameters of several dtypes are in buffers of their own."""
+    """Parameters of each dtype have their own buffers."""
     rank, size = start()
     model = nn.ModuleList([nn.Linear(3, 2).to(dtype) for dtype in DTYPES])
     for parameter in model.parameters():
@@ -513,7 +512,8 @@ def test_dtypes(mode: str) -> None:
         if mode == "sync" or turn == rank:
             wrapper.optimizer.step()
         fogdist.barrier()
-    # One exact average at once; or of rank 2, the last one, with what 0 (alone) and 1 (with 0) had put.
+    # "sync" makes one exact average. In "async" rank 2 comes last and averages the values that rank 0 (which had no
+    # others) and rank 1 (with those of rank 0) had put.
     values = {"sync": [1.0] * 3, "async": [0.0, 2 / 3, (2 + 0 + 2 / 3) / 3]}
     for parameter in model.parameters():
         expected = torch.full_like(parameter, values[mode][rank])
@@ -521,7 +521,7 @@ def test_dtypes(mode: str) -> None:
     wrapper.close()
 
 
-# --- the module stays what it was ---------------------------------------------------------------------------
+# --- the module behaves as before ---------------------------------------------------------------------------
 
 
 @on_ranks(3, mode=["sync", "async"])
@@ -549,7 +549,7 @@ def test_state_dicts() -> None:
     assert [name for name, _ in wrapper.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in wrapper.named_buffers()] == [name for name, _ in plain.named_buffers()]
     wrapper(torch.randn(4, 4)).sum().backward()
-    # Loaded while an exchange is in flight, whose result is not to overwrite it.
+    # The result of the exchange in flight must not overwrite the loaded values.
     state = copy.deepcopy(plain.state_dict())
     assert str(wrapper.load_state_dict(state)) == "<All keys matched successfully>"
     addresses = [p.data_ptr() for p in model.parameters()]
@@ -561,7 +561,7 @@ def test_state_dicts() -> None:
         wrapper.load_state_dict({key: state[key] for key in state if key != "0.position"})
     with pytest.raises(ValueError, match="assign must be False"):
         wrapper.load_state_dict(state, assign=True)
-    # Inside of another module, either way.
+    # The wrapper may be inside another module, in both directions.
     outer, plain_outer = nn.Sequential(nn.Linear(1, 1), wrapper), nn.Sequential(nn.Linear(1, 1), plain)
     assert list(outer.state_dict()) == list(plain_outer.state_dict())
     for value in plain_outer.state_dict().values():
@@ -582,7 +582,7 @@ def test_state_dicts() -> None:
 
 @on_ranks(2)
 def test_checkpoint_functions_take_the_wrapper() -> None:
-    """torch.distributed.checkpoint.state_dict takes the wrapper, and finds what it finds of the module."""
+    """torch.distributed.checkpoint.state_dict takes the wrapper, and returns the same as for the module."""
     rank, _ = start()
     for make in (torch.optim.Adam, torch.optim.SGD):
 
@@ -623,7 +623,7 @@ def test_checkpoint_functions_take_the_wrapper() -> None:
             assert [p.data_ptr() for p in twin.parameters()] == addresses
             assert twin_wrapper.round == 0
     assert wrapper.get_parameter("0.weight") is model[0].weight
-    # Inside of another module too.
+    # The wrapper may be inside another module.
     outer = nn.Sequential(nn.Linear(1, 1), wrapper)
     assert list(get_model_state_dict(outer)) == list(outer.state_dict())
     set_model_state_dict(outer, get_model_state_dict(outer))
@@ -633,7 +633,7 @@ def test_checkpoint_functions_take_the_wrapper() -> None:
 
 @on_ranks(2)
 def test_transforms_of_functions_exchange_nothing() -> None:
-    """Of the wrapper, on one rank only."""
+    """One rank alone applies `torch.func` to the wrapper."""
     rank, _ = start()
     model = nn.Linear(2, 1).double()
     wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -647,7 +647,7 @@ def test_transforms_of_functions_exchange_nothing() -> None:
 
 @on_ranks([1, 2])
 def test_functional_calls_of_tied_parameters() -> None:
-    """By the names that the wrapper says: a half of a tied parameter would be computed with otherwise."""
+    """The names of `wrapper.named_parameters()` work; other names would replace only one of two tied parameters."""
     rank, _ = start()
     model = make_net(rank)
     wrapper = DecentralizedDataParallel(model, sgd(model))
@@ -655,7 +655,7 @@ def test_functional_calls_of_tied_parameters() -> None:
     places = dict(model.named_parameters())
     values = {name: 2 * parameter.detach() for name, parameter in wrapper.named_parameters()}
     expected = torch.func.functional_call(model, values, (x,))
-    with torch.no_grad():  # else it is a pass of the training
+    with torch.no_grad():  # otherwise this would be a training pass
         assert torch.equal(torch.func.functional_call(wrapper, values, (x,), strict=True), expected)
     assert all(parameter is places[name] for name, parameter in model.named_parameters())
     by_path = {f"module.{name}": value for name, value in values.items()}
@@ -667,7 +667,7 @@ def test_functional_calls_of_tied_parameters() -> None:
 
 @on_ranks(2, mode=["sync", "async"])
 def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
-    """An SGD has no state, so every checkpoint steps it; the training does not notice."""
+    """SGD has no state, so each checkpoint makes it take a step, which must not affect the training."""
     rank, _ = start()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*was changed between")
@@ -680,14 +680,14 @@ def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
             for number in range(4):
                 optimizer.zero_grad()
                 if saves and number == 3:
-                    loss_of(wrapper, rank, 99)  # of a log: an exchange is in flight
+                    loss_of(wrapper, rank, 99)  # a pass for a log, which begins an exchange
                 if saves and rank == 0:
                     state = get_optimizer_state_dict(wrapper.module, optimizer)
                     set_optimizer_state_dict(wrapper.module, optimizer, state)
                 loss_of(wrapper, rank, number).backward()
                 if number == 2:
                     optimizer.zero_grad(set_to_none=False)
-                    # A rank whose gradients vanish in a warm-up still makes a step with the others.
+                    # A rank whose gradients are zero in a warm-up still takes a step with the others.
                     optimizer.param_groups[0]["lr"] = 0.0
                 optimizer.step()
                 optimizer.param_groups[0]["lr"] = 0.1
@@ -717,7 +717,7 @@ def test_ranks_that_disagree() -> None:
     with pytest.raises(ValueError, match="topology must be the same"):
         wrapper.set_topology(topology)
     wrapper(torch.randn(1, 2)).sum().backward()
-    wrapper.optimizer.step()  # all goes on as before
+    wrapper.optimizer.step()  # all works as before
 
 
 @on_ranks(2)
@@ -777,7 +777,7 @@ def test_replaced_parameters_are_noticed() -> None:
 
 @on_ranks(2)
 def test_wrappers_come_and_go() -> None:
-    """The wrapper goes, module and optimizer stay; nothing keeps the wrapper alive."""
+    """The wrapper can be dropped while module and optimizer remain; nothing keeps the wrapper alive."""
     fogdist.init()
     model = make_net(fogdist.rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -806,9 +806,9 @@ def test_wrappers_come_and_go() -> None:
             fogdist.barrier()
 
 
-# --- at each rank's own pace --------------------------------------------------------------------------------
+# --- each rank at its own pace ------------------------------------------------------------------------------
 
-# Whose turn it is: uneven from the start, and rank 3 comes in late.
+# The order in which ranks take steps: uneven from the start, and rank 3 begins late.
 TURNS = [0, 0, 1, 2, 0, 1, 1, 3, 0, 2, 0, 0, 3, 1, 2, 2, 2, 0, 1, 3]
 
 
@@ -818,7 +818,7 @@ class Turns:
 
     Attributes:
         topology: Name in TOPOLOGIES.
-        damping: staleness_damping.
+        damping: The wrapper's staleness_damping.
         optimizer: Name in OPTIMIZERS.
         schedule: Whether a scheduler steps with the rank's own steps.
     """
@@ -830,11 +830,11 @@ class Turns:
 
 
 def simulate_turns(run: Turns, size: int) -> tuple[list[Tensor], list[dict[int, int | None]]]:
-    """Returns the parameters and the staleness that the rank whose turn it is has after each turn."""
+    """Returns, after each turn, the parameters and the staleness on the rank that took the turn."""
     models = [make_net(rank) for rank in range(size)]
     optimizers = [OPTIMIZERS[run.optimizer](trained(m)) for m in models]
     schedulers = [scheduler_of(o, Run(schedule=run.schedule)) for o in optimizers]
-    period = range(12)  # a multiple of all periods here
+    period = range(12)  # a common multiple of the periods of all topologies used here
     slots: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}  # (writer, owner): iteration, values
     done = [0] * size
     states, ages = [], []
@@ -894,7 +894,8 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
             done += 1
             states.append(snapshot(model))
             ages.append(wrapper.staleness())
-            wrapper._mixing.discard()  # between hosts, what was put takes a while to arrive
+            # wait until the neighbors have the values, because a put between hosts takes time
+            wrapper._mixing.discard()
         fogdist.barrier()
     assert not handles()._in_flight
     wrapper.close()
@@ -910,12 +911,13 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
     ids=str,
 )
 def test_turns(worlds, run):
-    """Rank 0's first steps come before any put: no slot counts then, and no zeros of theirs."""
+    """Rank 0 takes its first steps before any put. Empty slots then do not count, not even as zeros."""
     check_turns(worlds(4), run)
 
 
 def test_turns_between_hosts(new_world):
-    world = new_world(4, environment={"FOG_LOCAL_LINKS": "0"})  # messages, as between hosts
+    # the ranks exchange messages, as between hosts
+    world = new_world(4, environment={"FOG_LOCAL_LINKS": "0"})
     check_turns(world, Turns("one-peer", damping=0.5))
     results = world.run(descend, "async", {"max_staleness": 2}, FEW_STEPS)
     assert max(stalest for _, _, stalest in results) <= 2
@@ -938,18 +940,18 @@ def quadratic(rank: int, size: int) -> tuple[Tensor, Tensor]:
     )
 
 
-# Of the slowest rank: so many that all come to rest, and so many that neighbors get ahead.
+# Steps of the slowest rank: enough for all ranks to converge, and enough for its neighbors to get ahead.
 SLOW_STEPS = 1000
 FEW_STEPS = 400
 
 
 def descend(mode: str, options: dict[str, Any], slow_steps: int = SLOW_STEPS) -> tuple[Tensor, int, int]:
-    """Gradient descent on quadratics that differ by rank; rank 0 takes several times as long for a step.
+    """Runs gradient descent on quadratics that differ by rank; a step of rank 0 takes several times as long.
 
-    Without a bound of the staleness it even stops until the others are far ahead.
+    Without a bound of the staleness, rank 0 even stops until the others are far ahead.
 
     Returns:
-        Where it ends, the number of steps, and the largest staleness that was seen before a step.
+        The final parameters, the number of steps, and the largest staleness that was seen before a step.
     """
     rank, size = start()
     H, b = quadratic(rank, size)
@@ -976,13 +978,13 @@ def descend(mode: str, options: dict[str, Any], slow_steps: int = SLOW_STEPS) ->
             elif rank == 0 and steps == 300:
                 while store.add(f"far ahead of {flag}", 0) < size - 1:
                     time.sleep(0.01)
-        # Nobody waits for the slowest rank, and all go on until it is done.
+        # No rank waits for the slowest, and all continue until it is done.
         if steps % 20 == 0 and steps >= slow_steps and mode == "async" and rank > 0 and store.check([flag]):
             break
     if rank == 0:
         store.set(flag, "")
     if options:
-        wrapper.pause()  # whoever is still at it waits for nobody who has ended
+        wrapper.pause()  # ranks that still train then do not wait for ranks that have ended
     result = model.weight.detach().clone()
     fogdist.barrier()
     wrapper.close()
@@ -990,7 +992,7 @@ def descend(mode: str, options: dict[str, Any], slow_steps: int = SLOW_STEPS) ->
 
 
 def test_speed_does_not_move_the_fixed_point(worlds):
-    """With a self term of long ago, or zeros from a neighbor, it would end elsewhere."""
+    """If the self term were outdated, or a neighbor's slot held zeros, the ranks would converge elsewhere."""
     together = worlds(4).run(descend, "sync", {})
     apart = worlds(4).run(descend, "async", {})
     assert apart[1][1] > 1.5 * apart[0][1]
@@ -1004,7 +1006,7 @@ def test_speed_does_not_move_the_fixed_point(worlds):
 
 def test_bounded_staleness(worlds):
     results = worlds(4).run(descend, "async", {"max_staleness": 2}, FEW_STEPS)
-    # A neighbor may have come further between its sign and this rank's look.
+    # A neighbor may have put newer values between its notice and this rank's read.
     assert max(stalest for _, _, stalest in results) <= 2
     assert max(steps for _, steps, _ in results) <= FEW_STEPS + 60
 
@@ -1012,7 +1014,7 @@ def test_bounded_staleness(worlds):
 def make_scalar(
     value: float, topology: Any = topologies.RingGraph, **options: Any
 ) -> tuple[nn.Parameter, DecentralizedDataParallel]:
-    """A model of one number that does not learn, by default on a ring."""
+    """Returns a model of one number that does not learn, by default on a ring."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, value)
     wrapper = DecentralizedDataParallel(
@@ -1037,7 +1039,7 @@ def test_a_rank_waits_until_the_timeout_only() -> None:
     x, wrapper = make_scalar(float(rank), max_staleness=1, timeout=timedelta(seconds=0.3))
     if rank == 0:
         step(wrapper)
-        step(wrapper)  # one iteration ahead
+        step(wrapper)  # one iteration ahead of rank 1
         with pytest.raises(dist.DistBackendError, match=r"rank 1 has done 0 iterations, .* this rank 2.*=1"):
             step(wrapper)
         assert x == 0.0
@@ -1056,7 +1058,7 @@ def test_a_rank_waits_until_the_timeout_only() -> None:
 
 @on_ranks(2)
 def test_pause() -> None:
-    """Rank 1 ends early: rank 0 goes on without its values, and does not wait; then rank 1 comes back."""
+    """Rank 1 pauses: rank 0 goes on without its values and does not wait. Then rank 1 comes back."""
     rank, _ = start()
     x, wrapper = make_scalar(float(rank), max_staleness=1)
     if rank == 1:
@@ -1072,7 +1074,7 @@ def test_pause() -> None:
     if rank == 1:
         step(wrapper)
         assert x == 0.5
-        assert wrapper.staleness() == {0: 1}  # it has not to catch up
+        assert wrapper.staleness() == {0: 1}  # rank 1 does not have to catch up
     fogdist.barrier()
     if rank == 0:
         assert wrapper.staleness() == {1: -1}
@@ -1087,7 +1089,7 @@ def test_pause() -> None:
 
 
 def to_the_last(size: int) -> nx.DiGraph:
-    """All ranks send to the last one, which sends to nobody."""
+    """Returns a graph in which all ranks send to the last one, which sends to no other rank."""
     matrix = np.eye(size)
     matrix[:, -1] = 1 / size
     return topologies.graph_from_matrix(matrix)
@@ -1095,7 +1097,7 @@ def to_the_last(size: int) -> nx.DiGraph:
 
 @on_ranks(3)
 def test_a_rank_that_comes_back_has_its_bound() -> None:
-    """It counts on from whoever is farthest, and waits for whoever is not."""
+    """A rank that comes back counts on from the neighbor that is farthest ahead, so it waits for the others."""
     rank, _ = start()
     _, wrapper = make_scalar(float(rank), to_the_last, max_staleness=1, timeout=timedelta(seconds=0.3))
     step(wrapper)
@@ -1115,7 +1117,7 @@ def test_a_rank_that_comes_back_has_its_bound() -> None:
 
 
 def from_the_first(size: int) -> nx.DiGraph:
-    """The first rank sends to all others."""
+    """Returns a graph in which the first rank sends to all others."""
     matrix = np.eye(size)
     matrix[:, 1:] /= 2
     matrix[0, 1:] = 0.5
@@ -1145,7 +1147,7 @@ def test_one_that_pauses_hides_no_lost_neighbor(new_world):
 
 
 def stop_a_neighbor(max_staleness: Any) -> float:
-    """Rank 0 stops, from which rank 1 gets values; returns how long that takes for 30 steps, or until one fails."""
+    """Stops rank 0, from which rank 1 gets values; returns the time of 30 steps on rank 1, or until one fails."""
     rank, _ = start()
     _, wrapper = make_scalar(
         float(rank), from_the_first, max_staleness=max_staleness, timeout=timedelta(seconds=2)
@@ -1171,15 +1173,15 @@ def stop_a_neighbor(max_staleness: Any) -> float:
 
 @pytest.mark.parametrize("max_staleness", [2, "auto"])
 def test_a_neighbor_on_another_host_stops(new_world, max_staleness):
-    """A bound is kept until the timeout; by default a rank waits a second, once, and not for each step's news."""
+    """A given bound holds until the timeout. With the default, a rank waits for one second in all, not at each step."""
     world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
     _, took = world.run(stop_a_neighbor, max_staleness)
-    assert took < 10.0  # the timeout for each step would be 40 s and more
+    assert took < 10.0  # waiting for the timeout at each step would take 40 s or more
 
 
 @on_ranks(4)
 def test_a_new_topology() -> None:
-    """New windows, new neighbors; what is in them at once is what the ranks have then."""
+    """A new topology has new windows and neighbors, and the windows hold the present values of the ranks at once."""
     rank, size = start()
     x, wrapper = make_scalar(float(rank))
     address = x.data_ptr()
@@ -1196,7 +1198,7 @@ def test_a_new_topology() -> None:
         assert x.item() == pytest.approx(mean, rel=1e-12)
     fogdist.barrier()
     assert x.data_ptr() == address
-    # The group's own topology is free all the while.
+    # The topology of the group itself is never frozen.
     assert fogdist.set_topology(topologies.RingGraph(size)) is True
     wrapper.close()
 
@@ -1231,7 +1233,7 @@ def lose_a_neighbor(skip: bool) -> None:
     while wrapper.staleness()[2] is not None:
         assert time.monotonic() < deadline
         step(wrapper)
-    # Nobody waits for it, and its weight is now the rank's own.
+    # No rank waits for the lost one, and each adds its weight to the own weight.
     other = 1 - rank
     for _ in range(200):
         step(wrapper)
@@ -1251,7 +1253,7 @@ def test_a_lost_neighbor(new_world, skip):
 
 
 def end_early() -> None:
-    """Rank 1 is through with its work, says so and ends; rank 0 goes on alone."""
+    """Rank 1 has no more work, pauses and ends; rank 0 goes on alone."""
     fogdist.init()
     x, wrapper = make_scalar(float(fogdist.rank()), max_staleness=1, timeout=LONG)
     step(wrapper)
@@ -1277,7 +1279,7 @@ def test_a_rank_ends_early(new_world, local_links):
 
 
 def leave(mode: str) -> None:
-    """Ends as a script does that has something in flight, at a speed of its own."""
+    """Ends as a script does while exchanges are in flight; each rank has its own pace."""
     fogdist.init()
     model = make_net(0)
     wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode)
@@ -1285,7 +1287,7 @@ def leave(mode: str) -> None:
         loss_of(wrapper, fogdist.rank(), number).backward()
         wrapper.optimizer.step()
     loss_of(wrapper, fogdist.rank(), 9).backward()
-    leave.wrapper = wrapper  # alive at exit
+    leave.wrapper = wrapper  # keeps it alive until exit
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -1295,7 +1297,7 @@ def test_nothing_is_left(no_shared_memory_left, new_world, mode):
     world.close()
 
 
-# --- after errors, and after the end ------------------------------------------------------------------------
+# --- after errors and after the end -------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -1303,7 +1305,7 @@ def test_a_module_is_wrapped_again_after_an_error_and_after_close() -> None:
     rank, _ = start()
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    kept = []  # with the frames of the error, as a notebook keeps them
+    kept = []  # keeps the frames of the error alive, as a notebook does
     for make in (
         lambda: DecentralizedDataParallel(model, sgd, mode="async" if rank else "sync"),
         lambda: fogdist.algorithms.LocalSGD(sgd, model, local_steps=2 + rank),

@@ -1,8 +1,8 @@
-"""fog's own operations on tensors of a delegate: the CPU's results, by way of the delegate's messages.
+"""Tests fog's own operations on tensors of a delegate: the results are the CPU's, by the delegate's messages.
 
-Gloo stands in for NCCL here, as the delegate of CPU tensors: it sends what cuda::Neighbors gives it. Weighted sums are
-torch's operations: of float32 tensors they are in float32, and terms come in another order, so they have not the bits
-of the CPU's and are compared with the tolerance of the dtype.
+Gloo stands in for NCCL here, as the delegate of CPU tensors: it sends the messages of device::Neighbors. Weighted sums
+are torch's operations: for float32 they are computed in float32, and in another order. So their bits differ from the
+CPU's, and they are compared with the tolerance of the dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_gloo(
 
 @contextmanager
 def delegating() -> Iterator[None]:
-    """While it lasts, Gloo serves CPU tensors; all ranks must be in it or out of it."""
+    """Makes Gloo serve CPU tensors in this block, which all ranks must enter and leave together."""
     from fog_pg import _C
 
     _C.set_delegate_factory("cpu", make_gloo)
@@ -60,7 +60,7 @@ def delegated(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def backend() -> Any:
-    """fog's own object of the default group."""
+    """Returns fog's own object of the default group."""
     return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
@@ -74,7 +74,7 @@ def result(work: Any) -> list[Tensor]:
 
 
 def random_plan(size: int, rank: int, seed: int, scaled: bool = False, mean: bool = False) -> Any:
-    """One rank's plan of a random exchange; some ranks have no peer, some weights are 0."""
+    """Returns one rank's plan of a random exchange; some ranks have no peer, and some weights are 0."""
     from fog_pg import _C
 
     generator = np.random.default_rng([seed, size])
@@ -102,7 +102,7 @@ def same_results() -> None:
                 plan = random_plan(size, rank, seed, kind == "scaled", kind == "mean")
                 mine = make_input(rank, dtype, shape, seed)
                 if dtype == torch.float32 and shape == (257,):
-                    # A scaled subnormal would be rounded on its way.
+                    # A scaled subnormal number would be rounded before it is sent.
                     special = torch.tensor(
                         [float("nan"), float("inf"), -0.0, 1.0 if kind == "scaled" else 1e-45]
                     )
@@ -140,7 +140,7 @@ def lists() -> None:
                 for dtype in dtypes:
                     parts = [make_input(rank, dtype, s, k) for k, s in enumerate(shapes)]
                     mine += test_neighbor.laid_out(parts, layout)
-                mine = mine[::2] + mine[1::2] if layout == "apart" else mine  # dtypes mixed
+                mine = mine[::2] + mine[1::2] if layout == "apart" else mine  # the two dtypes alternate
                 kept = [t.clone() for t in mine]
                 expected = result(fog.neighbor_allreduce(mine, plan))
                 with delegating():
@@ -161,12 +161,12 @@ def test_lists(worlds, size):
 
 
 def left_out() -> None:
-    """What has weight 0 is not in a sum, not even its NaN: a neighbor's, on either side, and the own tensor."""
+    """A tensor with weight 0 is left out, even with NaN: that of a neighbor, with 0 on either side, and the own one."""
     from fog_pg import _C
 
     fog, rank, size = backend(), dist.get_rank(), dist.get_world_size()
     others = [other for other in range(size) if other != rank]
-    silent = 0  # whose tensor is NaN
+    silent = 0  # the rank whose tensor is NaN
     with Checks() as checks, delegating():
         for dtype, numel in itertools.product(WEIGHTED_DTYPES, (1, 1003)):
             mine = torch.full((numel,), float("nan") if rank == silent else 1.0, dtype=dtype)
@@ -193,7 +193,7 @@ def test_what_has_weight_0_is_left_out(worlds):
 
 
 def rounded_scales() -> None:
-    """A sender's weight that is no power of two is rounded once more, in the last place of its share."""
+    """A sender's weight that is not a power of two rounds its share once more, in the last place."""
     from fog_pg import _C
 
     fog, rank, size = backend(), dist.get_rank(), dist.get_world_size()
@@ -206,8 +206,8 @@ def rounded_scales() -> None:
             with delegating():
                 (output,) = result(fog.neighbor_allreduce(mine, plan))
             checks.close(f"{dtype}", output, expected)
-        # Push-sum in float32: the mass stays, whoever has it, but for what weights lose when they are rounded to float32,
-        # as the sums are in it: at most 3e-8 of it in each of the 200 rounds.
+        # Push-sum in float32 keeps its mass, except that weights are rounded to float32, as sums are computed in it.
+        # This loses at most 3e-8 of the mass in each of the 200 rounds.
         value = make_input(rank, torch.float32, 10_000).abs()
         before = value.double().sum()
         with delegating():
@@ -278,7 +278,8 @@ def local_reductions() -> None:
                 if (name == "PREMUL_SUM" and dtype in (torch.float16, torch.bfloat16)) or (
                     dtype.is_complex and name in ("AVG", "PRODUCT")
                 ):
-                    checks.close(label, other, mine)  # rounded before it is sent; divided as torch divides
+                    # the means are rounded before they are sent, and torch divides differently
+                    checks.close(label, other, mine)
                 else:
                     checks.equal(label, other, mine)
     assert PREMUL_FACTOR != 1
@@ -350,7 +351,7 @@ def test_several_in_flight(worlds):
     worlds(3).run(in_flight)
 
 
-# Whole functions of other files, whose references are matrices: handles, groups, checks, autograd, torch.compile.
+# Functions of other test files, whose references are matrices: handles, groups, checks, autograd, torch.compile.
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
@@ -377,7 +378,7 @@ def test_what_the_cpu_is_tested_with(worlds, function, arguments):
 
 
 def wrong_arguments() -> None:
-    """Before anything is sent: the other rank takes no part."""
+    """The errors come before anything is sent, so the other rank takes no part."""
     from fog_pg import _C
 
     fog, rank = backend(), dist.get_rank()
@@ -415,7 +416,7 @@ def wrong_arguments() -> None:
                 except ValueError as error:
                     checks.true(f"{message}: {error}", message in str(error))
         checks.equal("untouched", x, torch.ones(3))
-        # The backend is as good as new.
+        # The backend still works.
         checks.equal("after", result(fog.neighbor_allreduce(x, plan)), [torch.ones(3)])
 
 
@@ -442,7 +443,7 @@ def disagreement(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["shape", "dtype", "columns"])
 def test_ranks_that_disagree(new_world, kind):
-    # With `confirm`, and always where numbers of rows are told, before a message of the delegate's.
+    # The check is made before the delegate's messages, with `confirm`, or if ranks exchange numbers of rows.
     for text in new_world(2).run(disagreement, kind):
         assert "ranks disagree" in text
 
@@ -453,10 +454,10 @@ def lost_peer() -> str:
     fog, rank = backend(), dist.get_rank()
     plan = _C.NeighborPlan(rank, 2, 0.5, [(1 - rank, 0.5)], [(1 - rank, 1.0)])
     with delegating():
-        fog.neighbor_allreduce(torch.ones(2), plan, confirm=False).wait()  # connected
+        fog.neighbor_allreduce(torch.ones(2), plan, confirm=False).wait()  # connects the delegate
         dist.barrier()
         if rank == 1:
-            os._exit(0)  # Gloo's connection ends with it
+            os._exit(0)  # this ends Gloo's connection
         try:
             fog.neighbor_allreduce(torch.ones(2), plan, confirm=False).wait()
         except dist.DistBackendError as error:
@@ -471,7 +472,7 @@ def test_failures_name_the_operation(new_world):
 
 
 def along_topology_on_any_device() -> None:
-    """Their kernels are not the CPU's alone: torch.compile traces them for tensors of other devices."""
+    """The operators have kernels for all devices, because torch.compile traces them for tensors of other devices."""
     fogdist.init(topologies.RingGraph)
     for operation in (
         torch.ops.fog.neighbor_allreduce.default,

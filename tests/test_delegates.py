@@ -1,4 +1,4 @@
-"""Collectives of device tensors: every one reaches the group's delegate once, as the caller gave it."""
+"""Every collective of device tensors reaches the group's delegate once, with the caller's arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Operation = Callable[[Any, str], list[torch.Tensor]]
 
 
 def start(**options: Any) -> tuple[Any, Made]:
-    """A new group of all ranks, and the delegates that it will make."""
+    """Returns a new group of all ranks, and the list of the delegates that it will make."""
     made: Made = []
     device_double.load()
     device_double.serve_groups(made)
@@ -39,7 +39,7 @@ def backend_of(group: Any) -> Any:
 
 
 def own(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Numbers that differ from rank to rank and from place to place."""
+    """Returns numbers that differ between ranks and elements."""
     numel = int(torch.Size(shape).numel())
     return (torch.arange(numel, dtype=dtype) + 10 * (dist.get_rank() + 1)).view(shape).to(device)
 
@@ -246,7 +246,7 @@ def send_and_receive() -> None:
         there, back = delegate.calls
         assert there == {"name": "recv" if rank else "send", "peer": 2 - rank, "tag": 7, "tensors": [shape]}
         assert back == {"name": "send" if rank else "recv", "peer": 2 - rank, "tag": 0, "tensors": [shape]}
-        assert delegate.connected == ["0:2"]  # nobody waited for rank 1, which knows nothing of it
+        assert delegate.connected == ["0:2"]  # no rank waited for rank 1, which does not take part
     else:
         assert made == []
     dist.barrier(group)
@@ -258,7 +258,7 @@ def test_two_ranks_exchange_messages_without_the_third(worlds: WorldPool) -> Non
 
 
 def call_backend_directly() -> None:
-    """What no function of torch.distributed calls for a device."""
+    """Calls operations of the backend that torch.distributed never calls for a device."""
     group, made = start()
     backend, tensor = backend_of(group), own(DEVICE, 2)
     with pytest.raises(RuntimeError, match="does not support recvAnysource"):
@@ -266,7 +266,7 @@ def call_backend_directly() -> None:
     with pytest.raises(RuntimeError, match="does not support allgather_coalesced"):
         backend.allgather_coalesced([[zeros(DEVICE, 2)] for _ in range(RANKS)], [tensor])
     assert [call["name"] for call in made[0].calls] == ["recvAnysource", "allgather_coalesced"]
-    # The backend goes on: nothing of it was sent.
+    # The backend still works, because nothing was sent.
     dist.all_reduce(tensor, group=group)
     assert tensor.tolist() == [60.0, 63.0]
     dist.destroy_process_group(group)
@@ -307,9 +307,9 @@ def wait_while_held() -> None:
     with held(delegate.stream):
         work = dist.all_reduce(tensor, group=group, async_op=True)
         future = work.get_future()
-        assert future.done()  # its value is for streams that come after the device's work
+        assert future.done()  # its value is for streams that wait for the device's work
         assert not work.is_completed()
-        work.wait()  # the host goes on
+        work.wait()  # the host does not wait
         assert not work.is_completed()
         log = device_double.stream_log()
     assert tensor.tolist() == [60.0, 63.0]
@@ -321,7 +321,7 @@ def wait_while_held() -> None:
         0,
         mine,
         ready,
-    ) in log  # the delegate begins after what the program had given the device
+    ) in log  # the delegate begins after the work that the program had given the device
     ends = [number for what, _, stream, number in log if (what, stream) == ("record", theirs)]
     waits = [number for what, _, stream, number in log if (what, stream) == ("wait", mine)]
     assert len(waits) == 1 and waits[0] in ends
@@ -365,7 +365,7 @@ def fail() -> None:
     with pytest.raises(dist.DistBackendError, match="the link went down"):
         work.wait()
     tensor = torch.ones(2)
-    dist.all_reduce(tensor, group=group)  # the host's operations are others
+    dist.all_reduce(tensor, group=group)  # the failure does not affect operations of the host
     assert tensor.tolist() == [3.0, 3.0]
     dist.destroy_process_group(group)
 
@@ -395,7 +395,8 @@ def give_time_outs() -> None:
     group, made = start(timeout=timedelta(seconds=17))
     backend_of(group).set_timeout(timedelta(seconds=6))
     dist.all_reduce(own(DEVICE, 2), group=group)
-    assert made[0].options._timeout == timedelta(seconds=6)  # of one that is made later
+    # a delegate that is made later gets the new timeout
+    assert made[0].options._timeout == timedelta(seconds=6)
     dist.destroy_process_group(group)
 
 
@@ -451,7 +452,7 @@ def come_together() -> None:
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
-        time.sleep(0.3)  # without Python's lock: others come
+        time.sleep(0.3)  # does not hold the GIL, so other threads arrive
         made.append(double.RecordingDelegate(connect, store, rank, size, options, device))
         return made[-1]
 
@@ -468,7 +469,7 @@ def come_together() -> None:
     questions: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(tensor, group=group),
         lambda: backend.supports_tensor_alloc(torch.device(DEVICE, 0)),
-        lambda: backend.mem_allocator,  # holds Python's lock
+        lambda: backend.mem_allocator,  # holds the GIL
         lambda: backend.allocate_tensor(4, dtype=torch.float32, device=torch.device(DEVICE, 0)),
     ]
     threads = [threading.Thread(target=ask, args=(question,)) for question in questions]
@@ -487,7 +488,7 @@ def test_threads_that_come_first_together_share_one_delegate(worlds: WorldPool) 
 
 
 def call_while_a_group_is_open() -> None:
-    """Another thread's operation does not become part of an exchange's group of messages, as NCCL would have it."""
+    """An operation of another thread does not become part of an exchange's group of messages, as it would in NCCL."""
     from fog_pg import _C
     from fog_pg._extension import load
 
@@ -497,7 +498,7 @@ def call_while_a_group_is_open() -> None:
     rank = dist.get_rank()
 
     def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        connecting.set()  # within the group
+        connecting.set()  # called while the group of messages is open
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
@@ -515,7 +516,7 @@ def call_while_a_group_is_open() -> None:
 
     if rank == 0:
         calls = [pool.submit(exchange)]
-        connecting.wait()  # for rank 1, which waits below
+        connecting.wait()  # waits for the exchange of rank 1 below
         backend.set_timeout(timedelta(milliseconds=100))
         with pytest.raises(dist.DistBackendError, match="^allreduce: waited 100 ms for another thread's"):
             backend.allreduce([own(DEVICE, 1)])
@@ -531,7 +532,7 @@ def call_while_a_group_is_open() -> None:
     names = [[part["name"] for part in seen.get("calls", [])] or seen["name"] for seen in made[0].calls]
     assert [name for name in names if name != "set_timeout"] == [["send", "recv"], "allreduce"]
     assert (mixed.tolist(), summed.tolist()) == ([15.0, 16.0], [30.0])
-    # A program's own group keeps exchanges out until it ends, whichever thread ends it, and lets its own calls in.
+    # While a program's own group is open, exchanges wait and its own calls proceed, whichever thread ends it.
     backend._start_coalescing()
     backend.allreduce([summed])
     backend.allreduce([mixed])
@@ -618,7 +619,7 @@ def have_no_delegate() -> None:
     with pytest.raises(RuntimeError, match="CUDA tensors need a torch with NCCL"):
         dist.all_reduce(own(DEVICE, 1), group=group)
     device_double.serve_groups(made)
-    dist.all_reduce(own(DEVICE, 1), group=group)  # a factory that failed is asked again
+    dist.all_reduce(own(DEVICE, 1), group=group)  # a factory that failed is called again
     assert len(made) == 1
     dist.destroy_process_group(group)
 
@@ -684,7 +685,7 @@ def test_a_group_that_ended_makes_no_delegate(new_world: Callable[..., World]) -
     new_world(RANKS, finalizing=None).run(end_groups)
 
 
-# --- bound devices and groups that are split off ---
+# --- bound devices and split groups ----------------
 
 
 def start_bound() -> tuple[Any, Made]:
@@ -709,21 +710,22 @@ def bind_a_device() -> None:
     assert len(made) == 1
 
     rank = dist.get_rank()
-    # That of torch 2.11 splits groups with a backend for CUDA, whatever device the group is bound to.
+    # The split_group of torch 2.11 uses a backend for CUDA, independent of the bound device of the group.
     if 'torch.device("cuda")' not in inspect.getsource(dist.split_group):
-        # torch names a split after how many groups a rank is in, so the split that leaves one out comes last.
+        # torch names a split by the number of groups that a rank is in, so the split that leaves out a rank comes last.
         for ranks in ([[0, 1], [2]], [[0, 2]]):
             delegate.clear()
             mine = next((members for members in ranks if rank in members), None)
             split = dist.split_group(split_ranks=ranks)
-            # All ranks of the parent take part in a split, and once, though the group serves two types of device.
+            # All ranks of the parent take part in a split, and only once, although the group serves two types of
+            # device.
             assert [call["name"] for call in delegate.calls] == ["split"]
             assert delegate.calls[0]["ranks"] == (mine or ranks[0])
             if mine is None:
                 assert split in (
                     None,
                     dist.GroupMember.NON_GROUP_MEMBER,
-                )  # before torch 2.14, and from then on
+                )  # before torch 2.14, and since then
                 continue
             child = split._get_backend(torch.device(DEVICE))
             assert split._get_backend(torch.device("cpu")) is child
@@ -734,13 +736,13 @@ def bind_a_device() -> None:
             options = child.delegate(DEVICE).options
             assert options.global_ranks_in_group == mine
             assert options.group_name == split.group_name != delegate.options.group_name
-            # What the flight recorder and communicators are called by.
+            # The flight recorder and the communicators use these names.
             assert child.delegate(DEVICE).group_uid == split.group_name
             assert child.delegate(DEVICE).group_desc == split.group_desc
         assert delegate.options._timeout == timedelta(seconds=30)
 
     delegate.clear()
-    pair = dist.new_group([0, 2])  # made anew, connected at once
+    pair = dist.new_group([0, 2])  # a new group that connects at once
     assert delegate.calls == []
     if rank != 1:
         assert [call["name"] for call in made[1].calls] == ["eager_connect"]
@@ -760,7 +762,7 @@ def split_unbound() -> None:
     dist.all_reduce(own(DEVICE, 1), group=group)
     made[0].clear()
     child = group.split_group([0, 1], timeout=timedelta(seconds=20), group_name="unbound child")
-    assert made[0].calls == []  # not all ranks may have connected it
+    assert made[0].calls == []  # some ranks may not have connected the delegate
     if dist.get_rank() < 2:
         dist.all_reduce(tensor := own(DEVICE, 1), group=child)
         assert tensor.item() == 30.0
@@ -786,7 +788,7 @@ def train_with_ddp() -> None:
         torch.manual_seed(3)
         net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(device)
         if rank > 0:
-            torch.nn.init.zeros_(net[0].weight)  # rank 0's are sent to all
+            torch.nn.init.zeros_(net[0].weight)  # the values of rank 0 are sent to all ranks
         model = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(10 + rank)

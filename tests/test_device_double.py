@@ -1,4 +1,4 @@
-"""The fake device itself, on which the tests of device tensors run."""
+"""Tests of the fake device itself, on which the tests of device tensors run."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def free_memory() -> list[bool]:
     double = device_double.load()
     stream = torch.Stream(device=f"{DEVICE}:0")
     kept, lost = torch.ones(64, device=DEVICE), torch.ones(64, device=DEVICE)
-    # Views from below the allocator, as a kernel has them.
+    # These views bypass the allocator, as a kernel does.
     views = [double.host_view(tensor) for tensor in (kept, lost)]
     with held(stream):
-        torch.Event(device=DEVICE).record(stream)  # the stream has something to do
+        torch.Event(device=DEVICE).record(stream)  # gives the stream some work
         kept.record_stream(stream)
         del kept, lost
         intact = [bool(view.eq(1).all()) for view in views]

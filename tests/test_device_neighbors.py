@@ -1,8 +1,8 @@
-"""fog's own operations on a device: streams, memory, messages and failures, seen on the fake device.
+"""Tests fog's own operations on a device: streams, memory, messages and failures, on the fake device.
 
-What a GPU would do when it gets to it, the double does when a test lets it: a missing wait is a wrong number
-every time. Weighted sums on a device have not the bits of the CPU's: they are in float32 for float32, and terms come in
-another order. So they are compared with the tolerance of the dtype.
+The fake device does its work only when a test lets it, so a missing wait gives a wrong number every time. Weighted sums
+on a device have other bits than those of the CPU: for float32 they are computed in float32, and in another order. So
+they are compared with the tolerance of the dtype.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KNOWS_OF_CAPTURES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
 def new_backend(made: list[Any] | None = None) -> Any:
-    """fog's object of a new group of all ranks."""
+    """Returns fog's object of a new group of all ranks."""
     device_double.load()
     device_double.serve_groups(made)
     group = dist.new_group()
@@ -56,7 +56,7 @@ def moved(tensors: Any, device: str = DEVICE) -> Any:
 def compare(
     checks: Checks, label: str, call: Callable[[Any], Any], given: Any, *, is_sum: bool = True
 ) -> None:
-    """Checks a call on a device's tensors against the same on the host's."""
+    """Compares a call on tensors of the device with the same call on tensors of the host."""
     expected = result(call(given))
     there = moved(given)
     output = result(call(there))
@@ -156,7 +156,7 @@ def test_in_place(worlds, size):
 
 
 def messages() -> None:
-    """One group of the delegate's messages an exchange, with each peer's in it, and nothing else."""
+    """An exchange is one group of the delegate's messages, with one for each peer, and nothing else."""
     from fog_pg import _C
 
     made: list[Any] = []
@@ -178,7 +178,7 @@ def messages() -> None:
 
     with Checks() as checks:
         x = torch.ones(3, device=DEVICE)
-        # The first: ranks that have no peer take part in connecting, by a message to themselves.
+        # In the first exchange, ranks without a peer take part in connecting, by a message to themselves.
         first = (
             ring
             if size == 2
@@ -241,26 +241,26 @@ def nobody_reads_early() -> None:
     made: list[Any] = []
     fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
     plan, before = ring_plan(), (rank - 1) % size
-    result(fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan))  # connected
+    result(fog.neighbor_allreduce(torch.ones(2, device=DEVICE), plan))  # connects the delegate
     double = device_double.load()
     x, out = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
     torch.accelerator.synchronize()
     with Checks() as checks:
-        # The program has yet to write x when it calls.
+        # At the time of the call, the program has not written x yet.
         with held(current_stream()):
             event_now()  # the stream is busy
             work = fog.neighbor_allreduce(x, plan, output=out, confirm=False)
             second = fog.neighbor_allreduce(
                 out, plan, output=out, confirm=False
-            )  # of what the first will have made
+            )  # of the results that the first exchange will write
             checks.true("not complete", not work.is_completed() and not second.is_completed())
-            work.wait()  # the host goes on
+            work.wait()  # the host does not wait
             second.wait()
-            double.host_view(x).fill_(rank + 1)  # as the program's kernel would, now that it comes to run
+            double.host_view(x).fill_(rank + 1)  # as a kernel of the program would when it runs
         once = [0.5 * (r + 1) + 0.25 * ((r - 1) % size + 1) for r in range(size)]
         checks.equal("sums", out.cpu(), torch.full((1000,), 0.5 * once[rank] + 0.25 * once[before]))
         checks.true("complete", work.is_completed() and second.is_success())
-        # The messages take their time.
+        # Now the messages are delayed.
         x.fill_(rank + 1)
         dist.barrier()
         with held(made[0].stream):
@@ -286,7 +286,7 @@ def test_nobody_reads_early(worlds):
 
 
 def streams_are_blocked() -> None:
-    """block_current_stream() orders as wait() does."""
+    """block_current_stream() orders streams as wait() does."""
     made: list[Any] = []
     fog, plan = new_backend(made=made), ring_plan()
     x = torch.ones(4, device=DEVICE)
@@ -305,7 +305,7 @@ def test_streams_are_blocked(worlds):
 
 
 def foreign_memory() -> None:
-    """Torch's allocator is told of the stream that uses its memory, and not of another library's, which it does not know."""
+    """Torch's allocator is told which stream uses its memory; memory of another library is unknown to it."""
     device_double.load()
     device_double.serve_groups()
     fogdist.init(topologies.RingGraph)
@@ -317,7 +317,7 @@ def foreign_memory() -> None:
         device_double.clear_stream_log()
         work = fog.neighbor_allreduce(tensor, plan, output=tensor, confirm=False)
         torch.accelerator.synchronize()
-        del work  # nobody has waited
+        del work  # without a wait
         gc.collect()
         uses = {number for what, _, _, number in device_double.stream_log() if what == "use"}
         used.append(tensor.untyped_storage().data_ptr() in uses)
@@ -329,7 +329,7 @@ def test_the_allocator_hears_of_its_own_memory_only(worlds):
 
 
 def traced() -> None:
-    """What an operation gives to the device is within its range in a trace."""
+    """In a trace, the work that an operation gives to the device is within the operation's range."""
     fog, plan = new_backend(), ring_plan()
     x = torch.ones(4, 3, device=DEVICE)
     result(fog.neighbor_allreduce(x, plan, confirm=False))
@@ -349,7 +349,7 @@ def test_what_is_launched_is_in_the_operation_s_range(worlds):
 
 
 def memory_is_kept(waits: str) -> None:
-    """Tensors that the program drops at once, with its handle on the operation."""
+    """The program drops its tensors and the handle of the operation at once."""
     made: list[Any] = []
     fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
     plan, before = ring_plan(), (rank - 1) % size
@@ -371,13 +371,13 @@ def memory_is_kept(waits: str) -> None:
                     work.wait()
             del x, work
             gc.collect()
-            # Takes the memory that has come free, if any.
+            # These take the freed memory, if there is any.
             for _ in range(20):
                 torch.empty(1000, device=DEVICE)
         torch.accelerator.synchronize()
         other.synchronize()
         dist.barrier()
-        # The side stream may still be at it if nobody has waited.
+        # Without a wait, the side stream may still be at work.
         for _ in range(200):
             if bool((double.host_view(out) != 0).all()):
                 break
@@ -385,7 +385,7 @@ def memory_is_kept(waits: str) -> None:
 
             time.sleep(0.01)
         checks.equal("sum", out.cpu(), torch.full((1000,), 0.5 * (rank + 1) + 0.25 * (before + 1)))
-        # What it returns belongs to the program's stream: it may be freed while that stream reads it.
+        # A returned tensor belongs to the program's stream: it can be freed while that stream reads it.
         (fresh,) = result(fog.neighbor_allreduce(out, plan))
         view = double.host_view(fresh)
         torch.accelerator.synchronize()
@@ -525,7 +525,8 @@ def failures() -> None:
             work = fog.neighbor_allreduce(x, plan, confirm=False)
         torch.accelerator.synchronize()
         made[0].stream.synchronize()
-        work.wait()  # of what nobody has asked about it knows nothing; it does not ask, for it may be captured
+        # wait() does not query the device, because the stream may be captured, so it does not know of the failure
+        work.wait()
         checks.true("complete", work.is_completed())
         try:
             work.wait()
@@ -541,7 +542,7 @@ def failures() -> None:
         torch.accelerator.synchronize()
         made[0].stream.synchronize()
         checks.true("no success", not work.is_success())
-        # A stream that is captured: what was called before may be called, what was not may not.
+        # On a captured stream, only operations that were called before are allowed.
         stream = current_stream()
         double = device_double.load()
         double.set_capturing(stream.device_index, stream.stream_id, True)
@@ -557,7 +558,7 @@ def failures() -> None:
                 )
         finally:
             double.set_capturing(stream.device_index, stream.stream_id, False)
-        # Part of a coalesced group: an error, whatever else is in it.
+        # The operation raises an error in a coalesced group, whatever else is in the group.
         fog._start_coalescing()
         try:
             fog.neighbor_allreduce(x, plan)

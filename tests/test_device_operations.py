@@ -1,4 +1,4 @@
-"""Operations on the fake device against the same operations on the CPU: the functions that tests/gpu runs on CUDA."""
+"""Compares operations on the fake device with those on the CPU; tests/gpu runs these functions on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the double stands in f
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:
-    """The double is compiled once, before ranks load it."""
+    """Compiles the fake device once, before ranks load it."""
     device_double.load()
 
 

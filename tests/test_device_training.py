@@ -1,6 +1,6 @@
-"""Optimizers, wrapper and algorithms with models on a device: the same numbers as on the CPU, and no host that waits.
+"""Trains optimizers, wrapper and algorithms on a device: the numbers are the CPU's, and the host never waits.
 
-The device is the double, see tests/device_double; tests/gpu runs the same on CUDA.
+The device is the fake one of tests/device_double; tests/gpu runs the same tests on CUDA.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIMIZER_RUNS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(compiled_double: None) -> None:
-    """Ranks have no time to compile what locks pages either."""
+    """Compiles the fake CUDA runtime too, because ranks would take too long to compile it."""
     device_double.compile_runtime()
 
 
@@ -115,7 +115,7 @@ def test_asynchronous_gossip(worlds):
 
 @pytest.mark.parametrize("kind", ["atc", "gradient"])
 def test_gradients_that_come_in_another_order_on_each_rank(worlds, kind):
-    """Operations on a device are matched by their order: buckets are sent in one, whichever is complete first."""
+    """On a device, operations match by order, so buckets are sent in one order, whichever is complete first."""
     world = worlds(4)
     found, expected = (
         world.run(device_training.in_another_order, kind, device) for device in (DEVICE, "cpu")
@@ -135,7 +135,7 @@ def test_ranks_with_models_on_different_devices(worlds):
 def test_no_step_reads_the_device(worlds, kind):
     reads = worlds(3).run(device_training.reads_of_steps, kind, DEVICE)
     if kind in ("GradientTracking", "QuasiGlobalMomentum"):
-        # Once in each of the four steps: whether parameters without a gradient are to move.
+        # One read in each of the four steps finds out whether parameters without a gradient must move.
         assert [len(names) for names in reads] == [4] * 3, reads
     else:
         assert reads == [[]] * 3

@@ -1,6 +1,6 @@
-"""Windows of device tensors promise what those of CPU tensors do (test_window_guarantees.py), on the fake device.
+"""Checks for windows of device tensors what test_window_guarantees.py checks for CPU tensors, on the fake device.
 
-Each promise is one function that the ranks of a world run. tests/gpu runs some of them on GPUs.
+Each promise is one function that the ranks of a world run. tests/gpu runs some of these functions on GPUs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(compiled_double: None) -> None:
-    """Ranks have no time to compile what locks pages either."""
+    """Compiles the fake CUDA runtime too, because ranks would take too long to compile it."""
     device_double.compile_runtime()
 
 
@@ -54,7 +54,7 @@ NOT_SUPPORTED = 801  # cudaErrorNotSupported
 
 
 def one_way(size: int) -> nx.DiGraph:
-    """Rank 0 writes to all others."""
+    """Returns a graph in which rank 0 writes to all others."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))
     graph.add_edges_from((0, rank) for rank in range(1, size))
@@ -62,7 +62,7 @@ def one_way(size: int) -> nx.DiGraph:
 
 
 def start(topology: Callable[[int], nx.DiGraph] = topologies.FullyConnectedGraph) -> str:
-    """Begins a test on a rank: fogdist and a device, which it returns."""
+    """Begins a test on a rank: initializes fogdist, and selects and returns a device."""
     if used["type"] == DEVICE:
         device_double.load()
         device_double.load_runtime()
@@ -74,16 +74,16 @@ def start(topology: Callable[[int], nx.DiGraph] = topologies.FullyConnectedGraph
     return device
 
 
-used = {"type": DEVICE}  # by the ranks
+used = {"type": DEVICE}  # the type of device that the ranks use
 
 
 def accelerator() -> Any:
-    """What torch.cuda is for cuda."""
+    """Returns the module for the type of device, such as torch.cuda."""
     return getattr(torch, used["type"])
 
 
 def settle() -> None:
-    """All ranks come here, and what they have given their devices is done."""
+    """Waits until all ranks are here and their devices have finished all work."""
     synchronize()
     fogdist.barrier()
 
@@ -119,7 +119,7 @@ def random_tensor(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
 
 
 def script(device: str, dtype_name: str, numel: int) -> list[Any]:
-    """One of each operation, with weights that round, in an order that all ranks keep; all that can be seen of it."""
+    """Runs each operation once, with weights that round, in one order on all ranks; returns all visible results."""
     dtype = getattr(torch, dtype_name)
     rank, size = fogdist.rank(), fogdist.size()
     x = random_tensor(dtype, numel, rank).to(device)
@@ -201,9 +201,9 @@ def test_few_elements(worlds, numel):
 
 
 def race(kind: str, mutex: bool, seconds: float) -> list[int]:
-    """Rank 0 writes as fast as it can, or changes what is got from it; the others look for mixed values.
+    """Rank 0 writes as fast as it can, or changes a tensor that the others get; these look for mixed values.
 
-    A value has the same number in every element, so a mixture of two shows; and p is that number as well.
+    All elements of a value have the same number, so a mixture of two values shows; p is that number too.
     """
     device = start(one_way)
     rank = fogdist.rank()
@@ -215,7 +215,7 @@ def race(kind: str, mutex: bool, seconds: float) -> list[int]:
         flags = [torch.zeros(1) for _ in range(1, fogdist.size())]
         ends = [dist.irecv(flag, src=1 + other) for other, flag in enumerate(flags)] if rank == 0 else []
         end = time.monotonic() + seconds
-        limit = end + 20.0  # on a busy machine
+        limit = end + 20.0  # for a busy machine
         while time.monotonic() < limit:
             if time.monotonic() > end and (
                 all(e.is_completed() for e in ends) if rank == 0 else min(len(seen), looks) > 1
@@ -271,7 +271,7 @@ def test_nothing_is_torn(worlds, kind, mutex):
 
 
 def tokens(dtype_name: str, numel: int, seconds: float) -> list[float]:
-    """Ranks pass on some of what they have, whole pieces only, and collect, at random times."""
+    """Ranks pass on random parts of their values, in whole pieces, and collect, at random times."""
     device = start()
     rank, size = fogdist.rank(), fogdist.size()
     dtype = getattr(torch, dtype_name)
@@ -282,12 +282,12 @@ def tokens(dtype_name: str, numel: int, seconds: float) -> list[float]:
     fogdist.turn_on_win_ops_with_associated_p()
     fogdist.win_create(x, "w", zero_init=True)
     end = time.monotonic() + seconds
-    limit = end + 20.0  # on a busy machine
+    limit = end + 20.0  # for a busy machine
     while time.monotonic() < (end if min(passed, collected) > 1 else limit):
         other = chance.choice(fogdist.out_neighbor_ranks())
         part = (torch.rand(numel).to(device) * (x.to(torch.float32) + 1)).floor().to(dtype)
         x -= part
-        write = (part, "w", 0.0, {other: 1.0}, chance.random() < 0.3)  # and all of p
+        write = (part, "w", 0.0, {other: 1.0}, chance.random() < 0.3)  # passes on all of p
         if chance.random() < 0.5:
             fogdist.win_accumulate(*write)
         else:
@@ -324,11 +324,11 @@ def test_mass_is_conserved(worlds, dtype, numel):
 
 @pytest.mark.parametrize("way", ["messages", pytest.param("rma", marks=pytest.mark.long)])
 def test_between_hosts(tmp_path, way):
-    """Two ranks on one host and one on another."""
+    """Two ranks are on one host and one on another."""
     by_rma = {
         "FOG_BETWEEN_HOSTS": "rma",
         "UCX_TLS": "shm,self",
-    }  # which moves data itself, also between network namespaces
+    }  # shared memory moves data without the target, also between network namespaces
     calls = [
         ("same_as_on_the_cpu", ["bfloat16", 1003]),
         ("tokens", ["float32", 20_000, 2 * RACE_SECONDS]),
@@ -348,7 +348,7 @@ def test_between_hosts(tmp_path, way):
 
 
 def a_held_stream(kind: str) -> None:
-    """What a rank sends is what its stream makes of the tensor by then; nobody sees it before, and no host waits."""
+    """A rank sends the value that its stream has computed; no rank sees it earlier, and no host waits."""
     device = start(one_way)
     rank = fogdist.rank()
     x = torch.full((5000,), 1.0, device=device)
@@ -361,12 +361,12 @@ def a_held_stream(kind: str) -> None:
             write = window.put_nonblocking if kind == "put" else window.accumulate_nonblocking
             with held(stream):
                 with stream:
-                    torch.Event(device=DEVICE).record(stream)  # it has something to do
+                    torch.Event(device=DEVICE).record(stream)  # gives the stream some work
                     handle = write(amount)
-                amount.fill_(7.0)  # before the stream comes to it
+                amount.fill_(7.0)  # changes the value before the stream reads it
                 assert not fogdist.poll(handle)
                 fogdist.barrier()
-                fogdist.barrier()  # the others have looked
+                fogdist.barrier()  # the others have read their slots
                 assert not fogdist.poll(handle)
             with stream:
                 fogdist.wait(handle)
@@ -386,7 +386,7 @@ def test_what_a_held_stream_sends_is_not_seen_before(worlds, kind):
 
 
 def a_busy_target() -> None:
-    """Rank 1's stream stands still and its host calls nothing, while rank 0 puts, accumulates and gets."""
+    """Rank 1's stream is held and its host calls nothing, while rank 0 puts, accumulates and gets."""
     device = start()
     rank = fogdist.rank()
     x = torch.full((5000,), 1.0 + rank, device=device)
@@ -416,7 +416,7 @@ def test_the_target_takes_no_part(worlds):
 
 
 def p_behind_a_held_stream() -> None:
-    """p comes after what the stream has, which here goes on only if another thread of the program can run meanwhile."""
+    """Reading p waits for the stream. The stream is released by another thread, which must be able to run meanwhile."""
     device = start()
     x = torch.ones(10, device=device)
     stream = torch.accelerator.current_stream()
@@ -436,7 +436,7 @@ def test_p_lets_other_threads_run(worlds):
 
 
 def on_the_second_device() -> list[bool]:
-    """Whether a context was made on each device meanwhile."""
+    """Returns for each device whether a context was created."""
     device = start()
     rank = fogdist.rank()
     x = torch.full((1000,), 1.0 + rank, device=device)
@@ -459,7 +459,7 @@ def on_the_second_device() -> list[bool]:
 
 
 def test_no_other_device_is_touched(worlds):
-    """Threads of fog's have device 0 as their own, where nothing is to be made for a window on another one."""
+    """Device 0 is the current device of fog's threads. Nothing may be created there for a window on another device."""
     assert worlds(2).run(on_the_second_device)[1] == [False, True]
 
 
@@ -467,7 +467,7 @@ def test_no_other_device_is_touched(worlds):
 
 
 def exclusion(enough: float) -> None:
-    """Ranks read, change and write back the same slot in their mutex, until they have done so in turns often enough."""
+    """Ranks read, change and write back the same slot under their mutex, until they have alternated often enough."""
     device = start()
     rank = fogdist.rank()
     x = torch.zeros(200, dtype=torch.float64, device=device)
@@ -482,7 +482,8 @@ def exclusion(enough: float) -> None:
                     mine = window.update(self_weight=0.0, neighbor_weights={0: 1.0}, clone=True)
                     seen = mine.unique().tolist()
                     window.put(mine + 1, dst_weights=[0])
-                assert len(seen) == 1 and seen[0] in (last, last + 1)  # what it wrote, or what that came upon
+                # its own last value, or the next one, which the other rank based on it
+                assert len(seen) == 1 and seen[0] in (last, last + 1)
                 last = seen[0]
             else:
                 with window.mutex([1], for_self=True):
@@ -500,7 +501,7 @@ def test_mutexes_exclude(worlds):
 
 
 def held_mutex() -> None:
-    """An operation that needs a mutex which another rank holds fails at its time-out; what was called in the holder's block does not."""
+    """An operation fails at its timeout if another rank holds the mutex; one in the holder's block succeeds."""
     device = start()
     rank = fogdist.rank()
     x = torch.ones(100, device=device)
@@ -528,10 +529,10 @@ def test_a_mutex_that_another_rank_holds(worlds):
 # --- ranks that are stopped or lost -------------------------------------------------------------------------
 
 
-BIG = 24 * KIB * KIB // 8  # elements: so many take a copy a while
+BIG = 24 * KIB * KIB // 8  # elements; so many that a copy takes a while
 
 
-state: dict[str, Any] = {}  # of a rank, from one call to the next
+state: dict[str, Any] = {}  # of a rank, kept between calls
 
 
 def prepare_to_be_lost() -> None:
@@ -547,7 +548,7 @@ def prepare_to_be_lost() -> None:
 
 
 def work_until_the_end(what: str, seconds: float) -> None:
-    """Rank 1 puts to a neighbor, or updates its own tensor, without end, and then it is gone. The others have nothing to do."""
+    """Rank 1 puts or updates its own tensor in a loop until it is killed. The other ranks do nothing."""
     if fogdist.rank() == 1:
         threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         values = [torch.full_like(state["x"], value) for value in (2.0, 3.0)]
@@ -563,7 +564,7 @@ def work_until_the_end(what: str, seconds: float) -> None:
 def look_after_a_loss() -> float:
     window, x = state["window"], state["x"]
     rank = fogdist.rank()
-    while True:  # until it is known
+    while True:  # until the loss is known
         try:
             window.put(x, dst_weights=[1])
             synchronize()
@@ -601,7 +602,7 @@ def test_a_lost_rank(new_world, what):
 
 
 def free_while_a_neighbor_dies() -> None:
-    """Rank 0 is in free() when rank 1, for which it waits there, is lost."""
+    """Rank 0 is in free(), and waits there for rank 1, when rank 1 is lost."""
     device = start()
     window = fogdist.Window(torch.zeros(100, device=device))
     assert window.transport == "staged"
@@ -618,7 +619,7 @@ def test_a_neighbor_is_lost_during_free(new_world):
 
 
 def signals_of_a_lost_rank() -> None:
-    """Rank 1 gives one signal and dies: a wait for that one ends well, the next one ends with the loss, long before its time-out."""
+    """Rank 1 sends one signal and dies: the wait for it succeeds, the next one fails long before its timeout."""
     device = start()
     rank = fogdist.rank()
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -649,7 +650,7 @@ def test_signals_of_a_lost_rank(new_world):
 
 
 def many_in_flight(count: int) -> None:
-    """Nonblocking operations are done in the order of their calls, each with what its tensor was by then."""
+    """Nonblocking operations take place in the order of their calls, with the values of their place in the stream."""
     device = start(one_way)
     rank = fogdist.rank()
     x = torch.zeros(3000, dtype=torch.float64, device=device)
@@ -682,7 +683,7 @@ def test_operations_in_flight_keep_their_order(worlds):
 
 
 def published() -> None:
-    """What a neighbor gets: the tensor, or what of it was published last."""
+    """A neighbor gets the tensor as it was published last."""
     device = start()
     rank = fogdist.rank()
     x = torch.full((10,), 1.0, device=device)
@@ -718,7 +719,7 @@ def test_what_neighbors_get(worlds):
 
 
 def raw_writes() -> None:
-    """write() goes into the other rank's tensor itself, and is there when its signal is."""
+    """write() writes to the other rank's tensor itself, and the data is there when its signal arrives."""
     device = start()
     rank, size = fogdist.rank(), fogdist.size()
     x = torch.zeros(8, device=device)
@@ -825,7 +826,7 @@ needs_the_runtime_s_double = pytest.mark.skipif(
 
 
 def all_is_given_back() -> list[int]:
-    """How much is page-locked before a window, while it is open, and after it was freed and its tensor dropped."""
+    """Returns the size of page-locked memory before a window, while it is open, and after its end."""
     device = start()
     runtime = device_double.load_runtime()
     synchronize()
@@ -840,7 +841,7 @@ def all_is_given_back() -> list[int]:
     locked.append(runtime.device_double_locked())
     window.free()
     before = x.cpu()
-    assert window.tensor is x and x.cpu().eq(before).all()  # it stays
+    assert window.tensor is x and x.cpu().eq(before).all()  # the tensor is unchanged
     x.add_(1.0)
     assert x.cpu().eq(before + 1).all()
     fogdist.barrier()
@@ -862,7 +863,7 @@ def test_everything_is_given_back(new_world, no_shared_memory_left):
 
 
 def drop_in_disorder() -> None:
-    """Puts are in flight when one window is abandoned, one freed and one left to the end of the group."""
+    """While puts are in flight, one window is abandoned, one is freed and one is left to the end of the group."""
     device = start()
     x = torch.full((50_000,), 1.0, device=device)
     windows = [fogdist.Window(x.clone(), name=f"w{number}") for number in range(3)]

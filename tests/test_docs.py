@@ -1,4 +1,4 @@
-"""The documentation: code compiles and names what exists, links lead somewhere, every public name has its entry."""
+"""Checks the documentation: code compiles and names exist, links have targets, every public name has its entry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def name_of(page: Path) -> str:
 
 
 def prose(page: Path) -> str:
-    """The text of a page without its code, whose lines stay as empty ones."""
+    """Returns the text of a page, with empty lines in place of its code."""
     text = FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
     return re.sub(r"`[^`\n]*`", "", text)
 
@@ -37,7 +37,7 @@ def prose(page: Path) -> str:
 
 
 def dotted(node: ast.expr) -> str | None:
-    """The name that an expression such as ``fogdist.topology.base_graph`` spells; None for any other one."""
+    """Returns the name that an expression such as ``fogdist.topology.base_graph`` spells; None for any other."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -48,7 +48,8 @@ def dotted(node: ast.expr) -> str | None:
 def find(name: str) -> Any:
     found: Any = fogdist
     for part in name.split(".")[1:]:
-        with contextlib.suppress(ImportError, AttributeError):  # a module that `import fogdist` leaves out
+        # a module that `import fogdist` does not import
+        with contextlib.suppress(ImportError, AttributeError):
             importlib.import_module(f"{found.__name__}.{part}")
         found = getattr(found, part)
     return found
@@ -77,7 +78,7 @@ def test_python_blocks_compile_and_use_names_that_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as both mkdocs and GitHub make them from plain words."""
+    """Returns the anchors of a page's headings, as both mkdocs and GitHub make them from plain words."""
     headings = re.findall(r"^#+ +(.*)$", prose_with_code_names(page), re.MULTILINE)
     slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
     for included in re.findall(r'^--8<-- "(\S+\.md)"$', page.read_text(), re.MULTILINE):
@@ -138,7 +139,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_site_has_every_page_in_its_navigation() -> None:
-    """mkdocs checks it as well, where it is installed."""
+    """mkdocs checks this too, if it is installed."""
     listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 

@@ -1,6 +1,6 @@
-"""Threads that drive operations: whom they keep waiting, and what they leave alone.
+"""Tests of threads that make progress on operations: which threads they block, and which memory they leave alone.
 
-What they do when the system refuses memory or threads is in test_refusals.
+test_refusals tests them if the system refuses memory or threads.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SHORT = timedelta(seconds=10)
 COMPUTED_SECONDS = 0.002
 
 
-# Python's lock
+# The GIL
 
 
 def synchronize_while_another_thread_is_needed() -> float:
-    """Once waited with Python's lock: the thread that the other rank waits for could not run."""
+    """Regression: synchronize() waited with the GIL, so the thread for which the other rank waited could not run."""
     group = dist.new_group(timeout=SHORT)
     store = dist.distributed_c10d._get_default_store()
     key = f"go-{dist.get_world_size()}"
@@ -44,7 +44,7 @@ def synchronize_while_another_thread_is_needed() -> float:
 
     def let_the_other_rank_go() -> None:
         about_to_wait.wait()
-        time.sleep(0.05)  # without Python's lock: by then it is the waiter's
+        time.sleep(0.05)  # does not hold the GIL; by then the waiting thread has it
         store.set(key, "1")
 
     helper = threading.Thread(target=let_the_other_rank_go)
@@ -61,10 +61,10 @@ def test_synchronize_lets_other_threads_run(worlds: WorldPool) -> None:
 
 
 def poll_beside_another_thread(numel: int, rounds: int) -> list[int]:
-    """For each call of is_completed() that computed: how often another thread of Python came to its turn meanwhile.
+    """Returns, for each computing call of is_completed(), how often another Python thread ran meanwhile.
 
-    Once none did. It was worse than slow: that thread may be in a window's update, which looks for an interrupt
-    while it waits for a reader, and what is_completed() had to do may wait for the update. Both waited for ever.
+    Regression: none could run, which was a deadlock. That thread may be in a window's update, which checks for
+    interrupts while it waits for a reader, and the work of is_completed() may wait for that update.
     """
     turns = 0
     over = False
@@ -94,12 +94,12 @@ def poll_beside_another_thread(numel: int, rounds: int) -> list[int]:
 
 
 def test_polling_keeps_no_thread_from_python(worlds: WorldPool) -> None:
-    # On a busy machine the other thread may have had no core meanwhile, but hardly three times.
+    # On a busy machine the other thread may have had no core, but hardly three times in a row.
     tries = []
     for _ in range(3):
         first, second = worlds(2).run(poll_beside_another_thread, 1 << 22, 24)
         tries.append(first + second)
-        if not tries[-1] or max(tries[-1]) > 3:  # one may come before the call
+        if not tries[-1] or max(tries[-1]) > 3:  # one of these may come before the call
             return
     raise AssertionError(tries)
 
@@ -120,12 +120,12 @@ def test_polling_alone_brings_operations_to_their_end(worlds: WorldPool, size: i
     assert worlds(size).run(poll_only, rounds) == [[float(size * step) for step in range(rounds)]] * size
 
 
-# Who waits is woken
+# Waiting threads are woken
 
 
 def times_of_sparse_allreduces(rounds: int) -> list[float]:
-    """When each of them ended. Afterwards the rank that ends first says nothing that would wake the other."""
-    entries = 5_000  # to add them up takes a pool's thread so long that the waiting one sleeps
+    """Returns when each of them ended. Afterwards the rank that ends first sends nothing that would wake the other."""
+    entries = 5_000  # adding them up takes a pool's thread so long that the waiting thread sleeps
     sparse = torch.sparse_coo_tensor(torch.arange(entries)[None], torch.ones(entries), (entries,)).coalesce()
     ends = []
     for _ in range(rounds):
@@ -141,17 +141,17 @@ def times_of_sparse_allreduces(rounds: int) -> list[float]:
 
 
 def test_waiting_for_a_sparse_allreduce_ends_with_it(worlds: WorldPool) -> None:
-    """Once nobody woke the thread that waited: it looked after 20 ms."""
+    """Regression: the waiting thread was not woken, and looked only after 20 ms."""
     first, second = worlds(2).run(times_of_sparse_allreduces, 12)
-    late = [abs(one - other) for one, other in zip(first, second, strict=True)]  # whichever looked too late
-    assert statistics.median(late) < 0.012, late  # a busy machine delays some, not most
+    late = [abs(one - other) for one, other in zip(first, second, strict=True)]  # either of them may be late
+    assert statistics.median(late) < 0.012, late  # a busy machine delays some of them, but not most
 
 
 # Memory
 
 
 def memory_after_a_failure(numel: int, delays: list[float]) -> list[bool]:
-    """For each exchange that failed, whether its memory was written to after wait() had raised."""
+    """Returns for each failed exchange whether its memory was written to after wait() had raised."""
     rank = dist.get_rank()
     written = []
     for delay in delays:
@@ -165,7 +165,7 @@ def memory_after_a_failure(numel: int, delays: list[float]) -> list[bool]:
             if rank == 0:
                 work = backend.neighbor_allreduce(x, plan, output=result)
                 dist.barrier()
-                time.sleep(delay)  # the background is at it now
+                time.sleep(delay)  # by now the background thread computes it
                 backend.abort()
             else:
                 dist.barrier()
@@ -183,7 +183,7 @@ def memory_after_a_failure(numel: int, delays: list[float]) -> list[bool]:
 
 
 def test_a_failed_operation_leaves_its_memory_alone(worlds: WorldPool) -> None:
-    """Once wait() raised while another thread still computed the result."""
+    """Regression: wait() raised while another thread still computed the result."""
     first, second = worlds(2).run(
         memory_after_a_failure, 1 << 23, [0.0, 0.001, 0.002, 0.004, 0.008], timeout=40
     )

@@ -1,4 +1,4 @@
-"""Environment variables: the module, the documentation and what is read say the same; values, errors and the log."""
+"""Checks that the module, the documentation and the code agree on environment variables; values, errors, the log."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fog_pg import _logging, environment
 from fog_pg.environment import VARIABLES, Variable
 
 PYTHON = [*ROOT.glob("fog_pg/*.py"), *ROOT.glob("python/fogdist/**/*.py")]
-# The command line does without fog_pg, whose import imports torch.
+# The command line works without fog_pg, whose import imports torch.
 COMMAND_LINE = list(ROOT.glob("python/fog_cli/**/*.py"))
 CPP = [path for path in ROOT.glob("csrc/**/*.[ch]pp") if "getenv(" in path.read_text()]
 TABLE = (ROOT / "docs" / "environment.md").read_text()
 
-# Names that the C++ code sets for the start of MPI, or takes away for it, and does not read.
+# Names that the C++ code sets or removes for the start of MPI, and does not read.
 SET_FOR_MPI = {
     "MPIR_CVAR_PMI_VERSION",
     "PMIX_NAMESPACE",
@@ -45,7 +45,7 @@ def default_of(variable: Variable[object]) -> str:
 
 
 def row(variable: Variable[object]) -> str:
-    """Of the documentation's table."""
+    """Returns a variable's row in the documentation's table."""
     default = f"`{shown}`" if (shown := default_of(variable)) else ""
     if variable.owner != "fog":
         return f"| `{variable.name}` | {variable.owner} | {variable.meaning} |"
@@ -68,7 +68,7 @@ def test_python_reads_what_is_listed_and_through_the_module_only() -> None:
                 if isinstance(variable, Variable):
                     read.add(variable.name)
         if path.name == "environment.py" or path.parts[-2:] == ("common", "util.py"):
-            continue  # the second sets variables that its caller names
+            continue  # the second one sets variables that its caller names
         reads = [
             node.lineno
             for node in ast.walk(tree)
@@ -144,7 +144,7 @@ def test_values() -> None:
         ("FOG_EARLY_BYTES", "16M", "whole bytes from 0 on"),
         ("FOG_RMA_BYTES", "1024", "whole bytes from 1048576 on"),
         ("FOG_HOST_TIMEOUT", "3", "whole seconds from 4 to 32767"),
-        ("FOG_HOST_TIMEOUT", "\u0664", "whole seconds from 4 to 32767"),  # a digit, and none for C++
+        ("FOG_HOST_TIMEOUT", "\u0664", "whole seconds from 4 to 32767"),  # a digit that C++ does not accept
         ("FOG_LOG_LEVEL", "loud", "debug, info, warning and error"),
     ],
 )
@@ -159,7 +159,7 @@ def test_wrong_values(name: str, text: str, allowed: str) -> None:
 
 @pytest.fixture
 def fresh_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Loggers as before the first group."""
+    """Resets the loggers to their state before the first group."""
     loggers = [logging.getLogger(name) for name in ("fogdist", "fog_pg")]
     before = [(logger.handlers[:], logger.level) for logger in loggers]
     for logger in loggers:
@@ -185,11 +185,11 @@ def test_log_lines_have_a_rank(
     cpp: str | None,
     shown: list[str],
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without pytest's
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # removes pytest's handlers
     monkeypatch.setenv("FOG_LOG_LEVEL", level)
     monkeypatch.setenv("RANK", "3")
     _logging.set_up()
-    # Removed with the other changes of this test.
+    # This change is undone with the other changes of this test.
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", os.environ.get("TORCH_CPP_LOG_LEVEL", "unset"))
     assert os.environ["TORCH_CPP_LOG_LEVEL"] == (cpp or "unset")
     logging.getLogger("fog_pg").debug("found")

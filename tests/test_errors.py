@@ -1,6 +1,6 @@
-"""Bad arguments, ranks that disagree, peers that never call: an exception, never a hang.
+"""Bad arguments, disagreements and absent peers raise an exception, and never hang.
 
-Ranks that are killed or stopped are in test_faults.
+test_faults has the tests with killed and stopped ranks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or crash here")
 
-# Much longer than any of these tests may take: an error that arrives at the timeout arrives too late.
+# Much longer than any of these tests may take, so an error that arrives only at the timeout fails the test.
 LONG_TIMEOUT = 60.0
 SOON = 5.0
 SHORT_TIMEOUT = 2.0
 
 
-# Bad arguments, all on one rank: nothing is sent, so a good operation of all ranks follows at once.
+# Only one rank passes bad arguments. Nothing is sent, so a good operation of all ranks works right afterwards.
 
 
 def _bad_calls() -> dict[str, tuple[Callable[[], object], list[str]]]:
-    """Calls that are wrong on rank 0 of 3, each with what its message has to show."""
+    """Returns calls that are wrong on rank 0 of 3, each with the words that its message must contain."""
     size = dist.get_world_size()
     ones = torch.ones
     calls: dict[str, tuple[Callable[[], object], list[str]]] = {
@@ -132,9 +132,9 @@ def _bad_calls() -> dict[str, tuple[Callable[[], object], list[str]]]:
 
 
 def _shared_memory(size: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
-    """Calls whose results would be written to where something else is still to be read or written."""
+    """Returns calls whose outputs overlap memory that is still to be read or written."""
     ones, x = torch.ones, torch.ones(4 * size)
-    parts = list(x.chunk(size))  # rank 0's first
+    parts = list(x.chunk(size))  # the first one is for rank 0
     matrix = ones(4, 2 * size)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     several, shares = ["shares memory with"], ["share memory"]
@@ -231,7 +231,7 @@ def _shared_memory(size: int) -> dict[str, tuple[Callable[[], object], list[str]
 
 
 def _type_pattern(dtype: torch.dtype) -> str:
-    """Matches the name of a dtype as Python or as C++ writes it."""
+    """Returns a pattern for the name of a dtype as written in Python or C++."""
     names = {
         torch.bool: "bool",
         torch.uint8: "uint8|byte",
@@ -268,14 +268,14 @@ def test_bad_arguments(worlds: WorldPool) -> None:
     worlds(3).run(bad_arguments)
 
 
-# Ranks that disagree. Each case runs in a group of its own, so that one does not disturb the next.
+# Each case of ranks that disagree has its own group, so a failure does not disturb the next case.
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-# name -> (call of this rank in this group, what the message of every rank has to show)
+# name -> (the call of this rank in this group, the words that every rank's message must contain)
 _Call = Callable[[int, dist.ProcessGroup], object]
 DISAGREEMENTS: dict[str, tuple[_Call, list[str]]] = {
     "all_reduce size": (lambda r, g: dist.all_reduce(_zeros(1000 + r), group=g), ["1000", "1001"]),
@@ -352,7 +352,7 @@ DISAGREEMENTS: dict[str, tuple[_Call, list[str]]] = {
     ),
     "all_to_all_single splits": (
         lambda r, g: dist.all_to_all_single(_zeros(10), _zeros(10), [5, 5], [[5, 5], [4, 6]][r], group=g),
-        ["20", "16|24"],  # bytes of float32
+        ["20", "16|24"],  # in bytes of float32
     ),
     "number of coalesced tensors": (
         lambda r, g: dist.all_reduce_coalesced([_zeros(6) for _ in range(2 + r)], group=g),
@@ -401,7 +401,7 @@ def test_ranks_that_disagree(worlds: WorldPool, name: str) -> None:
 
 
 def one_disagrees(kind: str) -> tuple[str, float]:
-    """Rank 2 of 3 or more brings another tensor: everybody depends on it, so everybody gets the error."""
+    """Rank 2, of 3 or more, passes another tensor. All ranks depend on it, so all get the error."""
     other = dist.get_rank() == 2
     group = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))
     begin = time.monotonic()
@@ -431,7 +431,7 @@ def test_one_rank_disagrees_with_the_others(worlds: WorldPool, size: int, kind: 
 
 
 def broadcast_of_another_shape() -> list[str]:
-    """What the broadcast and the operation after it say on this rank."""
+    """Returns the errors of the broadcast and of the operation after it on this rank."""
     said = []
     for size in (3 + dist.get_rank(), 2):
         try:
@@ -449,7 +449,8 @@ def test_a_root_that_does_not_wait_fails_in_its_next_operation(
 ) -> None:
     world = new_world(2, timeout=LONG_TIMEOUT, environment={"FOG_CONFIRM": confirm})
     for said in world.run(broadcast_of_another_shape):
-        for text in said:  # the barrier after the broadcast, or the broadcast itself, and all that follows
+        # either the broadcast fails, or the barrier after it; all later operations fail too
+        for text in said:
             assert "float32[3]" in text and "float32[4]" in text, said
 
 
@@ -491,7 +492,7 @@ def still_works() -> None:
 # Peers that never call
 
 
-# Operations that wait for rank 1: how a message may write the name, and the call in a group.
+# Operations that wait for rank 1: a pattern for the operation's name in the message, and the call.
 _WAITING: list[tuple[str, Callable[[int, dist.ProcessGroup], dist.Work]]] = [
     ("all_?reduce", lambda n, g: dist.all_reduce(_zeros(10), group=g, async_op=True)),
     ("all_?reduce", lambda n, g: dist.all_reduce(_zeros(200_000), group=g, async_op=True)),
@@ -511,10 +512,10 @@ _WAITING: list[tuple[str, Callable[[int, dist.ProcessGroup], dist.Work]]] = [
 
 
 def wait_for_absent_peer() -> list[str]:
-    """Start everything, each in a group of its own, then wait: all of it takes one timeout."""
+    """Starts all operations, each in its own group, and then waits, so all of them take only one timeout."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT)) for _ in _WAITING]
-    for group in groups:  # the operations that fail are not the first of their groups
+    for group in groups:  # so the failing operations are not the first in their groups
         dist.barrier(group)
     problems = []
     if rank != 1:
@@ -535,7 +536,7 @@ def wait_for_absent_peer() -> list[str]:
         seconds = time.monotonic() - begin
         if not SHORT_TIMEOUT - 0.5 < seconds < SHORT_TIMEOUT + SOON:
             problems.append(f"the errors came after {seconds:.1f} s, the timeout is {SHORT_TIMEOUT} s")
-    # The groups that timed out do not take the others with them.
+    # The groups that timed out do not affect the others.
     dist.barrier()
     still_works()
     return problems
@@ -580,7 +581,7 @@ def test_timeout_of_the_world(new_world: Callable[..., World]) -> None:
 
 
 def far_deadlines(timeout: timedelta) -> None:
-    """All that takes a time-out takes one that a clock of nanoseconds cannot add to its time."""
+    """All functions with a timeout accept one that overflows when it is added to a clock of nanoseconds."""
     import fogdist
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -592,7 +593,7 @@ def far_deadlines(timeout: timedelta) -> None:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     for numel in (10, 200_000):
         dist.all_reduce(_zeros(numel))
-    # The other rank comes when whatever expires at once has done so.
+    # The other rank comes late, so a deadline that wrongly expires at once would show.
     if rank == 1:
         time.sleep(0.1)
     work = dist.barrier(async_op=True)

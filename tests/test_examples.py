@@ -1,4 +1,4 @@
-"""The examples as a user starts them, and the comparison of the demo with DistributedDataParallel on Gloo."""
+"""Runs the examples as a user starts them, and compares the demo with DistributedDataParallel on Gloo."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OTHERS = [
     SINGLE_OPERATION,
 ]
 OTHERS += [INNER_OUTER, TRAIN_IMAGENET]
-# Seconds after a rank is lost. Its peers notice at once; the rest is torchrun's shutdown on a busy machine.
+# Seconds after a rank is lost. Its peers notice at once; the rest is for torchrun's shutdown on a busy machine.
 LOST_RANK_TIMEOUT = 30.0
 
 
@@ -60,7 +60,7 @@ Results = dict[str, Any]
 
 
 def train(folder: Path, ranks: int, *script: str | Path, launcher: str | WorldPool) -> tuple[Results, str]:
-    """Runs a training example; returns what --json got, and what was printed."""
+    """Runs a training example; returns the results of --json and the output."""
     results, picture = folder / "results.json", folder / "picture.png"
     arguments = [*script, "--json", results, "--save-plot-file", picture]
     output = run_script(arguments, ranks, folder / "log.txt", launcher, timeout=120)
@@ -74,14 +74,14 @@ def check_picture(path: Path) -> None:
     pixels = image.imread(path)
     height, width = pixels.shape[:2]
     assert height >= 300 and width >= 600
-    # Curves, axes and text on white: neither blank nor noise.
+    # The picture has curves, axes and text on white, so it is neither blank nor noise.
     drawn = (pixels[..., :3] < 0.9).any(axis=-1).mean()
     assert 0.01 < drawn < 0.5, f"{drawn:.3f} of the picture is not white"
 
 
 @pytest.mark.long
 def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path, script_worlds: WorldPool) -> None:
-    """The demo at its defaults; the two runs have the same data, initial parameters and order of samples."""
+    """Runs the demo with its defaults; both runs have the same data, initial parameters and order of samples."""
     for name in ("fog", "gloo"):
         (tmp_path / name).mkdir()
     ours, output = train(tmp_path / "fog", 4, TRAIN_DIGITS, launcher=script_worlds)
@@ -90,11 +90,11 @@ def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path, script_worlds: World
     assert min(ours["ranks"]) > 0.95
     assert len(set(reference["ranks"])) == 1
     assert max(abs(accuracy - reference["ranks"][0]) for accuracy in ours["ranks"]) <= 0.01
-    # The ranks mix, so they are close, and they have data of their own, so they are not equal.
+    # The ranks mix, so they are close; their data differs, so they are not equal.
     assert 0 < ours["consensus distance"] < 0.01
     assert reference["consensus distance"] < 1e-6
     assert min(ours["samples per second"]) > 0
-    # 21 steps an epoch; the last measurement is that of the trained models.
+    # An epoch has 21 steps; the last measurement is of the trained models.
     for rank, measured in enumerate(ours["measurements"]):
         assert [found["step"] for found in measured] == list(range(21, 631, 21))
         assert measured[-1]["value"] == ours["ranks"][rank]
@@ -123,8 +123,8 @@ def test_demo_in_short(
 
 
 def lose_a_rank(log: Path) -> tuple[str, float]:
-    """Returns what the demo printed, and how long it took to end, in seconds, after rank 1 was killed."""
-    # The agent ends all ranks once it has noticed: not before these have had time to say what they noticed.
+    """Returns the demo's output, and the seconds until it ended after rank 1 was killed."""
+    # The agent ends all ranks once it has noticed the loss. A long interval gives them time to report it first.
     launcher = [*launcher_command("torchrun", 2), "--monitor-interval", "5"]
     job = Job([TRAIN_DIGITS, "--steps", "1000000"], 2, log, launcher)
     try:
@@ -144,7 +144,7 @@ def test_lost_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
     for attempt in range(3):
         output, seconds = lose_a_rank(tmp_path / f"log{attempt}.txt")
         errors = [line for line in output.splitlines() if "DistBackendError" in line]
-        if errors or seconds > 2:  # else the agent happened to look just then, and was first
+        if errors or seconds > 2:  # otherwise the agent noticed the loss before the ranks did
             break
     assert any(re.search(r"rank 1\b", line) for line in errors), f"after {seconds:.1f} s:\n{output}"
 
@@ -185,7 +185,7 @@ def test_optimization_finds_the_optimum(
     first, last = ([float(error) for error in row] for row in (rows[0], rows[-1]))
     assert len(set(first)) == 1 and first[0] > 0.3, output
     diffusion, *exact = last
-    # Diffusion has a bias, as data differ; the others have none.
+    # Diffusion has a bias because the ranks' data differ; the other methods have none.
     assert 1e-3 < diffusion < 0.8 * first[0], output
     assert max(exact) < 1e-8, output
     check_picture(picture)
@@ -213,7 +213,7 @@ def test_push_diging_alone(tmp_path: Path, script_worlds: WorldPool) -> None:
 
 
 def last_row(output: str) -> list[float]:
-    """Returns the numbers of a table's last row."""
+    """Returns the numbers of the last row of a table."""
     *_, row = re.findall(r"^ +\d+((?: +\S+e[+-]\d+)+)$", output, re.MULTILINE)
     return [float(value) for value in row.split()]
 
@@ -293,7 +293,7 @@ def test_imagenet_recipe_goes_on_from_a_checkpoint(tmp_path: Path, script_worlds
     assert "going on after epoch 1\n" in output
     found = re.findall(r"^epoch (\d) of 3, .* test loss \S+, accuracy (\S+)$", output, re.MULTILINE)
     assert [epoch for epoch, _ in found] == ["2", "3"], output
-    assert float(found[-1][1]) > 0.25, output  # of ten classes
+    assert float(found[-1][1]) > 0.25, output  # there are ten classes
     names = sorted(path.name for path in folder.iterdir())
     assert names == [f"epoch-00{number}.pt" for number in (1, 2, 3)]
 
@@ -320,7 +320,7 @@ def test_learning_rate_of_the_imagenet_recipe(
     ids=["ddp-gloo", "awc-dynamic", "ddp-async-slow"],
 )
 def test_digits_split_by_labels(tmp_path: Path, script_worlds: WorldPool, arguments: tuple[str, ...]) -> None:
-    """Each rank sees half of the labels, so alone it is right in half of the cases at most."""
+    """Each rank has half of the labels, so alone it would be right in at most half of the cases."""
     picture, results = tmp_path / "loss.png", tmp_path / "results.json"
     script = [TRAIN_MNIST, *arguments, "--steps", "400", "--lr", "0.1", "--momentum", "0.5"]
     script += ["--save-plot-file", picture, "--json", results]
@@ -329,7 +329,7 @@ def test_digits_split_by_labels(tmp_path: Path, script_worlds: WorldPool, argume
     assert found["final"] > 0.65, output
     assert f"{found['final']:.4f}" in output and len(found["ranks"]) == 2
     if "--slow-rank" in arguments:
-        # The steps are shared, and the rank that is not slow makes more of them.
+        # The ranks share the steps, and the fast rank takes more of them.
         fast, slow = found["steps"]
         assert fast > slow and fast + slow in (800, 801), output
     else:
@@ -341,16 +341,16 @@ def test_gpt_learns(tmp_path: Path, script_worlds: WorldPool) -> None:
     results = tmp_path / "results.json"
     flags = ["--mode", "awc", "--steps", "40", "--width", "32", "--context", "32", "--text-bytes", "200000"]
     run_script([TRAIN_GPT, *flags, "--lr", "0.01", "--json", results], 2, tmp_path / "log.txt", script_worlds)
-    # Nothing learned: ln 256 = 5.5; how often each byte occurs: about 3.2.
+    # A model without training has ln 256 = 5.5; the frequencies of bytes alone give about 3.2.
     assert json.loads(results.read_text())["final"] < 4.0
 
 
-# --- parts of them, in this process ---
+# --- parts of the examples, in this process
 
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports modules of examples/, and forgets them again: benchmarks/ has some of the same names."""
+    """Imports modules of examples/ and removes them afterwards, because benchmarks/ has modules of the same names."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     before = set(sys.modules)
     yield importlib.import_module
@@ -360,10 +360,10 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType
 
 
 def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> Any:
-    """Calls main(), which is to end before ranks are needed; returns the exit status."""
+    """Calls main(), which must end before it needs other ranks; returns the exit status."""
     monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
     try:
-        module.main.__wrapped__()  # torch's `record` around it is for whole processes
+        module.main.__wrapped__()  # torch's `record`, which wraps main, is for whole processes
     except SystemExit as exit_:
         return exit_.code
     raise AssertionError("main() came to its end")
@@ -372,7 +372,7 @@ def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: st
 def test_training_examples_take_the_same_flags(
     load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By name and by what their help says, defaults apart."""
+    """The flags have the same names and help texts, except for their defaults."""
     helps = {}
     for script in TRAINING:
         assert run_main(load(script.stem), monkeypatch, "--help") == 0
@@ -387,7 +387,7 @@ def test_training_examples_take_the_same_flags(
     )
     names = {entry.split()[0] for entry in common if entry.startswith("--")}
     assert names == {f"--{name}" for name in expected.split()}
-    # The benchmark counts steps in iterations, as its flags of its own say.
+    # The benchmark counts steps in iterations, by flags of its own.
     steps = [any(entry.startswith("--steps N") for entry in options) for options in helps.values()]
     assert steps == [script != SYNTHETIC_RESNET50 for script in TRAINING]
 
@@ -473,7 +473,7 @@ def test_ranks_that_share_a_gpu(
     load: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one machine after the other would have it: GPUs, ranks, NCCL, environment."""
+    """Emulates machines with different GPUs, ranks, NCCL versions and environments."""
     devices = load("devices")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -498,13 +498,13 @@ def test_local_rank_chooses_the_gpu(
     assert devices.use("cuda") == torch.device("cuda", 0)
     monkeypatch.setenv("MPI_LOCALRANKID", "1")
     assert devices.use("cuda") == torch.device("cuda", 1)
-    monkeypatch.setenv("LOCAL_RANK", "2")  # two ranks on a GPU
+    monkeypatch.setenv("LOCAL_RANK", "2")  # two ranks share a GPU
     assert devices.use("cuda") == torch.device("cuda", 0)
     assert chosen == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
 
 
 def write_cifar(folder: Path, images: int) -> dict[str, tuple[np.ndarray, list[int]]]:
-    """Writes files as CIFAR-10's python version has them, with `images` each, and returns what they hold."""
+    """Writes files in the format of CIFAR-10's Python version, with `images` each, and returns their contents."""
     rng = np.random.default_rng(0)
     held = {}
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
@@ -524,7 +524,7 @@ def test_cifar_files(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
     for named in (folder, tmp_path):
         data = images.load_cifar10(named)
         assert data.train_images.shape == (30, 3, 32, 32) and data.test_images.shape == (6, 3, 32, 32)
-        # A row is the red plane, then the green and the blue one, each row by row.
+        # A row holds the red plane, then the green and the blue one, each row by row.
         rows, labels = held["data_batch_2"]
         assert data.train_images[7, 2, 5, 9] == rows[1, 2 * 1024 + 5 * 32 + 9]
         assert data.train_labels[6:12].tolist() == labels
@@ -533,7 +533,7 @@ def test_cifar_files(load: Callable[[str], ModuleType], tmp_path: Path) -> None:
     (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": rows[:3], b"labels": labels}, protocol=2))
     with pytest.raises(ValueError, match=r"data_batch_3 .*6 labels.*\(3, 3072\)"):
         images.load_cifar10(folder)
-    # A pickle that would call something is not a batch.
+    # A pickle that would call a function is not a batch.
     (folder / "data_batch_3").write_bytes(pickle.dumps({b"data": os.getcwd, b"labels": labels}, protocol=2))
     with pytest.raises(ValueError, match="getcwd"):
         images.load_cifar10(folder)
@@ -573,26 +573,26 @@ def test_resnet50_is_that_of_the_paper(load: Callable[[str], ModuleType]) -> Non
 
 def test_images_per_second_of_iterations(load: Callable[[str], ModuleType]) -> None:
     example = load("synthetic_resnet50")
-    # Steps end after these seconds; one warms up, two are an iteration, the last one is left over.
+    # The seconds at which steps end: one step warms up, two make an iteration, and the last one is left over.
     assert example.iteration_rates([9.0, 10.0, 12.0, 13.0, 14.0, 20.0], 3, 1, 2) == [2.0, 3.0]
     assert example.iteration_rates([2.0, 4.0], 4, 0, 1) == [2.0, 2.0]
     assert example.show([1.0, 3.0]) == "2.0 +- 2.0 (2 iterations)"
 
 
-# --- every mode, in one start ---
+# --- all modes in one start -----
 
 
 def train_digits_in_every_mode() -> dict[str, dict[str, Any]]:
-    """Returns, by mode, what train_digits.py reports; on rank 0."""
+    """Returns the report of train_digits.py for each mode; complete on rank 0."""
     sys.path.insert(0, str(ROOT / "examples"))
     training, modes, example = map(importlib.import_module, ("training", "modes", "train_digits"))
     found: dict[str, dict[str, Any]] = {}
     advance = training.Progress.advance
 
     def advance_together(progress: Any) -> None:
-        # 60 steps are a few of the scheduler's time slices: of ranks at their own pace one may do nearly all of
-        # them, while another's parameters, still the first ones, are averaged again and again. So none is ahead
-        # by more than 10.
+        # 60 steps take only a few time slices of the scheduler. At their own pace, one rank could take nearly all of
+        # them, while the untrained parameters of another are averaged again and again. So no rank may be more than 10
+        # steps ahead.
         advance(progress)
         done[name] = done.get(name, 0) + 1
         if modes.MODES[name].is_asynchronous and done[name] <= 60 and done[name] % 10 == 0:
@@ -601,7 +601,7 @@ def train_digits_in_every_mode() -> dict[str, dict[str, Any]]:
     def start(args: Any) -> tuple[int, int]:
         if not found:
             return training.start(args)
-        # False if the mode before has left a window open.
+        # This is False if the previous mode has left a window open.
         assert fogdist.set_topology(by_name(args.topology, dist.get_world_size()), is_weighted=True)
         torch.manual_seed(args.seed)
         return dist.get_rank(), dist.get_world_size()
@@ -618,17 +618,17 @@ def train_digits_in_every_mode() -> dict[str, dict[str, Any]]:
         for name in [name for name, mode in modes.MODES.items() if not mode.takes_adamw_only]:
             with mock.patch.object(sys, "argv", ["train_digits.py", "--mode", name, "--steps", "60"]):
                 example.main.__wrapped__()
-            gc.collect()  # what was trained goes with its windows, on all ranks alike
+            gc.collect()  # on all ranks, the trained model goes together with its windows
     return found
 
 
 def test_every_mode_learns(worlds: WorldPool) -> None:
-    """On an odd number of ranks, where pairs leave one over."""
+    """With an odd number of ranks, pairs leave one rank over."""
     found, *_ = worlds(3).run(train_digits_in_every_mode, timeout=240)
     assert len(found) > 20
     for name, results in found.items():
         assert results["final"] > 0.7, (name, results)
-        if results["is asynchronous"]:  # the steps are shared; two ranks may end on one that is too many
+        if results["is asynchronous"]:  # the ranks share the steps, and two ranks may each take one more
             assert 180 <= sum(results["steps"]) <= 182, (name, results)
         else:
             assert results["steps"] == [60] * 3, (name, results)
@@ -642,10 +642,10 @@ def test_every_mode_learns(worlds: WorldPool) -> None:
 def test_resnet_learns(tmp_path: Path, script_worlds: WorldPool) -> None:
     flags = ["--depth", "8", "--steps", "72", "--batch-size", "16", "--mode", "atc", "--dynamic"]
     found, output = train(tmp_path, 2, TRAIN_RESNET, *flags, launcher=script_worlds)
-    # Ten classes, equally frequent.
+    # There are ten equally frequent classes.
     assert found["final"] > 0.3, output
     assert [measured["step"] for measured in found["measurements"][0]] == [64, 72]
-    assert found["consensus distance"] < 1e-6  # of two ranks, after each of them takes the mean of both
+    assert found["consensus distance"] < 1e-6  # with two ranks, each takes the mean of both
     assert (
         len(re.findall(r"^epoch [12], .*test accuracy 0\.\d+, consensus distance ", output, re.MULTILINE))
         == 2

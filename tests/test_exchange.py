@@ -1,4 +1,4 @@
-"""What the arguments of a call become: each exchange is made once, kept, and never out of date."""
+"""Tests of exchanges that are made from the arguments of a call: made once, kept, and never outdated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reference import Checks
 
 
 def exchanges_of(nodes: Any = RANKS) -> Exchanges:
-    """Those of node 0 of 4, whose neighbors are all others."""
+    """Returns the exchanges of node 0 of 4, whose neighbors are all others."""
     return Exchanges(nodes, 0, 4, [1, 2, 3], [1, 2, 3], None)
 
 
@@ -36,7 +36,7 @@ def test_the_same_arguments_give_the_same_exchange(nodes):
     assert len(exchanges) == 1
     unchecked = exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, {3: 1.0}, False)
     assert (first.check, unchecked.check) == (True, False)
-    # What differs in Python only is one plan of the backend.
+    # Exchanges that differ in Python only share one plan of the backend.
     assert first.plan is unchecked.plan is exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, [3], True).plan
     assert exchanges.weighted(0.5, {1: 0.5}, {3: 1.0}, True).plan is not first.plan
 
@@ -47,7 +47,7 @@ def test_the_same_ranks_give_the_same_gather():
     assert exchanges.gathering([3, 1], [2], True) is first
     assert (
         exchanges.gathering([1, 3], [2], True).sources != first.sources
-    )  # theirs is the order of the result
+    )  # the order of sources is the order of the result
     assert exchanges.gathering(None, None, True) is exchanges.gathering(None, None, True)
 
 
@@ -79,7 +79,7 @@ def test_a_bounded_number_is_kept():
 
 
 def test_what_is_equal_to_a_weight_or_rank_is_none_for_that():
-    """A kept exchange hides no error of arguments that compare equal to its own."""
+    """A kept exchange must not hide errors in arguments that compare equal to its own."""
     exchanges = exchanges_of()
     exchanges.weighted(1.0, {1: 1.0}, {1: 1.0}, True)
     exchanges.weighted(1.0, {}, {}, True)
@@ -116,7 +116,7 @@ def test_numbers_of_other_types_are_weights_and_ranks_too():
 
 
 def test_zeros_of_both_signs_are_one_weight():
-    """Ranks of a machine compare their weights bit by bit, and must not differ in which they asked for first."""
+    """Ranks of a machine compare their weights bit by bit, so the sign of the first zero must not matter."""
     for order in [(0.0, -0.0), (-0.0, 0.0)]:
         exchanges = exchanges_of()
         first, second = (exchanges.weighted(zero, {1: zero}, {2: zero}, True) for zero in order)
@@ -128,7 +128,7 @@ def test_zeros_of_both_signs_are_one_weight():
 
 
 def topologies_in_turn() -> None:
-    """A plan of one topology is never used in another: the same call means other peers there."""
+    """The plan of one topology is never used in another, where the same call has other peers."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     x = torch.tensor([float(rank)], dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_another_topology_has_other_exchanges(worlds):
 
 
 def weights_that_change() -> None:
-    """One dict, changed between calls: each call sees what is in it."""
+    """One dict changes between calls, and each call uses its present contents."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     x = torch.tensor([float(rank + 1)], dtype=torch.float64)

@@ -1,7 +1,8 @@
-"""Ranks end in every order and in every way: nobody hangs or crashes, statuses are right, nothing is left.
+"""Ranks end in every order and in every way: none hangs or crashes, exit statuses are right, and nothing is left
+behind.
 
-The bodies below are main programs: each rank runs one in a process that has no group yet, and ends as Python
-ends a script, with what the body left behind still alive.
+The functions below are main programs: each rank runs one in a process that has no group yet, and ends as Python ends a
+script, while objects of the program are still alive.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ pytestmark = [
     pytest.mark.usefixtures("nothing_left"),
 ]
 
-# Much longer than any of these tests may take: what ends at the time-out ends too late.
+# Much longer than any of these tests may take, so a program that ends only at the timeout fails the test.
 LONG_TIMEOUT = 60.0
 SOON = 5.0
 WATCHDOG_SECONDS = 20.0
 
-# What a script keeps in its globals.
+# Objects that stay alive until the end, like globals of a script.
 kept: list[Any] = []
 
 
 def as_main_program(body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """Run a body as the main program of this process and end the process as Python does then."""
+    """Runs a body as the main program of this process, and then ends the process as Python does."""
     rank = int(os.environ["RANK"])
     try:
         harness.init_process_group(LONG_TIMEOUT)
@@ -51,24 +52,24 @@ def as_main_program(body: Callable[..., None], arguments: tuple[Any, ...]) -> No
         kept.append(error)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        kept.append(error)  # as sys.last_exc: its frames live until the end
+        kept.append(error)  # like sys.last_exc, it keeps its frames alive until the end
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # Ends a finalization that hangs.
+    # This ends a finalization that hangs.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, WATCHDOG_SECONDS)
     ctypes.pythonapi.Py_Exit(status)
 
 
 class Ended:
-    """How a rank's process ended.
+    """The end of a rank's process.
 
     Attributes:
-        status: Exit status; minus the number of the signal that killed it.
-        printed: What it wrote.
-        seconds: From the start of the body to the end of the process.
+        status: Exit status; minus the signal's number if a signal killed the process.
+        printed: The output.
+        seconds: Seconds from the start of the body to the end of the process.
     """
 
     def __init__(self, outcome: Outcome) -> None:
@@ -80,7 +81,7 @@ class Ended:
         self.seconds = outcome.seconds
 
     def assert_quiet(self) -> None:
-        """Nobody complained."""
+        """Checks that the process printed no complaints."""
         for word in ("Traceback", "terminate", "Fatal", "fog:", "lost", "MPI", "UCX"):
             assert word not in self.printed, self.printed
 
@@ -90,7 +91,7 @@ Run = Callable[..., list[Ended]]
 
 @pytest.fixture
 def run_programs(new_world: Callable[..., World]) -> Run:
-    """Runs a body on `size` ranks; returns how each ended."""
+    """Returns a function that runs a body on `size` ranks and returns how each ended."""
 
     def run(size: int, body: Callable[..., None], *arguments: Any) -> list[Ended]:
         world = new_world(size, initialize=False)
@@ -108,7 +109,7 @@ def sum_of_ones() -> float:
 # Good ends
 
 
-# How one rank leaves: seconds it does other things first, whether it destroys its groups, its last statement.
+# How a rank leaves: the seconds that it waits first, whether it destroys its groups, and its last statement.
 Leaving = tuple[float, bool, str]
 
 
@@ -151,7 +152,7 @@ def test_good_ends(run_programs: Run, manners: str) -> None:
 
 
 def destroy_piecewise(rank: int) -> None:
-    """Groups go in different orders on different ranks, one of them while it is still referred to."""
+    """Ranks destroy groups in different orders, and one group while there is still a reference to it."""
     groups = [dist.new_group(), dist.new_group([0, 1])]
     kept.append(groups[0])
     for group in groups:
@@ -163,7 +164,7 @@ def destroy_piecewise(rank: int) -> None:
         dist.destroy_process_group()
     else:
         assert sum_of_ones() == 2
-        dist.destroy_process_group()  # all groups
+        dist.destroy_process_group()  # destroys all groups
         del groups
 
 
@@ -182,7 +183,7 @@ def register_exits(rank: int) -> None:
 
 def destroy_after_fog_ended(rank: int) -> None:
     dist.barrier()
-    # Runs after fog's own, as one that was registered before the first group would.
+    # Runs after fog's own exit function, like one that was registered before the first group.
     from fog_pg import _C
 
     _C.shutdown()
@@ -199,7 +200,7 @@ def test_exit_functions(run_programs: Run, body: Callable[..., None]) -> None:
 
 
 def end_early(rank: int, destroy: bool) -> None:
-    """Rank 2 ends; the others work on in a group of their own, and in one made after its end."""
+    """Rank 2 ends; the others work on in their own group, and in one made after its end."""
     pair = dist.new_group([0, 1])
     assert sum_of_ones() == 3
     if rank == 2:
@@ -212,7 +213,7 @@ def end_early(rank: int, destroy: bool) -> None:
         dist.all_reduce(tensor, group=pair)
         assert tensor[0].item() == 2
         dist.barrier(pair)
-        # The clocks differ: rank 0 says when it is over.
+        # The ranks' clocks differ, so rank 0 decides when to stop.
         more = torch.tensor([time.monotonic() < begin + 0.7])
         dist.broadcast(more, 0, group=pair)
         if not more.item():
@@ -235,14 +236,14 @@ def test_one_ends_early(run_programs: Run, destroy: bool) -> None:
 
 
 def exit_with_operations(rank: int, who: list[int]) -> None:
-    """The ranks of `who` leave at once; the others wait for them."""
+    """The ranks of `who` leave at once, and the others wait for them."""
     assert sum_of_ones() == 2
     peer = 1 - rank
     kept.append(dist.irecv(torch.zeros(4), peer, tag=7))
     kept.append(dist.irecv(torch.zeros(4), tag=9))
     kept.append(dist.isend(torch.ones(500_000), peer, tag=8))
     kept[0].get_future().then(kept.append)  # runs, with the error, while Python ends
-    # Both have started all this before one leaves and takes the group with it.
+    # Both ranks have started all this before one leaves and ends the group.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"started/{rank}", "")
     store.wait([f"started/{peer}"])
@@ -264,7 +265,7 @@ def test_exit_with_operations_in_flight(run_programs: Run, who: list[int]) -> No
 
 
 def exit_while_a_thread_waits(rank: int) -> None:
-    """A daemon thread sits in a wait that nobody will end."""
+    """A daemon thread waits for an operation that never completes."""
     assert sum_of_ones() == 2
     waiting = threading.Event()
 
@@ -276,7 +277,7 @@ def exit_while_a_thread_waits(rank: int) -> None:
 
     threading.Thread(target=wait, daemon=True).start()
     assert waiting.wait(5)
-    # Both wait before one leaves and takes the group with it.
+    # Both ranks wait before one leaves and ends the group.
     store = dist.distributed_c10d._get_default_store()
     store.set(f"waits/{rank}", "")
     store.wait([f"waits/{1 - rank}"])
@@ -317,7 +318,7 @@ def test_bad_ends(run_programs: Run, how: str, status: int) -> None:
     assert [e.status for e in ended] == [1, status, 1], "\n".join(e.printed for e in ended)
     if how == "exception":
         assert "LookupError: no such thing" in ended[1].printed
-    announced = how in ("exception", "sys.exit")  # it could say goodbye
+    announced = how in ("exception", "sys.exit")  # in these cases the rank could announce its end
     for survivor in (ended[0], ended[2]):
         assert survivor.seconds < SOON, survivor.printed
         error = re.search(r"DistBackendError: (.*)", survivor.printed)
@@ -347,7 +348,7 @@ def test_survivor_ends_well(run_programs: Run) -> None:
     assert ended[0].seconds < SOON
 
 
-# Ctrl-C, in scripts of their own: how Python ends them is part of it
+# Ctrl-C, in separate scripts, because the way in which Python ends them is part of the test
 
 INTERRUPTED = """
 import sys
@@ -391,7 +392,7 @@ def test_interrupt_ends_a_blocking_wait(tmp_path: Path) -> None:
     try:
         waiting, other = processes
         assert waiting.stdout is not None and waiting.stdout.readline() == "ready\n"
-        time.sleep(0.3)  # until it waits
+        time.sleep(0.3)  # by then it waits
         sent = time.monotonic()
         waiting.send_signal(signal.SIGINT)
         printed, errors = waiting.communicate(timeout=10)
@@ -409,12 +410,12 @@ def test_interrupt_ends_a_blocking_wait(tmp_path: Path) -> None:
 
 
 def hang_up() -> None:
-    """What ends a rank when its terminal or its connection goes."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this runs under
+    """Sends SIGHUP, as a rank gets it when its terminal or connection closes."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have set another handler
     as_main_program(lambda rank: (dist.barrier(), os.kill(os.getpid(), signal.SIGHUP)), ())
 
 
 def test_a_hangup_ends_a_rank(new_world: Callable[..., World]) -> None:
-    # UCX takes this signal for its debug mode unless it is told not to.
+    # Unless told not to, UCX uses this signal for its debug mode.
     for outcome in new_world(2, initialize=False).run_raw(hang_up, timeout=30):
         assert Ended(outcome).status == -signal.SIGHUP, str(outcome)

@@ -1,8 +1,7 @@
-"""Ranks killed or stopped during every kind of operation; programs interrupted, or that fork, meanwhile.
+"""Ranks that are killed or stopped during every kind of operation, and programs that are interrupted or fork.
 
-A rank is killed while all kinds are in flight, each in a group of its own; for every rank and both moments. The
-full matrix runs with FOG_FAULTS=all, as `make faults` does: each case of a kind, a rank and a moment has a world of
-its own.
+A rank is killed while operations of all kinds are in flight, each in its own group, for every rank and both moments.
+With FOG_FAULTS=all, as in `make faults`, each combination of a kind, a rank and a moment also runs in its own world.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ pytestmark = [
 
 FULL = os.environ.get("FOG_FAULTS", "") == "all"
 RANKS = 3
-# Much longer than any of these tests may take: an error that arrives at the timeout arrives too late.
+# Much longer than any of these tests may take, so an error that arrives only at the timeout fails the test.
 LONG_TIMEOUT = 60.0
-# Of FOG_HOST_TIMEOUT; the least there is.
+# The value of FOG_HOST_TIMEOUT: the smallest that is allowed.
 HOST_TIMEOUT = 4
 SOON = 5.0
 SHORT_TIMEOUT = 2.0
-# Above what a message carries inline, and above what MPI sends before the receiver has agreed.
+# More than a message carries inline, and more than MPI sends before the receiver has agreed.
 LARGE = 300_000
-# Rounds of an operation that is interrupted in the middle: more than there is time for.
+# Rounds of an operation that is interrupted in the middle; they never come to their end.
 ENDLESS = 1_000_000
-# Machines of one rank each, and one of all.
+# Machines of one rank each, and one machine of all ranks.
 APART = [[rank] for rank in range(RANKS)]
 TOGETHER = [list(range(RANKS))]
 REFUSED = "has failed and takes no more work: "
@@ -67,7 +66,7 @@ def _ring(rank: int) -> object:
 
 
 def _hierarchical(rank: int, machines: list[list[int]], numel: int, group: dist.ProcessGroup) -> dist.Work:
-    """With the weights of a ring of machines, or in one machine."""
+    """Uses the weights of a ring of machines, or one machine alone."""
     from fog_pg import _C
 
     machine = next(m for m, ranks in enumerate(machines) if rank in ranks)
@@ -91,8 +90,8 @@ def _message(rank: int, source: int, target: int, numel: int, group: dist.Proces
     return dist.irecv(_zeros(numel), group=group, group_src=source) if rank == target else None
 
 
-# How one rank starts an operation, given its rank, the rank v that the case is about, and the group. None:
-# this rank has no part in it.
+# Starts an operation on one rank, given the rank, the victim of the case and the group. Returns None if the rank takes
+# no part.
 _Start = Callable[[int, int, dist.ProcessGroup], "dist.Work | None"]
 
 
@@ -146,26 +145,26 @@ KINDS: dict[str, _Start] = {
 
 
 def operation_of(kind: str) -> str:
-    """What messages call a kind."""
+    """Returns the name of a kind's operation in messages."""
     name = re.sub(r"^large | (from|to) it$", "", kind)
     return "send/recv" if name in ("send", "recv") else name
 
 
 def may_complete(kind: str, rank: int, victim: int) -> bool:
-    """Whether a survivor's own part needs nothing from the victim, as where it deals with the root alone."""
-    if kind == "send":  # it is complete when the message is on its way
+    """Returns whether the rank's part does not depend on the victim, for example if it exchanges with the root only."""
+    if kind == "send":  # a send is complete when the message is on its way
         return rank != victim
     rooted = kind in ("large broadcast", "large reduce", "gather", "scatter")
     return (rooted or takes_no_part(kind, rank, victim)) and rank not in (victim, _next(victim))
 
 
 def takes_no_part(kind: str, rank: int, victim: int) -> bool:
-    """Whether the kind is a message between two others."""
+    """Returns whether the kind is a message between two other ranks."""
     return operation_of(kind) == "send/recv" and rank not in (victim, _next(victim))
 
 
 def wait_for(work: dist.Work | None) -> None:
-    """Wait for an operation, if this rank has a part in it."""
+    """Waits for an operation if this rank takes part in it."""
     if work is not None:
         work.wait()
 
@@ -174,9 +173,9 @@ def wait_for(work: dist.Work | None) -> None:
 
 
 def lose_a_rank(kind: str, victim: int, moment: str) -> tuple[str, float, str, float]:
-    """Run on each rank. Returns the error of the operation and its seconds, and those of a later one.
+    """Runs on each rank. Returns the error of the operation and its seconds, and those of a later operation.
 
-    The victim dies before it has come to the operation, or in the middle of a row of them.
+    The victim dies before it calls the operation, or in the middle of a loop of operations.
     """
     rank = dist.get_rank()
     start, group = KINDS[kind], dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))
@@ -191,20 +190,20 @@ def lose_a_rank(kind: str, victim: int, moment: str) -> tuple[str, float, str, f
 
     if rank == victim:
         if moment == "before":
-            time.sleep(0.2)  # the others are in it by then
+            time.sleep(0.2)  # the other ranks have called the operation by then
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
     begin = time.monotonic()
     first = error_of(run)
     came = time.monotonic()
     if rank == victim:
-        time.sleep(SOON)  # it is killed here if it had no part
+        time.sleep(SOON)  # if it takes no part in the operation, it is killed here
     later = error_of(lambda: dist.barrier(group))
     return first, came - begin, later, time.monotonic() - came
 
 
 def cases() -> list[tuple[str, int, str]]:
-    """The kinds, ranks and moments to try."""
+    """Returns the kinds, ranks and moments to test."""
     moments = ["before", "during"]
     if FULL:
         return list(itertools.product(KINDS, range(RANKS), moments))
@@ -227,8 +226,8 @@ def test_killed_rank_in_each_kind(
         first, seconds, later, later_seconds = survivor.value
         if first:
             assert f"rank {victim} " in first, str(survivor.value)
-            # The later operation is refused, with the text of the first error. In a row of operations the one
-            # that raised may have been refused itself.
+            # The later operation is refused with the text of the first error. In a loop of operations, the first error
+            # may be a refusal itself.
             text = first.removeprefix("fog: ").rpartition(REFUSED)[2]
             assert REFUSED in later and later.endswith(text), str(survivor.value)
         elif moment == "before":
@@ -237,22 +236,22 @@ def test_killed_rank_in_each_kind(
             assert takes_no_part(kind, survivor.rank, victim), f"completed: {survivor}"
         assert f"rank {victim} " in later, str(survivor.value)
         assert seconds < SOON and later_seconds < SOON, str(survivor.value)
-    # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
+    # The survivors leave cleanly: the end of the world checks their exit status.
 
 
 def lose_a_rank_in_all_kinds(victim: int, moment: str, over_sockets: bool, folder: str) -> list[str]:
-    """All kinds at a time, each in a group of its own, while a rank is killed; then the survivors go on.
+    """Runs all kinds at the same time, each in its own group, while a rank is killed; then the survivors go on.
 
-    The victim dies before it has come to any of them, or in the middle of rows of them.
+    The victim dies before it calls any of them, or in the middle of loops of them.
 
     Args:
-        victim: The rank.
+        victim: The rank that is killed.
         moment: "before" or "during".
-        over_sockets: Whether it is on another host.
-        folder: Of files by which the survivors say that they have noticed.
+        over_sockets: Whether the victim is on another host.
+        folder: Folder for files by which the survivors tell that they have noticed the loss.
 
     Returns:
-        What was not as it should be.
+        A description of each problem.
     """
     rank = dist.get_rank()
     groups = {kind: dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT)) for kind in KINDS}
@@ -260,7 +259,7 @@ def lose_a_rank_in_all_kinds(victim: int, moment: str, over_sockets: bool, folde
     for group in groups.values():
         dist.barrier(group)
     if rank == victim:
-        if moment == "before" and os.fork() == 0:  # what a child inherits does not hide the end
+        if moment == "before" and os.fork() == 0:  # a child that inherits descriptors must not hide the end
             end = time.monotonic() + SOON + 1.0
             while len(list(Path(folder).glob("noticed*"))) < RANKS - 1 and time.monotonic() < end:
                 time.sleep(0.05)
@@ -284,16 +283,16 @@ def lose_a_rank_in_all_kinds(victim: int, moment: str, over_sockets: bool, folde
         f"{kind}: rank {rank} got {text!r}" for kind, text in errors.items() if f"rank {victim} " not in text
     ]
     for kind, group in groups.items():
-        # Sockets take a large message as well.
+        # Sockets also accept a large message.
         at_once = over_sockets and kind == "large send"
         expected = moment == "before" and not at_once and not may_complete(kind, rank, victim)
         if expected and kind not in errors:
             problems.append(f"{kind}: completed on rank {rank}")
-        # Now the loss is known; also a send can only fail.
+        # Now the loss is known, so even a send can only fail.
         text = error_of(lambda k=kind, g=group: wait_for(KINDS[k](rank, victim, g)))
         if not (f"rank {victim} " in text or (not text and may_complete(kind, rank, victim))):
             problems.append(f"{kind}: rank {rank} got {text!r} afterwards")
-        # What failed takes no more work, and says why; the first error may have been a refusal itself.
+        # A failed group takes no more work, and its error gives the reason. The first error may be a refusal itself.
         why = errors.get(kind, "").removeprefix("fog: ").rpartition(REFUSED)[2]
         if why and not (REFUSED in text and text.endswith(why)):
             problems.append(f"{kind}: rank {rank} got {errors[kind]!r} and then {text!r}")
@@ -317,7 +316,7 @@ def test_killed_rank(new_world: Callable[..., World], tmp_path: Path, victim: in
     for survivor in (o for o in outcomes if o.rank != victim):
         assert survivor.state == "returned", str(survivor)
         assert not survivor.value, "\n".join(survivor.value)
-    # Leaving after a loss is clean too: the end of the world checks the exit status of the survivors.
+    # The survivors leave cleanly: the end of the world checks their exit status.
 
 
 @pytest.mark.parametrize("netmod", ["UCX", "OFI"] if FULL else ["UCX"])
@@ -326,7 +325,7 @@ def test_killed_rank(new_world: Callable[..., World], tmp_path: Path, victim: in
 def test_killed_rank_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: list[int], moment: str, netmod: str
 ) -> None:
-    """Rank 2 is lost, with another rank on its host or alone there."""
+    """Rank 2 is lost; its host has another rank, or only this one."""
     monkeypatch.setenv("FOG_CONFIRM", "1")
     calls = [("lose_a_rank_in_all_kinds", [2, moment, True, str(tmp_path)])]
     problems = run_on_hosts(tmp_path, placement, "test_faults", calls, killed=[2], netmod=netmod)
@@ -334,7 +333,7 @@ def test_killed_rank_of_another_host(
 
 
 def lose_a_host(victim: int) -> tuple[str, float]:
-    """The error of an allreduce when the network of the victim's host has gone, and after how many seconds it came."""
+    """Cuts the network of the victim's host; returns the error of an allreduce, and the seconds until it came."""
     dist.barrier()
     begin = time.monotonic()
     if dist.get_rank() == victim:
@@ -349,13 +348,13 @@ def test_host_that_vanishes(tmp_path: Path) -> None:
     *survivors, alone = run_on_hosts(tmp_path, [0, 1, 2], "test_faults", calls, environment=setting)
     for error, seconds in [value for (value,) in survivors]:
         assert re.search(r"rank 2 .* was lost: its host does not answer", error), error
-        # Neither the eleven seconds that it is by default, nor the group's timeout.
+        # The time depends neither on the default of eleven seconds nor on the group's timeout.
         assert HOST_TIMEOUT - 1.5 < seconds < HOST_TIMEOUT + 5.0, seconds
     assert re.search("rank [01] .* does not answer", alone[0][0]), alone
 
 
 def lose_a_rank_later(victim: int) -> tuple[str, float]:
-    """The victim is gone before the others call the operation."""
+    """The victim is dead before the others call the operation."""
     dist.barrier()
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -374,7 +373,7 @@ def test_rank_lost_before_the_operation(new_world: Callable[..., World], victim:
 
 
 def receive_from_the_lost(numel: int) -> tuple[str, bool, float]:
-    """Rank 1 sends and dies; rank 0 receives afterwards."""
+    """Rank 1 sends a message and dies; rank 0 receives it afterwards."""
     message = torch.arange(numel, dtype=torch.float32)
     dist.barrier()
     if dist.get_rank() == 1:
@@ -390,7 +389,7 @@ def receive_from_the_lost(numel: int) -> tuple[str, bool, float]:
 
 @pytest.mark.parametrize(("numel", "arrives"), [(30_000, True), (1_000_000, False)])
 def test_message_of_a_rank_lost_since(new_world: Callable[..., World], numel: int, arrives: bool) -> None:
-    """What is in a window stays there; of more than a window holds the rest is lost, which is no reason to wait."""
+    """A message that fits into the ring arrives; of a longer one the rest is lost, and the receiver must not wait."""
     survivor = new_world(2, timeout=LONG_TIMEOUT).run_raw(receive_from_the_lost, numel, timeout=20)[0]
     assert survivor.state == "returned", str(survivor)
     error, equal, seconds = survivor.value
@@ -425,13 +424,13 @@ def test_survivors_go_on_in_their_own_group(new_world: Callable[..., World]) -> 
         assert survivor.value == [[0.0 + 1 + 3 + 3 * step] for step in range(20)]
 
 
-# A stopped rank: its process is there and answers nothing
+# A stopped rank: its process exists, but does not answer
 
 
 def stop_a_rank(victim: int, per_call: bool) -> list[str]:
-    """Rank `victim` is stopped while the others call everything, each kind in a group of its own.
+    """Rank `victim` is stopped while the others call all kinds of operations, each in its own group.
 
-    The time-out is the group's, or that of the call of `wait`. The operations of the latter go on.
+    The timeout is either the group's or that of the call of `wait`. In the second case the operations go on.
     """
     rank = dist.get_rank()
     survivors = [r for r in range(RANKS) if r != victim]
@@ -440,12 +439,12 @@ def stop_a_rank(victim: int, per_call: bool) -> list[str]:
     living = dist.new_group(survivors, timeout=timedelta(seconds=LONG_TIMEOUT))
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(RANKS)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
-    for group in groups.values():  # the operations that time out are not the first of their groups
+    for group in groups.values():  # so the operations that time out are not the first in their groups
         dist.barrier(group)
     problems = []
     started: dict[str, dist.Work | None] = {}
     if rank == victim:
-        os.kill(os.getpid(), signal.SIGSTOP)  # a survivor lets it go on
+        os.kill(os.getpid(), signal.SIGSTOP)  # a survivor continues it later
         if per_call:
             started = {kind: KINDS[kind](rank, victim, group) for kind, group in groups.items()}
     else:
@@ -470,13 +469,13 @@ def stop_a_rank(victim: int, per_call: bool) -> list[str]:
             error, expected = error_of(work.wait) if work else "", "^$"
         else:
             if rank == victim:
-                # It is told of the failure now, unless all that it needs has come before.
+                # The rank learns of the failure now, unless all the data that it needs came before.
                 error = error_of(lambda k=kind, g=group: wait_for(KINDS[k](rank, victim, g)))
                 if error and "timed out" not in error:
                     problems.append(f"{kind}: the stopped rank got {error!r}")
             error = error_of(lambda g=group: dist.barrier(g))
             expected = "timed out" if rank == victim else f"{REFUSED}.* timed out"
-            if kind == "send":  # nothing has failed: the message was on its way, and now it is there
+            if kind == "send":  # nothing has failed: the message was on its way, and has arrived by now
                 expected = "^$"
         if not re.search(expected, error):
             problems.append(f"{kind}: rank {rank} got {error!r} at last, not {expected!r}")
@@ -488,13 +487,14 @@ def stop_a_rank(victim: int, per_call: bool) -> list[str]:
 
 
 def wrong_in_timeout(error: str, kind: str, group: dist.ProcessGroup, victim: int) -> list[str]:
-    """What a message does not say of operation, number, group, this rank and the absent one."""
+    """Returns the parts that the message lacks: operation, number, group, this rank or the absent one."""
     patterns = [
         rf"{operation_of(kind)} #\d+",
         rf"group '{re.escape(group.group_name)}'",
         rf"on rank {dist.get_rank()}\b",
         "timed out",
-        # A large message to several ranks goes at the pace of the slowest: its sender has come, but waits for the victim.
+        # A large message to several ranks goes at the pace of the slowest, so its sender may be named as waiting for
+        # the victim.
         rf"not there: rank {victim}\b" + (r"|waiting for rank \d" if kind.startswith("large") else ""),
     ]
     return [f"{kind}: {p!r} is not in {error!r}" for p in patterns if not re.search(p, error)]
@@ -511,7 +511,7 @@ def test_stopped_rank(new_world: Callable[..., World], victim: int, per_call: bo
 
 
 def interrupt_waits(kinds: list[str]) -> list[str]:
-    """Rank 0 waits for a rank that does not come and gets SIGINT, in a group of its own for each kind."""
+    """Rank 0 waits for an absent rank and gets SIGINT, in a separate group for each kind."""
     rank, absent = dist.get_rank(), 1
     groups = [dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT)) for _ in kinds]
     problems = []
@@ -535,7 +535,7 @@ def interrupt_waits(kinds: list[str]) -> list[str]:
 
 
 def test_interrupt_ends_every_wait(new_world: Callable[..., World]) -> None:
-    # Rank 0 needs the absent rank in these.
+    # In these kinds, rank 0 needs the absent rank.
     kinds = [kind for kind in KINDS if not may_complete(kind, 0, 1) and not takes_no_part(kind, 0, 1)]
     assert len(kinds) > 10
     problems = new_world(RANKS, timeout=LONG_TIMEOUT).run(interrupt_waits, kinds)
@@ -543,7 +543,7 @@ def test_interrupt_ends_every_wait(new_world: Callable[..., World]) -> None:
 
 
 def interrupt_a_blocking_call() -> list[str]:
-    """As `interrupt_waits`, in the call that submits and waits at once; then another such call in another group."""
+    """Like `interrupt_waits`, for a call that submits and waits; afterwards such a call works in another group."""
     group, problems = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT)), []
     if dist.get_rank() == 0:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -569,7 +569,7 @@ def test_interrupt_ends_a_blocking_call(new_world: Callable[..., World]) -> None
 
 
 class _Rows(torch.utils.data.Dataset):
-    """Row i is i, i, i."""
+    """A data set in which row i is i, i, i."""
 
     def __len__(self) -> int:
         return 40
@@ -579,11 +579,11 @@ class _Rows(torch.utils.data.Dataset):
 
 
 def load_while_reducing() -> list[float]:
-    """Workers are forked, work and end while operations are in flight."""
+    """Worker processes are forked, work and end while operations are in flight."""
     rank = dist.get_rank()
     loader = torch.utils.data.DataLoader(_Rows(), batch_size=4, num_workers=2, multiprocessing_context="fork")
     sums = []
-    for _ in range(2):  # each epoch forks its workers anew
+    for _ in range(2):  # each epoch forks new workers
         ahead = torch.full((LARGE,), float(rank))
         work = dist.all_reduce(ahead, async_op=True)
         total = 0.0
@@ -596,6 +596,6 @@ def load_while_reducing() -> list[float]:
 
 
 def test_data_loader_workers(new_world: Callable[..., World]) -> None:
-    # Both ranks have the same rows: 2 * 3 * (0 + 1 + ... + 39).
+    # Both ranks have the same rows, so the sum is 2 * 3 * (0 + 1 + ... + 39).
     expected = [2 * 3 * 780.0, 1.0] * 2
     assert new_world(2, timeout=LONG_TIMEOUT).run(load_while_reducing, timeout=40) == [expected] * 2

@@ -1,4 +1,4 @@
-"""Tensors as views of flat buffers: values, identity, training, checkpoints, and what replaces their memory."""
+"""Tests of tensors as views of flat buffers: values, identity, training, checkpoints, and replaced memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fog_pg import _C
 
 
 class Net(nn.Module):
-    """Tied, frozen, unused, channels_last, of several dtypes, without dimensions, without elements."""
+    """A model with parameters that are tied, frozen, unused, channels_last, of several dtypes, scalar, or empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def batch(number: int) -> Tensor:
 
 
 def check_views(flats: FlatBuckets) -> None:
-    """Each tensor is where it should be, and there is nothing else but zeros."""
+    """Checks that each tensor is in its place, and that there are only zeros between them."""
     for bucket, flat in enumerate(flats.flats):
         assert flat.dim() == 1 and flat.data_ptr() % ALIGNMENT == 0
         rest = flat.clone()
@@ -73,7 +73,7 @@ def test_tensors_are_views_with_their_values(max_bytes: int) -> None:
         assert parameter.requires_grad == expected.requires_grad and parameter.is_leaf
     assert all(_C.is_shared(flat) for flat in flats.flats if flat.numel() > 0)
     sizes = [flat.numel() * flat.element_size() for flat in flats.flats]
-    # A bucket within the limit, or one tensor.
+    # A bucket is within the limit, or has only one tensor.
     assert all(
         size <= max_bytes or len([t for t in flats.tensors_of(i) if t.numel()]) <= 1
         for i, size in enumerate(sizes)
@@ -166,20 +166,20 @@ def test_state_dicts() -> None:
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     raw = sum(flat.numel() * flat.element_size() for flat in flats.flats)
-    assert len(buffer.getvalue()) < raw + 20_000  # each buffer once, not once a tensor
+    assert len(buffer.getvalue()) < raw + 20_000  # each buffer is saved once, not once per tensor
     buffer.seek(0)
     plain = Net()
     plain.load_state_dict(torch.load(buffer))
     reference = make_net()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), reference.parameters(), strict=True))
-    # And into views, where they stay.
+    # Values can also be loaded into views, which stay in place.
     other = Net()
     state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     model.load_state_dict(state)
     check_views(flats)
     assert not flats.reattach()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    # torch replaces the parameters themselves here: what was distributed is no longer the model's.
+    # Here torch replaces the parameters themselves, so the distributed ones no longer belong to the model.
     model.load_state_dict(state, assign=True)
     assert not flats.reattach() and flats.tensors[0] is not model.conv.weight
 
@@ -230,7 +230,7 @@ def test_replaced_data_in_other_layouts() -> None:
     assert torch.equal(model.conv.weight, value)
     check_views(flats)
     assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    # The same address with another meaning, and tensors that change places.
+    # The same address with other strides, and tensors that swap their places.
     model.first.weight.data = model.first.weight.data.t()
     expected = model.first.weight.detach().clone()
     biases = model.first.bias.detach().clone(), model.second.bias.detach().clone()
@@ -255,7 +255,7 @@ def test_converted_tensors_are_refused_by_name() -> None:
         flats.reattach()
 
 
-# --- what is refused ----------------------------------------------------------------------------------------
+# --- wrong arguments ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_refused(bad, error, message) -> None:
     address = good.data_ptr()
     with pytest.raises(error, match=message):
         FlatBuckets([good, bad()])
-    assert good.data_ptr() == address  # nothing was done
+    assert good.data_ptr() == address  # nothing was changed
 
 
 def test_overlapping_tensors_are_refused() -> None:
@@ -283,7 +283,7 @@ def test_overlapping_tensors_are_refused() -> None:
         FlatBuckets([whole[4:], whole[:5]], names=["tail", "head"])
     flats = FlatBuckets([whole[5:], whole[:5]])
     assert flats.tensors[0].tolist() == [5, 6, 7, 8, 9]
-    assert whole.tolist() == list(range(10))  # it keeps its own memory
+    assert whole.tolist() == list(range(10))  # the given tensor keeps its own memory
 
 
 def test_arguments() -> None:
@@ -300,7 +300,7 @@ def test_alignment_counts_in_buckets() -> None:
     tensors = [torch.zeros(1) for _ in range(10)]
     assert [len(bucket.places) for bucket in make_buckets(tensors, 128, 64)] == [2] * 5
     assert len(FlatBuckets(tensors, 128).flats) == 5
-    # Sparse strides become dense ones; other dtypes have places of their own.
+    # Sparse strides become dense; each dtype has its own buffer.
     column = torch.arange(12.0).view(4, 3)[:, 1]
     flats = FlatBuckets([column, torch.tensor([1 + 2j]), torch.tensor([True, False])])
     assert column.stride() == (1,) and column.tolist() == [1, 4, 7, 10]
@@ -316,7 +316,7 @@ def large(seed: int = 3) -> nn.Module:
 
 
 def next_values(flats: FlatBuckets, add: float) -> Tensor:
-    """A buffer in shared memory with other values in each tensor's place."""
+    """Returns a buffer in shared memory with other values in each tensor's place."""
     flat = flats.flats[0]
     buffer = fogdist.empty(flat.numel()).zero_()
     for view, now in zip(flats.views(buffer, 0), flats.views(flat, 0), strict=True):
@@ -337,7 +337,7 @@ def test_swap_gives_tensors_another_memory() -> None:
         assert flats.swap(0, buffer), step
         assert flats.flats[0] is buffer
         check_views(flats)
-        assert not flats.reattach()  # they are where they belong
+        assert not flats.reattach()  # the tensors are in their places
         with torch.no_grad():
             for parameter in reference.parameters():
                 parameter.add_(0.5)
@@ -370,15 +370,15 @@ def test_memory_that_others_are_in_is_not_swapped(what: str) -> None:
 def test_swaps_that_do_not_pay_or_cannot_be() -> None:
     small = nn.Linear(20, 20)
     flats = FlatBuckets(list(small.parameters()))
-    assert not flats.swap(0, next_values(flats, 1.0))  # dearer than a copy
+    assert not flats.swap(0, next_values(flats, 1.0))  # a swap would cost more than a copy
     model = large()
     flats = FlatBuckets(list(model.parameters()))
     flat = flats.flats[0]
-    assert not flats.swap(0, torch.empty_like(flat))  # exchanges would have to copy it
+    assert not flats.swap(0, torch.empty_like(flat))  # exchanges would have to copy this buffer
     assert not flats.swap(0, fogdist.empty(2 * flat.numel())[flat.numel() :])
     with pytest.raises(ValueError, match="flat_like must be contiguous of shape"):
         flats.swap(0, fogdist.empty(flat.numel() + 1))
-    # One parameter elsewhere, one more view of the buffer: as many tensors as usual.
+    # One parameter is elsewhere and the buffer has one more view, so the number of tensors is as usual.
     alias = model[1].weight.data
     model[0].weight.data = model[0].weight.data.clone()
     assert not flats.swap(0, next_values(flats, 1.0))

@@ -1,4 +1,4 @@
-"""What a process has in flight, read from outside; and warnings of long waits."""
+"""Tests of the record of operations in flight, read from outside the process, and of warnings of long waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank_one_comes_late() -> None:
         return
     pid = int(store.get("pid"))
     deadline = time.monotonic() + 20
-    while True:  # until the wait has been noted
+    while True:  # until the wait has been recorded
         seen = flight_record.read(pid)
         if seen.in_flight and seen.in_flight[0].awaited:
             break
@@ -48,7 +48,7 @@ def rank_one_comes_late() -> None:
     before = seen.operations[-2]
     assert before.what.startswith("barrier") and before.state == "done" and before.seconds < before.age
     assert {pid, os.getpid()} <= set(flight_record.processes())
-    os.kill(pid, signal.SIGSTOP)  # one that is stopped can be read as well
+    os.kill(pid, signal.SIGSTOP)  # a stopped process can be read too
     try:
         text = flight_record.report([flight_record.read(pid), flight_record.read(os.getpid())])
     finally:
@@ -60,7 +60,7 @@ def rank_one_comes_late() -> None:
     )
     assert f"rank 1 (process {os.getpid()}) has not begun #{waiting.number} allreduce" in text, text
     assert ": rank 0 waits for it; the last that it began there is" in text, text
-    # Without the one that is late, it is one that is not here.
+    # If the late rank is left out, the report says that it is not shown.
     assert f"process {os.getpid()} is not shown here: rank 0 waits" in flight_record.report(
         [flight_record.read(pid)]
     )
@@ -75,7 +75,7 @@ def test_a_rank_that_comes_late(new_world):
 
 
 def subgroup_of_another_backend() -> None:
-    """Ranks are those of the default group, also where fog has a subgroup only and its ranks are others."""
+    """Ranks have the numbers of the default group, even if fog has only a subgroup with other numbers."""
     import fog_pg  # noqa: F401
 
     init_process_group(30.0, "gloo")
@@ -109,7 +109,7 @@ def test_a_subgroup(new_world, tmp_path):
 
 
 def many_operations() -> None:
-    """The oldest in flight keeps its place while hundreds come after it."""
+    """The oldest operation in flight keeps its place while hundreds of others come after it."""
     fogdist.init()
     rank = dist.get_rank()
     first = dist.irecv(torch.ones(1), 1, tag=5) if rank == 0 else None

@@ -1,4 +1,4 @@
-"""The public functions of fogdist: start and end, topology, collectives, handles, parameters."""
+"""Tests of the public functions of fogdist: start and end, topology, collectives, handles, parameters."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_calls_before_init(call):
     assert not fogdist.is_initialized()
     with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
         call()
-    fogdist.shutdown()  # does nothing
+    fogdist.shutdown()  # does nothing before init
 
 
 def start_and_end() -> None:
@@ -256,7 +256,7 @@ def topologies_set_and_loaded() -> None:
         checks.true("unweighted infinity", fogdist.set_topology(infinite))
         checks.equal("returns True", fogdist.set_topology(topologies.StarGraph(size)), True)
 
-        # A star weighs its edges differently from the plain mean; only is_weighted changes between the calls.
+        # A star's weights differ from the plain mean, and only is_weighted changes between the calls.
         x = torch.tensor([float(rank == 0)], dtype=torch.float64)
         graph = topologies.StarGraph(size)
         for is_weighted, weight in [(False, 1 / 2), (True, 1 / size), (False, 1 / 2)]:
@@ -268,7 +268,7 @@ def topologies_set_and_loaded() -> None:
             else:
                 fogdist.neighbor_allreduce(x)
 
-        # Neighbors come in the graph's own order, self loops left out.
+        # Neighbors have the order of the graph, without self loops.
         graph = nx.DiGraph()
         graph.add_nodes_from(reversed(range(size)))
         graph.add_edges_from((i, j) for i, j in itertools.product(reversed(range(size)), repeat=2))
@@ -400,7 +400,7 @@ def broadcast_gradients() -> None:
             output = fogdist.broadcast(x, root)
             (output.square() * (rank + 1)).sum().backward()
             checks.equal("output", output.detach(), torch.full((3,), float(root), dtype=torch.float64))
-            # Of the root's: the sum over all ranks of (r + 1) * 2 * root.
+            # The gradient arrives at the root, as the sum over all ranks of (r + 1) * 2 * root.
             expected = size * (size + 1) * float(root) if rank == root else 0.0
             checks.equal("gradient", x.grad, torch.full((3,), expected, dtype=torch.float64))
         with torch.no_grad():
@@ -427,7 +427,7 @@ def test_operations_settle_whether_well_or_not():
 
 
 def misplaced_arguments() -> list[tuple[Callable[[], object], type[Exception], str]]:
-    """What older versions took at these places, where it would be true now, or a weight, or a number."""
+    """Returns calls whose arguments, of older versions, would now be taken for True, a weight or a number."""
     x, name = torch.ones(2), "misplaced"
     ring = fogdist.RingGraph(fogdist.size())
     allreduces = [
@@ -462,7 +462,8 @@ def misplaced_arguments() -> list[tuple[Callable[[], object], type[Exception], s
             "construct_adjacency_matrix.*'matrix'",
         ),
         (lambda: fogdist.InferDestinationFromSourceRanks([1], 1), "construct_adjacency_matrix.*1"),
-        (lambda: fogdist.RingGraph(4, True), "connect_style.*bool"),  # it was left_connect once
+        # this was left_connect in older versions
+        (lambda: fogdist.RingGraph(4, True), "connect_style.*bool"),
         (lambda: fogdist.StarGraph(4, False), "center_rank.*bool"),
     ]
     window = "window of misplaced arguments"
@@ -707,7 +708,7 @@ def make_optimizer(
         torch.nn.Parameter(torch.randn(5, dtype=torch.float64)),
     ]
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5 + rank}]
-    # Options that are None, as foreach is, broke BlueFog's broadcast.
+    # BlueFog's broadcast failed for options that are None, such as foreach.
     options: dict[str, Any] = {"SGD": {"momentum": 0.9}, "Adagrad": {}}.get(name, {"amsgrad": True})
     optimizer = getattr(torch.optim, name)(groups, lr=0.1 * (rank + 1), foreach=None, **options)
     for _ in range(steps):
@@ -730,7 +731,7 @@ def optimizer_state_from_one_rank() -> None:
     rank, size = fogdist.rank(), fogdist.size()
     with Checks() as checks:
         for name, root in itertools.product(["SGD", "Adam", "AdamW", "Adagrad"], {0, size - 1}):
-            # The root has made steps, or not; the others have made other numbers of steps, or none.
+            # The root has taken steps or not; the others have taken another number of steps, or none.
             for root_steps in (0, 3):
                 optimizer, _ = make_optimizer(name, rank, root_steps if rank == root else rank % 2 * 2)
                 fogdist.broadcast_optimizer_state(optimizer, root)

@@ -1,4 +1,4 @@
-"""fogdist on any group: each has its own ranks and topology; handles belong to none."""
+"""Tests of fogdist on any group: each group has its own ranks and topology, and handles belong to no group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fogdist import topology as topologies
 from fogdist.context import current
 from reference import Checks, make_input, mix
 
-# Ranks of the group differ from those of the world.
+# The ranks of the group have other numbers than in the world.
 MEMBERS = [1, 2, 3]
 
 
@@ -91,7 +91,7 @@ def handles_of_several_groups() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     first, second = dist.new_group(backend="fog"), dist.new_group(backend="fog")
-    # Each rank waits in an order of its own, and groups are at odds about the order of calls.
+    # Each rank waits in its own order, and the groups differ in the order of calls.
     calls = [(None, 1.0), (first, 2.0), (second, 3.0), (first, 4.0)]
     handles = [
         (fogdist.allreduce_nonblocking(torch.full((5,), rank * factor), False, group=group), factor)
@@ -101,7 +101,7 @@ def handles_of_several_groups() -> None:
     for handle, factor in handles[rank % 3 :] + handles[: rank % 3]:
         fogdist.poll(handle)
         assert fogdist.wait(handle).tolist() == [factor * sum(range(size))] * 5
-    # One name in several groups.
+    # The same name is used in several groups.
     named = [
         fogdist.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)
     ]
@@ -129,7 +129,7 @@ def groups_come_and_go() -> int:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"group must be .* destroyed"):
                 fogdist.neighbor_allreduce(x, group=group)
-    # Groups that were destroyed and never named again are forgotten when another one is.
+    # A destroyed group that is never used again is forgotten when another group is used.
     dropped = dist.new_group(backend="fog")
     fogdist.rank(group=dropped)
     dist.destroy_process_group(dropped)
@@ -138,7 +138,7 @@ def groups_come_and_go() -> int:
     known = len(fogdist.context._session.contexts)
     fogdist.init()
     assert list(fogdist.context._session.contexts) == [last]
-    # What is in flight in a group that goes ends with an error, which its handle has.
+    # An operation in flight in a destroyed group fails, and waiting for its handle raises the error.
     if fogdist.rank() == 0:
         handle = fogdist.allreduce_nonblocking(x, group=last)
     dist.destroy_process_group(last)
@@ -163,7 +163,7 @@ def init_forgets_topologies_of_groups() -> None:
     default = topologies.ExponentialGraph(size)
     assert topologies.IsTopologyEquivalent(fogdist.load_topology(group=group), default)
     assert not fogdist.is_topo_weighted(group=group)
-    # Gossips go on across it, wherever in them a rank calls it.
+    # Gossip continues across init, wherever a rank calls init.
     rank, x = fogdist.rank(), torch.tensor([float(fogdist.rank())])
     handles = []
     for step in range(4):
@@ -174,7 +174,7 @@ def init_forgets_topologies_of_groups() -> None:
     if rank == 2:
         fogdist.init()
     assert [fogdist.wait(handle).item() for handle in handles] == [0.5] * len(handles)
-    # The group of init by its own name is no other group.
+    # The group of init, passed explicitly, is the same group.
     assert current(dist.group.WORLD) is current()
     dist.destroy_process_group(group)
 
@@ -216,7 +216,7 @@ def test_the_wrapper_of_debug_mode_is_peeled(new_world):
     new_world(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}).run(wrapped_group)
 
 
-# --- topologies that ranks do not agree on ------------------------------------------------------------------
+# --- ranks with different topologies ------------------------------------------------------------------------
 
 
 def set_different(kind: str) -> tuple[str, bool]:
@@ -299,7 +299,7 @@ def equal_topologies() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     ring = topologies.RingGraph(size)
-    # The same edges, inserted in another order on every rank; NumPy's numbers; no weight, which is 1.
+    # The same edges in another order on every rank, NumPy's numbers, and a missing weight, which means 1.
     edges = list(ring.edges(data="weight"))
     np.random.default_rng(rank).shuffle(edges)
     graph = type(ring)()
@@ -324,7 +324,7 @@ def init_with_different() -> str:
         ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True"
     ) as caught:
         fogdist.init(topologies.RingGraph, is_weighted=rank == 0)
-    # As it was.
+    # The topology is unchanged.
     assert fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0
     fogdist.shutdown()
     with pytest.raises(ValueError, match="topology must be the same"):
@@ -340,7 +340,7 @@ def test_init_with_different_topologies(worlds):
 def one_rank_stays_away() -> str:
     fogdist.init()
     group = dist.new_group(backend="fog", timeout=timedelta(seconds=1))
-    if fogdist.rank() == 1:  # found before anything is sent
+    if fogdist.rank() == 1:  # the error is found before anything is sent
         with pytest.raises(TypeError, match="topology must be a networkx.DiGraph"):
             fogdist.set_topology("ring", group=group)
         return ""

@@ -1,6 +1,6 @@
-"""The recipes of examples/frameworks, each where its framework is installed, against a simulation in one process.
+"""Compares the recipes of examples/frameworks, for each installed framework, with a simulation in one process.
 
-`make test-frameworks` makes an environment that has the frameworks, and runs these tests there.
+`make test-frameworks` makes an environment with the frameworks, and runs these tests there.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fog_pg._extension import find_mpi_library
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="recipes for fog")
 
 RECIPES = ROOT / "examples" / "frameworks"
-# Frameworks take seconds to import, in each rank.
+# Each rank takes seconds to import a framework.
 TIMEOUT = 240.0
 LINE = re.compile(r"rank (\d) on (\S+): loss (\S+), distance from the mean (\d\.\d+)")
 
 
 def needs(package: str) -> None:
-    """Skips the test if a framework is not installed; nothing of it is loaded into this process."""
+    """Skips the test if a framework is not installed, without importing it."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: make test-frameworks")
 
 
 def reported(output: str, ranks: int) -> tuple[list[float], list[float]]:
-    """Returns the losses and distances that ranks have printed, in their order."""
+    """Returns the losses and distances that ranks have printed, in the order of ranks."""
     found = {
         int(rank): (backend, float(loss), float(far)) for rank, backend, loss, far in LINE.findall(output)
     }
@@ -48,12 +48,12 @@ def recipe(name: str, how: str, folder: Path, launcher: str | WorldPool = "torch
     return run_script([RECIPES / name, "--how", how], ranks, folder / "log.txt", launcher, timeout=TIMEOUT)
 
 
-# --- what recipes are to give -------------------------------------------------------------------------------
+# --- expected results ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def problem(monkeypatch: pytest.MonkeyPatch):
-    """The module of the recipes' problem, which they import as the file beside them."""
+    """Imports the module of the recipes' problem, which they import from their own folder."""
     monkeypatch.syspath_prepend(str(RECIPES))
     module = importlib.import_module("problem")
     yield module
@@ -61,7 +61,7 @@ def problem(monkeypatch: pytest.MonkeyPatch):
 
 
 def sampled(problem, ranks: int, shuffle: bool) -> list[list[Tensor]]:
-    """The rows of each rank's batches, of all epochs, as DistributedSampler deals them out."""
+    """Returns the rows of each rank's batches in all epochs, as DistributedSampler deals them."""
     dealt: list[list[Tensor]] = []
     for rank in range(ranks):
         sampler = DistributedSampler(problem.make_rows(), ranks, rank, shuffle=shuffle)
@@ -73,15 +73,15 @@ def sampled(problem, ranks: int, shuffle: bool) -> list[list[Tensor]]:
 
 
 def by_batches(problem, ranks: int) -> list[list[Tensor]]:
-    """The rows of each rank's batches, of all epochs, as accelerate deals them out: a batch each."""
+    """Returns the rows of each rank's batches in all epochs, as accelerate deals them: a batch to each rank in turn."""
     batches = torch.arange(problem.ROWS).split(problem.BATCH)
     return [list(batches[rank::ranks]) * problem.EPOCHS for rank in range(ranks)]
 
 
 def simulate(problem, rows: list[list[Tensor]], groups: int) -> tuple[list[float], float]:
-    """Trains as `groups` groups of ranks do, each with a model of its own that all its ranks make gradients for.
+    """Trains `groups` groups of ranks, each with one model, to whose gradients all its ranks contribute.
 
-    Each step is ``x+ = mean(x) - step(gradient at x)``, the mean over the groups. With one group it is DDP.
+    Each step is ``x+ = mean(x) - step(gradient at x)``, with the mean over the groups. One group is DDP.
 
     Returns:
         The losses of all ranks' models on all rows, and the distance of the models from their mean.
@@ -110,9 +110,9 @@ def simulate(problem, rows: list[list[Tensor]], groups: int) -> tuple[list[float
 
 
 def check(problem, output: str, rows: list[list[Tensor]], how: str) -> None:
-    """Holds what ranks printed against the simulation."""
+    """Compares the output of the ranks with the simulation."""
     alone, together = simulate(problem, rows, len(rows)), simulate(problem, rows, 1)
-    # The network learns, and to gossip is something else than DDP.
+    # The network learns, and gossip differs from DDP.
     assert (
         max(*alone[0], *together[0]) < 0.3 < problem.loss_of(problem.make_net(), *problem.make_rows().tensors)
     )
@@ -130,7 +130,7 @@ def check(problem, output: str, rows: list[list[Tensor]], how: str) -> None:
 @pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
 def test_lightning(problem, tmp_path: Path, how: str) -> None:
     needs("lightning")
-    # Lightning shuffles what a model is trained on.
+    # Lightning shuffles training data.
     check(problem, recipe("with_lightning.py", how, tmp_path), sampled(problem, 2, shuffle=True), how)
 
 
@@ -157,7 +157,7 @@ def test_transformers(tmp_path: Path, how: str) -> None:
     needs("transformers")
     losses, distances = reported(recipe("with_transformers.py", how, tmp_path), 2)
     assert max(losses) < 0.3  # it begins at log(32)
-    # Were gradients averaged over all ranks, models would be the same on both.
+    # If gradients were averaged over all ranks, both models would be the same.
     assert all((distance > 1e-3) == (how != "ddp") for distance in distances)
 
 
@@ -175,7 +175,7 @@ def test_fsdp2(problem, script_worlds: WorldPool, tmp_path: Path, how: str) -> N
     expected, apart = simulate(problem, sampled(problem, 4, shuffle=False), groups)
     losses, distances = reported(output, 4)
     assert losses == pytest.approx(expected, rel=1e-3)
-    # A rank's distance is that of its part of the model.
+    # A rank's distance is that of its shard of the model.
     assert math.hypot(*distances[:2]) == pytest.approx(apart, rel=1e-3, abs=2e-6)
     assert (apart > 1e-3) == (how == "gossip")
 
@@ -183,8 +183,8 @@ def test_fsdp2(problem, script_worlds: WorldPool, tmp_path: Path, how: str) -> N
 def run_alone(name: str, how: str, folder: Path) -> str:
     """Runs a recipe that starts its ranks itself."""
     words = [RECIPES / name, "--how", how]
-    # Lightning asks mpi4py, where it is installed, whether mpiexec has started it; in an environment beside the project's, mpi4py
-    # finds no library by itself.
+    # If mpi4py is installed, Lightning asks it whether mpiexec has started it. In an environment beside the project's,
+    # mpi4py finds no library by itself.
     environment = {"MPI4PY_LIBMPI": find_mpi_library()}
     with started([Job(words, 2, folder / "log.txt", [sys.executable], environment)]) as (job,):
         assert job.wait(TIMEOUT) == 0, job.output

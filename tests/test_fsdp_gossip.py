@@ -1,4 +1,4 @@
-"""Groups of FSDP2 that gossip among each other: 2 x 2 ranks, against the recursion of two models in one process."""
+"""Compares groups of FSDP2 that gossip with each other, 2 x 2 ranks, with two models in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS: dict[str, Any] = {
 
 
 def make_net(replica: int) -> nn.Sequential:
-    """Layers whose rows two ranks share unevenly, 7 and 3, and evenly."""
+    """Returns a model whose rows two ranks share unevenly, 7 and 3, and evenly."""
     torch.manual_seed(replica)
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
@@ -53,7 +53,7 @@ def vector_of(model: nn.Module) -> Tensor:
 
 
 def simulate(kind: str) -> list[Tensor]:
-    """The two models after each step, of shape (2, elements): ranks 0 and 1 share the first one, 2 and 3 the second."""
+    """Returns both models after each step, of shape (2, elements): ranks 0 and 1 share the first, 2 and 3 the second."""
     models = [make_net(0), make_net(1)]
     bases = [sgd(model) for model in models]
     tracker: list[list[Tensor]] = [[torch.zeros_like(p) for p in m.parameters()] for m in models]
@@ -117,7 +117,7 @@ def train(kind: str) -> list[Tensor]:
             parameter.mul_(replica + 1)
     fogdist.broadcast_parameters(model.named_parameters(), 0, group=group)
     trajectory.append(vector_of(model))
-    # What others make of the model and the optimizer they make of them still.
+    # Functions of torch that take the model and the optimizer return the same as before.
     state = get_model_state_dict(model)
     assert set(state) == set(make_net(0).state_dict())
     assert get_optimizer_state_dict(model, optimizer)["state"].keys() == state.keys()

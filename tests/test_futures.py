@@ -1,4 +1,4 @@
-"""What hangs on an operation: Futures and callbacks that wait, and the threads that complete it."""
+"""Tests of Futures and callbacks that wait for operations, and of the threads that complete operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT = timedelta(seconds=10)
 
 
 def callback_waits_for_another_future() -> float:
-    """Once hung for ever: the thread that ran callbacks was the one that drove the other operation."""
+    """Regression: this hung, because the thread that ran callbacks also had to drive the other operation."""
     group = dist.new_group(timeout=SHORT)
     second = torch.ones(3)
 
@@ -33,7 +33,7 @@ def test_callback_may_wait_for_another_future(worlds: WorldPool) -> None:
 
 
 def callback_waits_for_its_own_work() -> bool:
-    """Once hung: the Work was complete only after the callbacks of its Future."""
+    """Regression: this hung, because the Work was complete only after the callbacks of its Future."""
     group = dist.new_group(timeout=SHORT)
     work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
     return work.get_future().then(lambda _: work.wait() and work.is_completed()).wait()
@@ -59,7 +59,7 @@ def test_future_is_complete_when_wait_returns(worlds: WorldPool) -> None:
 
 
 def futures_taken_while_another_thread_completes() -> int:
-    """Once failed: the Work said it was complete just before its Future was, to whoever asked for it only then."""
+    """Regression: a Work was complete shortly before its Future, which a caller could take in between."""
     rounds = 3000
     tensor = torch.ones(3)
     for _ in range(rounds):
@@ -111,7 +111,7 @@ def test_a_name_is_counted_for_each_kind_of_operation(worlds: WorldPool) -> None
 
 
 def wait_in_inference_mode() -> bool:
-    """The result must be an ordinary tensor, whatever mode the thread is in that happens to complete it."""
+    """The result must be an ordinary tensor, independent of the mode of the thread that completes it."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     work = backend.allgather_concat(torch.ones(3))
     with torch.inference_mode():
@@ -142,7 +142,7 @@ def bad_item_in_coalesced() -> float:
         with pytest.raises(ValueError, match="output"):
             dist.group.WORLD.allgather_into_tensor_coalesced([torch.zeros(4), torch.zeros(5)], good)
     x = torch.ones(1)
-    dist.all_reduce(x)  # out of step if the first item had been sent
+    dist.all_reduce(x)  # this would be out of step if the first item had been sent
     return x.item()
 
 

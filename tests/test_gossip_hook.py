@@ -1,4 +1,4 @@
-"""fogdist.gossip_hook with torch's DistributedDataParallel, against one process that simulates all ranks."""
+"""Compares fogdist.gossip_hook in torch's DistributedDataParallel with one process that simulates all ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(what: str, topology: str, passes: int, bucket_cap_mb: float) -> None:
         simulation.matrix = matrix_of(topology, size, step)
         simulation.step(backward)
         simulation.check(rank, model)
-    assert state.round == STEPS  # not once a bucket
+    assert state.round == STEPS  # one round per step, not per bucket
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients"])
@@ -87,14 +87,14 @@ def fail() -> None:
     rank = fogdist.rank()
     with pytest.raises(ValueError, match="state must be the same on all ranks"):
         fogdist.GossipState(what=fogdist.Gossip.gradients if rank else fogdist.Gossip.parameters)
-    # What a graph has saved of parameters is no more what it was: autograd says so.
+    # The parameters that a graph has saved have changed since, and autograd raises an error.
     model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
     model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
     loss = model(torch.ones(1, 2, requires_grad=True)).square().sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    # One rank does not come to its backward pass: the other one's raises, and does not hang.
+    # If one rank does not come to its backward pass, that of the other raises an error and does not hang.
     model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
     model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
     if rank == 0:
@@ -103,12 +103,12 @@ def fail() -> None:
 
 
 def share_a_state(what: str, together: bool) -> None:
-    """Two models with one state: it says so at the second one's first bucket, on all ranks alike."""
+    """Two models with one state raise an error at the second one's first bucket, on all ranks."""
     rank, _ = start()
     state = fogdist.GossipState(what=what)
     models = []
     for _ in range(2):
-        # Several buckets, from the second backward pass on.
+        # There are several buckets from the second backward pass on.
         model = DistributedDataParallel(
             make_net(7), broadcast_buffers=False, bucket_cap_mb=0.0001, find_unused_parameters=True
         )

@@ -1,6 +1,6 @@
-"""The tests of tests/gpu, which wait for a GPU, are right themselves: one of each runs on the fake device.
+"""Checks the tests of tests/gpu themselves, which need a GPU: one case of each runs on the fake device.
 
-What they test is tested by tests/test_device_*.py on the double in any case.
+tests/test_device_*.py test the same functions on the fake device in any case.
 """
 
 from __future__ import annotations

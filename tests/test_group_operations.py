@@ -1,4 +1,4 @@
-"""What c10d's backends offer beside the plain collectives: sparse sums, lists of tensors, monitored barriers, splits."""
+"""Tests of c10d's other operations: sparse sums, lists of tensors, monitored barriers, splits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ on_fog = pytest.mark.skipif(BACKEND != "fog", reason="a promise of fog that othe
 
 
 def sparse_input(rank: int, kind: str) -> Tensor:
-    """A tensor whose entries differ in place and number from rank to rank; some places occur twice."""
+    """Returns a tensor whose entries differ in place and number between ranks; some places occur twice."""
     generator = torch.Generator().manual_seed(100 + rank)
     entries = 0 if kind == "empty on odd ranks" and rank % 2 else 3 + rank
     rows = torch.randint(0, 6, (entries,), generator=generator)
     columns = torch.randint(0, 4, (entries,), generator=generator)
-    if kind == "hybrid":  # every entry is a row
+    if kind == "hybrid":  # each entry is a row
         values = torch.randint(-8, 8, (entries, 4), generator=generator).double()
         return torch.sparse_coo_tensor(rows[None], values, (6, 4))
     dtype = torch.int64 if kind == "integers" else torch.float32
@@ -69,7 +69,7 @@ def refuse_sparse() -> None:
     with pytest.raises(ValueError, match="allowed are sparse COO tensors"):
         dist.group.WORLD.allreduce([tensor, torch.ones(6, 4)])
     ones = torch.ones(2)
-    dist.all_reduce(ones)  # out of step if anything had been sent
+    dist.all_reduce(ones)  # this would be out of step if the refused call had sent anything
     assert ones.tolist() == [dist.get_world_size()] * 2
 
 
@@ -93,7 +93,7 @@ def test_sparse_allreduce_names_both_shapes(worlds: WorldPool) -> None:
         assert "allreduce_sparse(SUM, int64[1, 6, 4])" in text and "[1, 6, 5])" in text
 
 
-# Lists of tensors: c10d's form for several devices a process
+# Lists of tensors: c10d's form for several devices per process
 
 
 def lists() -> None:
@@ -146,7 +146,7 @@ def test_monitored_barrier(worlds: WorldPool, size: int, wait_all_ranks: bool) -
 
 
 def monitored_barrier_holds() -> bool:
-    """Nobody gets through before the last one has come."""
+    """Returns whether the last rank had come when this rank left the barrier."""
     store = dist.PrefixStore("monitored", dist.distributed_c10d._get_default_store())
     if dist.get_rank() == 1:
         time.sleep(0.3)
@@ -183,7 +183,7 @@ def test_monitored_barrier_names_who_is_missing(worlds: WorldPool, wait_all_rank
     assert f"{names} failed to pass monitoredBarrier in 1000 ms" in texts[0]
     assert "Rank 2 successfully reached monitoredBarrier" in texts[2]
     if BACKEND == "fog":
-        assert "not there: ranks 1, 3" in texts[2]  # rank 0's report
+        assert "not there: ranks 1, 3" in texts[2]  # from the report of rank 0
 
 
 @on_fog
@@ -198,7 +198,7 @@ def monitored_barrier_arguments() -> None:
         dist.group.WORLD.monitored_barrier(timedelta(0))
     with pytest.raises(TypeError, match="timeout: got str"):
         dist.monitored_barrier(timeout="soon")
-    dist.monitored_barrier(timeout=20.0)  # seconds, as torch still takes them
+    dist.monitored_barrier(timeout=20.0)  # torch still takes seconds
 
 
 @on_fog
@@ -225,7 +225,7 @@ def split() -> None:
                 if BACKEND == "fog":
                     timeouts = [group._get_backend(CPU).options._timeout for group in (child, world)]
                     checks.true(f"time-outs {timeouts}", timeouts == [timedelta(seconds=t) for t in (21, 30)])
-        # A split of a split, with ranks of the parent.
+        # A split can be split again, with ranks of the parent.
         child = world.split_group(list(range(size)))
         grandchild = child.split_group([1, size - 1] if size > 2 else [1])
         if grandchild is not None:
@@ -252,13 +252,13 @@ def split_refuses() -> None:
     assert backend.supports_splitting
     with pytest.raises(RuntimeError):  # torch's own check
         dist.group.WORLD.split_group([0, 0])
-    backend.options._timeout = timedelta(seconds=1)  # of a copy
+    backend.options._timeout = timedelta(seconds=1)  # changes a copy only
     assert backend.options._timeout == timedelta(seconds=30)
     backend.perform_nocolor_split(CPU)
 
 
 def merge() -> float:
-    """Two groups of this world become one, at a store of their own."""
+    """Merges two groups of this world into one, with another store."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("merge", dist.distributed_c10d._get_default_store())
     halves = [dist.new_group([0]), dist.new_group(list(range(1, size)))]
@@ -313,7 +313,7 @@ def fog_beside_gloo() -> list[float]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.all_reduce(tensor, group=group)
         values.append(tensor.item())
-    dist.monitored_barrier()  # Gloo's
+    dist.monitored_barrier()  # Gloo's barrier
     dist.monitored_barrier(everyone)
     return values
 

@@ -1,4 +1,4 @@
-"""Tables that a program could fill for ever: each is filled beyond its bound here, and counted."""
+"""Tests of tables that a program could fill forever: each test exceeds a table's limit and counts the entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="looks into fog's own tables")
 
-# Names that a group remembers; NameTable::kMost.
+# The number of names that a group remembers; NameTable::kMost.
 NAMES = 4096
 SOON = 20.0
 
@@ -34,7 +34,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> Any:
 
 
 def soon(condition: Callable[[], bool]) -> bool:
-    """Whether it holds within a while."""
+    """Returns whether the condition becomes true within the time limit."""
     end = time.monotonic() + SOON
     while not condition():
         if time.monotonic() > end:
@@ -47,7 +47,7 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 def exchange(backend: Any, name: str, edges: list[tuple[int, int]], value: float) -> tuple[dist.Work, Tensor]:
-    """Starts an exchange: what comes, and this rank's value as a quarter, is summed up."""
+    """Starts an exchange that sums the received values and a quarter of this rank's value."""
     rank, size = dist.get_rank(), dist.get_world_size()
     sources = [(i, 1.0) for i, j in edges if j == rank]
     destinations = [(j, 1.0) for i, j in edges if i == rank]
@@ -57,7 +57,7 @@ def exchange(backend: Any, name: str, edges: list[tuple[int, int]], value: float
 
 
 def forget_names(backend: Any, seed: int) -> None:
-    """On this rank alone: it uses so many other names that it forgets all that it knew."""
+    """Uses so many other names on this rank that it forgets all earlier names."""
     for number in range(NAMES):
         exchange(backend, f"other {dist.get_rank()} {seed} {number}", [], 0.0)[0].wait()
 
@@ -80,7 +80,7 @@ def test_names_are_forgotten(worlds: WorldPool) -> None:
 
 
 def use_forgotten_names(seed: int, steps: int) -> int:
-    """Ranks use the same names, each in an order of its own, run ahead, and forget now and then: none takes another use's message."""
+    """Ranks use the same names in different orders, run ahead and forget; no use may take another use's message."""
     group = dist.new_group()
     backend, rank, size = backend_of(group), dist.get_rank(), dist.get_world_size()
     common, own = random.Random(seed), random.Random(seed + 1 + rank)
@@ -95,7 +95,7 @@ def use_forgotten_names(seed: int, steps: int) -> int:
         assert tensor.tolist() == [expected] * 3, f"{name}: {tensor.tolist()} instead of {expected}"
 
     for first in range(0, steps, len(names)):
-        # Each name once, on the same edges everywhere.
+        # Each name is used once, on the same edges everywhere.
         round_ = [
             (name, common.sample(pairs, common.randint(0, 3)), first + k) for k, name in enumerate(names)
         ]
@@ -125,7 +125,7 @@ def test_forgotten_names_are_used_again(worlds: WorldPool) -> None:
 
 
 def make_and_close_groups() -> list[int]:
-    """Ranks destroy their groups in orders of their own, and one of them has failed."""
+    """Ranks destroy their groups in different orders; one of the groups has failed."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before = extension().bookkeeping()["closed_groups"]
     groups = [dist.new_group() for _ in range(4)]
@@ -146,7 +146,7 @@ def test_closed_groups_are_forgotten(worlds: WorldPool) -> None:
 
 
 def keys_of_groups() -> list[int]:
-    """The store's keys after each of some groups."""
+    """Returns the number of the store's keys after each of several groups."""
     store = dist.distributed_c10d._get_default_store()
     counts = []
     for _ in range(4):
@@ -158,7 +158,7 @@ def keys_of_groups() -> list[int]:
 
 
 def test_a_group_leaves_few_keys_in_the_store(worlds: WorldPool) -> None:
-    """torch's own stay, and one a rank that counts the uses of the store."""
+    """torch's own keys stay, and one per rank that counts the uses of the store."""
     for counts in worlds(3).run(keys_of_groups):
         assert counts[-1] - counts[-2] <= 3 + 2, counts
 
@@ -166,17 +166,17 @@ def test_a_group_leaves_few_keys_in_the_store(worlds: WorldPool) -> None:
 # A rank that runs ahead
 
 COUNT = 2000
-NUMEL = 2048  # of float32: 8 KiB, so 16 MiB in all
+NUMEL = 2048  # in float32 elements: 8 KiB each, so 16 MiB in all
 LIMIT = 64 << 10
-# What may be on its way when the receiver asks for less, and headers.
+# Headers, and data that may be on its way when the receiver asks for less.
 ROOM = (5 << 20) + COUNT * 512
 
 
 def run_ahead(kind: str) -> tuple[int, int]:
-    """Rank 0 sends all it has while rank 1 takes nothing.
+    """Rank 0 sends all its messages while rank 1 receives none.
 
     Returns:
-        How many of its operations rank 0 has seen complete by then; bytes of early messages that rank 1 has.
+        The number of operations that rank 0 has seen complete by then, and the bytes of early messages on rank 1.
     """
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
@@ -204,8 +204,8 @@ def run_ahead(kind: str) -> tuple[int, int]:
             work.wait()
             assert tensor.eq(number).all(), f"{kind} {number}: {tensor[0]}"
     dist.barrier()
-    assert soon(lambda: extension().bookkeeping()["early_bytes"] < 8 * NUMEL)  # the next one's may be there
-    # From now on nothing is held back any more.
+    assert soon(lambda: extension().bookkeeping()["early_bytes"] < 8 * NUMEL)  # the next message may be there
+    # From now on nothing is held back.
     work, tensor = start(7)
     work.wait()
     assert tensor.eq(7).all()
@@ -215,7 +215,7 @@ def run_ahead(kind: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("links", ["1", "0"], ids=["shared memory", "MPI"])
 def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: str) -> None:
-    """Also the root of a broadcast and the sender of small messages, which else never wait."""
+    """This includes the root of a broadcast and senders of small messages, which otherwise never wait."""
     environment = {"FOG_CONFIRM": "0", "FOG_EARLY_BYTES": str(LIMIT), "FOG_LOCAL_LINKS": links}
     world = new_world(2, environment=environment)
     for kind in ("broadcast", "send"):
@@ -229,7 +229,7 @@ def resident_bytes() -> int:
 
 
 def large_over_mpi(rounds: int) -> int:
-    """By how much memory grows while data comes in parts, as results and as what is reduced, and through windows."""
+    """Returns the growth of memory while data comes in parts, as results, for reductions, and through windows."""
     other = 1 - dist.get_rank()
     x, y = torch.ones(1 << 18), torch.empty(1 << 18)
     window = backend_of().create_window(torch.zeros(1 << 16), "growth", [other], [other])
@@ -253,16 +253,16 @@ def large_over_mpi(rounds: int) -> int:
 
 
 def test_data_that_came_over_mpi_is_released(new_world: Callable[..., World]) -> None:
-    """Once whatever received it and the transfer kept each other."""
+    """Regression: the receiver and the transfer kept each other alive."""
     world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
-    assert max(world.run(large_over_mpi, 150)) < 30 << 20  # a MiB and more of each round was kept
+    assert max(world.run(large_over_mpi, 150)) < 30 << 20  # before, more than one MiB per round was kept
 
 
 # Windows
 
 
 def drop_windows(victim: int) -> bool:
-    """Windows that are dropped while the victim may still use them; then it dies."""
+    """Windows are dropped while the victim may still use them; then the victim dies."""
     count, rank = 3, dist.get_rank()
     others = [other for other in range(dist.get_world_size()) if other != rank]
     windows = [backend_of().create_window(torch.ones(1000), f"w{i}", others, others) for i in range(count)]

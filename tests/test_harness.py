@@ -1,4 +1,4 @@
-"""The harness itself: what it reports, and that nothing hangs or stays behind."""
+"""Tests of the harness: its reports, and that nothing hangs or is left behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_run_returns_results_and_reports_errors(worlds: WorldPool) -> None:
         worlds(2).run(fail_on, 1)
     assert isinstance(failure.value.outcomes[1].error, dist.DistBackendError)
     assert all(text in str(failure.value) for text in ("no luck", "fail_on", "something said before"))
-    assert worlds(2).run(add, 1) == [3, 3]  # by a new world
+    assert worlds(2).run(add, 1) == [3, 3]  # in a new world
 
 
 def kill_myself(rank: int) -> None:
@@ -106,7 +106,7 @@ def test_leftover_processes_are_found_and_killed_with_a_broken_world() -> None:
     left = world.run(leave_a_process)[0]
     deadline = time.monotonic() + 10
     while not leftovers.leftover_processes()[left] and time.monotonic() < deadline:
-        time.sleep(0.01)  # the program that it becomes has no arguments for a moment
+        time.sleep(0.01)  # for a moment, the new program has no arguments
     assert leftovers.leftover_processes()[left] == "sleep 60"
     world.abandon()
     assert left not in leftovers.leftover_processes()
@@ -154,7 +154,7 @@ def test_shared_memory_that_a_killed_rank_leaves_is_found(new_world: Callable[..
 
 
 def test_shared_memory_that_other_programs_leave_does_not_count() -> None:
-    """As dead ranks of an unrelated MPI job have left it."""
+    """Dead ranks of an unrelated MPI job leave such entries."""
     outside = leftovers.directory_of_others()
     if outside is None:
         pytest.skip("this user may not make a mount namespace, in which /dev/shm is the tests' alone")

@@ -1,4 +1,4 @@
-"""hierarchical_neighbor_allreduce and local_allreduce of the backend, with machines that a test makes up."""
+"""Tests the backend's hierarchical_neighbor_allreduce and local_allreduce, with machines that the tests define."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations")
 
 SIZES = sizes([1, 4, 6], [2])
-# Fewer elements than ranks, none, what a message carries inline and what streams through a window several times.
+# No element, fewer elements than ranks, a size that a message carries inline, and one that fills the ring several
+# times.
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (4, 0, 2), (257,), (70_001,)]
 STREAMED = (600_001,)
 
@@ -43,7 +44,7 @@ Machines = list[list[int]]
 
 
 def divisions(size: int) -> list[Machines]:
-    """All divisions of ranks in order into equal machines, and one out of order, whose machines interlock."""
+    """Returns all divisions of the ranks, in order, into equal machines, and one whose machines interleave."""
     found = []
     for local in range(1, size + 1):
         if size % local == 0:
@@ -54,23 +55,23 @@ def divisions(size: int) -> list[Machines]:
 
 
 def machine_of(rank: int, machines: Machines) -> int:
-    """The machine that a rank belongs to."""
+    """Returns the machine of a rank."""
     return next(m for m, ranks in enumerate(machines) if rank in ranks)
 
 
 def backend(group: dist.ProcessGroup | None = None) -> Any:
-    """fog's own object of a group."""
+    """Returns fog's own object of a group."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
 def random_matrix(machines: int, seed: int) -> np.ndarray:
-    """Weights in [-1, 1] on about two of three edges, the diagonal included; there may be none at all."""
+    """Returns weights in [-1, 1] on about two of three edges, including the diagonal; there may be none at all."""
     generator = np.random.default_rng([seed, machines])
     return generator.uniform(-1, 1, (machines, machines)) * (generator.random((machines, machines)) < 0.7)
 
 
 def plan_of(matrix: np.ndarray, machine: int, factor: float = 2.0) -> Any:
-    """A machine's plan for a mixing matrix; the senders' side of each weight is `factor`."""
+    """Returns a machine's plan for a mixing matrix; the sender's weight of each edge is `factor`."""
     from fog_pg import _C
 
     others = [m for m in range(len(matrix)) if m != machine]
@@ -80,7 +81,7 @@ def plan_of(matrix: np.ndarray, machine: int, factor: float = 2.0) -> Any:
 
 
 def means(inputs: Sequence[Tensor], machines: Machines) -> list[Tensor]:
-    """The mean of each machine's inputs, in float64 or complex128."""
+    """Returns the mean of each machine's inputs, in float64 or complex128."""
     return [sum(wide(inputs[r]) for r in ranks) / len(ranks) for ranks in machines]  # type: ignore[misc]
 
 
@@ -107,7 +108,7 @@ def exchanges(streamed: bool) -> None:
                 checks.equal(f"{label} dtype", output.dtype, dtype)
                 checks.close(label, output, mix(means(inputs, machines), matrix)[machine])
                 checks.equal(f"{label} input", mine, inputs[rank])
-                # The same bits again, in place, and on all ranks of the machine.
+                # The result in place has the same bits, which are also the same on all ranks of the machine.
                 work = backend().hierarchical_neighbor_allreduce(mine, machines, plan, output=mine)
                 work.wait()
                 checks.true(f"{label} in place", work.result()[0].data_ptr() == mine.data_ptr())
@@ -131,13 +132,13 @@ def test_large_exchanges(worlds: WorldPool, size: int) -> None:
 def promised(
     inputs: Sequence[Tensor], machines: Machines, plan: Any, weights: dict[int, float] | None
 ) -> Tensor:
-    """The exact bits: a mean is rounded once, in the order of ranks; the sum of means in the order of the plan.
+    """Returns the exact bits: means are rounded once, in the order of ranks, and summed in the order of the plan.
 
     Args:
-        inputs: By rank.
+        inputs: The input of each rank.
         machines: The machines.
-        plan: Of this rank's machine.
-        weights: Of the sources, both sides multiplied; None for the plain mean.
+        plan: The plan of this rank's machine.
+        weights: The weights of the sources, with both sides multiplied; None for the plain mean.
     """
     dtype = inputs[0].dtype
     between = torch.float32 if dtype in HALVES else torch.float64
@@ -164,7 +165,7 @@ def exact_bits() -> None:
         for machines, dtype in itertools.product(divisions(size), FLOATS):
             machine, count = machine_of(rank, machines), len(machines)
             inputs = [make_input(r, dtype, 20_001) for r in range(size)]
-            others = [(machine + distance) % count for distance in range(1, count)]  # not ascending
+            others = [(machine + distance) % count for distance in range(1, count)]  # not in ascending order
             weights = {m: 0.3 * (m + 1) for m in others}
             weighted = _C.NeighborPlan(
                 machine, count, 0.7, [(m, w / 0.5) for m, w in weights.items()], [(m, 0.5) for m in others]
@@ -185,7 +186,7 @@ def test_every_bit_is_as_promised(worlds: WorldPool, size: int) -> None:
 
 
 def extreme_values() -> None:
-    """A float16 mean of numbers whose sum would overflow; a float64 that float32 does not hold; NaN without weight."""
+    """A float16 mean whose sum would overflow, a float64 too small for float32, and a NaN with weight 0."""
     from fog_pg import _C
 
     rank = dist.get_rank()
@@ -277,7 +278,7 @@ def test_local_reductions(worlds: WorldPool, size: int) -> None:
     worlds(size).run(local_reductions)
 
 
-# --- what is refused -----------------------------------------------------------------------------------------
+# --- wrong arguments and disagreements -----------------------------------------------------------------------
 
 
 def wrong_arguments() -> None:
@@ -324,7 +325,7 @@ def wrong_arguments() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             backend().local_allreduce(one, machines, op)
-    # Nothing was sent for any of them.
+    # None of the calls has sent anything.
     backend().local_allreduce(one, good, dist.ReduceOp.SUM).wait()
     assert one.tolist() == [2.0] * 4
 
@@ -334,7 +335,7 @@ def test_wrong_arguments(worlds: WorldPool) -> None:
 
 
 def disagreement(kind: str) -> str:
-    """One call on which ranks do not agree, in a group that is lost with it. Returns the error's text."""
+    """Makes one call on which ranks disagree, in a group that fails with it. Returns the text of the error."""
     from fog_pg import _C
 
     group = dist.new_group(timeout=timedelta(seconds=2 if kind == "missing" else 20))
@@ -393,7 +394,7 @@ def test_disagreements_are_errors_that_name_both_sides(worlds: WorldPool, kind: 
 
 
 def test_a_machine_that_sends_to_one_that_does_not_receive(worlds: WorldPool) -> None:
-    # Who does not receive may be done before the message comes; who sends hears of it either way.
+    # A rank that does not receive may be done before the message comes; the sender learns of it in any case.
     for text in worlds(4).run(disagreement, "unexpected")[2:]:
         assert re.search(
             r"ranks? [23] called hierarchical.*(this rank does not receive from it|has ended its operation)",
@@ -407,7 +408,7 @@ def test_a_machine_that_does_not_send_is_named(worlds: WorldPool) -> None:
 
 
 def until_a_rank_is_lost(victim: int, numel: int) -> str:
-    """Machines of two go on exchanging until a rank is killed."""
+    """Machines of two ranks exchange repeatedly until a rank is killed."""
     rank = dist.get_rank()
     machines = [[0, 1], [2, 3]]
     plan = plan_of(np.full((2, 2), 0.5), rank // 2, 1.0)

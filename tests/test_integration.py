@@ -1,7 +1,7 @@
-"""torch's distributed libraries on the backend: meshes, DTensor, FSDP, pipelines, checkpoints, DDP's options, ZeRO, compile, profiler,
-debug mode, restarts.
+"""Tests torch's distributed libraries on the backend.
 
-Training is compared with one process that sees the concatenated batch.
+Meshes, DTensor, FSDP, pipelines, checkpoints, DDP's options, ZeRO, compile, profiler, debug mode and restarts. Training
+is compared with one process that computes on the concatenated batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 3
-ROWS = 4  # of one rank's batch
+ROWS = 4  # rows in the batch of one rank
 FEATURES = 12
 
 
@@ -43,7 +43,7 @@ def network(seed: int = 0) -> nn.Sequential:
 
 
 def batches(size: int) -> Iterator[Tensor]:
-    """The concatenated batch of all ranks, for every step."""
+    """Yields the concatenated batch of all ranks for every step."""
     generator = torch.Generator().manual_seed(11)
     for _ in range(STEPS):
         yield torch.randn(size * ROWS, FEATURES, dtype=torch.float64, generator=generator)
@@ -127,7 +127,7 @@ def distribute() -> None:
 
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
-    whole = torch.arange(7.0 * 5, dtype=torch.float64).view(7, 5)  # no multiple of the ranks
+    whole = torch.arange(7.0 * 5, dtype=torch.float64).view(7, 5)  # not divisible by the number of ranks
     with Checks() as checks:
         sharded = distribute_tensor(whole, mesh, [Shard(0)])
         for label, tensor in (
@@ -223,7 +223,7 @@ def test_fsdp1(worlds: WorldPool, size: int, strategy: str) -> None:
 
 
 def ring_attention(is_causal: bool) -> None:
-    """The ring that torch's context_parallel runs on GPUs, with the kernel for CPUs, which context_parallel does not take."""
+    """Runs the ring of torch's context_parallel with the CPU kernel, which context_parallel itself does not accept."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
     def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Any:
@@ -257,7 +257,7 @@ def test_ring_attention(worlds: WorldPool, is_causal: bool) -> None:
 
 
 def saved_and_loaded(folder: str, is_async: bool) -> None:
-    """What ranks save of their shards, others load: into shards along another mesh, and into whole models."""
+    """Ranks save their shards; they are loaded into shards along another mesh, and into whole models."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -307,7 +307,7 @@ def test_distributed_checkpoint(worlds: WorldPool, tmp_path: Path, is_async: boo
 
 
 def pipelined(schedule: str) -> None:
-    """Layers in stages of their own: gradients are those of the whole network."""
+    """Each stage holds some layers, and the gradients equal those of the whole network."""
     import torch.distributed.pipelining as pipelining
 
     rank, size, parts = dist.get_rank(), dist.get_world_size(), 4
@@ -373,7 +373,7 @@ def test_ddp_options(worlds: WorldPool, options: dict[str, Any]) -> None:
 
 
 def unused_parameters() -> None:
-    """Rank 1 leaves a layer out: its gradient is the others' average, zero on rank 1's part."""
+    """Rank 1 does not use one layer: its gradient is the average of the ranks, to which rank 1 contributes zero."""
 
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -427,7 +427,7 @@ def test_comm_hooks(worlds: WorldPool, name: str) -> None:
 
 
 def uneven_inputs(static: bool) -> list[float]:
-    """Rank r has r + 1 batches; those that have none left shadow the others' collectives."""
+    """Rank r has r + 1 batches; ranks without more batches shadow the collectives of the others."""
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False), bucket_cap_mb=0.001)
     nn.init.zeros_(model.module.weight)
@@ -442,7 +442,8 @@ def uneven_inputs(static: bool) -> list[float]:
 
 @pytest.mark.parametrize("static", [True, False])
 def test_join_with_uneven_inputs(worlds: WorldPool, static: bool) -> None:
-    # Step s: 3 - s ranks are left, each with gradient s + 1; divided by 3, or by those that are left.
+    # In step s, 3 - s ranks are left, each with gradient s + 1. The sum is divided by 3, or by the number of ranks
+    # left.
     expected = -sum((s + 1) * (3 - s) / 3 if static else s + 1 for s in range(3))
     for (weight,) in worlds(3).run(uneven_inputs, static):
         assert weight == pytest.approx(expected, abs=1e-6)
@@ -492,9 +493,9 @@ def test_zero_joins_with_uneven_inputs(worlds: WorldPool) -> None:
 def compiled_step(compiler: str) -> None:
     import torch._inductor.config
 
-    torch._inductor.config.compile_threads = 1  # no pool of processes
+    torch._inductor.config.compile_threads = 1  # starts no pool of processes
     torch._inductor.config.cpp_cache_precompile_headers = (
-        False  # which takes longer than the few kernels that are there
+        False  # precompiling takes longer than these few kernels
     )
     size = dist.get_world_size()
     group = dist.group.WORLD
@@ -633,7 +634,7 @@ def test_debug_detail(new_world: Callable[..., World]) -> None:
 
 
 def overlapping_groups() -> None:
-    """Groups that share ranks, used in another order by each of them."""
+    """The groups share ranks, and each rank uses them in another order."""
     rank = dist.get_rank()
     members = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
     groups = [dist.new_group(ranks) for ranks in members]
@@ -704,7 +705,7 @@ ELASTIC = textwrap.dedent(
 
 @pytest.mark.long
 def test_elastic_restart(tmp_path: Path) -> None:
-    """torchrun starts all ranks again when one has failed; they go on from what they had saved."""
+    """torchrun restarts all ranks after one has failed; they continue from their saved state."""
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC)
     launcher = [*launcher_command("torchrun", 2), "--max-restarts=1"]

@@ -1,6 +1,6 @@
-"""Ranks of a notebook: what starts, stops, interrupts and ends them, and the notebooks of examples/notebooks.
+"""Tests of ranks in a notebook: start, stop, interrupt and end, and the notebooks of examples/notebooks.
 
-What needs ipyparallel is skipped where it is not installed; `make test-notebooks` installs it.
+Tests that need ipyparallel are skipped if it is not installed; `make test-notebooks` installs it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ with_notebooks = pytest.mark.skipif(
 )
 
 SIZE = 3
-# Of one cell. It is done in a fraction of it: the rest is room for a busy machine.
+# The timeout of one cell, in seconds. Cells take a fraction of it; the rest is for a busy machine.
 TIMEOUT = 60.0
-# In which those that wait for a lost rank hear of it, and processes are gone that were ended.
+# The seconds in which ranks learn of a lost rank, and ended processes disappear.
 SOON = 30.0
 
 
 class Failed(Exception):
-    """What a cell raised on some ranks, in one text."""
+    """Raised with the errors of a cell on some ranks, in one text."""
 
 
 def run(cluster: Cluster, cell: str, **options: Any) -> Any:
@@ -52,7 +52,7 @@ def run(cluster: Cluster, cell: str, **options: Any) -> Any:
 
 
 def printed(result: Any) -> list[str]:
-    """What each rank printed in a cell, when it is done; `Failed` with the text of the errors."""
+    """Returns the output of each rank after the cell is done; raises `Failed` with the text of the errors."""
     try:
         result.get(timeout=TIMEOUT)
     except Exception as error:
@@ -66,7 +66,7 @@ def output(cluster: Cluster, cell: str) -> list[str]:
 
 
 def wait_until_printed(result: Any, text: str) -> None:
-    """Until each rank has printed a text in a cell that goes on."""
+    """Waits until each rank has printed a text in a cell that is still running."""
     deadline = time.monotonic() + TIMEOUT
     while not all(text in each for each in result.stdout):
         assert time.monotonic() < deadline and not result.ready(), result.stdout
@@ -74,7 +74,7 @@ def wait_until_printed(result: Any, text: str) -> None:
 
 
 def interrupt_until_done(interrupt: Callable[[], None], result: Any) -> None:
-    """Interrupts again while ranks go on: a signal between a check for signals and a sleep is noticed after the sleep."""
+    """Interrupts repeatedly: a signal that comes between Python's check and a sleep is noticed only after the sleep."""
     deadline = time.monotonic() + TIMEOUT
     while not result.ready():
         assert time.monotonic() < deadline, "an interrupt ends nothing"
@@ -83,7 +83,7 @@ def interrupt_until_done(interrupt: Callable[[], None], result: Any) -> None:
 
 
 def until_gone(handles: list[int]) -> None:
-    """Waits for processes by their pidfds."""
+    """Waits until processes have ended, given their pidfds."""
     for handle in handles:
         poll = select.poll()
         poll.register(handle, select.POLLIN)
@@ -92,7 +92,7 @@ def until_gone(handles: list[int]) -> None:
 
 
 def handles_of_family(pids: list[int]) -> list[int]:
-    """Pidfds of processes and of what they have started."""
+    """Returns pidfds of the processes and of their descendants."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -109,7 +109,7 @@ def handles_of_family(pids: list[int]) -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def ipython_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is written to the one in the home directory."""
+    """Keeps IPython from writing to the home directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
         yield
@@ -124,7 +124,7 @@ def shared() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared: Cluster) -> Cluster:
-    """One that all tests have, whose ranks are new where the last one ended some."""
+    """The cluster of all tests; its ranks are restarted if the last test ended some."""
     try:
         shared.check()
     except RuntimeError:
@@ -204,12 +204,12 @@ def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
         with pytest.raises(Failed) as caught:
             printed(result)
         for rank in range(SIZE):
-            # A rank may hear that another was interrupted before it is itself.
+            # A rank may learn that another one was interrupted before it is interrupted itself.
             assert re.search(rf"\[{rank}:execute\](KeyboardInterrupt|DistBackendError)", str(caught.value))
         assert "[1:execute]KeyboardInterrupt" in str(caught.value)
         # The processes are the same, and a new group works.
         assert output(cluster, "fogdist.shutdown(); fogdist.init(); print(fogdist.size())") == ["3"] * SIZE
-    # Only some, where nothing else runs.
+    # Some ranks can be interrupted while the others run nothing.
     result = run(cluster, 'print("waits", flush=True); time.sleep(1000 if fogdist.rank() == 2 else 0)')
     wait_until_printed(result, "waits")
     interrupt_until_done(lambda: cluster.interrupt([2]), result)
@@ -220,7 +220,7 @@ def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
 
 @with_notebooks
 def test_an_interrupt_beside_a_cell_loses_no_answer(cluster: Cluster) -> None:
-    """One that came while an engine read a request, or answered it, once ended the answer."""
+    """Regression: an interrupt while an engine read a request, or answered it, lost the answer."""
     for number in range(40):
         result = run(cluster, "x = sum(range(1000))")
         time.sleep(number * 5e-4)
@@ -239,7 +239,7 @@ def interrupt_through_the_door() -> None:
 
 
 def seconds_of_cores(cluster: Cluster) -> float:
-    """What all ranks have used so far."""
+    """Returns the CPU seconds that all ranks have used so far."""
     ticks = 0
     for pid in cluster.pids:
         ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
@@ -263,7 +263,7 @@ def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
     cluster.suspend()
     cluster.suspend()
     assert cluster.is_suspended and repr(cluster).endswith("suspended>")
-    time.sleep(0.1)  # a process is stopped when its signal is delivered
+    time.sleep(0.1)  # a process stops only after its signal is delivered
     before = seconds_of_cores(cluster)
     time.sleep(1)
     assert seconds_of_cores(cluster) == before
@@ -281,14 +281,14 @@ def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
 
 @with_notebooks
 def test_ranks_that_run_no_cell_use_no_core(cluster: Cluster) -> None:
-    """What `suspend` of BlueFog was for: its ranks had a thread that was busy all the time."""
+    """BlueFog needed `suspend` because its ranks had a thread that was always busy."""
     output(cluster, 'fogdist.win_create(torch.ones(4), "w"); fogdist.win_put(torch.ones(4), "w")')
     time.sleep(0.5)
     before = seconds_of_cores(cluster)
     time.sleep(2)
     used = (seconds_of_cores(cluster) - before) / SIZE
     output(cluster, "fogdist.win_free()")
-    assert used < 0.2  # a busy thread uses 2, or its share of a busy machine
+    assert used < 0.2  # a busy thread would use 2, or its share of a busy machine
 
 
 @with_notebooks
@@ -318,7 +318,7 @@ def test_a_killed_rank_is_named(cluster: Cluster) -> None:
     cluster.restart()
     until_gone(handles)
     assert not set(old) & set(cluster.pids) and not cluster.is_suspended
-    # A job of their own: nothing of the old one is there.
+    # The new ranks are new processes, in which nothing is defined.
     assert output(cluster, "print('fogdist' in dir())") == ["False"] * SIZE
     assert output(cluster, "import fogdist; fogdist.init(); print(fogdist.rank())") == ["0", "1", "2"]
 
@@ -388,7 +388,7 @@ def test_nothing_is_left_of_a_notebook_that_is_gone(how: str) -> None:
 
 
 def texts_of(notebook: Any) -> list[str]:
-    """What each code cell of a notebook that was run has shown."""
+    """Returns the output of each code cell of a notebook that was run."""
     texts = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -400,7 +400,7 @@ def texts_of(notebook: Any) -> list[str]:
 
 
 def run_notebook(notebook: Any, folder: Path) -> list[str]:
-    """Runs all cells as Jupyter does; returns what the code cells have shown."""
+    """Runs all cells as Jupyter does; returns the output of the code cells."""
     import nbclient
 
     client = nbclient.NotebookClient(
@@ -412,7 +412,7 @@ def run_notebook(notebook: Any, folder: Path) -> list[str]:
 
 @with_notebooks
 def test_cells_that_are_run_again(tmp_path: Path) -> None:
-    """%%px works at once; a cell that makes an optimizer, or starts the ranks, can be run again."""
+    """%%px works at once, and cells that make an optimizer or start the ranks can be run again."""
     import nbformat
 
     begin = "import fogdist.interactive\ncluster = fogdist.interactive.start(2)"

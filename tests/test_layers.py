@@ -1,4 +1,4 @@
-"""What the C++ files may include: each layer only what stands below it, and nothing but interfaces across."""
+"""Checks the includes of the C++ files: each layer includes only layers below it, and only their interfaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "process_group_fog"
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 MOST_LINES = 500
 
-# From below to above: what each folder may include besides its own files.
+# From bottom to top: the folders that each folder may include besides its own files.
 ALLOWED = {
     "core": set(),
     "job": {"core"},
@@ -23,32 +23,32 @@ ALLOWED = {
     "device": {"core", "transport", "engine", "windows"},
     "backend": {"core", "job", "transport", "engine", "collectives", "windows", "device"},
 }
-# Files that stand for more than their folder, each with what it may include on top of that, and why.
+# Files that may include more than their folder, each with the reason.
 MORE = {
-    # The ways between processes, and the one that takes each of them where it serves.
+    # It contains all ways between processes, and chooses one of them for each peer.
     "transport/process_transport": {"job", "transport/shared_memory", "transport/mpi"},
-    # How large a chunk number may be.
+    # The largest number of a chunk.
     "transport/message": {"transport/shared_memory"},
-    # Joins a job and makes the engine that works in it.
+    # It joins a job and makes the engine of that job.
     "engine/process_engine": {"transport/shared_memory"},
-    # An operation's own memory is the arena's.
+    # The memory of operations is in the arena.
     "engine/operation_transfers": {"transport/shared_memory"},
-    # Other processes read it, as an anonymous file.
+    # Other processes read it as an anonymous file.
     "engine/flight_record": {"transport/shared_memory"},
-    # Whoever calls MPI holds the engine's lock; the parts that come lie in the arena.
+    # Calls of MPI need the engine's lock; received parts are in the arena.
     "transport/mpi/messages": {"transport/shared_memory"},
-    # The pool for RMA is a block of the arena, so that neighbors of the host can map it as well; copies lie there too.
+    # The pool for RMA is a block of the arena, so that neighbors on the host can map it too; copies are there as well.
     "transport/mpi/remote_memory": {"transport/shared_memory"},
     "transport/mpi/notified_puts": {"transport/shared_memory"},
     # Windows on one host are memory that neighbors map.
     "windows": {"transport/shared_memory"},
-    # Tensors of lists, and results, are in the arena; tests make worlds of virtual ranks.
+    # Tensors of lists and results are in the arena; tests make worlds of virtual ranks.
     "backend": {"transport/shared_memory", "transport/in_process"},
 }
 
 
 def folder_of(file: str) -> str:
-    """The longest folder of the table that the file is in."""
+    """Returns the longest folder of the table that contains the file."""
     return max((folder for folder in ALLOWED if file.startswith(f"{folder}/")), key=len, default="")
 
 

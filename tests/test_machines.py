@@ -1,4 +1,4 @@
-"""Machines in fogdist: who is on which, their topology, averages within one and between them."""
+"""Tests of machines in fogdist: their ranks, their topology, and averages within one machine and between several."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from test_neighbor import nonblocking
 from torch import Tensor
 
 VARIABLE = "FOG_NODES_PER_MACHINE"
-# Ranks, and ranks on each machine.
+# The number of ranks, and of ranks on each machine.
 LAYOUTS = [(2, 2), (4, 2), (6, 2), (6, 3)]
 
 
 @contextlib.contextmanager
 def machines_of(count: int | None, *arguments: Any) -> Iterator[None]:
-    """Initializes fogdist with `count` ranks on each machine, and leaves it as it is without the variable."""
+    """Initializes fogdist with `count` ranks on each machine, and afterwards again without the variable."""
     if count is not None:
         os.environ[VARIABLE] = str(count)
     try:
@@ -43,7 +43,7 @@ def mean_matrix(graph: Any) -> np.ndarray:
 
 
 def mix_machines(inputs: list[Tensor], local: int, matrix: np.ndarray) -> list[Tensor]:
-    """What every rank gets: means of machines, rounded to the dtype, and the matrix applied to those."""
+    """Returns the result of every rank: the machines' means, rounded to the dtype, and the matrix applied to them."""
     means = [reduce(inputs[first : first + local], "AVG") for first in range(0, len(inputs), local)]
     return [mixed for mixed in mix(means, matrix) for _ in range(local)]
 
@@ -65,7 +65,7 @@ def test_machines_are_homogeneous(machine_of, expected):
     assert machines_are_homogeneous(machine_of) is expected
 
 
-# --- who is where -------------------------------------------------------------------------------------------
+# --- the ranks of machines ----------------------------------------------------------------------------------
 
 
 def numbers(local: int) -> None:
@@ -117,7 +117,8 @@ def test_wrong_variable(worlds):
 
 def groups_on_machines() -> None:
     rank = dist.get_rank()
-    across = dist.new_group([1, 2, 4, 5], backend="fog")  # two on machine 1 and 2 of 3, one on 0
+    # of three machines, two ranks are on each of 1 and 2, and one is on 0
+    across = dist.new_group([1, 2, 4, 5], backend="fog")
     along = dist.new_group([2, 3, 4, 5], backend="fog")
     with machines_of(2), Checks() as checks:
         if rank in (2, 3, 4, 5):
@@ -125,7 +126,7 @@ def groups_on_machines() -> None:
             checks.equal(
                 "local", (fogdist.local_rank(group=along), fogdist.local_size(group=along)), (place % 2, 2)
             )
-            # Machines are numbered in the group.
+            # Machines are numbered within the group.
             checks.equal("machine", fogdist.machine_rank(group=along), place // 2)
             fogdist.set_machine_topology(topologies.RingGraph(2), group=along)
             x = torch.tensor([float(rank)])
@@ -192,9 +193,9 @@ def machine_topologies() -> str:
         with pytest.raises(ValueError, match="machine topology must be the same") as caught:
             fogdist.set_machine_topology(different, is_weighted=True)
         checks.equal("kept", fogdist.in_neighbor_machine_ranks(), [(machine - 1) % 3])
-        # The topology of ranks is another one.
+        # The topology of ranks is not changed.
         checks.equal("ranks", len(fogdist.load_topology()), 6)
-    assert fogdist.load_machine_topology() is None  # init starts anew
+    assert fogdist.load_machine_topology() is None  # init resets it
     return str(caught.value)
 
 
@@ -239,7 +240,7 @@ def exchanges(local: int) -> None:
                 "dst_machine_weights": {m: 2.0 for m in others if matrix[machine, m] != 0},
                 "enable_topo_check": seed % 2 == 0,
             }
-            if rank % local:  # the order of a dict does not count
+            if rank % local:  # the order of a dict does not matter
                 arguments["src_machine_weights"] = dict(reversed(arguments["src_machine_weights"].items()))
             dtypes = [torch.float64, torch.float16, torch.float64]
             lists = [[make_input(r, d, (k + 1, 7), seed) for k, d in enumerate(dtypes)] for r in range(size)]
@@ -265,7 +266,7 @@ def test_exchanges(worlds, size, local):
 
 
 ONE = torch.ones(2)
-# On rank 0 of 6, machine 0 of a directed ring of 3: machine 2 sends to it and it sends to machine 1.
+# Wrong arguments on rank 0 of 6. Its machine 0 is part of a directed ring of 3: it receives from 2 and sends to 1.
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tensor": 1.0}, TypeError, "tensor"),
     ({"tensor": ONE.int()}, ValueError, "tensor.*int32"),
@@ -319,10 +320,10 @@ def wrong_arguments() -> None:
                     }
                 for form in ("", "_", "_nonblocking", "_nonblocking_"):
                     if (form.endswith("_") and "_machine_weights'" in message) or "unexpected" in message:
-                        continue  # the forms in place have no old names to tell
+                        continue  # the in-place forms have no old names to report
                     with pytest.raises(error, match=message):
                         getattr(fogdist, f"hierarchical_neighbor_allreduce{form}")(**arguments)
-        # Nothing was sent for any of them.
+        # None of the calls has sent anything.
         assert fogdist.hierarchical_neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
     for count in (1, None):
         with machines_of(count):

@@ -1,4 +1,4 @@
-"""Tensors in memory that a host's ranks share: exchanges of them, and what becomes of the memory."""
+"""Tests of tensors in memory that a host's ranks share: exchanges of them, and the life of the memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reference import Checks, make_input, mix
 from fog_pg import _C
 
 MIB = 1 << 20
-# Around the sizes at which data goes another way, in float32 elements.
+# Sizes around the limits at which another algorithm is used, in float32 elements.
 SIZES = [0, 1, 8 * 1024, 8 * 1024 + 1, 100_003, 3 * MIB // 4]
 
 
@@ -52,12 +52,12 @@ def exchanges() -> None:
                     label = f"shared {name} {dtype} {numel}"
                     checks.equal(label, fogdist.neighbor_allreduce(mine), expected)
                     checks.equal(f"{label} input", mine, inputs[rank])
-                    # Only some ranks' memory is shared, and a part of a tensor is sent.
+                    # Only some ranks' memory is shared, and only a part of a tensor is sent.
                     some = mine if rank % 2 else inputs[rank]
                     checks.equal(f"{label} on some", fogdist.neighbor_allreduce(some), expected)
                     longer = shared(torch.cat([inputs[rank], inputs[rank]]))
                     checks.equal(f"{label} part", fogdist.neighbor_allreduce(longer[numel:]), expected)
-                    # What travels with its message gains nothing by memory that others can read.
+                    # Results that travel with their message need no shared memory.
                     travels = mine.nbytes <= 32 << 10
                     checks.true(f"{label} result", _C.is_shared(fogdist.neighbor_allreduce(mine)) != travels)
 
@@ -84,7 +84,7 @@ def test_collectives_take_shared_tensors(worlds):
 
 
 def many_rounds() -> None:
-    """Each round's result is the next one's input, while the memory of the round before is used again."""
+    """Each round's result is the input of the next, while the memory of the previous round is reused."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.set_topology(topologies.RingGraph(size), True)
@@ -104,7 +104,8 @@ def test_memory_is_used_again_only_when_nobody_reads_it(worlds):
 def more_in_flight_than_offers(in_shared_memory: bool) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    numel, rounds = 8 * 1024 + 8, 1500  # just too many bytes to come with their header; two destinations each
+    # just too large to be sent with the header; each rank has two destinations
+    numel, rounds = 8 * 1024 + 8, 1500
     make = fogdist.empty if in_shared_memory else torch.empty
     sources = [*fogdist.in_neighbor_ranks(), rank]
     handles = [fogdist.neighbor_allreduce_nonblocking(make(numel).fill_(rank + i)) for i in range(rounds)]
@@ -138,7 +139,7 @@ def lose_a_reader() -> str:
     with pytest.raises(dist.DistBackendError) as caught:
         for _ in range(1000):
             fogdist.neighbor_allreduce(fogdist.empty(MIB).fill_(1.0), enable_topo_check=False)
-    fogdist.empty(MIB).fill_(2.0)  # what was offered is free again
+    fogdist.empty(MIB).fill_(2.0)  # the offered memory is free again
     return str(caught.value)
 
 
@@ -199,11 +200,12 @@ def test_share_moves_a_parameter_its_gradient_and_its_views():
     optimizer.step()
     assert torch.equal(weight, before - 2.0)
     assert torch.equal(view, weight[1:])
-    assert fogdist.share_(weight).data_ptr() == address  # it is there
+    assert fogdist.share_(weight).data_ptr() == address  # it is in shared memory already
 
 
 def test_share_leaves_arrays_of_numpy_their_memory():
-    tensor = torch.arange(MIB, dtype=torch.float32)  # large enough that its memory goes back to the system
+    # large enough that its memory would be returned to the system
+    tensor = torch.arange(MIB, dtype=torch.float32)
     array = tensor.numpy()
     fogdist.share_(tensor)
     assert _C.is_shared(tensor)
@@ -250,7 +252,7 @@ def test_much_freed_memory_goes_back_to_the_system():
     before = resident_bytes()
     blocks = [fogdist.empty(16 * MIB).fill_(1.0) for _ in range(12)]  # 64 MiB each
     assert resident_bytes() - before > 600 * MIB
-    del blocks  # one by one: at first as much is kept as is still in use
+    del blocks  # blocks are freed one by one: at first as much is kept as is in use
     assert resident_bytes() - before < 300 * MIB
 
 
@@ -259,7 +261,7 @@ def test_a_forked_child_leaves_its_parents_memory_alone():
     freed = fogdist.empty(MIB).fill_(1.0)
     child = os.fork()
     if child == 0:
-        del freed  # must not free it in the parent
+        del freed  # this must not free it in the parent
         own = fogdist.empty(MIB).fill_(2.0)
         os._exit(0 if not _C.is_shared(own) and own.eq(2.0).all() else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -1,4 +1,4 @@
-"""fogdist.metrics: bytes, waits and staleness by peer, and the consensus distance."""
+"""Tests of fogdist.metrics: bytes, waits and staleness by peer, and the consensus distance."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Recorder:
 
 
 def ring() -> None:
-    fogdist.init(lambda size: RingGraph(size, connect_style=2))  # each sends to the next one
+    fogdist.init(lambda size: RingGraph(size, connect_style=2))  # each rank sends to the next one
     rank, size = fogdist.rank(), fogdist.size()
     source, destination = (rank - 1) % size, (rank + 1) % size
     x = torch.full((1000,), float(rank))
     fogdist.neighbor_allreduce(x)
-    assert fogdist.context.current(None).backend.traffic == {}  # nobody observes
+    assert fogdist.context.current(None).backend.traffic == {}  # traffic is not counted yet
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(model.weight, float(rank))
     with Metrics(model) as metrics:
@@ -42,7 +42,7 @@ def ring() -> None:
         assert "staleness" not in values
         fogdist.barrier()
         metrics.collect(distance=False)
-        # Rank 0 is slow: the next one waits for it, and says so.
+        # Rank 0 is slow; the next rank waits for it, and its metrics show that.
         for _ in range(3):
             if rank == 0:
                 time.sleep(0.3)
@@ -56,7 +56,7 @@ def ring() -> None:
         recorder = Recorder()
         metrics.write(recorder, 7, prefix="train")
         assert ("train/sent_bytes", 12000, 7) in recorder.scalars and len(recorder.scalars) == len(values)
-        assert metrics.collect(distance=False)["sent_bytes"] == 0  # since the last time
+        assert metrics.collect(distance=False)["sent_bytes"] == 0  # since the last call
     with pytest.raises(RuntimeError, match="closed"):
         metrics.collect()
     before = fogdist.context.current(None).backend.traffic

@@ -1,7 +1,7 @@
-"""One script, tests/all_operations.py, under every launcher and MPI, on one host and on several.
+"""Runs one script, tests/all_operations.py, under every launcher and MPI, on one host and on several.
 
-What is not installed is skipped. ``make test-mpi`` installs it, and sets FOG_TEST_MPI=all: 4 ranks and large
-tensors; without it 2 ranks and small ones, so that ``make test`` stays quick.
+Tests are skipped if their MPI is not installed. ``make test-mpi`` installs all of them, and sets FOG_TEST_MPI=all for 4
+ranks and large tensors. Otherwise there are 2 ranks and small tensors, so that ``make test`` stays quick.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ pytestmark = [
 
 ALL = os.environ.get("FOG_TEST_MPI") == "all"
 RANKS = 4 if ALL else 2
-TIMEOUT = 600.0  # room for a busy machine
+TIMEOUT = 600.0  # enough for a busy machine
 OPERATIONS = [ROOT / "tests" / "all_operations.py", *([] if ALL else ["--small"])]
-# torch's, of names that later versions will drop.
+# Hides torch's warnings about names that later versions will drop.
 QUIET = {"PYTHONWARNINGS": "ignore"}
 LINKS_OFF = {"FOG_LOCAL_LINKS": "0"}
 PORT = 29511
@@ -36,7 +36,7 @@ installations = pytest.mark.parametrize("find", [mpich, intel, open_mpi])
 
 
 def found(find: Callable[[], Installation]) -> Installation:
-    """An installation; skips the test if it is missing."""
+    """Returns an installation; skips the test if it is missing."""
     try:
         return find()
     except Missing as missing:
@@ -44,7 +44,7 @@ def found(find: Callable[[], Installation]) -> Installation:
 
 
 def check_operations(jobs: Sequence[Job], library: str) -> None:
-    """Waits for jobs of tests/all_operations.py that form one world, and reads what its ranks say."""
+    """Waits for jobs of tests/all_operations.py that form one world, and checks the output of its ranks."""
     with started(jobs):
         statuses = [job.wait(TIMEOUT) for job in jobs]
     output = "\n".join(job.output for job in jobs)
@@ -81,7 +81,7 @@ def test_mpiexec_without_local_links(find: Callable[[], Installation], tmp_path:
     check_operations([job], installation.name)
 
 
-# Starts MPI as mpi4py does, and goes on using it in another thread.
+# Starts MPI as mpi4py does, and continues to use it in another thread.
 BESIDE_ANOTHER = """
 import atexit, ctypes, sys, threading
 from fog_pg._extension import find_mpi_library
@@ -107,7 +107,7 @@ fogdist.shutdown()
 
 
 def test_mpi_that_another_user_has_started(tmp_path: Path) -> None:
-    """With MPI_THREAD_MULTIPLE both may use it; other levels are errors, see test_stuck_mpi."""
+    """With MPI_THREAD_MULTIPLE both may use MPI; other levels are errors, see test_stuck_mpi."""
     script = tmp_path / "beside_another.py"
     script.write_text(BESIDE_ANOTHER)
     job = Job([script], 2, tmp_path / "log.txt", found(mpich).launcher(2), QUIET | LINKS_OFF)
@@ -123,7 +123,7 @@ def test_mpi_that_another_user_has_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize("links", [{}, LINKS_OFF], ids=["with links", "without links"])
 @pytest.mark.parametrize("find", [mpich, intel])
 def test_torchrun(find: Callable[[], Installation], links: Mapping[str, str], tmp_path: Path) -> None:
-    """MPI is started by fog's own PMI server."""
+    """fog's own PMI server starts MPI."""
     installation = found(find)
     environment = QUIET | dict(links) | dict(installation.environment)
     job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", "torchrun", environment)
@@ -143,7 +143,7 @@ def test_every_operation_without_local_links(tmp_path: Path) -> None:
 
 
 def torchrun_on(hosts: Sequence[str], log: Path, environment: Mapping[str, str]) -> list[Job]:
-    """One torchrun on each host, with as many ranks on each."""
+    """Starts one torchrun on each host, with the same number of ranks on each."""
     local = RANKS // len(hosts)
     placement = [str(rank // local) for rank in range(RANKS)]
     jobs = []
@@ -157,7 +157,7 @@ def torchrun_on(hosts: Sequence[str], log: Path, environment: Mapping[str, str])
 
 
 def check_two_hosts(log: Path, environment: Mapping[str, str], library: str) -> None:
-    # Slower than memory by far, so that the processes wait for the link.
+    # The link is much slower than memory, so the processes wait for it.
     with emulated_hosts(2, rate="1gbit" if ALL else None) as names:
         assert namespace_names()
         check_operations(torchrun_on(names, log, QUIET | dict(environment)), library)
@@ -200,7 +200,7 @@ for step in range(10**9):
 @pytest.mark.parametrize("launcher", ["mpiexec", "torchrun"])
 @installations
 def test_killed_rank(find: Callable[[], Installation], launcher: str, tmp_path: Path) -> None:
-    """The job ends, and not well; nothing of it is left (`started` and a fixture look)."""
+    """The job ends with an error, and nothing of it is left (`started` and a fixture check this)."""
     installation = found(find)
     if launcher == "torchrun" and find is open_mpi:
         pytest.skip("Open MPI 4.1 starts under its own launcher only: it knows no PMI-1")

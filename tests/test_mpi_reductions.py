@@ -1,6 +1,7 @@
-"""reduce="mpi": allreduce, reduce and reduce_scatter by MPI's own nonblocking reductions.
+"""Tests of reduce="mpi": allreduce, reduce and reduce_scatter by MPI's own nonblocking reductions.
 
-Most ranks here are on this host and exchange everything over MPI, whose library is a wrapper that counts calls (mpi_counter.c).
+Most ranks here are on this host and exchange everything over MPI, whose library is a wrapper that counts calls
+(mpi_counter.c).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ pytestmark = [
 ]
 
 MPI = {"FOG_LOCAL_LINKS": "0", "FOG_REDUCE": "mpi"}
-# Every rank is a node of its own to MPI, which has TCP only.
+# To MPI, every rank is a node of its own, and there is only TCP.
 TCP = {**MPI, "MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 CALLS = {
     "all_reduce": "MPI_Iallreduce",
@@ -43,23 +44,23 @@ CALLS = {
     "reduce": "MPI_Ireduce",
     "reduce_scatter_tensor": "MPI_Ireduce_scatter_block",
 }
-# What MPI, or its standard, does not have.
+# Types that MPI or its standard does not have.
 FOGS_OWN = [torch.bool, torch.float16, torch.bfloat16]
 SOON = 10.0
 ENDLESS = 1_000_000
-# MPI gets so much at a time.
+# The largest piece that MPI gets in one call.
 PIECE = 256 << 20
 
 
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of the library that counts."""
+    """Returns the path of the library that counts calls."""
     return compile_wrapper("mpi_counter.c", tmp_path_factory.mktemp("counter"))
 
 
 @pytest.fixture(scope="module")
 def world_of(counter: str) -> Iterator[Callable[[str], World]]:
-    """Worlds by FOG_REDUCE, kept for the module."""
+    """Returns a world for a value of FOG_REDUCE; worlds are kept for the module."""
     worlds: dict[str, World] = {}
 
     def world(setting: str) -> World:
@@ -74,7 +75,7 @@ def world_of(counter: str) -> Iterator[Callable[[str], World]]:
 
 
 def calls(name: str) -> int:
-    """How often this rank has called a function of MPI."""
+    """Returns how often this rank has called a function of MPI."""
     function = ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"]).fog_test_calls
     function.restype, function.argtypes = ctypes.c_longlong, [ctypes.c_char_p]
     found: int = function(name.encode())
@@ -83,7 +84,7 @@ def calls(name: str) -> int:
 
 
 def reductions() -> int:
-    """How many of MPI's reductions this rank has called."""
+    """Returns the number of MPI reductions that this rank has called."""
     return sum(calls(name) for name in set(CALLS.values()))
 
 
@@ -99,7 +100,7 @@ def options(reduce: str) -> object:
 
 
 def test_values(world_of: Callable[[str], World]) -> None:
-    """Of all types and reductions, MPI's and fog's own."""
+    """Checks all types and reductions, those of MPI and fog's own."""
     world_of("mpi").run(sweep, sweep_types, REDUCING, timeout=120)
 
 
@@ -109,7 +110,7 @@ def test_sizes_and_roots(world_of: Callable[[str], World]) -> None:
 
 
 def who_does_it() -> None:
-    """Each operation is one call of MPI where it is MPI's, and none where it is not."""
+    """An operation is one call of MPI if MPI does it, and none otherwise."""
     with Checks() as checks:
         for operation in REDUCING:
             for dtype in (torch.float32, torch.float64, torch.int8, torch.uint16, torch.complex64, *FOGS_OWN):
@@ -139,7 +140,7 @@ def test_who_does_it(world_of: Callable[[str], World]) -> None:
 
 
 def in_place() -> None:
-    """A reduce_scatter into its own input, and tensors that are not contiguous."""
+    """Checks reduce_scatter into its own input, and tensors that are not contiguous."""
     rank, size = dist.get_rank(), dist.get_world_size()
     inputs = [make_input(each, torch.int32, 40 * size) for each in range(size)]
     expected = torch.stack(inputs).sum(0, dtype=torch.int32).chunk(size)[rank]
@@ -159,7 +160,7 @@ def test_in_place(world_of: Callable[[str], World]) -> None:
 
 
 def several_pieces(numel: int) -> int:
-    """Elements of a byte each; returns how many calls of MPI it took."""
+    """Sums elements of one byte; returns the number of MPI calls."""
     before = reductions()
     x = torch.full((numel,), 1 + dist.get_rank(), dtype=torch.uint8)
     dist.all_reduce(x)
@@ -170,13 +171,13 @@ def several_pieces(numel: int) -> int:
 
 @pytest.mark.long
 def test_several_pieces(world_of: Callable[[str], World]) -> None:
-    """MPI counts in int, so it does not get more at a time."""
+    """MPI counts in int, so larger tensors go in several pieces."""
     assert world_of("mpi").run(several_pieces, PIECE) == [1] * 3
     assert world_of("mpi").run(several_pieces, PIECE + 1) == [2] * 3
 
 
 def test_on_several_hosts(tmp_path: Path) -> None:
-    """Of one and two ranks: over TCP between hosts, by MPI's shared memory within one."""
+    """Hosts have two ranks and one: TCP goes between the hosts, MPI's shared memory within one."""
     run_on_hosts(
         tmp_path,
         [0, 0, 1],
@@ -190,7 +191,7 @@ def test_on_several_hosts(tmp_path: Path) -> None:
 
 
 def interleaved(rounds: int) -> None:
-    """Many in flight, in groups that overlap, some of them fog's own; ranks come late and wait in orders of their own."""
+    """Many operations are in flight in overlapping groups, some of them fog's own; ranks are late, in any order."""
     rank = dist.get_rank()
     late = random.Random(rank)
     pair = dist.new_group([0, 1])
@@ -229,7 +230,7 @@ def test_interleaved(world_of: Callable[[str], World]) -> None:
 
 
 def makes_and_frees(times: int) -> tuple[int, int]:
-    """Communicators that were made and freed."""
+    """Returns the numbers of communicators that were made and freed."""
     before = calls("MPI_Comm_create_group"), calls("MPI_Comm_free")
     for _ in range(times):
         group = dist.new_group(pg_options=options("mpi"))
@@ -241,7 +242,7 @@ def makes_and_frees(times: int) -> tuple[int, int]:
 
 
 def test_communicators_are_freed(world_of: Callable[[str], World]) -> None:
-    """By groups that choose MPI for themselves."""
+    """Groups that choose MPI for themselves free their communicators."""
     assert world_of("fog").run(makes_and_frees, 10) == [(10, 10)] * 3
 
 
@@ -265,7 +266,7 @@ def test_the_option_of_a_group(world_of: Callable[[str], World]) -> None:
 
 
 def disagree(what: str) -> str:
-    """Rank 1 asks for something else; returns the error. Another group lives."""
+    """Rank 1 makes another call; returns the error. Another group still works."""
     group = dist.new_group()
     other = dist.get_rank() == 1
     x = torch.ones(
@@ -298,16 +299,16 @@ def disagree(what: str) -> str:
     ],
 )
 def test_disagreement(world_of: Callable[[str], World], what: str, sides: list[str]) -> None:
-    """An error on all ranks that names both sides, before MPI is asked for anything."""
+    """All ranks get an error that names both sides, before MPI is called."""
     for error in world_of("mpi").run(disagree, what):
         assert "disagree" in error and all(side in error for side in sides), error
 
 
-# --- a rank that is lost ------------------------------------------------------------------------------------
+# --- lost ranks ---------------------------------------------------------------------------------------------
 
 
 def until_lost(victim: int, after: float, numel: int, how: int) -> tuple[str, float, str]:
-    """Allreduces in a row, and a signal to one rank in the middle.
+    """Repeats allreduces, and sends a signal to one rank in the middle.
 
     Returns:
         The survivor's error, the seconds from the signal until it came, and the error of a further operation.
@@ -335,7 +336,7 @@ def until_lost(victim: int, after: float, numel: int, how: int) -> tuple[str, fl
 
 @pytest.mark.parametrize("numel", [1000, pytest.param(4_000_000, marks=pytest.mark.long)])
 def test_a_killed_rank(tmp_path: Path, numel: int) -> None:
-    """The others raise with its name, and end; seldom MPI ends one of them (docs/launchers.md)."""
+    """The others raise an error with its name, and end. In rare cases MPI ends one of them (docs/launchers.md)."""
     found = run_on_hosts(
         tmp_path,
         [0, 1, 2],
@@ -354,7 +355,7 @@ def test_a_killed_rank(tmp_path: Path, numel: int) -> None:
 
 
 def test_a_rank_that_does_not_answer(new_world: Callable[..., World]) -> None:
-    """The time-out ends the Work with its name, and nothing hangs at the end."""
+    """The timeout ends the Work with an error that names the rank, and nothing hangs at the end."""
     world = new_world(2, timeout=3.0, environment=TCP, finalizing=None)
     pid = world.pid(1)
     thread = threading.Timer(SOON, os.kill, (pid, signal.SIGKILL))
@@ -393,7 +394,7 @@ def test_an_option_that_means_nothing(new_world: Callable[..., World]) -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_ranks_with_different_settings(new_world: Callable[..., World], tmp_path: Path, apart: bool) -> None:
-    """An error on all ranks that names both, whether it matters here or not."""
+    """All ranks get an error that names both settings, even if MPI would not be used."""
     variables: Mapping[str, str] = MPI if apart else {}
     of_ranks = [{**variables, "FOG_REDUCE": setting} for setting in ("fog", "mpi", "fog")]
     for kind, text, _ in started(new_world, tmp_path, of_ranks):
@@ -415,7 +416,7 @@ sys.stdout.write(f'MPI is {there}\\n')  # one write, so that ranks do not mix
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_log_says_what_is_used(tmp_path: Path, apart: bool) -> None:
-    """On one host with shared memory it changes nothing: MPI is not even loaded."""
+    """On one host with shared memory, the option changes nothing: MPI is not even loaded."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     variables = {**MPI, "TORCH_CPP_LOG_LEVEL": "INFO", "FOG_LOCAL_LINKS": "0" if apart else "1"}
@@ -430,7 +431,7 @@ def test_the_log_says_what_is_used(tmp_path: Path, apart: bool) -> None:
 
 
 def test_of_the_first_group(new_world: Callable[..., World], counter: str) -> None:
-    """As an option of init_process_group."""
+    """The option is given to init_process_group."""
     variables = {"FOG_LOCAL_LINKS": "0", "FOG_MPI_LIBRARY": counter}
     assert new_world(2, initialize=False, environment=variables).run(first_group) == [1, 1]
 

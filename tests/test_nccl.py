@@ -1,6 +1,6 @@
-"""How fog asks torch for an NCCL backend, before and since torch keeps a registry of its own backends.
+"""Tests how fog asks torch for an NCCL backend, with and without torch's registry of its own backends.
 
-NCCL itself is not needed: torch.distributed is a stand-in that notes what it is asked for.
+NCCL itself is not needed: a fake torch.distributed records the calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Options:
 
 
 class LazyOptions(Options):
-    """The same of torch 2.15."""
+    """ProcessGroupNCCL.Options of torch 2.15."""
 
     lazy_init = False
 
 
 class Distributed:
-    """What fog uses of torch.distributed."""
+    """The part of torch.distributed that fog uses."""
 
     def __init__(self, options: type[Options], registered: list[str] | None) -> None:
         self.asked: list[tuple[Any, ...]] = []

@@ -1,4 +1,4 @@
-"""neighbor_allreduce and neighbor_allgather against a mixing matrix applied in float64 by one process."""
+"""Compares neighbor_allreduce and neighbor_allgather with a mixing matrix that one process applies in float64."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from torch import Tensor
 
 from fog_pg import _C
 
-# Alone, a power of two and an odd number.
+# One rank, a power of two and an odd number.
 SIZES = sizes([1, 4, 5], [2, 3])
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (257,), (4, 0, 2), (100_003,)]
 
 
 def plain_mean(graph: Any) -> np.ndarray:
-    """The matrix that a topology without its weights stands for."""
+    """Returns the mixing matrix of a topology whose own weights are ignored."""
     return topologies.mixing_matrix(topologies.uniform_weights(graph))
 
 
 def random_matrix(size: int, seed: int) -> np.ndarray:
-    """Weights in [-1, 1] on about half of all edges, the diagonal included; some ranks may have no edge."""
+    """Returns weights in [-1, 1] on about half of all edges, including the diagonal; some ranks may have no edge."""
     generator = np.random.default_rng(seed)
     return generator.uniform(-1, 1, (size, size)) * (generator.random((size, size)) < 0.5)
 
 
 def peers_of(matrix: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
-    """Sources and destinations of a rank: where its column and its row are not 0."""
+    """Returns the sources and destinations of a rank, where its column and its row are not 0."""
     others = [r for r in range(len(matrix)) if r != rank]
     return [r for r in others if matrix[r, rank] != 0], [r for r in others if matrix[rank, r] != 0]
 
@@ -88,14 +88,14 @@ def own_weights() -> None:
                     matrix[source, rank] = weight
                 output = fogdist.neighbor_allreduce(inputs[rank], self_weight=own, src_weights=weights)
                 checks.close(f"seed {seed} own {own!r}", output, mix(inputs, matrix)[rank])
-        # Every in-neighbor left out: they still send, and this rank keeps its own share.
+        # All in-neighbors are left out: they still send, and this rank keeps its own share.
         output = fogdist.neighbor_allreduce(inputs[rank], self_weight=0.5, src_weights={})
         checks.equal("no sources", output, inputs[rank] * 0.5)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_weights_of_a_static_exchange(worlds, size):
-    # BlueFog gave a strict subset of weights to the first in-neighbors, whichever ranks it named.
+    # BlueFog applied weights for a strict subset to the first in-neighbors, whichever ranks the caller had named.
     worlds(size).run(own_weights)
 
 
@@ -156,7 +156,7 @@ def dynamic_exchanges(seeds: int) -> None:
         for seed in range(seeds):
             matrix = random_matrix(size, seed)
             sources, destinations = peers_of(matrix, rank)
-            # Half of each edge's weight comes from either end: their product counts.
+            # The weight of an edge is the product of the sender's and the receiver's weight.
             src_weights = {np.int64(s): matrix[s, rank] / 2 for s in reversed(sources)}
             dst_weights: Any = {np.int32(d): 2.0 for d in destinations}
             if seed % 3 == 1:
@@ -219,7 +219,7 @@ def test_one_peer_rounds(worlds, size, enable_topo_check):
 
 
 def order_of_sources_does_not_matter_for_peers() -> list[float]:
-    # Rank 0 only sends, the last rank only receives, and no rank of the topology is asked.
+    # Rank 0 only sends, the last rank only receives, and the neighbors of the topology play no part.
     fogdist.init(topologies.RingGraph)
     rank, size = fogdist.rank(), fogdist.size()
     last = size - 1
@@ -283,10 +283,10 @@ def gossips() -> None:
     rank, size = fogdist.rank(), fogdist.size()
     values = [make_input(r, torch.float64, (3, 4)) for r in range(size)]
     mine = values[rank].clone()
-    generator = np.random.default_rng(7)  # the same pairs on all ranks
+    generator = np.random.default_rng(7)  # the generator draws the same pairs on all ranks
     with Checks() as checks:
         for step in range(60):
-            # Ranks that are not in the pair do nothing: their count of operations stays behind.
+            # Ranks outside the pair do nothing, so their count of operations stays behind.
             one, other = sorted(int(r) for r in generator.choice(size, 2, replace=False))
             weights: tuple[float, ...] = () if step % 3 else (0.25, 0.5)
             name = f"step {step % 5}" if step % 4 == 0 else None
@@ -301,7 +301,7 @@ def gossips() -> None:
                 own * values[other] + pair * values[one],
             )
             checks.close(f"step {step}", mine, values[rank])
-        # Everybody is in step with everybody.
+        # All ranks can still communicate.
         checks.true("afterwards", fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0)
 
 
@@ -315,7 +315,7 @@ def gossips_in_flight() -> None:
     rank = fogdist.rank()
     x = torch.tensor([float(rank)])
     if rank == 2:
-        # More than may be in flight at once, and an own pair of the same names.
+        # The other pair has more operations in flight than are allowed at once, and uses the same names.
         assert fogdist.pair_gossip(x, 3, name="0").item() == 2.5
     elif rank == 3:
         assert fogdist.pair_gossip(x, 2, name="0").item() == 2.5
@@ -324,7 +324,7 @@ def gossips_in_flight() -> None:
         handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, name=str(i)) for i in range(2)]
         outputs = [fogdist.wait(handle).item() for handle in handles]
         assert outputs == [0.5 + i for i in range(150)] + [0.5, 0.5]
-        # Both ranks have different weights.
+        # The two ranks have different weights.
         own = 0.25 if rank else 1.0
         assert fogdist.pair_gossip(x + 1, 1 - rank, own, 0.5).item() == (2.0 if rank == 0 else 1.0)
     fogdist.barrier()
@@ -374,12 +374,12 @@ LIST_SHAPES: list[tuple[int, ...]] = [(3, 5), (), (700,), (0, 2), (1,), (64, 65)
 
 
 def laid_out(tensors: list[Tensor], layout: str) -> list[Tensor]:
-    """Tensors with the same values, somewhere else.
+    """Returns tensors with the same values at other places in memory.
 
     Args:
-        tensors: Of one dtype.
-        layout: "adjacent" in one storage, in order; "gap" between them; "backwards" in it; "apart" in storages of
-            their own; "transposed" where they are matrices.
+        tensors: Tensors of one dtype.
+        layout: "adjacent" in one storage, in order; with a "gap" between them; "backwards" in one storage; "apart",
+            each in its own storage; "transposed" if they are matrices.
     """
     if layout == "apart":
         return [t.clone() for t in tensors]
@@ -398,7 +398,7 @@ LAYOUTS = ["adjacent", "gap", "backwards", "apart", "transposed"]
 
 
 def backend_and_plan(group: dist.ProcessGroup | None = None) -> tuple[Any, Any, np.ndarray]:
-    """The backend, and this rank's plan in the directed ring with weights 0.25 from before and 0.75 of its own."""
+    """Returns the backend, and this rank's plan for a directed ring: 0.25 from the previous rank, 0.75 from itself."""
     from fog_pg import _C
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -428,7 +428,7 @@ def lists_of_one_dtype() -> None:
             expected = work.result()
             for k, output in enumerate(expected):
                 checks.close(f"{label} [{k}]", output, mix([tensors[k] for tensors in inputs], matrix)[rank])
-                # Each is what it would be alone.
+                # Each result equals that of an exchange of the tensor alone.
                 work = backend.neighbor_allreduce(mine[k], plan)
                 work.wait()
                 checks.equal(f"{label} [{k}] alone", work.result(), [output])
@@ -443,7 +443,7 @@ def lists_of_one_dtype() -> None:
             checks.equal(f"{label} inputs", mine, inputs[rank])
             backend.neighbor_allreduce(mine, plan, output=mine).wait()
             checks.equal(f"{label} in place", mine, expected)
-            # One output in its tensor's place, the others not.
+            # One output takes the place of its tensor, the others do not.
             mine = laid_out(inputs[rank], layout)
             outputs = [mine[0], *(torch.zeros_like(t) for t in mine[1:])]
             backend.neighbor_allreduce(mine, plan, output=outputs).wait()
@@ -466,7 +466,7 @@ def lists_of_several_dtypes(named: bool) -> None:
     ]
     works = {}
     order = list(range(5))
-    if named:  # each rank calls them in an order of its own
+    if named:  # each rank calls them in its own order
         np.random.default_rng(rank).shuffle(order)
     for i in order:
         works[i] = backend.neighbor_allreduce(inputs[rank], plan, name=f"list {i}" if named else "")
@@ -491,7 +491,7 @@ def test_lists_of_several_dtypes(worlds, size, named):
 
 
 def copies_of_lists() -> None:
-    """What is called in an exchange of a list, as the profiler sees it."""
+    """Counts exchanges and copies in an exchange of a list, as the profiler sees them."""
     backend, plan, _ = backend_and_plan()
     halves = [torch.ones(s, dtype=torch.float16) for s in LIST_SHAPES]
 
@@ -587,11 +587,11 @@ def wrong_lists() -> None:
     for tensors, outputs, error, message in calls:
         with pytest.raises(error, match=message):
             backend.neighbor_allreduce(tensors, plan, output=outputs)
-    # Nothing was sent for any of them.
+    # None of the calls has sent anything.
     work = backend.neighbor_allreduce(pair, plan, output=[torch.zeros(4), pair[1]])
     work.wait()
     assert [t.tolist() for t in work.result()] == [[1.0] * 4] * 2
-    backend.neighbor_allreduce(base[::2], plan, output=base[1::2]).wait()  # they only interleave
+    backend.neighbor_allreduce(base[::2], plan, output=base[1::2]).wait()  # input and output only interleave
     assert base[1::2].tolist() == [1.0] * 4
 
 
@@ -600,7 +600,7 @@ def test_wrong_lists(worlds):
 
 
 def lists_that_differ(kind: str) -> str:
-    """Rank 1 has another list than rank 0, with as many elements. Returns the error's text."""
+    """Rank 1 passes another list than rank 0, with as many elements. Returns the text of the error."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     backend, plan, _ = backend_and_plan(group)
     tensors = [torch.ones(4), torch.ones(2, 3), torch.ones(2)]
@@ -638,13 +638,13 @@ def many_in_flight(named: bool) -> None:
     rank, size = fogdist.rank(), fogdist.size()
     matrix = plain_mean(fogdist.load_topology())
     order = list(range(20))
-    if named:  # each rank calls them in an order of its own
+    if named:  # each rank calls them in its own order
         np.random.default_rng(rank).shuffle(order)
     handles = {}
     for i in order:
         tensor = make_input(rank, torch.float64, 50 * i, i)
         handles[i] = fogdist.neighbor_allreduce_nonblocking(tensor, name=f"tensor {i}" if named else None)
-        del tensor  # the handle keeps it
+        del tensor  # the handle keeps the tensor
     with Checks() as checks:
         for i in reversed(range(20)):
             inputs = [make_input(r, torch.float64, 50 * i, i) for r in range(size)]
@@ -660,7 +660,7 @@ def test_many_in_flight(worlds, size, named):
 def two_of_one_name() -> None:
     fogdist.init()
     go = torch.zeros(1)
-    if fogdist.rank() == 0:  # rank 1 answers no operation of this name before it is told to
+    if fogdist.rank() == 0:  # rank 1 does not call an operation of this name before it gets `go`
         first = fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same")
         with pytest.raises(ValueError, match="same"):
             fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same")
@@ -679,7 +679,7 @@ def test_a_name_in_flight_is_rejected(worlds):
 # --- wrong arguments ----------------------------------------------------------------------------------------
 
 ONE = torch.ones(2)
-# On rank 0 of a unidirectional ring of 3, whose only in-neighbor is rank 2.
+# Wrong arguments on rank 0 of a unidirectional ring of 3, whose only in-neighbor is rank 2.
 WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("neighbor_allreduce", {"tensor": [1.0]}, TypeError, r"tensor\[0\].*float"),
     ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.int64)}, ValueError, "float32.*int64"),
@@ -772,7 +772,7 @@ WRONG_ARGUMENTS += [
 
 
 def nonblocking(operation: str) -> str:
-    """The name of an operation's nonblocking form."""
+    """Returns the name of an operation's nonblocking form."""
     return f"{operation.removesuffix('_')}_nonblocking{'_' * operation.endswith('_')}"
 
 
@@ -783,7 +783,7 @@ def wrong_arguments() -> None:
             for function in (operation, nonblocking(operation)):
                 with pytest.raises(error, match=message):
                     getattr(fogdist, function)(**{"tensor": ONE, **arguments})
-    # Nothing was sent for any of them.
+    # None of the calls has sent anything.
     assert fogdist.neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
 
 
@@ -822,7 +822,7 @@ def disagreement(kind: str) -> tuple[str, str]:
         function(x, **arguments)
     except ValueError as raised:
         error = str(raised)
-    # The group is as it was.
+    # The group still works.
     return error, str(fogdist.neighbor_allreduce(torch.ones(1), self_weight=0.5, **peers).item())
 
 
@@ -876,7 +876,7 @@ def static_disagreement() -> str:
 
 
 def test_shapes_that_differ_along_the_topology(new_world):
-    # new_world: a failure in flight may leave the group unusable.
+    # A failure in flight may leave the group unusable, so this needs a new world.
     assert all(message for message in new_world(2).run(static_disagreement))
 
 
@@ -896,13 +896,14 @@ def unchecked_disagreement(kind: str) -> str:
         arguments["enable_topo_check"] = rank == 1
     try:
         fogdist.neighbor_allreduce(torch.ones(4), **{"enable_topo_check": False, **arguments}, group=group)
-        # Ranks that had what they asked for learn it now: the first barrier may have begun before it was seen.
+        # Ranks whose exchange succeeded learn of the failure here. The first barrier may begin before the failure is
+        # known.
         for _ in range(2):
             fogdist.barrier(group=group)
     except dist.DistBackendError as error:
         return str(error)
     finally:
-        fogdist.barrier()  # no rank leaves before the others have seen theirs
+        fogdist.barrier()  # no rank leaves before the others have seen their errors
     return ""
 
 
@@ -917,7 +918,7 @@ def test_a_disagreement_without_the_check_ends(new_world, kind):
 
 
 def exchanges_in_parts() -> None:
-    """Tensors that MPI carries in several parts, which are summed as they come."""
+    """MPI sends these tensors in several parts, which are summed as they arrive."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     graph = topologies.FullyConnectedGraph(size)

@@ -1,4 +1,4 @@
-"""torch.ops.fog: the exchange as an operator that autograd differentiates and torch.compile traces."""
+"""Tests of torch.ops.fog: the exchange as an operator that autograd differentiates and torch.compile traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_matrix(size: int, seed: int) -> np.ndarray:
 
 
 def arguments_of(matrix: np.ndarray, rank: int) -> tuple[Any, ...]:
-    """The operator's arguments for a mixing matrix; each edge has weight of both of its ends."""
+    """Returns the operator's arguments for a mixing matrix; each edge has a weight on both sides."""
     others = [r for r in range(len(matrix)) if r != rank]
     sources = [r for r in others if matrix[r, rank] != 0]
     destinations = [r for r in others if matrix[rank, r] != 0]
@@ -64,7 +64,7 @@ def test_values(worlds, size):
 
 
 def gradients() -> None:
-    """Against autograd through the mixing matrix, applied by one process that knows everything."""
+    """Compares the gradients with autograd through the mixing matrix, applied by one process."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
 
@@ -109,7 +109,7 @@ def complex_gradients() -> None:
     x = make_input(rank, torch.complex128, 3).requires_grad_()
     output = torch.ops.fog.neighbor_allreduce_along_topology(x)
     output.abs().square().sum().backward()
-    # Every rank has the same mean m, and the loss of all ranks is size |m|^2: the gradient is 2 m.
+    # Every rank has the same mean m, and the loss of all ranks is size |m|^2, so the gradient is 2 m.
     assert torch.allclose(x.grad, 2 * output.detach(), rtol=1e-14)
     half = make_input(rank, torch.float16, 3).requires_grad_()
     torch.ops.fog.neighbor_allreduce_along_topology(half).sum().backward()
@@ -135,7 +135,7 @@ def registration() -> None:
 
 
 def test_registration(worlds):
-    # Schema, fake kernel, autograd key and AOT dispatch, each held against eager results.
+    # Schema, fake kernel, autograd key and AOT dispatch are each compared with eager results.
     worlds(2).run(registration)
 
 
@@ -153,7 +153,7 @@ def compiled() -> None:
 
     x = make_input(rank, torch.float64, (3, 2)).requires_grad_()
     torch._dynamo.reset()
-    # aot_eager: traced with fake tensors, as by every backend, but without a C++ compiler.
+    # aot_eager traces with fake tensors, as every backend does, but needs no C++ compiler.
     program = torch.compile(step, fullgraph=True, backend="aot_eager")
     for graph in (topologies.RingGraph, topologies.StarGraph):
         fogdist.set_topology(graph(size), is_weighted=True)

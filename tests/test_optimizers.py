@@ -1,4 +1,4 @@
-"""BlueFog's optimizers, and gradient averaging, against one process that simulates all ranks with the mixing matrix."""
+"""Compares BlueFog's optimizers and gradient averaging with one process that simulates all ranks."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from training_cases import (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training run: what is optimized, how, and who talks to whom.
+    """A training run.
 
     Attributes:
         kind: awc, atc or gradient.
         optimizer: Name in OPTIMIZERS.
-        steps: Calls of step().
+        steps: Number of calls of step().
         every: num_steps_per_communication.
-        passes: Forward and backward passes before each step().
-        mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator),
-            "random" (new weights and edges each step), "machines" and "random machines" (of two ranks each),
-            "allreduce" or "empty".
+        passes: Number of forward and backward passes before each step().
+        mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator), "random"
+            (new weights and edges each step), "machines" and "random machines" (of two ranks each), "allreduce" or
+            "empty".
         in_backward: step_in_backward, with small buckets.
     """
 
@@ -65,7 +65,7 @@ class Run:
 
 
 def matrices(run: Run, size: int) -> list[np.ndarray]:
-    """The mixing matrix of each step."""
+    """Returns the mixing matrix of each step."""
     graph = topologies.StarGraph(size) if run.mixing == "weighted" else topologies.ExponentialGraph(size)
     result = []
     generators = [topologies.GetDynamicOnePeerSendRecvRanks(graph, r) for r in range(size)]
@@ -99,7 +99,7 @@ def random_matrix(size: int, step: int) -> np.ndarray:
 
 
 def of_ranks(machines: np.ndarray) -> np.ndarray:
-    """The mixing matrix of ranks from that of their machines."""
+    """Returns the mixing matrix of the ranks, given that of their machines."""
     return np.kron(machines, np.full((2, 2), 0.5))
 
 
@@ -127,7 +127,7 @@ def simulate(run: Run, size: int) -> list[Tensor]:
 
 
 def set_dynamic(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
-    """Gives an optimizer one step's column of weights as its dynamic attributes."""
+    """Sets one step's column of weights as the optimizer's dynamic attributes."""
     others = [r for r in range(len(matrix)) if r != rank]
     optimizer.self_weight = matrix[rank, rank]
     optimizer.src_weights = {r: matrix[r, rank] for r in others if matrix[r, rank] != 0}
@@ -135,7 +135,7 @@ def set_dynamic(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
 
 
 def set_dynamic_machines(optimizer: Any, matrix: np.ndarray, rank: int) -> None:
-    """The same for its machine, from the matrix of ranks."""
+    """Sets the weights of the rank's machine, given the matrix of ranks."""
     machines = 2 * matrix[::2, ::2]
     machine = rank // 2
     others = [m for m in range(len(machines)) if m != machine]
@@ -187,8 +187,8 @@ def train_here(run: Run) -> Tensor:
 
 RUNS = [
     *(Run(kind, optimizer) for kind in FACTORIES for optimizer in OPTIMIZERS),
-    *(Run(kind, "adam", every=3, passes=3) for kind in FACTORIES),  # accumulate, then one step
-    *(Run(kind, "sgd", every=3) for kind in FACTORIES),  # local steps
+    *(Run(kind, "adam", every=3, passes=3) for kind in FACTORIES),  # accumulate gradients, then take one step
+    *(Run(kind, "sgd", every=3) for kind in FACTORIES),  # with local steps
     *(
         Run(kind, "sgd", mixing=mixing)
         for kind in ("awc", "atc")
@@ -236,7 +236,7 @@ def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
     rank, _ = start()
     torch.manual_seed(rank)
     model = nn.Sequential(
-        nn.Linear(1100, 1000).double(),  # more than one bucket by itself
+        nn.Linear(1100, 1000).double(),  # larger than one bucket
         nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last),
         nn.Linear(3, 5).bfloat16(),
         nn.Linear(1000, 1100).double(),
@@ -258,7 +258,7 @@ def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
 
 
 class Global(Optimizer):
-    """As a third party might write one: a step size for all parameters from all gradients, and methods of its own."""
+    """An optimizer of a third party: its step size depends on all gradients, and it has its own methods."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr, "seen": 0.0})
@@ -283,7 +283,7 @@ class Global(Optimizer):
 
 
 class Rotation(nn.Module):
-    """Complex parameters, and a real one."""
+    """A module with two complex parameters and a real one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -319,7 +319,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
-    """As Muon is used: it takes the matrices, another optimizer takes the rest."""
+    """Returns optimizers as Muon needs them: it takes the matrices, another optimizer takes the rest."""
     matrices = [p for p in trained(model) if p.dim() == 2]
     return [
         torch.optim.Muon(
@@ -331,13 +331,15 @@ def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Attributes:
-    optimizers: makes those of a model.
-    model: of a rank.
-    loss: of a model, for a rank and a step.
-    scheduler: of an optimizer, if any.
-    limit: clips the norm of gradients, if any.
-    tolerance: how near a trajectory comes to its reference.
+    """A combination of model and optimizer.
+
+    Attributes:
+        optimizers: Makes the optimizers of a model.
+        model: Makes the model of a rank.
+        loss: Computes the loss of a model for a rank and a step.
+        scheduler: Makes a scheduler, if any, for an optimizer.
+        limit: Limit of the norm of gradients, if they are clipped.
+        tolerance: Allowed difference between a trajectory and its reference.
     """
 
     optimizers: Callable[[Any], Optimizer | list[Optimizer]]
@@ -365,7 +367,7 @@ CASES = {
     "warm-up from 0": Case(sgd, scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: n / 5)),
 }
 if hasattr(torch.optim, "Muon"):  # since torch 2.9
-    # It orthogonalizes in bfloat16.
+    # Muon orthogonalizes in bfloat16.
     CASES["Muon and AdamW"] = Case(muon_and_adamw, tolerance=2e-3)
 STEPS = 5
 
@@ -408,7 +410,7 @@ def test_trajectories_of_any_optimizer(name: str, kind: str) -> None:
 
 @on_ranks(3)
 def test_lbfgs() -> None:
-    """Each rank evaluates its closure as often as it likes."""
+    """Each rank evaluates its closure as often as it needs."""
     rank, size = start()
 
     def make(model: nn.Module) -> Optimizer:
@@ -468,7 +470,7 @@ def test_settings_and_weights_that_are_wrong(kind: str) -> None:
             setattr(optimizer, old, [1])
         assert getattr(optimizer, new) == getattr(optimizer, old) == [1]
         setattr(optimizer, new, None)
-    # In BlueFog weights that were not used were weights that did nothing.
+    # In BlueFog, weights that were not used had no effect, without an error.
     optimizer.src_machine_weights = {}
     with pytest.raises(ValueError, match=r"src_machine_weights must stay None with mixing=Neighbors\(\)"):
         optimizer.step()
@@ -516,16 +518,16 @@ def test_old_names(worlds, name):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
 
 
-# --- gradients that are averaged ----------------------------------------------------------------------------
+# --- averaged gradients -------------------------------------------------------------------------------------
 
 
 @on_ranks(3, who=["all ranks", "one rank"])
 def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
-    """All passes are in the average, also of buckets that were sent before; and the next steps are sound."""
+    """The average includes all passes, even for buckets that were sent before, and the next steps are correct."""
     rank, size = start()
     model, reference = make_net(0), make_net(0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    # With the layer that has no gradient in a bucket of its own: the others are sent by the first pass.
+    # The layer without a gradient has its own bucket, so the first pass sends the other buckets.
     optimizer = FACTORIES["gradient"](base, model, bucket_cap_mb=1e-4)
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
 
@@ -552,7 +554,7 @@ def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
 
 
 def one_average_more() -> int:
-    """A rank that averages once more within a step must not get what the others average in the next one.
+    """If a rank averages twice within a step, its second average must not match the next average of the others.
 
     Returns the step that failed.
     """
@@ -579,7 +581,7 @@ def test_an_average_that_only_one_rank_makes(new_world):
 
 
 class Routed(nn.Module):
-    """Each rank's data goes through a layer of its own; nobody uses the last one."""
+    """Each rank's data goes through another layer; no rank uses the last one."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -610,7 +612,7 @@ def test_gradients_that_exist_on_some_ranks_only() -> None:
     with Checks() as checks:
         for i, (got, expected) in enumerate(zip(model.parameters(), reference.parameters())):
             checks.close(f"parameter {i}", got.detach(), expected.detach())
-        # Weight decay would move it if it had a gradient of zeros.
+        # With a gradient of zeros, weight decay would move it.
         checks.true("nobody's layer", model.experts[size].weight.grad is None)
 
 
@@ -628,7 +630,7 @@ def test_clipped_and_discarded_gradients() -> None:
             if step == 0:
                 with pytest.raises(RuntimeError, match="synchronize"), optimizer.skip_synchronize():
                     pass
-            if step == 3:  # with its average, which is in flight
+            if step == 3:  # discards the gradients and their average, which is in flight
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()
             optimizer.synchronize()
@@ -637,7 +639,7 @@ def test_clipped_and_discarded_gradients() -> None:
                 optimizer.step()
             simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward(), clips=0.1)
             simulation.check(rank, model)
-    # Clipped without synchronize(), after the average was sent.
+    # Gradients are clipped without synchronize(), after the average was sent.
     layer = nn.Linear(4, 3).double()
     optimizer = FACTORIES["gradient"](sgd(layer), layer)
     loss_of(layer, rank, 7).backward()
@@ -677,12 +679,12 @@ def test_local_steps_of_gradient_averaging_warn_once() -> None:
     assert "after 1 of local_steps=4" in str(warning.message)
 
 
-OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # rank and step
+OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # pairs of a rank and a step
 
 
 @on_ranks(3, form=["scaled", "synchronized", "clipped", "accumulated", "fused"])
 def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
-    """With averaged gradients an overflow on one rank is everybody's: as in one process with the mean of the losses."""
+    """An overflow on one rank affects the averaged gradients of all, as in one process with the mean of the losses."""
     rank, size = start()
     model, reference = single_net(0), single_net(0)
 
@@ -723,7 +725,7 @@ def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
 
 @on_ranks(2)
 def test_a_scaler_must_not_unscale_before_the_average() -> None:
-    """What a scaler unscales before the average is refused, on all ranks, and the next iteration is sound."""
+    """Unscaling before the average raises an error on all ranks, and the next iteration is correct."""
     rank, _ = start()
     model = single_net(0)
     optimizer = fogdist.DistributedGradientAllreduceOptimizer(
@@ -752,7 +754,7 @@ def test_a_scaler_must_not_unscale_before_the_average() -> None:
 
 @on_ranks(3)
 def test_atc_averages_during_the_backward_pass() -> None:
-    """The last layer is averaged before the backward pass reaches the first."""
+    """The last layer is averaged before the backward pass reaches the first layer."""
     rank, size = start()
     simulation = Simulation("atc", map(make_net, range(size)))
     model = make_net(rank)
@@ -795,12 +797,12 @@ def test_gradients_changed_after_their_step(how: str) -> None:
         optimizer.zero_grad()
     with pytest.raises(RuntimeError, match=r"step_in_backward"):
         scaler.step(optimizer) if how == "scaler" else optimizer.step()
-    # The error is over with that step.
+    # The next step works again.
     models = fogdist.allgather(snapshot(model)[None])
     nets = [copy.deepcopy(model) for _ in models]
     for net, values in zip(nets, models, strict=True):
         nn.utils.vector_to_parameters(values, net.parameters())
-    optimizer._fog_wrapped.state.clear()  # momentum
+    optimizer._fog_wrapped.state.clear()  # clears the momentum
     simulation = Simulation("atc", nets)
     for step in range(3):
         train_step(model, optimizer, rank, step)

@@ -1,4 +1,4 @@
-"""Ranks that go at their own pace, and how far they run away from one that gets no core (`max_staleness`)."""
+"""Tests of ranks that go at their own pace, and of `max_staleness`: how far they run ahead of a rank without a core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, Any] = {
 
 
 def wrap(optimizer: Any, model: nn.Module, **options: Any) -> Any:
-    """The wrapper's optimizer; of its bounds the one of news is the default."""
+    """Returns the wrapper's optimizer; a given bound is replaced by the wrapper's default."""
     if options.get("max_staleness", 0) is not None:
         options = {}
     wrapper = fogdist.DecentralizedDataParallel(model, optimizer, mode="async", **options)
@@ -66,7 +66,7 @@ def steps_in(seconds: float, model: nn.Module, optimizer: Any, most: int = 10**6
 
 
 def stop_for_a_while(kind: str, bound: int | None) -> tuple[int, int]:
-    """Rank 1 gets no core for half a second; returns the steps that the others make meanwhile and after it."""
+    """Rank 1 gets no core for half a second; returns the other ranks' steps during that time and after it."""
     model, optimizer = make(kind, max_staleness=bound)
     for _ in range(4):
         step(model, optimizer)
@@ -86,7 +86,7 @@ def stop_for_a_while(kind: str, bound: int | None) -> tuple[int, int]:
 def test_a_rank_that_stands_still_is_waited_for(worlds, kind):
     bound = MAX_STALENESS if kind == "wrapper" else 5
     (ahead, after), (_, slow), _ = worlds(3).run(stop_for_a_while, kind, bound)
-    # What it had done before may have been seen when the bound was reached, not earlier.
+    # Steps that rank 1 had done earlier may be seen late, when the bound is reached.
     assert ahead <= 2 * bound + 2
     assert after > 10 and slow > 10
 
@@ -98,7 +98,7 @@ def test_without_a_bound_nobody_waits(worlds, kind):
 
 
 def stop_for_long() -> tuple[int, float, int]:
-    """Rank 1 evaluates for long: how many steps rank 0 makes, the longest one in seconds, and the steps later."""
+    """Rank 1 is quiet for long; returns rank 0's steps meanwhile, the longest in seconds, and the steps afterwards."""
     model, optimizer = make("win_put")
     for _ in range(4):
         step(model, optimizer)
@@ -113,8 +113,8 @@ def stop_for_long() -> tuple[int, float, int]:
             step(model, optimizer)
             done, longest = done + 1, max(longest, time.monotonic() - begin)
     fogdist.barrier()
-    if fogdist.rank() == 1:  # it comes back, and is waited for again
-        for _ in range(40):  # as many that its long step is forgotten
+    if fogdist.rank() == 1:  # it comes back, and the others wait for it again
+        for _ in range(40):  # so many steps that its long one is forgotten
             step(model, optimizer)
     fogdist.barrier()
     again = 0 if fogdist.rank() == 1 else steps_in(0.3, model, optimizer)

@@ -1,4 +1,4 @@
-"""What is installed: what its import costs, what the archives hold, that both install and run."""
+"""Tests of the package: the cost of its import, the contents of the archives, their installation and first run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCH = torch.__version__.partition("+")[0]
 
 
 def run(*command: str | Path, folder: Path = ROOT, timeout: float = 120) -> str:
-    """What a command prints on standard output; AssertionError with all that it printed if it fails."""
+    """Returns the standard output of a command; raises AssertionError with all of its output if it fails."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -72,12 +72,13 @@ def test_names_and_their_types_are_there_at_once(module: typing.Any) -> None:
     assert set(module.__all__) <= set(dir(module))
     for name in module.__all__:
         value = getattr(module, name)
-        if callable(value) and name != "plot":  # whose Figure is matplotlib's, which need not be installed
+        # the Figure of `plot` is matplotlib's, which need not be installed
+        if callable(value) and name != "plot":
             typing.get_type_hints(value)
 
 
 def test_version_is_that_of_the_installed_package() -> None:
-    # Of the environment only: a build leaves what it wrote in the checkout.
+    # Only in the environment, because a build leaves metadata in the checkout.
     installed = importlib.metadata.distributions(name="fogdist", path=[sysconfig.get_path("purelib")])
     versions = [distribution.version for distribution in installed]
     if not versions:
@@ -90,7 +91,7 @@ def test_version_is_that_of_the_installed_package() -> None:
 
 @pytest.fixture(scope="module")
 def sources() -> list[str]:
-    """Names of all files that git has and that are there."""
+    """Returns the names of all files in git that exist."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a checkout of git: what belongs to fog cannot be told")
     names = run("git", "ls-files", "-z").split("\0")
@@ -99,7 +100,7 @@ def sources() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tree(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of these files, as they are now, of which git knows nothing."""
+    """Copies these files, as they are now, to a folder without git."""
     folder = tmp_path_factory.mktemp("tree")
     for name in sources:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +127,10 @@ def test_source_archive_holds_all_that_git_has(sdist: Path, sources: list[str]) 
     assert sorted(set(sources) - set(names)) == []
     made = {name for name in set(names) - set(sources) if not name.startswith("fogdist.egg-info/")}
     assert made == {"PKG-INFO", "setup.cfg"}
-    # Which torch the extension will be built for is not known yet.
+    # The torch version for which the extension will be built is not known yet.
     assert "torch>=2.11" in information.get_all("Requires-Dist", [])
     assert "requires-dist" in information.get_all("Dynamic", [])
-    assert information["Version"] == "0.1.0.dev0"  # as there is no git
+    assert information["Version"] == "0.1.0.dev0"  # without git
 
 
 def test_wheel_takes_every_module(tree: Path, sources: list[str], tmp_path: Path) -> None:
@@ -156,7 +157,7 @@ def test_version_comes_from_tags(tree: Path) -> None:
 
 
 def test_hooks_run_the_linters_that_make_runs() -> None:
-    """pre-commit has lists of its own."""
+    """pre-commit has its own list of versions."""
     pinned = set(re.findall(r"[\w-]+==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text()))
     (line,) = re.findall(r"^lint = .*$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert pinned and pinned <= set(re.findall(r"[\w-]+==[\d.]+", line))
@@ -166,7 +167,7 @@ def test_hooks_run_the_linters_that_make_runs() -> None:
 
 
 class Environment:
-    """A virtual environment with nothing but pip, which no variable of this one's reaches."""
+    """A virtual environment with only pip, isolated from the variables of this environment."""
 
     def __init__(self, folder: Path) -> None:
         venv.create(folder, with_pip=True)
@@ -201,7 +202,7 @@ def test_archives_install_and_run_in_clean_environments(sdist: Path, tmp_path: P
     builder.install(
         f"torch=={TORCH}", "setuptools", "setuptools-scm", "ninja", "pybind11", "mpich>=5", folder=tmp_path
     )
-    # pip keeps the wheel that it makes of the sources, if it has a cache.
+    # pip keeps the wheel that it builds, if it has a cache.
     builder.install("--no-build-isolation", f"--cache-dir={cache}", str(sdist), folder=tmp_path)
     check_consensus(builder, examples)
 

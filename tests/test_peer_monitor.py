@@ -1,4 +1,4 @@
-"""Connections that show the end of ranks on other hosts: made with those that are messaged or waited for, and with no others."""
+"""Tests of the connections that detect the end of ranks on other hosts, and that only exchanging ranks make."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hosts import (
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own connections")
 
-# Of FOG_HOST_TIMEOUT by default.
+# The default of FOG_HOST_TIMEOUT.
 SILENCE = 11.0
 SOON = 5.0
 
@@ -42,7 +42,7 @@ def backend() -> dist.Backend:
 
 
 def exchange_along_ring() -> list[float]:
-    """Returns the connections that there were before."""
+    """Returns the connections from before the exchange."""
     from fog_pg import _C
 
     before = silences()
@@ -56,7 +56,7 @@ def exchange_along_ring() -> list[float]:
 
 
 def exchange_with_all() -> None:
-    """Each rank begins with all others at once."""
+    """Each rank exchanges with all others at once, first of all."""
     size = dist.get_world_size()
     inputs = [torch.full((3,), float(dist.get_rank()))] * size
     outputs = [torch.zeros(3) for _ in range(size)]
@@ -66,7 +66,7 @@ def exchange_with_all() -> None:
 
 
 def settle(expected: list[int]) -> None:
-    """Waits until each rank has so many connections, which then stay."""
+    """Waits until each rank has the expected number of connections, and checks that it stays."""
     connections = [SILENCE] * expected[dist.get_rank()]
     await_silences(connections)
     time.sleep(0.3)
@@ -74,7 +74,7 @@ def settle(expected: list[int]) -> None:
 
 
 def test_only_who_is_messaged_is_watched(tmp_path: Path) -> None:
-    """Along a ring over three hosts each rank has one neighbor elsewhere; both begin at once, and one connection stays."""
+    """On a ring over three hosts, each rank has one neighbor elsewhere; both begin at once and keep one connection."""
     placement = [0, 0, 1, 1, 2, 2]
     calls = [
         ("exchange_along_ring", []),
@@ -88,21 +88,21 @@ def test_only_who_is_messaged_is_watched(tmp_path: Path) -> None:
 
 
 def test_mpi_may_speak_with_all(tmp_path: Path) -> None:
-    """A group whose sums MPI does: nobody looks who is there before MPI sends to a rank of it."""
+    """If MPI sums for a group, all its ranks are connected, because fog cannot check a rank before MPI sends to it."""
     run_on_hosts(tmp_path, [0, 1, 2, 3], __name__, [("settle", [[3] * 4])], environment={"FOG_REDUCE": "mpi"})
 
 
 def lose_a_stranger(victim: int, moment: str) -> tuple[str, float, str]:
-    """The victim dies without having spoken with anybody.
+    """The victim dies before it has communicated with any rank.
 
-    Rank 0 waits for it, rank 1 sends it something large, and the others speak with it again and again.
+    Rank 0 waits for it, rank 1 sends it a large message, and the others exchange with it repeatedly.
 
     Args:
-        victim: The rank.
-        moment: "before" they do so, or "during" that.
+        victim: The rank that dies.
+        moment: "before" these calls, or "during" them.
 
     Returns:
-        The error, after how many seconds it came, and the error of an operation among the survivors.
+        The error, the seconds until it came, and the error of an operation among the survivors.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     living = dist.new_group([r for r in range(size) if r != victim])
@@ -133,7 +133,7 @@ def lose_a_stranger(victim: int, moment: str) -> tuple[str, float, str]:
 )
 @pytest.mark.parametrize("placement", [[0, 1, 2, 3], [0, 1, 1, 0]], ids=["alone", "with others"])
 def test_a_stranger_that_is_lost(tmp_path: Path, netmod: str, moment: str, placement: list[int]) -> None:
-    """MPI would end, or hold, whoever sends to it."""
+    """MPI would end, or block, a rank that sends to it."""
     found = run_on_hosts(
         tmp_path, placement, __name__, [("lose_a_stranger", [3, moment])], killed=[3], netmod=netmod
     )
@@ -144,7 +144,7 @@ def test_a_stranger_that_is_lost(tmp_path: Path, netmod: str, moment: str, place
 
 
 def lose_a_strange_host(victim: int) -> tuple[str, float]:
-    """The victim's host vanishes before anybody has spoken with it; as in `lose_a_stranger`, without small messages."""
+    """The victim's host vanishes before any communication with it; as in `lose_a_stranger`, without small messages."""
     rank = dist.get_rank()
     if rank == victim:
         ip("link", "set", INTERFACE, "down")
@@ -160,7 +160,7 @@ def lose_a_strange_host(victim: int) -> tuple[str, float]:
 
 @pytest.mark.long
 def test_a_strange_host_that_vanishes(tmp_path: Path) -> None:
-    """Its address has answered before, so its silence is an end."""
+    """The host's address has answered before, so its silence counts as its end."""
     environment = {"FOG_HOST_TIMEOUT": "4"}
     calls = [("lose_a_strange_host", [2])]
     found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, environment=environment)
@@ -171,7 +171,7 @@ def test_a_strange_host_that_vanishes(tmp_path: Path) -> None:
 
 @contextmanager
 def stderr_in_file() -> Iterator[Path]:
-    """What is written to descriptor 2 meanwhile."""
+    """Redirects descriptor 2 to a file in this block."""
     with tempfile.NamedTemporaryFile() as file:
         kept = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -183,31 +183,32 @@ def stderr_in_file() -> Iterator[Path]:
 
 
 def reach_the_limit(folder: str) -> str:
-    """Rank 0 may open no more descriptors when the two first speak; returns what it logged."""
+    """Rank 0 cannot open more descriptors when the two ranks first communicate; returns its log."""
     ready, limited = Path(folder, "ready"), Path(folder, "limited")
     if dist.get_rank() != 0:
         while not limited.exists():
             time.sleep(0.01)
         exchange_with_all()
-        await_silences([SILENCE])  # rank 0 does not see it, but its end would be seen
+        # rank 0 does not notice this rank's end, but this rank would notice that of rank 0
+        await_silences([SILENCE])
         return ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with stderr_in_file() as log:
         ready.touch()
         free = os.dup(0)
         os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free // 2, hard))  # others may close theirs
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free // 2, hard))  # other threads may close descriptors
         ready.rename(limited)
         try:
             exchange_with_all()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await_silences([SILENCE])  # who has waited outside is let in
+        await_silences([SILENCE])  # the waiting connection is accepted
         return log.read_text()
 
 
 def test_the_limit_of_descriptors(tmp_path: Path) -> None:
-    """One line says so, and all works."""
+    """One line of the log says so, and everything works."""
     calls = [("reach_the_limit", [str(tmp_path)]), ("exchange_with_all", [])]
     (text, _), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls)
     (line,) = [line for line in text.splitlines() if "ulimit -n" in line]
@@ -215,7 +216,7 @@ def test_the_limit_of_descriptors(tmp_path: Path) -> None:
 
 
 def nobody_is_watched() -> float:
-    """Seconds of a first exchange."""
+    """Returns the seconds of a first exchange."""
     begin = time.monotonic()
     exchange_with_all()
     seconds = time.monotonic() - begin
@@ -224,14 +225,14 @@ def nobody_is_watched() -> float:
 
 
 def test_where_connections_are_refused(tmp_path: Path) -> None:
-    """Ranks that listen where nobody comes are sent to all the same."""
+    """Messages also reach ranks whose listening address cannot be reached."""
     calls = [("nobody_is_watched", []), ("exchange_along_ring", [])]
     found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, environment={"FOG_INTERFACE": "lo"})
     assert all(seconds < SOON for seconds, _ in found), found
 
 
 def join_unheard(name: str) -> None:
-    """As one of two hosts, which listens where nothing comes from the other."""
+    """Joins as one of two hosts; the address on which it listens cannot be reached from the other."""
     move_to_host(name)
     rank = int(os.environ["RANK"])
     ip("link", "add", "unheard", "type", "veth", "peer", "name", "end")
@@ -256,7 +257,7 @@ def test_where_nobody_answers(new_world: Callable[..., World]) -> None:
 
 
 class LateStore(dist.Store):
-    """The job's store, of a rank that gets no core once it knows which hosts are reached."""
+    """The job's store, for a rank that gets no core after it knows which hosts can be reached."""
 
     def __init__(self, store: dist.Store, seconds: float) -> None:
         super().__init__()
@@ -323,7 +324,7 @@ def join_late(rank: int, host: str, late: int, seconds: float) -> None:
 
 
 def test_a_rank_that_is_late_to_know_the_others_is_not_lost() -> None:
-    """It listens already, and whoever comes before it can tell friend from stranger waits."""
+    """The rank listens already; connections that arrive before it knows the other ranks have to wait."""
     spawn = multiprocessing.get_context("spawn")
     with emulated_hosts(2) as names:
         ranks = [

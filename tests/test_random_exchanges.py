@@ -1,7 +1,7 @@
-"""Every form of exchange on random graphs, weights, dtypes and shapes, against the mixing matrix in float64.
+"""Compares every form of exchange on random graphs, weights, dtypes and shapes with the mixing matrix in float64.
 
-Hypothesis draws the cases in pytest's process and the ranks of a world run a batch of them at a time. Cases
-are the same in every run.
+Hypothesis draws the cases in pytest's process, and the ranks of a world run them in batches. The cases are the same in
+every run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Case:
 
     Attributes:
         kind: One of KINDS.
-        matrix: Weight of the edge from row to column, None where there is none; of machines if they exchange.
-        tensors: (dtype, shape) of each tensor; one stands for no list.
-        scale: What inputs are multiplied by.
+        matrix: Weight of the edge from row to column, None if there is none; between machines if they exchange.
+        tensors: (dtype, shape) of each tensor; a single one is not passed as a list.
+        scale: Factor of the inputs.
         in_place: Whether results overwrite the inputs.
         named: Whether the operation has a name.
         check: enable_topo_check.
-        seed: Of the inputs.
+        seed: Seed of the inputs.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Case:
 
 
 def weights() -> st.SearchStrategy[float | None]:
-    """No edge, weights that are special, and any others that halve exactly."""
+    """Draws no edge, special weights, and other weights that can be halved exactly."""
     return st.one_of(
         st.none(),
         st.sampled_from([0.0, 1.0, -1.0, 0.5]),
@@ -104,19 +104,19 @@ def weight_matrix(case: Case) -> np.ndarray:
 
 
 def partner(rank: int, size: int, seed: int) -> int:
-    """The rank that another one gossips with: itself for nobody."""
+    """Returns the rank with which a rank gossips, or the rank itself if it has no partner."""
     order = np.random.default_rng(seed).permutation(size).tolist()
     place = order.index(rank) ^ 1
     return order[place] if place < size else rank
 
 
 def plan_of(case: Case, node: int) -> tuple[Any, np.ndarray]:
-    """Keyword arguments of a call on a node, and the matrix that it stands for."""
+    """Returns the keyword arguments of a call on a node, and the corresponding matrix."""
     matrix, others = weight_matrix(case), [i for i in range(len(case.matrix)) if i != node]
-    # Half of an edge's weight comes from either end; halving and doubling are exact.
+    # The sources' weights are halved and the destinations' are 2, both exactly.
     sources = {i: matrix[i, node] / 2 for i in reversed(others) if case.matrix[i][node] is not None}
     destinations = {i: 2.0 for i in others if case.matrix[node][i] is not None}
-    if case.kind == "own weights":  # every third in-neighbor is left out
+    if case.kind == "own weights":  # about every third in-neighbor is left out
         kept = np.array(
             [[(i + j + case.seed) % 3 != 0 or i == j for j in range(len(matrix))] for i in range(len(matrix))]
         )
@@ -139,7 +139,7 @@ def plan_of(case: Case, node: int) -> tuple[Any, np.ndarray]:
 
 
 def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
-    """Runs a case; returns this rank's results, and the matrix of ranks that they stand for."""
+    """Runs a case; returns this rank's results, and the corresponding matrix of ranks."""
     rank, size = fogdist.rank(), fogdist.size()
     given: Any = mine if len(mine) > 1 else mine[0]
     options = {"enable_topo_check": case.check, "name": "case" if case.named else None}
@@ -194,7 +194,7 @@ def check_weighted(checks: Checks, label: str, case: Case) -> None:
     ]
     results = []
     for run in range(2):
-        time.sleep(0.001 * ((rank + run) % 3))  # ranks come in another order
+        time.sleep(0.001 * ((rank + run) % 3))  # ranks arrive in another order
         mine = [tensor.clone() for tensor in inputs[rank]]
         outputs, matrix = exchange(case, mine)
         if case.in_place:
@@ -210,12 +210,12 @@ def check_weighted(checks: Checks, label: str, case: Case) -> None:
         output = results[0][k]
         checks.equal(f"{label}[{k}] dtype", output.dtype, dtype)
         checks.equal(f"{label}[{k}] shape", output.shape, expected.shape)
-        # Rounded once to the dtype, after a sum in float32 for 16 bits and in float64 for all others.
+        # Rounded once to the dtype, after a sum in float32 for 16-bit types and in float64 for all others.
         limits = torch.finfo(dtype)
         accumulator = torch.finfo(torch.float32 if dtype in HALVES else torch.float64).eps
         allowed = 0.5 * limits.eps * expected.abs() + 0.5 * limits.smallest_normal * limits.eps
         allowed = allowed * (2 if dtype.is_complex else 1) + 2 * (size + 4) * accumulator * size_of_terms
-        if case.kind == "hierarchical":  # means of machines are rounded to the dtype as well
+        if case.kind == "hierarchical":  # the means of machines are rounded to the dtype too
             allowed = allowed + limits.eps * size_of_terms
         worst = ((wide(output) - expected).abs() - allowed).max().item() if output.numel() else -1.0
         checks.true(f"{label}[{k}] is {worst} beyond what rounding allows", worst <= 0)
@@ -263,7 +263,7 @@ def test_random_exchanges(worlds, size):
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        # A failure costs a world, so the first batch that fails is shown as it is.
+        # A failure costs a world, so the first failing batch is shown as it is.
         phases=[Phase.generate],
         report_multiple_bugs=False,
     )

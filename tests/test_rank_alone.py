@@ -1,4 +1,4 @@
-"""A rank without others: training exchanges nothing, unless FOG_EXCHANGE_ALONE asks for all that one of several does."""
+"""Tests a rank alone: training exchanges nothing, unless FOG_EXCHANGE_ALONE asks for the exchanges of several ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODES: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]
 
 
 def train(mode: str | None) -> tuple[list[Tensor], set[str]]:
-    """Returns the parameters, and the names of fog's operations in the last step; without a mode of the bare optimizer."""
+    """Returns the parameters and fog's operations in the last step; without a mode, of the bare optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     inputs = torch.randn(STEPS, 16, 4)

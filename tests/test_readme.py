@@ -1,4 +1,4 @@
-"""Scripts in the README and in docs/ are run; commands in the README are compared with the project."""
+"""Runs scripts in the README and in docs/, and compares commands in the README with the project."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCKS = BLOCK.findall(README)
 # Python blocks of these pages are scripts if their first line is a command; tests/test_docs.py compiles the others.
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
-# Each line that a rank prints, for the blocks whose output is not shown.
+# The pattern of each line that a rank prints, for blocks whose output the page does not show.
 PATTERNS = {"from_ddp.py": r"rank \d: loss 0\.0\d+, distance to the true weights 0\.0\d\d"}
 
 
@@ -32,7 +32,7 @@ class Example:
 
     Attributes:
         name: File name, from the block's first line.
-        ranks: From the torchrun command in the block's first line.
+        ranks: Number of ranks, from the torchrun command in the block's first line.
         code: The whole block.
         output: The output that the page shows; None if it shows none.
     """
@@ -64,10 +64,10 @@ def examples() -> list[Example]:
 
 
 def rank_lines(output: str) -> list[str]:
-    """Returns what the ranks printed, sorted.
+    """Returns the lines that the ranks printed, sorted.
 
-    torchrun starts Python unbuffered: the end of a line is a write of its own, and another rank's line may
-    come before it.
+    torchrun starts Python unbuffered: the end of a line is a separate write, and another rank's line may come before
+    it.
     """
     parts = re.split(r"\n|(?=rank \d+: )", output)
     return sorted(part.rstrip() for part in parts if part.startswith("rank "))
@@ -81,7 +81,7 @@ def test_readme_shows_consensus_and_optimizer() -> None:
 
 @pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
 def test_python_block_runs(tmp_path: Path, script_worlds: WorldPool, example: Example) -> None:
-    """By torchrun, as it says, in test-all; tests/test_bootstrap.py holds torchrun against mpiexec."""
+    """Uses torchrun, as the block says, in test-all only; tests/test_bootstrap.py compares torchrun with mpiexec."""
     script = tmp_path / example.name
     script.write_text(example.code)
     launcher = "torchrun" if ALL else script_worlds

@@ -1,4 +1,4 @@
-"""A system that refuses memory or threads: an error of what it concerns, not the end of the process, and no wrong data."""
+"""If the system refuses memory or threads, the operation concerned fails; the process lives, and no data is wrong."""
 
 from __future__ import annotations
 

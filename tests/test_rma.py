@@ -1,6 +1,6 @@
-"""Data between hosts by MPI RMA: which calls of MPI move it, and that results are right.
+"""Tests of data between hosts by MPI RMA: the MPI calls that move it, and correct results.
 
-All ranks are on this host and every one is a node of its own, to fog and to MPI. The library is a wrapper of the real one, which
+All ranks are on this host, and to fog and MPI each is a node of its own. The library is a wrapper of the real one that
 counts calls and bytes (mpi_counter.c).
 """
 
@@ -32,10 +32,10 @@ KIB, MIB = 1 << 10, 1 << 20
 RANKS, PER_MACHINE = 4, 2
 APART = {"FOG_LOCAL_LINKS": "0"}
 SIZES = [40_000, MIB, 5 * MIB]
-# By these data moves, and headers.
+# The functions that move data, and those that send headers.
 ONE_SIDED, MESSAGES = ["MPI_Put", "MPI_Get"], ["MPI_Isend", "MPI_Issend"]
 FLUSH, RECEIVE = "MPI_Win_flush", "MPI_Irecv"
-# What MPI libraries have wrong, or make wait for the target.
+# Functions with defects in MPI libraries, or which wait for the target.
 FORBIDDEN = [
     "MPI_Rput",
     "MPI_Rget",
@@ -48,25 +48,25 @@ FORBIDDEN = [
     "MPI_Win_create_dynamic",
 ]
 COUNTED = [*ONE_SIDED, FLUSH, *MESSAGES, RECEIVE, *FORBIDDEN]
-# Bytes that a message without data may have, and all of them of all ranks in one operation.
+# The bytes of a message without data, and of all such messages on all ranks in one operation.
 HEADER, HEADERS = 4 * KIB, 64 * KIB
-# Of the bytes that are put: versions, and what a slot's header has.
+# The overhead in the bytes that are put: versions, and the header of a slot.
 OVERHEAD = 0.02
 
-# Of each function: calls, bytes, and bytes of the largest call.
+# For each function: calls, bytes, and bytes of the largest call.
 Counts = dict[str, tuple[int, int, int]]
 Operation = Callable[[], Tensor]
 
 
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of the library that counts."""
+    """Returns the path of the library that counts."""
     return compile_wrapper("mpi_counter.c", tmp_path_factory.mktemp("counter"))
 
 
 @pytest.fixture(scope="module")
 def world_of(counter: str) -> Iterator[Callable[[str], World]]:
-    """Worlds by FOG_BETWEEN_HOSTS, kept for the module."""
+    """Returns a world for a value of FOG_BETWEEN_HOSTS; worlds are kept for the module."""
     worlds: dict[str, World] = {}
 
     def world(setting: str) -> World:
@@ -81,7 +81,7 @@ def world_of(counter: str) -> Iterator[Callable[[str], World]]:
 
 
 def counts() -> Counts:
-    """What this rank has called since it began, or since `reset`."""
+    """Returns this rank's calls since it began, or since `reset`."""
     library = ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"])
     found = {}
     for name in COUNTED:
@@ -95,17 +95,17 @@ def counts() -> Counts:
 
 
 def counted(operation: Operation) -> tuple[Tensor, Counts]:
-    """The result of an operation that all ranks call together, and what this rank called for it."""
+    """Returns the result of an operation that all ranks call together, and this rank's calls for it."""
     dist.barrier()
     ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"]).fog_test_reset()
-    dist.barrier()  # nobody asks a rank for data that counts from before
+    dist.barrier()  # no request from before is counted
     result = operation()
-    dist.barrier()  # who has received all has it from ranks that have sent all
+    dist.barrier()  # a rank may have received all its data before the sender's calls are done
     return result, counts()
 
 
 def total(of_ranks: list[Counts], names: list[str], what: int = 1) -> int:
-    """Sum over ranks and functions; of bytes, or 0: of calls."""
+    """Returns a sum over ranks and functions, by default of bytes; 0 selects calls."""
     return sum(found[name][what] for found in of_ranks for name in names)
 
 
@@ -113,7 +113,7 @@ def total(of_ranks: list[Counts], names: list[str], what: int = 1) -> int:
 
 
 def exchanges(numel: int) -> Iterator[tuple[str, Operation, Tensor]]:
-    """Name, call, and what it has to return on this rank."""
+    """Yields name, call, and the expected result on this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     graph = topologies.ExponentialTwoGraph(size)
     fogdist.set_topology(graph)
@@ -134,21 +134,21 @@ def exchanges(numel: int) -> Iterator[tuple[str, Operation, Tensor]]:
 
 
 def run_exchanges(nbytes: int) -> tuple[Counts, dict[str, Counts]]:
-    """What was called before the first operation, and for each of them."""
+    """Returns the calls before the first operation, and those of each operation."""
     before = counts()
     fogdist.init()
     found = {}
     with Checks() as checks:
         for name, operation, expected in exchanges(nbytes // 4):
-            for again in range(3):  # buffers alternate
+            for again in range(3):  # the buffers alternate
                 result, found[name] = counted(operation)
                 checks.close(f"{name} of {nbytes} bytes, {again}", result, expected)
     return before, found
 
 
 def least_tensors(name: str) -> int:
-    """How many tensors all ranks together have to move at least."""
-    degree = 2  # of the exponential-2 graph of 4 ranks
+    """Returns the least number of tensors that all ranks together have to move."""
+    degree = 2  # the degree of the exponential-2 graph of 4 ranks
     if name.startswith("neighbor"):
         return RANKS * degree
     return RANKS - 1 if name == "broadcast" else RANKS
@@ -193,7 +193,7 @@ def test_transport(world_of: Callable[[str], World], setting: str) -> None:
     assert world_of(setting).run(transports) == [[setting] * (RANKS - 1)] * RANKS
 
 
-# --- what does not fit into the pool ------------------------------------------------------------------------
+# --- data that does not fit into the pool -------------------------------------------------------------------
 
 
 def exchange_and_check(sizes: list[int]) -> None:
@@ -207,7 +207,7 @@ def exchange_and_check(sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("pool", [MIB, pytest.param(4 * MIB, marks=pytest.mark.long)])
 def test_a_small_pool(new_world: Callable[..., World], pool: int) -> None:
-    """What finds no room there goes by messages, or waits for its turn."""
+    """Data without room in the pool goes by messages, or waits."""
     variables = {"FOG_BETWEEN_HOSTS": "rma", "FOG_RMA_BYTES": str(pool), VARIABLE: str(PER_MACHINE)}
     new_world(RANKS, environment=APART | variables).run(exchange_and_check, SIZES)
 
@@ -216,7 +216,7 @@ def test_a_small_pool(new_world: Callable[..., World], pool: int) -> None:
 
 
 def run_windows(nbytes: int) -> dict[str, Counts]:
-    """What is called for a put and for a get."""
+    """Returns the calls for a put and for a get."""
     fogdist.init()
     rank, numel, found = dist.get_rank(), nbytes // 4, {}
     fogdist.set_topology(topologies.ExponentialTwoGraph(dist.get_world_size()))
@@ -240,7 +240,7 @@ def run_windows(nbytes: int) -> dict[str, Counts]:
 
     with Checks() as checks:
         for name, operation in {"put": put, "get": get}.items():
-            for weight in (1.0, 0.5, 1.0):  # buffers alternate
+            for weight in (1.0, 0.5, 1.0):  # the buffers alternate
                 _, found[name] = counted(partial(operation, weight))
                 for source, slot in slots().items():
                     expected = weight * make_input(source, torch.float32, numel)

@@ -1,4 +1,4 @@
-"""MPI RMA between hosts: targets that are stopped or killed, and settings that cannot be."""
+"""Tests of MPI RMA between hosts: targets that are stopped or killed, and settings that cannot work."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ pytestmark = [
 
 APART = {"FOG_LOCAL_LINKS": "0"}
 RMA = {**APART, "FOG_BETWEEN_HOSTS": "rma"}
-# Every rank is a node of its own to MPI as well, which has TCP only: a transfer needs its target there.
+# To MPI too, every rank is a node of its own. There is only TCP, so a transfer needs its target.
 TCP = {**APART, "MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 LONG_TIMEOUT = 60.0
-# In which a survivor has noticed a loss, and a call towards a stopped rank returns, on a busy machine.
+# Seconds in which, on a busy machine, a survivor notices a loss, and a call towards a stopped rank returns.
 SOON = 10.0
 NUMEL = 500_000
-# Rounds of an operation that a death ends: more than there is time for.
+# Rounds of an operation that a death ends; they never come to their end.
 ENDLESS = 1_000_000
 
 
-# --- a target that is stopped -------------------------------------------------------------------------------
+# --- stopped targets ----------------------------------------------------------------------------------------
 
 
 def state_of(pid: int) -> str:
-    """Of a process: "T" if it is stopped."""
+    """Returns the state of a process: "T" if it is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Stops a process; it goes on at the end, or a while later if this one hangs."""
+    """Stops a process in this block; a timer continues it if this process hangs."""
     os.kill(pid, signal.SIGSTOP)
     safety = threading.Timer(SOON, os.kill, (pid, signal.SIGCONT))
     safety.start()
@@ -73,7 +73,7 @@ def values(seed: int) -> Tensor:
 
 
 def put_to_a_stopped_target(rounds: int) -> list[str]:
-    """Rank 0 puts; returns what was not as it should be."""
+    """Rank 0 puts; returns a list of problems."""
     fogdist.init(fogdist.FullyConnectedGraph)
     window, targets, problems = fogdist.Window(torch.zeros(NUMEL), zero_init=True), pids(), []
     dist.barrier()
@@ -114,7 +114,7 @@ def get_from_a_stopped_target(rounds: int) -> list[str]:
 
 
 def send_to(peer: int, x: Tensor) -> int:
-    """Starts an exchange in which this rank sends only."""
+    """Starts an exchange in which this rank only sends."""
     return fogdist.neighbor_allreduce_nonblocking(
         x, self_weight=1.0, src_weights={}, dst_weights={peer: 1.0}, enable_topo_check=False
     )
@@ -127,7 +127,7 @@ def receive_from(peer: int, x: Tensor) -> int:
 
 
 def exchange_with_a_stopped_target(rounds: int) -> list[str]:
-    """Rank 0 sends to rank 1, which is stopped before it has called that."""
+    """Rank 0 sends to rank 1, which is stopped before it has called the exchange."""
     fogdist.init()
     rank, targets, problems = dist.get_rank(), pids(), []
     own = values(100 + rank)
@@ -140,7 +140,7 @@ def exchange_with_a_stopped_target(rounds: int) -> list[str]:
         if not torch.allclose(fogdist.wait(handle), expected, rtol=1e-6, atol=0):
             problems.append(f"exchange {number}: wrong result on rank {rank}")
 
-    for number in range(3):  # slots are granted
+    for number in range(3):  # the first exchanges grant the slots
         check(number, exchange(number))
     dist.barrier()
     numbers, handles = range(3, 3 + rounds), []
@@ -155,7 +155,7 @@ def exchange_with_a_stopped_target(rounds: int) -> list[str]:
             if state_of(targets[1]) != "T":
                 problems.append("the target went on too early")
     else:
-        time.sleep(0.5)  # it is stopped in here
+        time.sleep(0.5)  # it is stopped during this time
         handles = [exchange(number) for number in numbers]
     for number, handle in zip(numbers, handles):
         check(number, handle)
@@ -172,18 +172,18 @@ STOPPED: dict[str, Callable[[int], list[str]]] = {
 
 @pytest.mark.parametrize("kind", STOPPED)
 def test_a_stopped_target(new_world: Callable[..., World], kind: str) -> None:
-    """A put, a get and the sender's part of an exchange end meanwhile; afterwards all that was sent is there."""
-    # A sender does not wait until its receiver agrees.
+    """A put, a get and the sender's part of an exchange complete meanwhile; all data is there afterwards."""
+    # Without confirmations, a sender does not wait until its receiver agrees.
     variables = {**RMA, "FOG_CONFIRM": "0"}
     problems = new_world(2, timeout=LONG_TIMEOUT, environment=variables).run(STOPPED[kind], 2)
     assert not any(problems), problems
 
 
-# --- a rank that is killed ----------------------------------------------------------------------------------
+# --- killed ranks -------------------------------------------------------------------------------------------
 
 
 def operation(kind: str) -> Callable[[], object]:
-    """What does one of a kind, from both ranks to each other; all ranks call this together."""
+    """Returns a function that runs one operation between both ranks; all ranks call this together."""
     fogdist.init(fogdist.FullyConnectedGraph)
     x = values(dist.get_rank())
     if kind in ("exchange", "allreduce"):
@@ -194,10 +194,10 @@ def operation(kind: str) -> Callable[[], object]:
 
 
 def until_killed(kind: str, after: float) -> tuple[str, float, str]:
-    """Rank 1 is killed in the middle.
+    """Rank 1 is killed in the middle of operations.
 
     Returns:
-        The survivor's error, the seconds from the kill until it came, and how it had reached the peer.
+        The survivor's error, the seconds from the kill until it came, and the transport to the peer.
     """
     once = operation(kind)
     transport = fogdist.transport(1 - dist.get_rank())
@@ -214,7 +214,7 @@ def until_killed(kind: str, after: float) -> tuple[str, float, str]:
 
 
 def after_a_death(kind: str) -> tuple[str, float, str]:
-    """Rank 1 is killed between two operations, and rank 0 calls the next one later; returns what `until_killed` does."""
+    """Rank 1 is killed between two operations, and rank 0 calls the next one later; returns as `until_killed` does."""
     once = operation(kind)
     transport = fogdist.transport(1 - dist.get_rank())
     for _ in range(3):
@@ -231,7 +231,7 @@ def after_a_death(kind: str) -> tuple[str, float, str]:
     return "", time.monotonic() - begin, transport
 
 
-# What streams, and for how long until the kill.
+# The kinds of operations, and the seconds until the kill.
 KINDS = ["exchange", "put", "get", "allreduce"]
 SAMPLE = [("exchange", 0.3), ("put", 0.3)]
 MORE = [(kind, after) for kind in KINDS for after in (0.2, 0.25, 0.35)]
@@ -240,7 +240,7 @@ KILLS = [*SAMPLE, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE
 
 @pytest.mark.parametrize(("kind", "after"), KILLS)
 def test_a_killed_rank_with_rma(new_world: Callable[..., World], kind: str, after: float) -> None:
-    """The survivor raises, or UCX ends it: a copy from a process that has gone is a fatal error there."""
+    """The survivor raises, or UCX ends it: in UCX, a copy from a dead process is a fatal error."""
     world = new_world(2, timeout=LONG_TIMEOUT, environment=RMA, finalizing=None)
     survivor, victim = world.run_raw(until_killed, kind, after, timeout=2 * SOON)
     assert victim.state == "died" and "SIGKILL" in victim.details, str(victim)
@@ -249,7 +249,7 @@ def test_a_killed_rank_with_rma(new_world: Callable[..., World], kind: str, afte
 
 @pytest.mark.parametrize(("kind", "after"), KILLS)
 def test_a_killed_rank_over_tcp(tmp_path: Path, kind: str, after: float) -> None:
-    """There `auto` takes messages, and the survivor raises."""
+    """Here `auto` chooses messages, and the survivor raises."""
     (found, _) = run_on_hosts(
         tmp_path,
         [0, 1],
@@ -266,7 +266,7 @@ def test_a_killed_rank_over_tcp(tmp_path: Path, kind: str, after: float) -> None
     "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[2:])]
 )
 def test_a_rank_killed_before_the_operation(new_world: Callable[..., World], kind: str) -> None:
-    """Nothing is put or flushed towards it, so the survivor raises, and lives."""
+    """Nothing is put or flushed towards the dead rank, so the survivor raises, and lives."""
     world = new_world(2, timeout=LONG_TIMEOUT, environment=RMA, finalizing=None)
     survivor, victim = world.run_raw(after_a_death, kind, timeout=2 * SOON)
     assert victim.state == "died" and "SIGKILL" in victim.details, str(victim)
@@ -287,15 +287,15 @@ def check_survivor(survivor: Outcome, transport: str, *, may_die: bool) -> None:
 
 
 def start(of_ranks: Sequence[Mapping[str, str]], timeout: float, log: str) -> tuple[str, str, str]:
-    """Starts fog with settings of each rank's own.
+    """Starts fog with different settings on each rank.
 
     Args:
-        of_ranks: Variables of each rank.
-        timeout: Of the group, in seconds.
-        log: A file for what is printed meanwhile; the rank's number is appended.
+        of_ranks: Environment variables of each rank.
+        timeout: The timeout of the group, in seconds.
+        log: Name of a file for the output, to which the rank's number is appended.
 
     Returns:
-        The type and text of the error, empty if there was none, and what was printed.
+        The type and text of the error, empty if there was none, and the output.
     """
     rank = int(os.environ["RANK"])
     os.environ.update(of_ranks[rank])
@@ -315,7 +315,7 @@ def start(of_ranks: Sequence[Mapping[str, str]], timeout: float, log: str) -> tu
 def started(
     new_world: Callable[..., World], folder: Path, of_ranks: Sequence[Mapping[str, str]], **options: Any
 ) -> list[tuple[str, str, str]]:
-    """What `start` says on each rank."""
+    """Returns the results of `start` on all ranks."""
     world = new_world(len(of_ranks), initialize=False, **options)
     found: list[tuple[str, str, str]] = world.run(start, list(of_ranks), 30.0, str(folder / "log"))
     return found
@@ -343,7 +343,7 @@ def test_a_setting_that_means_nothing(
 
 
 def test_rma_where_the_fabric_cannot(new_world: Callable[..., World], tmp_path: Path) -> None:
-    """An error at start on all ranks that says why."""
+    """All ranks get an error at the start that gives the reason."""
     found = started(new_world, tmp_path, alike({**TCP, "FOG_BETWEEN_HOSTS": "rma"}))
     for kind, text, _ in found:
         assert kind == "DistBackendError", (kind, text)
@@ -355,7 +355,7 @@ def test_rma_where_the_fabric_cannot(new_world: Callable[..., World], tmp_path: 
 def test_ranks_with_different_settings(
     new_world: Callable[..., World], tmp_path: Path, first: str, second: str
 ) -> None:
-    """An error on all ranks that names them and their settings."""
+    """All ranks get an error that names the ranks and their settings."""
     of_ranks = [{**APART, "FOG_BETWEEN_HOSTS": setting} for setting in (first, second, first)]
     for kind, text, _ in started(new_world, tmp_path, of_ranks):
         assert kind == "DistBackendError", (kind, text)
@@ -364,7 +364,7 @@ def test_ranks_with_different_settings(
 
 
 def choose(name: str, master: str) -> str:
-    """On an emulated host: how the other rank is reached."""
+    """Returns, on an emulated host, the transport to the other rank."""
     move_to_host(name)
     rank = int(os.environ["RANK"])
     store = dist.TCPStore(master, 29515, 2, rank == 0)
@@ -379,7 +379,7 @@ def choose(name: str, master: str) -> str:
 
 @pytest.mark.parametrize(("tls", "transport"), [("tcp,self", "messages"), ("shm,self", "rma")])
 def test_auto(new_world: Callable[..., World], tls: str, transport: str) -> None:
-    """It takes what the fabric does."""
+    """`auto` chooses the transport that suits the fabric."""
     with emulated_hosts(2) as names:
         world = new_world(2, initialize=False, environment={"UCX_TLS": tls, "FOG_BETWEEN_HOSTS": "auto"})
         outcomes = world.run_by_rank(choose, [(name, "10.213.77.1") for name in names])

@@ -1,6 +1,6 @@
-"""What a rank sends and asks for, by the number of ranks: each count against its formula.
+"""Compares the messages and requests of a rank with formulas in the number of ranks.
 
-The same operations run on real ranks and on as many virtual ones as no machine of these tests has processes for.
+The same operations run on real ranks, and on more virtual ranks than the machine could have processes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fog_pg._C import NeighborPlan, ProcessGroupFog, Rendezvous, VirtualWorld
 
 MANY = 1024
 REAL = harness.sizes([4, 8], [16, 32, 64])
-NUMEL = 64 * MANY  # of the larger tensor: slices of all ranks are of one size
+NUMEL = 64 * MANY  # elements of the larger tensor; all ranks have slices of the same size
 DEGREE = 3
 
 
 def ring(rank: int, size: int) -> NeighborPlan:
-    """The next ranks, and the ones before."""
+    """Returns a plan with the next and the previous ranks as neighbors."""
     sources = [((rank - hop) % size, 0.25) for hop in range(1, DEGREE + 1)]
     return NeighborPlan(
         rank, size, 0.25, sources, [((rank + hop) % size, 1.0) for hop in range(1, DEGREE + 1)]
@@ -37,13 +37,13 @@ def ring(rank: int, size: int) -> NeighborPlan:
 
 @dataclass(frozen=True)
 class Cost:
-    """What n ranks on so many hosts, equally many on each, send in an operation.
+    """The messages of an operation on n ranks, distributed evenly over h hosts.
 
     Attributes:
-        start: The operation.
+        start: Starts the operation.
         most: Messages of the rank that sends the most.
         total: Messages of all ranks.
-        bytes: Of data, of all ranks.
+        bytes: Bytes of data of all ranks.
     """
 
     start: Callable[[ProcessGroupFog], dist.Work]
@@ -57,7 +57,7 @@ def alike(
     messages: Callable[[int, int], int],
     bytes: Callable[[int, int], float],
 ) -> Cost:
-    """Of an operation in which each rank sends the same."""
+    """Returns the cost of an operation in which each rank sends the same."""
     return Cost(start, messages, lambda n, h: n * messages(n, h), lambda n, h: n * bytes(n, h))
 
 
@@ -65,7 +65,7 @@ def log2(n: int) -> int:
     return math.ceil(math.log2(n))
 
 
-# Sums: see collectives/cutovers.hpp.
+# Limits of the algorithms for sums; see collectives/cutovers.hpp.
 FEW_ON_HOST, FEW_APART, FEW_HOSTS, FAN = 8, 4, 8, 8
 
 
@@ -74,17 +74,17 @@ def is_direct(n: int, h: int) -> bool:
 
 
 def between(h: int) -> int:
-    """Messages of a rank that sums between hosts: to each other one, or by recursive doubling."""
+    """Returns a rank's messages for a sum between hosts: to each other host, or by recursive doubling."""
     return h - 1 if h <= FEW_HOSTS else log2(h)
 
 
 def children(n: int) -> int:
-    """Of the root of a tree, each of whose nodes adds up to eight."""
+    """Returns the number of children of the root of a tree with fan-out 8."""
     return sum(min(FAN - 1, math.ceil(n / FAN**k) - 1) for k in range(n.bit_length()) if FAN**k < n)
 
 
 def whole(size: int, start: Callable[[ProcessGroupFog], dist.Work]) -> Cost:
-    """Of a sum of so few bytes that they are not cut: to each other rank; else up a host's tree, between hosts, and down."""
+    """Returns the cost of a sum that is not cut: to each other rank, or up a host's tree, between hosts, and down."""
 
     def total(n: int, h: int) -> int:
         return n * (n - 1) if is_direct(n, h) else 2 * (n - h) + h * between(h)
@@ -97,13 +97,13 @@ def whole(size: int, start: Callable[[ProcessGroupFog], dist.Work]) -> Cost:
     )
 
 
-# Whoever changes an algorithm changes its line.
+# A change of an algorithm has to change its line here.
 COSTS = {
     "barrier": alike(lambda group: group.barrier(), lambda n, h: log2(n), lambda n, h: 0),
     "allreduce of 8 bytes": whole(8, lambda group: group.allreduce([torch.ones(2)])),
     "agreement": whole(16, lambda group: group.agree(torch.ones(2, dtype=torch.uint64))),
-    # A slice of each rank's host from all of it and to all of it; in between, a slice of that for each host, there and
-    # back. On more than a few hosts what goes in one round lies in two places for some ranks: then these are limits.
+    # Each rank of a host sends its slices to the others and gets theirs, before and after the exchange between hosts.
+    # With many hosts, the data of one round lies in two places for some ranks; then these are limits.
     "allreduce in slices": alike(
         lambda group: group.allreduce([torch.ones(NUMEL)]),
         lambda n, h: 2 * (n // h - 1) + (2 * between(h) if h <= FEW_HOSTS else 4 * between(h)),
@@ -123,7 +123,7 @@ COSTS = {
 
 
 def check(cost: Cost, size: int, hosts: int, sent: list[tuple[int, int]]) -> None:
-    """Holds what the ranks have sent against the formulas."""
+    """Compares the messages of the ranks with the formulas."""
     messages, data = zip(*sent, strict=True)
     assert sum(data) == cost.bytes(size, hosts), (size, hosts)
     expected = cost.most(size, hosts), cost.total(size, hosts)
@@ -160,14 +160,15 @@ def test_messages_of_real_ranks(new_world: Callable[..., harness.World], size: i
 
 # --- the Store ----------------------------------------------------------------------------------------------
 
-# Of a rank in a step of meeting: it appends, counts, waits and gets; the last one says that all are there.
+# A rank's requests in a step of the rendezvous: append, count, wait and get. The last rank also tells that all are
+# there.
 STEP = 4
-# Of a rank for a group beside its steps: which group of the Store it is; that it is done; the last one deletes.
+# A rank's other requests for a group: its number in the Store, and its end. The last rank deletes the keys.
 AROUND = 2
 
 
 class CountedStore(dist.Store):
-    """Another store, with the number of requests that were made of it."""
+    """Wraps a store and counts the requests."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class CountedStore(dist.Store):
 
 
 class SharedTable:
-    """What a Store holds, for ranks that are threads."""
+    """The contents of a Store for ranks that are threads."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -216,7 +217,7 @@ class SharedTable:
 
 
 class ThreadStore(dist.Store):
-    """A rank's door to it: threads that wait for a key wake when it is set, and no others."""
+    """A rank's access to the table: a set key wakes only the threads that wait for it."""
 
     def __init__(self, table: SharedTable) -> None:
         super().__init__()
@@ -249,7 +250,7 @@ class ThreadStore(dist.Store):
 
 @pytest.mark.parametrize("size", [4, 64, MANY])
 def test_store_requests_of_virtual_ranks(size: int) -> None:
-    """The steps of a group, on a Store that counts."""
+    """Runs the steps of a group on a Store that counts."""
     table, steps = SharedTable(), 3
     stores = [CountedStore(ThreadStore(table)) for _ in range(size)]
 
@@ -265,19 +266,19 @@ def test_store_requests_of_virtual_ranks(size: int) -> None:
     requests = sorted(store.requests for store in stores)
     usual, keys = steps * STEP + AROUND, 3 * steps + 1
     assert requests[0] == usual
-    # The last one at a step says so; the last one of all deletes what was exchanged.
+    # The last rank of each step tells the others; the last rank of all deletes the keys.
     assert sum(requests) == size * usual + steps + keys
-    # What is left is each rank's count of its groups.
+    # Each rank's count of its groups is left.
     assert len(table.values) == size
 
 
-# Of a rank for the first group and for a later one, those that torch makes included; with MPI's start.
+# A rank's requests for its first group and for a later one, including torch's own; with the start of MPI below.
 MOST_REQUESTS = (25, 8)
 MOST_REQUESTS_WITH_MPI = (55, 8)
 
 
 def count_requests() -> tuple[int, int]:
-    """Of a rank, for its first group and for a second one."""
+    """Returns a rank's requests for its first group and for a second one."""
     store = CountedStore(launcher_store())
     join(store)
     first = store.requests
@@ -294,7 +295,7 @@ def count_requests() -> tuple[int, int]:
 def test_store_requests_of_real_ranks(
     new_world: Callable[..., harness.World], links: str, limits: tuple[int, int]
 ) -> None:
-    """Those of all ranks together grow by the same number with each rank."""
+    """The requests of all ranks grow by the same number with each rank."""
     totals = {}
     for size in (3, 5, 9):
         world = new_world(size, initialize=False, environment={"FOG_LOCAL_LINKS": links})

@@ -1,4 +1,4 @@
-"""What processes of one host share: pages of any size, machines of any size, builds that differ, messages that are damaged."""
+"""Tests of memory that a host's processes share: pages and machines of any size, other builds, damaged messages."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fog_pg._extension import load
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="memory of backend fog")
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-# As on many kernels for ARM64 and POWER.
+# The size of a page on many kernels for ARM64 and POWER.
 LARGE_PAGE = 64 * KIB
-# Of user processes on x86-64.
+# The address space of user processes on x86-64.
 ADDRESSES = 1 << 47
 F_GET_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1034, 1, 2, 4
 
 
 def arenas() -> dict[str, list[int]]:
-    """The arenas that this process has mapped, by inode: bytes of each mapping."""
+    """Returns the arenas that this process has mapped, as inode -> sizes of its mappings."""
     found: dict[str, list[int]] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:fog_arena" in line:
@@ -46,7 +46,7 @@ def arenas() -> dict[str, list[int]]:
 
 
 def own_arena() -> tuple[int, int]:
-    """Descriptor and address of this process's arena."""
+    """Returns the descriptor and the address of this process's arena."""
     tensor = fogdist.empty(1)
     for line in Path("/proc/self/maps").read_text().splitlines():
         first, last = (int(end, 16) for end in line.split()[0].split("-"))
@@ -54,7 +54,7 @@ def own_arena() -> tuple[int, int]:
             for number in os.listdir("/proc/self/fd"):
                 try:
                     found = os.stat(f"/proc/self/fd/{number}")
-                except FileNotFoundError:  # that of the listing itself
+                except FileNotFoundError:  # the descriptor of the listing itself
                     continue
                 if str(found.st_ino) == line.split()[4] and "fog_arena" in os.readlink(
                     f"/proc/self/fd/{number}"
@@ -68,13 +68,13 @@ def used_bytes(fd: int) -> int:
 
 
 def with_memory(fd: int, page: int) -> set[int]:
-    """Numbers of the pages of `page` bytes, a multiple of the system's own, of which some bytes have memory."""
+    """Returns the numbers of the pages of `page` bytes, a multiple of the system's own size, that have some memory."""
     found: set[int] = set()
     end = 0
     while True:
         try:
             begin = os.lseek(fd, end, os.SEEK_DATA)
-        except OSError:  # no more
+        except OSError:  # there is no more data
             return found
         end = os.lseek(fd, begin, os.SEEK_HOLE)
         found.update(range(begin // page, (end - 1) // page + 1))
@@ -103,7 +103,7 @@ def windows_on_large_machine() -> None:
     window = fogdist.Window(x)
     assert window.transport == "shared memory"
     assert window.transports == {other: "shared memory" for other in range(size) if other != rank}
-    # Messages and windows use the same mapping: one for each rank's arena, of all of it.
+    # Messages and windows use the same mapping: one of each rank's whole arena.
     mapped = arenas()
     assert len(mapped) == size and all(len(mappings) == 1 for mappings in mapped.values()), mapped
     assert {bytes_ for (bytes_,) in mapped.values()} == {8 * TIB}, mapped
@@ -111,14 +111,14 @@ def windows_on_large_machine() -> None:
     fogdist.barrier()
     assert window.update().eq(sum(range(size)) / size).all()
     window.free()
-    for numel in (100, 30_000, 700_001):  # the last one's result is in the arena, too
+    for numel in (100, 30_000, 700_001):  # the result of the last one is in the arena too
         mean = fogdist.neighbor_allreduce(fogdist.empty(numel).fill_(float(rank)))
         torch.testing.assert_close(mean, torch.full((numel,), sum(range(size)) / size))
     assert {ino: len(mappings) for ino, mappings in arenas().items()} == dict.fromkeys(mapped, 1)
 
 
 def test_all_arenas_of_a_large_machine_are_mapped_once(large_machine: World) -> None:
-    """They were mapped twice, of 4 times the memory each, and beyond 32 TiB windows went by messages."""
+    """Regression: arenas were mapped twice, with 4 times the memory, and beyond 32 TiB windows used messages."""
     large_machine.run(windows_on_large_machine)
 
 
@@ -126,7 +126,7 @@ def blocks_of_large_pages() -> None:
     if my_rank() > 0:
         return
     fd, _ = own_arena()
-    # Some of whole pages, some of parts of one, side by side; more than are kept.
+    # Blocks of whole pages and of parts of a page, side by side, and more than the cache of blocks keeps.
     sizes = [LARGE_PAGE - 4096, LARGE_PAGE, LARGE_PAGE + 4096, 5 * LARGE_PAGE - 64, 100, 40 * MIB, 10_000]
     blocks = [
         (fogdist.empty(size, dtype=torch.uint8).fill_(place % 251), place % 251)
@@ -136,7 +136,7 @@ def blocks_of_large_pages() -> None:
     assert full > 500 * MIB
     kept = [entry for place, entry in enumerate(blocks) if place % 14 not in (1, 2, 3, 5, 8, 9, 10, 12)]
     del blocks
-    # Of a large page all goes or nothing: a kernel that has such pages takes the whole one.
+    # A large page is given back as a whole or not at all, because a kernel with such pages takes the whole page.
     gone = {page * mmap.PAGESIZE // LARGE_PAGE for page in before - with_memory(fd, mmap.PAGESIZE)}
     assert len(gone) > 1000 and not gone & with_memory(fd, LARGE_PAGE)
     assert all(bool(block.eq(value).all()) for block, value in kept)
@@ -151,7 +151,7 @@ def my_rank() -> int:
 
 
 def test_blocks_keep_apart_where_pages_are_large(large_machine: World) -> None:
-    """Freeing a block took parts of pages, which such a kernel rounds to whole ones: its neighbors' data went too."""
+    """Regression: freeing a block gave back parts of pages, but such a kernel frees whole ones, with others' data."""
     large_machine.run(blocks_of_large_pages)
 
 
@@ -181,13 +181,14 @@ def test_nobody_can_shrink_or_execute_what_is_shared(large_machine: World) -> No
 def test_all_arenas_of_a_host_have_room(memory: int, ranks: int) -> None:
     size = _C.arena_bytes(memory, ranks, ADDRESSES)
     assert size * ranks <= ADDRESSES // 2
-    # Fragmentation has room, where there is room for anything; else each has its part.
+    # There is room for fragmentation, if there is room at all; otherwise each rank has its part.
     part = min(2 * memory, ADDRESSES // 2 // ranks)
     assert part - LARGE_PAGE < size <= part
-    assert _C.arena_bytes(memory, ranks, 8 * GIB) * ranks <= 4 * GIB  # as RLIMIT_AS may have it
+    # RLIMIT_AS may limit addresses to this size
+    assert _C.arena_bytes(memory, ranks, 8 * GIB) * ranks <= 4 * GIB
 
 
-# --- two ranks, one of which has little memory; two builds; damaged messages --------------------------------
+# --- ranks with little memory, two builds, damaged messages -------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +234,7 @@ def test_two_builds_in_one_job_are_an_error_on_all_ranks(pair: World) -> None:
 
 def little_memory() -> None:
     if my_rank() == 1:
-        _C.emulate(memory_bytes=64 * MIB)  # twice as many addresses
+        _C.emulate(memory_bytes=64 * MIB)  # twice as many bytes of addresses
     group = make_group("little memory")
     if my_rank() == 1:
         blocks = [fogdist.empty(MIB, dtype=torch.uint8).fill_(1) for _ in range(100)]
@@ -248,7 +249,7 @@ def little_memory() -> None:
     other = 1 - my_rank()
     x = torch.full((8 * MIB,), float(my_rank()))
     window = group.create_window(x, "w", [other], [other])
-    # Rank 1 has no memory to share, so rank 0 has to ask it.
+    # Rank 1 has no memory to share, so rank 0 reaches it by messages.
     assert (
         window.transport == window.transport_to(other) == ("messages" if my_rank() == 0 else "shared memory")
     )
@@ -265,7 +266,7 @@ def test_transport_tells_which_neighbors_are_reached_by_messages(pair: World) ->
 
 
 class Header(ctypes.Structure):
-    """As csrc/process_group_fog/transport/message.hpp has it, up to the signature."""
+    """The header in csrc/process_group_fog/transport/message.hpp, up to the signature."""
 
     _fields_ = [
         ("kind", ctypes.c_uint8),
@@ -287,7 +288,7 @@ class Header(ctypes.Structure):
 
 
 class RingTo:
-    """This process's ring in the inbox of another one, as csrc/process_group_fog/transport/shared_memory has it."""
+    """This process's ring in the inbox of another one, as in csrc/process_group_fog/transport/shared_memory."""
 
     CAPACITY = 256 * KIB
     WRITTEN, READ, DATA = 64, 128, 192
@@ -300,7 +301,7 @@ class RingTo:
             name = f"/proc/self/fd/{number}"
             if os.path.lexists(name) and "fog_inbox" in os.readlink(name):
                 self.memory = mmap.mmap(int(number), os.fstat(int(number)).st_size)
-                if self.word(self.WRITTEN) > 0:  # nobody sends to himself
+                if self.word(self.WRITTEN) > 0:  # a process never writes to its own inbox
                     return
         raise AssertionError(f"rank {writer} has written to no inbox")
 
@@ -308,7 +309,7 @@ class RingTo:
         return struct.unpack_from("<Q", self.memory, self.slot + offset)[0]
 
     def last_record(self) -> bytes:
-        """What went last; nothing else may have wrapped around it."""
+        """Returns the last record; the records must not have wrapped around."""
         position = 0
         while True:
             (length,) = struct.unpack_from("<Q", self.memory, self.slot + self.DATA + position)
@@ -329,7 +330,7 @@ class RingTo:
         )
 
 
-# What is wrong with a message, and what the receiver says of it. Kinds and deliveries are numbers of message.hpp.
+# Damages of a message, with the receiver's description of each. Kinds and deliveries are numbers of message.hpp.
 DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"bytes": 1 << 20}, "its data has another length"),
     ({"bytes": 0}, "its data has another length"),
@@ -347,7 +348,7 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
 
 
 def damaged_messages() -> list[str]:
-    """Rank 1 sends rank 0 what is no message, each time in a group of its own; all are of one world."""
+    """Rank 1 sends damaged messages to rank 0, each in its own group of the same world."""
     errors = []
     lengths: list[tuple[bytes, int | None]] = [(b"12345678", None), (b"12345678", 1 << 40)]
     for number, damage in enumerate([*DAMAGED, *lengths]):
@@ -394,7 +395,7 @@ def test_a_damaged_message_is_an_error_that_names_its_sender(pair: World) -> Non
 
 
 def used_rings() -> int:
-    """How many rings of all inboxes that this process has mapped were ever written to."""
+    """Returns how many rings of the mapped inboxes were ever written to."""
     page, ranks, found = mmap.PAGESIZE, int(os.environ["WORLD_SIZE"]), 0
     first = -(-(128 + 8 * 8192) // page) * page
     for number in os.listdir("/proc/self/fd"):
@@ -409,7 +410,7 @@ def used_rings() -> int:
 
 
 def leave_first() -> tuple[int, int]:
-    """Ranks 0 and 1 speak, then rank 0 leaves the job; the others count rings between, and when it has gone."""
+    """Rank 0 sends to rank 1 and leaves; the ranks count the used rings before and after it leaves."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if rank < 2:
         tensor = torch.ones(4)
@@ -430,7 +431,7 @@ def test_who_ends_says_nothing_to_whom_it_never_spoke_with() -> None:
     world = World(4, finalizing=0)
     try:
         for between, after in world.run(leave_first):
-            # From rank 0 to rank 1, and for a goodbye no other.
+            # The ring from rank 0 to rank 1 is the only one, also for the goodbye.
             assert between == after == 1, (between, after)
     finally:
         world.close()

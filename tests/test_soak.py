@@ -1,8 +1,8 @@
-"""Many operations of all kinds, in random order, several in flight: none lost, none wrong, no memory kept.
+"""Runs many operations of all kinds in random order, several in flight: none is lost or wrong, and no memory leaks.
 
-FOG_SOAK_OPERATIONS says how many; `make soak` runs 20,000. All ranks draw the same operations from one seed
-(FOG_SOAK_SEED), each draws for itself in which order it waits for what it has in flight. All results are
-exact: sums that fog promises to add in rank order, extrema, integers, copies, and mixing of few bits.
+FOG_SOAK_OPERATIONS sets the number; `make soak` runs 20,000. All ranks draw the same operations from one seed
+(FOG_SOAK_SEED), and each draws the order in which it waits for its operations. All results are exact: sums that fog
+promises to add in rank order, extrema, integers, copies, and mixing of values with few bits.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SEED = int(os.environ.get("FOG_SOAK_SEED", "1"))
 RANKS = 4
 GROUPS = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3], [1, 2, 3], [0, 2], [0, 1, 3], [1, 3]]
 MOST_IN_FLIGHT = 8
-# Empty, below and above what a message carries inline, with and without an even split.
+# Empty, below and above the size that a message carries inline, with and without an even split.
 SHAPES = [(0,), (1,), (3, 5), (64,), (257,), (1000,), (33, 31), (2048,), (9001,), (70_001,)]
-# Weights of kinds in the draw.
+# The relative frequencies of the kinds.
 KINDS = {
     "collective": 10,
     "message": 4,
@@ -52,7 +52,7 @@ SAMPLES = 10
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """An operation in flight on this rank: how to wait for it and how to check it then."""
+    """An operation in flight on this rank, with functions that wait for it and then check it."""
 
     label: str
     wait: Callable[[], object]
@@ -61,13 +61,13 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rank saw.
+    """The report of a rank.
 
     Attributes:
-        operations: How many it took part in.
-        kinds: How many of each kind.
+        operations: Number of operations in which it took part.
+        kinds: Number of operations of each kind.
         resident: Bytes resident in memory, after the warm-up and then at even distances to the end.
-        seconds: How long all took.
+        seconds: Duration of all operations.
     """
 
     operations: int
@@ -77,9 +77,9 @@ class Report:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory once the test and the allocator have given back what nobody uses.
+    """Returns this process's resident memory after the test and the allocator have freed unused memory.
 
-    Pages of other ranks' arenas count there, not in each rank that has read in them.
+    Pages of other ranks' arenas count there, not in each rank that has read them.
     """
     forget_inputs()
     gc.collect()
@@ -89,13 +89,13 @@ def resident_bytes() -> int:
         for words in map(str.split, file):
             if words[0] == "Rss:":
                 resident += int(words[1]) * 1024 if counts else 0
-            elif not words[0].endswith(":"):  # the head of a mapping: addresses, permissions, ..., name
+            elif not words[0].endswith(":"):  # the first line of a mapping: addresses, permissions, ..., name
                 counts = not (words[1] == "r--s" and words[-2].endswith("fog_arena"))
     return resident
 
 
 def whole_numbers(rank: int, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Values from -8 to 7: sums of a few of them, times quarters, are exact in every floating dtype."""
+    """Returns values from -8 to 7: sums of a few of them, times quarters, are exact in every floating dtype."""
     start = torch.arange(math.prod(shape)).reshape(shape)
     return ((start * 5 + rank * 3 + seed) % 16 - 8).to(dtype)
 
@@ -115,11 +115,11 @@ class Soak:
         self.plan = _C.NeighborPlan
 
     def step(self, number: int) -> bool:
-        """Run one operation, or start it; False if this rank has no part in it."""
+        """Runs or starts one operation; returns False if this rank takes no part in it."""
         draw = self.common
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         index = draw.randrange(len(GROUPS))
-        # What this rank does not take part in, it draws nevertheless.
+        # The rank draws even if it takes no part, so all ranks draw the same.
         started = getattr(self, f"_{kind}")(f"#{number} {kind}", draw, number, index)
         if started is None:
             return False
@@ -130,14 +130,14 @@ class Soak:
         return True
 
     def finish(self, place: int) -> None:
-        """Wait for one of those in flight and check its result."""
+        """Waits for one of the operations in flight and checks its result."""
         started = self.in_flight.pop(place)
         started.wait()
         with Checks() as checks:
             started.verify(checks, started.label)
 
     def drain(self) -> None:
-        """Finish all that is in flight."""
+        """Finishes all operations in flight."""
         while self.in_flight:
             self.finish(self.own.randrange(len(self.in_flight)))
 
@@ -159,7 +159,7 @@ class Soak:
         return Started(label, _wait_of(work), ready.verify)
 
     def _message(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
-        """One way between two ranks; received from anybody, perhaps: the tag is this message's alone."""
+        """Sends one message, which may be received from any source, because no other message has its tag."""
         source, target = draw.sample(GROUPS[index], 2)
         dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
         blocking, anybody = draw.random() < 0.2, draw.random() < 0.3
@@ -214,7 +214,7 @@ class Soak:
         return draw.sample(pairs, draw.randint(1, len(pairs)))
 
     def _neighbors(self, draw: random.Random, index: int) -> tuple[Any, list[int]] | None:
-        """The backend's plan for this rank on a random graph, and its sources in order."""
+        """Returns the backend's plan for this rank on a random graph, and its sources in order."""
         size = len(GROUPS[index])
         edges = self._edges(draw, size)
         if not self._member(index):
@@ -225,8 +225,8 @@ class Soak:
         return self.plan(me, size, 0.25, [(i, 0.5) for i in sources], destinations), sources
 
     def _mix(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
-        """neighbor_allreduce: a quarter of one's own and a quarter of each source's, half by either side."""
-        # A list has tensors of other shapes, and of another dtype, beside this one; all are mixed in place.
+        """Mixes a quarter of the own tensor and a quarter of each source's, as one half on either side."""
+        # A list has tensors of other shapes and of another dtype in addition to this one; all are mixed in place.
         dtype, shape, named = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
         kinds = [(dtype, shape)]
         if draw.random() < 0.3:
@@ -251,7 +251,7 @@ class Soak:
         )
 
     def _machines(self, draw: random.Random, index: int) -> tuple[list[list[int]], list[int]]:
-        """The ranks of a group dealt to machines of 1, 2 or 4, whose means are exact, and this rank's."""
+        """Deals the ranks to machines of 1, 2 or 4, whose means are exact; returns all, and this rank's machine."""
         ranks = list(range(len(GROUPS[index])))
         local = draw.choice([n for n in (1, 2, 4) if len(ranks) % n == 0])
         draw.shuffle(ranks)
@@ -260,7 +260,7 @@ class Soak:
         return machines, next((machine for machine in machines if me in machine), [])
 
     def _hierarchical(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
-        """A quarter of the mean of one's machine and a quarter of each other machine's that sends."""
+        """Mixes a quarter of the mean of this rank's machine and a quarter of that of each machine that sends."""
         dtype, shape, in_place = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
         machines, mine = self._machines(draw, index)
         edges = self._edges(draw, len(machines)) if len(machines) > 1 else []
@@ -333,7 +333,7 @@ class Soak:
 
 
 def _wait_of(work: dist.Work | torch.futures.Future | None) -> Callable[[], object]:
-    """How to wait for what an operation gave; a blocking one gives None."""
+    """Returns a function that waits for an operation; a blocking operation gives None, and needs no wait."""
     return (lambda: None) if work is None else work.wait
 
 
@@ -342,9 +342,9 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 
 def use_all_shared_memory() -> None:
-    """Let every chunk that ranks share be used once: their pages count as resident only from then on.
+    """Lets every shared chunk be used once, because its pages count as resident only from then on.
 
-    More is sent to all ranks at once than there are chunks, before anybody receives.
+    Before any rank receives, each one sends more to all others than there are chunks.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     message = torch.zeros(1 << 18)
@@ -359,7 +359,7 @@ def use_all_shared_memory() -> None:
 
 
 def soak(seed: int, operations: int) -> Report:
-    """Run on each rank."""
+    """Runs on each rank."""
     begin = time.monotonic()
     use_all_shared_memory()
     run = Soak(seed)
@@ -376,8 +376,8 @@ def soak(seed: int, operations: int) -> Report:
 
 
 def test_soak(new_world: Callable[..., World], record_property: Callable[[str, object], None]) -> None:
-    """The full run's numbers: pytest tests/test_soak.py -rP."""
-    # As users run it: without the waiting that other tests ask for.
+    """`pytest tests/test_soak.py -rP` shows the numbers of the run."""
+    # As users run it: without the confirmations that other tests ask for.
     world = new_world(RANKS, timeout=60.0, environment={"FOG_CONFIRM": "0"})
     reports: list[Report] = world.run(soak, SEED, OPERATIONS, timeout=60 + 0.2 * OPERATIONS)
     for rank, report in enumerate(reports):

@@ -1,4 +1,4 @@
-"""Large data between processes of one host, which goes through chunks of shared memory: who is slow, who is late, in which order."""
+"""Tests of large data between processes of one host, in chunks of shared memory, with slow and late ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def backend() -> dist.Backend:
 
 
 def one_reader_is_late() -> float:
-    """Rank 0 sends both others the same tensor. Returns how long this rank's exchange took."""
+    """Rank 0 sends the same tensor to both other ranks. Returns the duration of this rank's exchange."""
     rank = dist.get_rank()
     x = torch.full((8 * MIB,), float(rank + 1))
     dist.barrier()
@@ -44,7 +44,7 @@ def test_a_late_reader_holds_up_no_other(worlds: WorldPool) -> None:
 
 
 def much_waits_for_a_late_reader() -> float:
-    """Rank 0 has far more on the way to rank 2, which is late, than there are chunks, and then serves rank 1."""
+    """Rank 0 sends more data to rank 2, which is late, than there are chunks, and then sends to rank 1."""
     rank = dist.get_rank()
     x = torch.arange(MIB, dtype=torch.float32)
     dist.barrier()
@@ -62,7 +62,7 @@ def much_waits_for_a_late_reader() -> float:
         assert y.equal(x)
     else:
         time.sleep(LATE)
-        for tag in reversed(range(40)):  # the last one first
+        for tag in reversed(range(40)):  # the last message first
             y = torch.empty_like(x)
             dist.recv(y, 0, tag=tag)
             assert y.equal(x + tag), tag
@@ -75,14 +75,14 @@ def test_what_waits_for_a_late_reader_leaves_chunks_to_the_others(worlds: WorldP
 
 
 def readers_of_different_speed() -> None:
-    """Each round another rank lingers before it waits; sizes around those of a chunk, of what a stream is ahead, and of what it lags."""
+    """Another rank is slow in each round; the sizes are around those of a chunk, and of the limits of a stream."""
     rank = dist.get_rank()
     for round_, bytes_ in enumerate([33 << 10, 256 << 10, MIB, MIB + 64, 4 * MIB, 4 * MIB + 4, 9 * MIB + 4]):
         x = torch.full((bytes_ // 4,), float(rank + round_))
         others = [((rank + 1) % 3, 1.0), ((rank + 2) % 3, 1.0)]
         plan = NeighborPlan(rank, 3, 1.0, others, others)
         works = [backend().neighbor_allreduce(x, plan) for _ in range(3)]
-        in_place = x.clone()  # nothing of it is overwritten before it has gone
+        in_place = x.clone()  # no part of it may be overwritten before it was sent
         works.append(backend().neighbor_allreduce(in_place, plan, output=in_place))
         if rank == round_ % 3:
             time.sleep(0.02)

@@ -1,6 +1,6 @@
-"""fog_pg/_C.pyi names exactly what the extension has: functions, classes, methods, parameters and defaults.
+"""Checks that fog_pg/_C.pyi names exactly the extension's functions, classes, methods, parameters and defaults.
 
-The extension's side is what pybind11 writes at the top of each docstring; the stub's side is the stub, run as
+The extension's side is the first line of each docstring, which pybind11 writes; the stub's side is the stub, run as
 Python.
 """
 
@@ -18,7 +18,7 @@ import pytest
 import fog_pg
 
 STUB = Path(fog_pg.__file__).parent / "_C.pyi"
-# What every class or module has, or pybind11 puts there.
+# Names that every class or module has, or that pybind11 adds.
 GIVEN = {"__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "_pybind11_conduit_v1_"}
 GIVEN |= {"__qualname__", "__static_attributes__", "__firstlineno__"}
 
@@ -27,7 +27,7 @@ Signature = list[tuple[str, Any, Any]]
 
 @pytest.fixture(scope="module")
 def stub() -> dict[str, Any]:
-    """The stub's names; classes and functions are real ones, whose bodies do nothing."""
+    """Returns the stub's names; classes and functions are real ones, whose bodies do nothing."""
     names: dict[str, Any] = {"__name__": "fog_pg._C"}
     exec(compile(STUB.read_text(), str(STUB), "exec"), names)
     return names
@@ -41,7 +41,7 @@ def extension() -> types.ModuleType:
 
 
 def defined_names(body: list[ast.stmt]) -> set[str]:
-    """What these statements define, imports left out."""
+    """Returns the names that these statements define, without imports."""
     names = set()
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -57,10 +57,10 @@ def parameters(function: Any) -> Signature:
 
 
 def bound_parameters(function: Any) -> Signature:
-    """Parameters of what pybind11 bound, from the first line of its docstring."""
+    """Returns the parameters of a bound function, from the first line of its docstring."""
     line = (function.__doc__ or "").splitlines()[0]
     names: dict[str, Any] = {}
-    # Types stay unevaluated: only names, kinds and defaults are compared.
+    # Types are not evaluated, because only names, kinds and defaults are compared.
     exec(f"from __future__ import annotations\ndef {line}: pass", names)
     return parameters(names[line.partition("(")[0]])
 
@@ -91,7 +91,7 @@ def test_functions(stub: dict[str, Any], extension: types.ModuleType) -> None:
     assert len(functions) > 0
     for name in functions:
         assert parameters(stub[name]) == bound_parameters(getattr(extension, name)), name
-        typing.get_type_hints(stub[name], stub)  # every name in the annotations exists
+        typing.get_type_hints(stub[name], stub)  # checks that every name in the annotations exists
 
 
 @pytest.mark.parametrize("path", ["NeighborPlan", "ProcessGroupFog", "ProcessGroupFog.Options", "Window"])
@@ -99,10 +99,11 @@ def test_class(stub: dict[str, Any], extension: types.ModuleType, path: str) -> 
     ours, bound = stub_classes(stub)[path], bound_class(extension, path)
     names = set(vars(ours)) | set(inspect.get_annotations(ours))
     given = set(GIVEN)
-    if not (bound.__init__.__doc__ or "").startswith("__init__("):  # it cannot be called: others make it
+    # the class has no constructor: other functions make its objects
+    if not (bound.__init__.__doc__ or "").startswith("__init__("):
         given.add("__init__")
     assert names - given == set(vars(bound)) - given
-    if bound.__bases__[0].__module__ != "pybind11_builtins":  # a base that no stub could name
+    if bound.__bases__[0].__module__ != "pybind11_builtins":  # a stub cannot name such a base
         assert ours.__bases__ == bound.__bases__
     for name, member in vars(bound).items():
         if name in given or inspect.isclass(member):

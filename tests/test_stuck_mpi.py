@@ -1,6 +1,6 @@
-"""MPI that another user has started, and calls of MPI that do not return.
+"""Tests of MPI that another library has started, and of MPI calls that do not return.
 
-Ranks of one host talk over MPI here, and the library is a proxy of the real one (stuck_mpi.c).
+Ranks of one host communicate over MPI here, and the library is a proxy of the real one (stuck_mpi.c).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ pytestmark = [
     pytest.mark.usefixtures("no_shared_memory_left"),
 ]
 
-# Of the operations that get stuck, in seconds; calls are ended half a second after it at the earliest.
+# The timeout of the stuck operations, in seconds; calls are ended half a second later at the earliest.
 TIMEOUT = 0.5
-# In which all of a rank's part has to end on a busy machine. A lock that is never given back would take for ever.
+# Seconds in which each rank's part has to end on a busy machine. A lock that is never released would block forever.
 SOON = 20.0
 
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Path of the library whose calls can be made to hang."""
+    """Returns the path of the library whose calls can be made to hang."""
     return compile_wrapper("stuck_mpi.c", tmp_path_factory.mktemp("proxy"))
 
 
 def hang(call: str, sleeps: bool = False) -> None:
-    """From now on that call does not return on this rank; "" ends the spell for later calls."""
+    """From now on the call does not return on this rank; "" restores later calls."""
     ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"]).fog_test_hang(call.encode(), int(sleeps))
 
 
@@ -47,7 +47,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def until_completed(work: dist.Work) -> str:
-    """The error of an operation that nobody waits for."""
+    """Returns the error of an operation without a waiting caller."""
     end = time.monotonic() + SOON
     while not work.is_completed():
         assert time.monotonic() < end, "it does not complete"
@@ -56,7 +56,7 @@ def until_completed(work: dist.Work) -> str:
 
 
 def stuck_in_its_own_call() -> tuple[str, str]:
-    """The thread that sends is in the call itself."""
+    """The sending thread itself makes the call that hangs."""
     hang("MPI_Isend")
     return error_of(
         lambda: dist.send(torch.ones(3), 1)
@@ -64,14 +64,14 @@ def stuck_in_its_own_call() -> tuple[str, str]:
 
 
 def stuck_while_it_waits() -> tuple[str, str]:
-    """A sleeping call, in whichever thread drives first; the user waits for a Work."""
+    """The call sleeps, in the thread that makes progress first; the user waits for a Work."""
     work = dist.irecv(torch.ones(3), 0)
     hang("MPI_Improbe", sleeps=True)
     return error_of(work.wait), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
 
 
 def stuck_in_the_background() -> tuple[str, str]:
-    """Nobody waits but a callback of a Future."""
+    """Only a callback of a Future waits."""
     work = dist.irecv(torch.ones(3), 0)
     seen: list[str] = []
     future = work.get_future()
@@ -86,7 +86,7 @@ def stuck_in_the_background() -> tuple[str, str]:
 
 
 def stuck_before_anything() -> tuple[str, str]:
-    """The background is in a call when nothing is in flight; then an operation comes."""
+    """The background thread is in the call while nothing is in flight; then an operation comes."""
     hang("MPI_Improbe")
     time.sleep(0.1)
     return error_of(lambda: dist.send(torch.ones(3), 0)), "MPI_Improbe"
@@ -96,7 +96,7 @@ PARTS = [stuck_in_its_own_call, stuck_while_it_waits, stuck_in_the_background, s
 
 
 def get_stuck() -> tuple[list[str], str, str, float]:
-    """Each rank does its part; then all it calls raises at once, and its groups can be destroyed."""
+    """Each rank runs its part. Afterwards all its calls raise at once, and its groups can be destroyed."""
     other = dist.new_group()
     dist.barrier()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
@@ -114,7 +114,7 @@ def get_stuck() -> tuple[list[str], str, str, float]:
 
 
 def test_a_call_that_does_not_return(new_world: Callable[..., World], proxy: str) -> None:
-    """Its operation fails, naming the call; later ones fail at once; the process ends as others do."""
+    """The operation fails and names the call; later ones fail at once; the process ends normally."""
     environment = {"FOG_MPI_LIBRARY": proxy, "FOG_LOCAL_LINKS": "0"}
     for rank, (errors, message, pattern, seconds) in enumerate(
         new_world(len(PARTS), environment=environment).run(get_stuck)
@@ -125,7 +125,7 @@ def test_a_call_that_does_not_return(new_world: Callable[..., World], proxy: str
 
 
 def get_stuck_by_rma(call: str, by_window: bool) -> tuple[str, float]:
-    """Rank 0's call of MPI does not return; both ranks know each other's slots by then."""
+    """A call of MPI on rank 0 does not return; by then both ranks know each other's slots."""
     import fogdist
 
     rank = dist.get_rank()
@@ -154,7 +154,7 @@ def get_stuck_by_rma(call: str, by_window: bool) -> tuple[str, float]:
 def test_a_call_of_rma_that_does_not_return(
     new_world: Callable[..., World], proxy: str, call: str, by_window: bool
 ) -> None:
-    """An error that names the call and the peer ends it."""
+    """The operation ends with an error that names the call and the peer."""
     environment = {"FOG_MPI_LIBRARY": proxy, "FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
     world = new_world(2, environment=environment, finalizing=None)
     outcomes = world.run(get_stuck_by_rma, call, by_window)
@@ -167,7 +167,7 @@ def test_a_call_of_rma_that_does_not_return(
 
 
 def end_while_stuck() -> None:
-    """The process exits with an operation in flight whose deadline is far."""
+    """The process exits with an operation in flight whose deadline is far in the future."""
     global kept
     kept = dist.irecv(torch.ones(3), 1 - dist.get_rank())
     hang("MPI_Improbe", sleeps=True)
@@ -202,7 +202,7 @@ def test_a_start_that_does_not_return(new_world: Callable[..., World], proxy: st
 
 
 def mpi_of_another(level: int) -> str:
-    """What fog says where another user of the library has started MPI with a thread level."""
+    """Returns fog's error if another user of the library has started MPI with a thread level."""
     import fog_pg  # noqa: F401
     from fog_pg._extension import find_mpi_library
 
@@ -215,7 +215,7 @@ def mpi_of_another(level: int) -> str:
 
 @pytest.mark.parametrize(("name", "level"), [("FUNNELED", 1024), ("SERIALIZED", 2048), ("MULTIPLE", 4096)])
 def test_mpi_that_another_user_has_started(new_world: Callable[..., World], name: str, level: int) -> None:
-    """Each rank is alone in its MPI world here, which the level MULTIPLE gets to hear."""
+    """In MPI's world each rank is alone, which is an error at level MULTIPLE."""
     world = new_world(2, initialize=False, environment={"FOG_LOCAL_LINKS": "0"})
     for message in world.run(mpi_of_another, level):
         if name == "MULTIPLE":

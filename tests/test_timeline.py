@@ -1,4 +1,4 @@
-"""The timeline: each rank's file, and the one that is merged of them."""
+"""Tests of the timeline: the file of each rank, and the merged file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fogdist.timeline.merging import merge
 
 Event = dict[str, Any]
 
-# The Trace Event Format, as far as these files go; https://ui.perfetto.dev reads it.
+# The part of the Trace Event Format that these files use; https://ui.perfetto.dev reads it.
 SCHEMA = {
     "type": "object",
     "required": ["traceEvents"],
@@ -70,7 +70,7 @@ SCHEMA = {
 
 
 def checked(path: Path) -> list[Event]:
-    """The events of a merged file, which follow the schema, and whose slices nest on each track."""
+    """Returns the events of a merged file; checks that they follow the schema and that slices nest on each track."""
     document = json.loads(path.read_text())
     jsonschema.validate(document, SCHEMA)
     events: list[Event] = document["traceEvents"]
@@ -134,7 +134,7 @@ def everything() -> None:
         pass
     with pytest.raises(TypeError, match="tensor_name must be a str"), bf.timeline_context(3, "name"):
         pass
-    # Threads wait for the engine's lock: their slices must not cross.
+    # Threads wait for the engine's lock; their slices must not cross.
     threads = [threading.Thread(target=many_small, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
@@ -146,9 +146,9 @@ def everything() -> None:
         dist.recv(torch.ones(1), (rank - 1) % size)
         work.wait()
     timeline.stop()
-    timeline.stop()  # does nothing
+    timeline.stop()  # the second call does nothing
     assert not timeline.is_on() and not fogdist.timeline_start_activity("x", "y")
-    fogdist.allreduce(large)  # is in no timeline
+    fogdist.allreduce(large)  # this operation is in no timeline
     fogdist.shutdown()
 
 
@@ -168,16 +168,16 @@ def test_a_training_in_the_timeline(new_world, tmp_path, variable):
         assert count["forward"] == 2 and count["gradient"] == 2 and count["step"] == 2
         assert count["begin of an exchange"] == 2 and count["end of an exchange"] == 2
         assert count["outer"] == count["inner"] == count["batch"] == 1
-        assert count["allreduce"] == 600  # and not the one after stop()
+        assert count["allreduce"] == 600  # the operation after stop() is not in it
         names = {event["args"]["name"] for event in own if event["name"] in ("process_name", "thread_name")}
         assert {"operations 0", "passes", "training", 'my "tensor"', "loading\n"} <= names
-        # All ranks' messages are waited for, by numbers of the world.
+        # Waits show all ranks' messages, by numbers of the world.
         first = slices(own, "neighbor_allreduce")[0]["args"]
         assert first["what"] == "neighbor_allreduce(float32[1048576])" and first["wait_us"]
         assert set(first["wait_us"]) <= {str(other) for other in range(size) if other != rank}
         (put,) = slices(own, "win_put")
         assert put["args"]["bytes"] == 4000 * len(put["args"]["ranks"])
-    # No message comes before it was sent, and each operation's last one has an arrow.
+    # No message arrives before it was sent, and the last one of each operation has an arrow.
     arrows = defaultdict(dict)
     for event in events:
         if event["ph"] in "sf":
@@ -233,7 +233,8 @@ def full_disk(prefix: str) -> bool:
 def test_a_full_disk_ends_the_timeline_and_not_the_program(new_world, tmp_path):
     world = new_world(2)
     assert world.run(full_disk, str(tmp_path / "full")) == [True, True]
-    assert merge(tmp_path / "full", tmp_path / "merged.json") == 2  # as far as they go
+    # the files are complete up to the point where the disk was full
+    assert merge(tmp_path / "full", tmp_path / "merged.json") == 2
     checked(tmp_path / "merged.json")
 
 
@@ -262,7 +263,7 @@ def write_trace(path: Path, rank: int, clock: str, wall: float, events: list[Eve
 
 
 def test_clocks_are_aligned_by_messages(tmp_path):
-    """Four ranks on two hosts, whose wall clocks are 3 s apart and drift; messages of 50 us and more."""
+    """Four ranks are on two hosts whose clocks differ by 3 s and drift; messages take 50 us or more."""
     rng = random.Random(1)
     skew, drift = -7e8, 4e-5
 
@@ -292,7 +293,7 @@ def test_clocks_are_aligned_by_messages(tmp_path):
         e["ts"] for e in merged if e["ph"] == "X" and e["pid"] == 0 and e["args"]["key"] == "0"
     )
     errors = [abs(e["ts"] + first - truth[e["pid"], int(e["args"]["key"])]) for e in merged if e["ph"] == "X"]
-    assert max(errors) < 60  # us; wall clocks are 3 s wrong, drift makes 2.4 ms of a minute
+    assert max(errors) < 60  # in us; wall clocks differ by 3 s, and the drift adds 2.4 ms per minute
     arrows = defaultdict(dict)
     for event in merged:
         if event["ph"] in "sf":

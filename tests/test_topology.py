@@ -1,7 +1,7 @@
-"""The topology package against references written from the definitions, not from the code under test.
+"""Compares the topology package with references written from the definitions, not from the code under test.
 
-References are dense matrices of exact fractions, `W[i][j]` being the weight of the edge i -> j. No process
-group is needed: everything here is a pure function of its arguments.
+References are dense matrices of exact fractions, where `W[i][j]` is the weight of the edge i -> j. No process group is
+needed, because all functions here are pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = range(1, 18)
 
 
 def uniform_circle(size: int, is_distance: Callable[[int], bool]) -> list[list[Fraction]]:
-    """Rank i sends to j if the clockwise distance is 0 or passes the test; all edges weigh the same."""
+    """Rank i sends to j if the clockwise distance is 0 or passes the test; all edges have the same weight."""
     distances = [d for d in range(size) if d == 0 or is_distance(d)]
     return [
         [Fraction(1, len(distances)) if (j - i) % size in distances else Fraction(0) for j in range(size)]
@@ -115,7 +115,7 @@ def test_graph_equals_its_definition(name: str) -> None:
     for size in SIZES:
         graph = make(size)
         expected = as_array(reference(size))
-        # Every weight is the float nearest to the exact fraction, hence no tolerance.
+        # Every weight is the float nearest to the exact fraction, so there is no tolerance.
         np.testing.assert_array_equal(nx.to_numpy_array(graph, nodelist=range(size)), expected)
         np.testing.assert_array_equal(topology.mixing_matrix(graph), expected)
         np.testing.assert_allclose(expected.sum(axis=0), 1.0, rtol=1e-14)
@@ -139,13 +139,13 @@ def test_graph_is_a_plain_digraph_with_self_loops(name: str) -> None:
 def test_graph_mixes_to_the_average(name: str) -> None:
     for size in SIZES:
         matrix = topology.mixing_matrix(GRAPHS[name][0](size))
-        # The slowest here is the line of 17 with a gap of 0.011: 2 ** 12 steps are far beyond rounding.
+        # The slowest graph here is the line of 17 ranks, with a gap of 0.011; 2 ** 12 steps are more than enough.
         mixed = np.linalg.matrix_power(matrix, 4096)
         np.testing.assert_allclose(mixed, np.full((size, size), 1 / size), atol=1e-10)
 
 
 def test_powers_are_exact_integers() -> None:
-    """Regression: BlueFog took floating-point logarithms; log(243, 3) is 4.999..., so it missed 3^5."""
+    """Regression: BlueFog used floating-point logarithms; log(243, 3) is 4.999..., so it missed 3^5."""
     assert 243 in topology.ExponentialGraph(300, base=3)[0]
     assert 125 in topology.ExponentialGraph(200, base=5)[0]
     assert 243 in topology.SymmetricExponentialGraph(500, base=3)[0]
@@ -160,7 +160,7 @@ def test_mesh_with_a_shape() -> None:
     np.testing.assert_array_equal(
         topology.mixing_matrix(topology.MeshGrid2DGraph(12, [np.int64(4), 3])), as_array(mesh_reference(4, 3))
     )
-    # By hand: corners have degree 3 with themselves, a 2 x 2 grid is a circle of four.
+    # Computed by hand: corners have degree 3, with themselves, and a 2 x 2 grid is a circle of four.
     np.testing.assert_array_equal(
         topology.mixing_matrix(topology.MeshGrid2DGraph(4)),
         np.array([[1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1]]) / 3,
@@ -273,11 +273,11 @@ def test_wrong_value(call: Callable[[], object], message: str) -> None:
 
 
 def random_digraph(seed: int, size: int) -> tuple[nx.DiGraph, np.ndarray]:
-    """A sparse asymmetric graph with some self loops, nodes and edges inserted in a random order."""
+    """Returns a sparse asymmetric graph with some self loops; nodes and edges are inserted in random order."""
     rng = np.random.default_rng(seed)
     matrix = rng.uniform(0.1, 1.0, (size, size)) * (rng.random((size, size)) < 0.4)
     graph = nx.DiGraph()
-    graph.add_nodes_from(rng.permutation(size))  # NumPy integers as nodes, as user code makes them
+    graph.add_nodes_from(rng.permutation(size))  # nodes are NumPy integers, as in users' code
     edges = [(i, j, matrix[i, j]) for i in range(size) for j in range(size) if matrix[i, j]]
     graph.add_weighted_edges_from(edges[k] for k in rng.permutation(len(edges)))
     return graph, matrix
@@ -303,7 +303,7 @@ def test_weights_of_a_rank_are_its_column_and_row(seed: int) -> None:
 
 
 def test_column_not_row() -> None:
-    """The convention itself: rank 1 receives from rank 0 with the weight that the edge 0 -> 1 carries."""
+    """The convention: rank 1 receives from rank 0 with the weight of the edge 0 -> 1."""
     graph = nx.DiGraph()
     graph.add_weighted_edges_from([(0, 1, 0.25), (1, 1, 0.75), (0, 0, 1.0)])
     assert topology.GetRecvWeights(graph, 1) == (0.75, {0: 0.25})
@@ -346,7 +346,7 @@ def test_equivalence() -> None:
     assert topology.IsTopologyEquivalent(topology.ExponentialGraph(13), topology.ExponentialTwoGraph(13))
     assert topology.IsTopologyEquivalent(topology.RingGraph(3), topology.FullyConnectedGraph(3))
     assert not topology.IsTopologyEquivalent(ring, topology.RingGraph(5))
-    # As many edges, other directions.
+    # The same number of edges, in other directions.
     assert not topology.IsTopologyEquivalent(topology.RingGraph(5, 1), topology.RingGraph(5, 2))
     assert not topology.IsTopologyEquivalent(ring, None)
     assert not topology.IsTopologyEquivalent(None, ring)
@@ -362,7 +362,7 @@ def test_equivalence_sees_weights_edges_and_not_insertion_order() -> None:
     i, j = next(iter(shuffled.edges))
     shuffled[i][j]["weight"] = math.nextafter(shuffled[i][j]["weight"], 2.0)
     assert not topology.IsTopologyEquivalent(graph, shuffled)
-    # Two empty edges in different places: equal matrices, equal counts, different exchanges.
+    # Two edges of weight 0 in different places: the matrices and counts are equal, the exchanges are not.
     a, b = nx.DiGraph(), nx.DiGraph()
     a.add_weighted_edges_from([(0, 1, 0.0), (0, 0, 1.0)])
     b.add_weighted_edges_from([(1, 0, 0.0), (0, 0, 1.0)])
@@ -375,7 +375,7 @@ def test_regular() -> None:
             assert topology.IsRegularGraph(GRAPHS[name][0](size)), (name, size)
     assert not topology.IsRegularGraph(topology.StarGraph(4))
     assert not topology.IsRegularGraph(topology.MeshGrid2DGraph(6))
-    # Equal totals of in- and out-degree (3 each), but a plain mean would not keep the average.
+    # The in- and out-degree of each rank sum to 3, but a plain mean would not keep the average.
     assert not topology.IsRegularGraph(nx.DiGraph([(0, 1), (0, 2), (3, 0), (1, 3), (1, 2), (2, 3)]))
 
 
@@ -391,14 +391,14 @@ def test_uniform_weights(seed: int) -> None:
     np.testing.assert_array_equal(topology.mixing_matrix(result), expected)
     np.testing.assert_allclose(expected.sum(axis=0), 1.0, rtol=1e-14)
     assert all(type(node) is int for edge in result.edges for node in edge)
-    np.testing.assert_array_equal(topology.mixing_matrix(graph), matrix)  # the argument is left alone
+    np.testing.assert_array_equal(topology.mixing_matrix(graph), matrix)  # the argument is not changed
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_metropolis_hastings_weights(seed: int) -> None:
     size = 3 + seed
     graph = nx.gnp_random_graph(size, 0.5, seed=seed).to_directed()
-    graph.add_edge(0, 0)  # a self loop is not a neighbor
+    graph.add_edge(0, 0)  # a self loop does not count as a neighbor
     matrix = topology.mixing_matrix(topology.metropolis_hastings_weights(graph))
     np.testing.assert_array_equal(matrix, matrix.T)
     np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=1e-14)
@@ -411,11 +411,11 @@ def test_metropolis_hastings_weights(seed: int) -> None:
                 assert matrix[i, j] == (1.0 / (degree + 1) if j in neighbors[i] else 0.0)
 
 
-# --- peers as lists -----------------------------------------------------------------------------------------
+# --- lists of neighbors -------------------------------------------------------------------------------------
 
 
 def test_neighbor_lists_by_hand() -> None:
-    """Rank 0 sends to 1 and 2, rank 1 to 2, rank 2 to nobody: in-degrees 0, 1, 2."""
+    """Rank 0 sends to ranks 1 and 2, rank 1 to rank 2, rank 2 to none: the in-degrees are 0, 1, 2."""
     destinations = [[2, 1], [2], []]
     sources = [[], [0], [0, 1]]
     assert topology.transpose_neighbor_ranks(destinations) == sources
@@ -423,7 +423,7 @@ def test_neighbor_lists_by_hand() -> None:
     expected = np.array([[1, 1 / 2, 1 / 3], [0, 1 / 2, 1 / 3], [0, 0, 1 / 3]])
     np.testing.assert_array_equal(topology.matrix_from_destinations(destinations), expected)
     np.testing.assert_array_equal(topology.matrix_from_sources(sources), expected)
-    # Regression: BlueFog divided columns by ROW sums; on such an irregular graph they then did not sum to 1.
+    # Regression: BlueFog divided columns by ROW sums, so on such an irregular graph the columns did not sum to 1.
     np.testing.assert_allclose(expected.sum(axis=0), 1.0, rtol=1e-15)
 
 
@@ -455,10 +455,10 @@ def test_check_neighbor_ranks_keeps_the_order() -> None:
 
 def test_spectral_gap_of_known_matrices() -> None:
     assert topology.spectral_gap([[1.0]]) == 1.0
-    assert topology.spectral_gap(np.eye(3)) == 0.0  # nobody talks
+    assert topology.spectral_gap(np.eye(3)) == 0.0  # no rank communicates
     assert topology.spectral_gap([[0, 1], [1, 0]]) == 0.0  # periodic
     assert topology.spectral_gap(np.kron(np.eye(2), np.full((2, 2), 0.5))) == 0.0  # two islands
-    # One rank collects (columns sum to 1, rows do not): [[1, 0.5], [0, 0.5]] has the eigenvalues 1 and 0.5.
+    # One rank collects: columns sum to 1, rows do not. [[1, 0.5], [0, 0.5]] has the eigenvalues 1 and 0.5.
     assert topology.spectral_gap([[1.0, 0.5], [0.0, 0.5]]) == pytest.approx(0.5)
     assert topology.spectral_gap([[1.0, 0.0], [0.5, 0.5]]) == pytest.approx(0.5)  # rows sum to 1
     assert topology.spectral_gap([[-1.0, 2.0], [2.0, -1.0]]) == pytest.approx(-2.0)  # diverges: eigenvalue -3
@@ -475,7 +475,7 @@ def test_spectral_gap_of_known_matrices() -> None:
 
 @pytest.mark.parametrize("name", [name for name in GRAPHS if name != "full"])
 def test_spectral_gap_is_the_rate_of_mixing(name: str) -> None:
-    """The consensus distance shrinks by 1 - gap a step, from the first: all these matrices are normal."""
+    """The consensus distance shrinks by 1 - gap in every step, because all these matrices are normal."""
     size = 11
     matrix = topology.mixing_matrix(GRAPHS[name][0](size))
     distance = matrix - 1 / size
@@ -527,7 +527,7 @@ Step = tuple[list[int], list[int]]
 
 
 def steps_of_all(make: Callable[[int], Iterator[Step]], size: int, count: int) -> list[list[Step]]:
-    """steps[t][rank]."""
+    """Returns the steps as steps[t][rank]."""
     per_rank = [list(itertools.islice(make(rank), count)) for rank in range(size)]
     return [[per_rank[rank][t] for rank in range(size)] for t in range(count)]
 
@@ -544,7 +544,7 @@ def check_consistent(step: list[Step]) -> None:
 
 
 def averaging_matrix(step: list[Step]) -> np.ndarray:
-    """What users do with a step: 1 / (len(recv) + 1) for itself and for every source."""
+    """Returns the matrix that users apply in a step: 1 / (len(recv) + 1) for the rank itself and for each source."""
     matrix = np.zeros((len(step), len(step)))
     for rank, (_, sources) in enumerate(step):
         matrix[[rank, *sources], rank] = 1 / (len(sources) + 1)
@@ -575,7 +575,7 @@ def test_one_peer_follows_its_definition(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_one_peer_on_irregular_graphs(seed: int) -> None:
-    """Regression: some ranks have no self loop, some nobody to send to; BlueFog counted out_degree - 1."""
+    """Regression: some ranks have no self loop, and some send to no rank; BlueFog counted out_degree - 1."""
     size = 2 + seed
     graph, matrix = random_digraph(seed, size)
     steps = steps_of_all(lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), size, 60)
@@ -665,7 +665,7 @@ def test_exp2_between_machines_by_hand() -> None:
 
 
 def inner_outer_reference(machines: int, local_size: int, t: int, exponential: bool) -> list[int]:
-    """The destination of every rank at step t, as the contract words it."""
+    """Returns the destination of every rank at step t, as the contract defines it."""
     outgoing = t % local_size
     destinations = []
     for rank in range(machines * local_size):
@@ -705,7 +705,7 @@ def test_inner_outer_follows_its_definition(make: Callable, exponential: bool) -
 def test_inner_outer_on_a_single_machine_stays_inside(
     make: Callable, exponential: bool, local_size: int
 ) -> None:
-    """Regression: BlueFog took log2(0) here, or let a rank send to itself. Now all exchange in one circle."""
+    """Regression: here BlueFog computed log2(0), or let a rank send to itself. Now all ranks exchange in one circle."""
     for t, step in enumerate(steps_of_all(lambda rank: make(local_size, local_size, rank), local_size, 20)):
         check_consistent(step)
         distance = 2 ** (t % (int(math.log2(local_size - 1)) + 1)) if exponential else 1
@@ -715,13 +715,13 @@ def test_inner_outer_on_a_single_machine_stays_inside(
 
 
 def test_inner_outer_by_hand() -> None:
-    """Two machines of three: at step 0 ranks 0 and 3 go outside, 1 and 2 swap; at step 1 ranks 1 and 4 go."""
+    """Two machines of three: at step 0 ranks 0 and 3 go outside, 1 and 2 swap; at step 1 ranks 1 and 4 go outside."""
     for make, _ in INNER_OUTER:
         steps = steps_of_all(lambda rank, make=make: make(6, 3, rank), 6, 3)
         assert [send for send, _ in steps[0]] == [[3], [2], [1], [0], [5], [4]]
         assert [send for send, _ in steps[1]] == [[2], [4], [0], [5], [1], [3]]
         assert [send for send, _ in steps[2]] == [[1], [0], [5], [4], [3], [2]]
-    # Three machines of five at step 1: rank 1 of each goes two machines on, the others two ranks on.
+    # Three machines of five ranks at step 1: rank 1 of each goes two machines on, the others go two ranks on.
     steps = steps_of_all(lambda rank: topology.GetInnerOuterExpo2DynamicSendRecvRanks(15, 5, rank), 15, 2)
     assert [send for send, _ in steps[1]][:5] == [[3], [11], [4], [0], [2]]
     assert [recv for _, recv in steps[1]][:5] == [[3], [6], [4], [0], [2]]

@@ -1,7 +1,7 @@
-"""Topologies as objects: their matrices against references written from the papers, and what is worked out.
+"""Compares Topology objects and the quantities that they compute with references written from the papers.
 
-Weights are small fractions, so that products of matrices can be taken without rounding: "exact" below means
-equal as fractions. No process group is needed but for the last part.
+Weights are small fractions, so products of matrices can be computed without rounding; "exact" below means equality of
+fractions. Only the last part needs a process group.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def of_all_sizes(name: str) -> Iterator[Topology]:
 
 
 def some_rounds(sequence: Topology) -> range:
-    """A period and a bit of the next."""
+    """Returns the rounds of one period and two more."""
     return range(12 if sequence.period is None else sequence.period + 2)
 
 
 def fractions(matrix: np.ndarray) -> list[list[Fraction]]:
-    """The fractions that the weights stand for: their denominators are far below 1000."""
+    """Returns the fractions that the weights stand for; their denominators are far below 1000."""
     exact = [[Fraction(float(w)).limit_denominator(1000) for w in row] for row in matrix]
     assert all(float(exact[i][j]) == matrix[i, j] for i, j in np.ndindex(matrix.shape))
     return exact
@@ -92,7 +92,7 @@ def product(a: list[list[Fraction]], b: list[list[Fraction]]) -> list[list[Fract
 
 
 def exact_after(sequence: Topology, start: int = 0) -> int:
-    """The number of rounds from `start` until the product of matrices, as fractions, is 1/n everywhere."""
+    """Returns the number of rounds from `start` until the product of the matrices, as fractions, is 1/n everywhere."""
     n = sequence.size
     whole = [[Fraction(int(i == j)) for j in range(n)] for i in range(n)]
     for t in range(100):
@@ -102,7 +102,7 @@ def exact_after(sequence: Topology, start: int = 0) -> int:
     raise AssertionError(f"{sequence} is not exact after 100 rounds")
 
 
-# --- what holds for every topology --------------------------------------------------------------------------
+# --- properties of every topology ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
@@ -110,7 +110,7 @@ def test_every_round_is_doubly_stochastic_and_repeats(name: str) -> None:
     for sequence in of_all_sizes(name):
         size = sequence.size
         again = SEQUENCES[name](size)
-        for t in reversed(some_rounds(sequence)):  # In any order, and on each rank alike.
+        for t in reversed(some_rounds(sequence)):  # In any order, and independent of the rank.
             W = sequence.matrix(t)
             assert W.dtype == np.float64 and W.shape == (size, size) and (W >= 0).all()
             np.testing.assert_allclose(W.sum(axis=0), 1.0, rtol=1e-14)
@@ -180,16 +180,16 @@ def test_consensus_distance_of_random_starts(name: str) -> None:
         assert distance.shape == (rounds + 1,)
         if size > 1:
             np.testing.assert_allclose(distance, np.array(expected) / expected[0], rtol=0.05, atol=1e-14)
-            assert distance[0] == pytest.approx(1.0)  # to the last bit it depends on the CPU's dot product
+            assert distance[0] == pytest.approx(1.0)  # the last bit depends on the CPU's dot product
         else:
             assert not distance.any()
 
 
 def test_receivers_mix_and_not_senders() -> None:
-    """Matrices whose rows do not sum to 1, in two rounds that do not commute."""
+    """The matrices are not symmetric, their rows do not sum to 1, and the two rounds do not commute."""
     random = np.random.default_rng(0).random((2, 5, 5))
     random /= random.sum(axis=1, keepdims=True)
-    x = np.eye(5) - 1 / 5  # Starts, one a column, that span all disagreement.
+    x = np.eye(5) - 1 / 5  # Starting values, one per column, that span all disagreement.
     expected = [1.0]
     for W in random:
         x = np.array([sum(W[i, j] * x[i] for i in range(5)) for j in range(5)])
@@ -198,15 +198,15 @@ def test_receivers_mix_and_not_senders() -> None:
 
 
 def test_bytes_of_an_irregular_graph() -> None:
-    """Rank 0 sends to all and hears nobody; rank 2 has no self weight and sends nothing."""
+    """Rank 0 sends to all others and receives nothing; rank 2 has no self weight and sends nothing."""
     sequence = Topology("chain", [[[1.0, 0.5, 0.25], [0.0, 0.5, 0.75], [0.0, 0.0, 0.0]]])
     assert sequence.max_degree == 2
-    assert sequence.bytes_per_step(3) == pytest.approx(3.0)  # 2, 1 and 0 tensors.
+    assert sequence.bytes_per_step(3) == pytest.approx(3.0)  # The ranks send 2, 1 and 0 tensors.
     assert [sequence.peers(rank)["dst_weights"] for rank in range(3)] == [[1, 2], [2], []]
     assert Topology("shift", [np.roll(np.eye(4), 1, axis=1)]).bytes_per_step(1) == 1.0
 
 
-# --- the exact average in the number of rounds that theory gives --------------------------------------------
+# --- the exact average after the number of rounds that theory predicts --------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
@@ -218,7 +218,7 @@ def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, si
     for start in range(rounds):
         assert exact_after(sequence, start) == rounds
     assert sequence.spectral_gap == 1.0
-    # Halves and sums of small integers have no rounding: the average in float64 is exact to the bit.
+    # Halves and sums of small integers have no rounding, so the average in float64 is exact to the bit.
     x = np.arange(size) ** 2.0
     for t in range(rounds):
         x = sequence.matrix(t).T @ x
@@ -241,7 +241,7 @@ def test_one_peer_sequences_by_hand() -> None:
 
 
 def fewest_factors(number: int, largest: int) -> int | None:
-    """By trying all products of 0, 1, 2, ... factors."""
+    """Tries all products of 0, 1, 2, ... factors."""
     for count in range(6):
         if number in {
             math.prod(c) for c in itertools.combinations_with_replacement(range(2, largest + 1), count)
@@ -251,7 +251,7 @@ def fewest_factors(number: int, largest: int) -> int | None:
 
 
 def simple_base_length(size: int, k: int) -> int:
-    """m_1 rounds inside the parts, one to hand over, p_1 inside the blocks (arXiv 2305.11420, section 4)."""
+    """Returns m_1 rounds inside the parts + 1 hand-over + p_1 inside the blocks (arXiv 2305.11420, section 4)."""
     smooth = fewest_factors(size, k + 1)
     if smooth is not None:
         return smooth
@@ -291,7 +291,7 @@ def test_base_graph_is_exact_for_every_size(k: int) -> None:
 
 
 def test_base_graph_lengths_by_hand() -> None:
-    # Figures of arXiv 2305.11420: simple Base-2 of 5 ranks; simple Base-2 and Base-2 of 6; Base-3 of 7.
+    # Values from the figures of arXiv 2305.11420: simple Base-2 of 5 ranks; simple Base-2 and Base-2 of 6; Base-3 of 7.
     assert topology.simple_base_graph(5).period == 5
     assert topology.simple_base_graph(6).period == 5
     assert topology.base_graph(6).period == 4
@@ -301,7 +301,7 @@ def test_base_graph_lengths_by_hand() -> None:
 
 
 def test_simple_base_graph_of_five_ranks_by_hand() -> None:
-    """Two rounds among 0-3, one where 4 gets 4/5 of their average, two rounds among 0-3."""
+    """Two rounds among ranks 0-3, one in which rank 4 gets 4/5 of their average, and two more among ranks 0-3."""
     sequence = topology.simple_base_graph(5)
     edges = []
     for t in range(5):
@@ -329,7 +329,7 @@ def test_hyper_hypercube_takes_the_fewest_factors(size: int, k: int, rounds: int
 
 
 def test_exact_is_told_from_nearly_exact() -> None:
-    """Finite rounds of one matrix; a fast decay; agreement on something that is not the average."""
+    """A matrix is exact after finitely many rounds; a fast decay, or agreement on another value, is not exact."""
     de_bruijn = np.zeros((8, 8))
     for i in range(8):
         de_bruijn[i, [2 * i % 8, (2 * i + 1) % 8]] = 0.5
@@ -373,13 +373,13 @@ def test_spectral_gap_of_a_sequence_is_that_of_its_period() -> None:
 
 @pytest.mark.parametrize("size", [3, 4, 7, 10])
 def test_spectral_gap_of_random_matchings(size: int) -> None:
-    # E W W^T = E W: each pair is drawn with one probability.
+    # E W W^T = E W, because all pairs are drawn with the same probability.
     mean_square = (size - 2) / (2 * (size - 1)) if size % 2 == 0 else 0.5
     assert topology.random_matching(size).spectral_gap == pytest.approx(1 - math.sqrt(mean_square), abs=0.06)
 
 
 def basis_graph(size: int, distance: int) -> np.ndarray:
-    """Definition of arXiv 2210.07881: 1 - 1/n at this distance, 1/n on the diagonal."""
+    """Returns the matrix of arXiv 2210.07881: 1 - 1/n at this distance, 1/n on the diagonal."""
     return np.eye(size) / size + (1 - 1 / size) * np.roll(np.eye(size), distance, axis=1)
 
 
@@ -393,11 +393,11 @@ def test_equi_static_is_a_mean_of_basis_graphs(size: int, seed: int) -> None:
         np.testing.assert_allclose(W, sum(basis_graph(size, d) for d in distances) / count, rtol=1e-14)
         undirected = topology.mixing_matrix(topology.EquiStaticGraph(size, count, seed=seed, directed=False))
         np.testing.assert_allclose(undirected, (W + W.T) / 2, rtol=1e-14)
-    np.testing.assert_allclose(W, 1 / size, rtol=1e-14)  # All distances: the exact average.
+    np.testing.assert_allclose(W, 1 / size, rtol=1e-14)  # With all distances the matrix is the exact average.
 
 
 def equi_static_rate(size: int, count: int, seed: int) -> float:
-    """The second singular value of D-EquiStatic: W is circulant, its eigenvalues are a Fourier transform."""
+    """Returns the second singular value of D-EquiStatic: W is circulant, so the FFT gives its eigenvalues."""
     graph = topology.EquiStaticGraph(size, count, seed=seed)
     row = np.zeros(size)
     row[[j for _, j in graph.out_edges(0)]] = [w for _, _, w in graph.out_edges(0, data="weight")]
@@ -405,7 +405,7 @@ def equi_static_rate(size: int, count: int, seed: int) -> float:
 
 
 def test_equi_static_does_not_slow_down_with_the_size() -> None:
-    """4 ln(n) distances: the same rate for 64 and for 1024 ranks, where the exponential graph's falls off."""
+    """With 4 ln(n) distances the rate is the same for 64 and 1024 ranks, while the exponential graph gets slower."""
     rates = [
         np.median([equi_static_rate(n, math.ceil(4 * math.log(n)), seed) for seed in range(5)])
         for n in (64, 256, 1024)
@@ -433,7 +433,7 @@ def test_od_equidyn_halves_the_mean_square_at_any_size(size: int, eta: float) ->
 
 
 def greedy_pairs(size: int, distance: int, first: int) -> np.ndarray:
-    """Matchings of OU-EquiDyn: ranks from `first` on take the rank at the distance if both are free."""
+    """Returns a matching of OU-EquiDyn: from `first` on, each rank takes the rank at the distance if both are free."""
     partner = list(range(size))
     for i in ((first + step) % size for step in range(size)):
         j = (i + distance) % size
@@ -471,7 +471,7 @@ def test_equidyn_draws_only_the_given_distances() -> None:
     assert drawn == {j for j in static.successors(0) if j}
 
 
-# --- draws that all ranks share -----------------------------------------------------------------------------
+# --- draws that are the same on all ranks -------------------------------------------------------------------
 
 
 def test_random_matchings_are_matchings_and_all_equally_likely() -> None:
@@ -492,7 +492,7 @@ def test_random_matchings_are_matchings_and_all_equally_likely() -> None:
 
 
 def test_draws_are_the_same_in_every_version_of_python_and_numpy() -> None:
-    """Ranks of one job may differ in both. These values were computed once, with Python 3.11."""
+    """Ranks of one job may differ in both versions. The expected values were computed once, with Python 3.11."""
     sequence = topology.random_matching(8, seed=7)
     assert [[sequence.peers(rank, t)["dst_weights"][0] for rank in range(8)] for t in range(3)] == [
         [2, 5, 0, 4, 3, 1, 7, 6],
@@ -534,7 +534,7 @@ def test_inner_outer_is_the_generators(
             part = sequence.peers(rank, t)
             assert part["dst_weights"] == send and part["src_weights"] == {receive[0]: 0.5}
             assert part["self_weight"] == 0.5
-    # And no shorter period would do.
+    # No shorter period would do.
     rounds = [sequence.matrix(t) for t in range(2 * sequence.period)]
     for shorter in range(1, sequence.period):
         assert not all(np.array_equal(rounds[t], rounds[t + shorter]) for t in range(sequence.period))
@@ -711,14 +711,15 @@ def test_summary_holds_what_the_topologies_say() -> None:
     assert {"inner-outer-ring", "inner-outer-exp2"} < set(rows)
     assert "one-peer-hypercube" not in rows
     assert rows["base-2"].exact_rounds == rows["base-2"].rounds_to_tolerance == 5
-    assert rows["base-2"].tensors_to_tolerance == pytest.approx(48 / 12)  # Of its 24 edges, both ways.
+    # It has 24 edges, each used in both directions.
+    assert rows["base-2"].tensors_to_tolerance == pytest.approx(48 / 12)
     assert rows["ring"].rounds_to_tolerance is None and rows["ring"].tensors_to_tolerance is None
 
 
 def test_summary_prints_a_table() -> None:
     text = str(topology.summary(8, limit=100))
     lines = text.splitlines()
-    assert len({len(line) for line in lines}) == 1  # Columns are aligned.
+    assert len({len(line) for line in lines}) == 1  # The columns are aligned.
     assert lines[0].split("  ")[0] == "8 ranks" and "rounds to 1e-6" in lines[0]
     table = {line.split()[0]: line.split()[1:] for line in lines[1:]}
     assert table["one-peer-hypercube"] == ["3", "1", "1.00", "1.0000", "3", "3", "3.0"]
@@ -744,7 +745,7 @@ def test_plot_writes_a_picture(tmp_path: Path) -> None:
     for t, axes in enumerate(graphs):
         texts = [text.get_text() for text in axes.texts]
         assert [text for text in texts if text] == list("012345")
-        assert texts.count("") == np.count_nonzero(np.triu(sequence.matrix(t), 1))  # A line a pair.
+        assert texts.count("") == np.count_nonzero(np.triu(sequence.matrix(t), 1))  # One line per pair.
     assert decay.get_title() == "exact average after 4 rounds"
     distance = decay.lines[0].get_ydata()
     np.testing.assert_allclose(distance[:4], sequence.consensus_distance(3))
@@ -758,11 +759,11 @@ def test_plot_without_matplotlib_says_what_is_missing(monkeypatch: pytest.Monkey
         topology.plot(topology.base_graph(4))
 
 
-# --- over ranks ---------------------------------------------------------------------------------------------
+# --- with process groups ------------------------------------------------------------------------------------
 
 
 def consensus(names: list[str]) -> None:
-    """Mixes over the group by `neighbor_allreduce` with the object's peers."""
+    """Mixes over the group by `neighbor_allreduce`, with the object's peers."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     start = np.random.default_rng(size).standard_normal((size, 3))

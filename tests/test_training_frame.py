@@ -1,7 +1,8 @@
-"""What holds for every way to train with others: it is one frame, so each promise stands once, over the entries that it is for.
+"""Tests of the training frame: each test checks one promise for all entries that make it.
 
-A run with each entry is compared with another run of it, or with one process that simulates all ranks. The recursions
-themselves are in `test_optimizers`, `test_window_optimizers`, `test_algorithms` and `test_decentralized_ddp`.
+Each test compares a run of an entry with another run of the same entry, or with one process that simulates all ranks.
+The recursions have their own tests: `test_optimizers`, `test_window_optimizers`, `test_algorithms` and
+`test_decentralized_ddp`.
 """
 
 from __future__ import annotations
@@ -59,22 +60,22 @@ from fog_pg import _C
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
 
-# What they have in their recursion besides what the optimizer's step does.
+# Algorithms whose recursion uses the learning rate in addition to the optimizer's own step.
 READ_RATES = ("ExactDiffusion", "D2", "QuasiGlobalMomentum", "SlowMo")
 OVERLAPPING = ("awc", "cta", *WINDOWS, "wrapper")
 
 
 def but(*names: str) -> list[str]:
-    """All entries but these."""
+    """Returns all entries except `names`."""
     assert set(names) <= set(ENTRIES)
     return [kind for kind in ENTRIES if kind not in names]
 
 
-# --- what changes nothing -----------------------------------------------------------------------------------
+# --- changes that must not affect the result ----------------------------------------------------------------
 
 
 class Scalable(torch.optim.SGD):
-    """Its step takes more than a closure."""
+    """An optimizer whose `step` takes an argument in addition to the closure."""
 
     def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
         for group in self.param_groups:
@@ -87,7 +88,7 @@ class Scalable(torch.optim.SGD):
 
 @dataclasses.dataclass
 class Training:
-    """A run of an entry."""
+    """The state of one training run of an entry."""
 
     kind: str
     rank: int
@@ -106,7 +107,7 @@ class Training:
         return bool(getattr(self.optimizer, "is_in_round", False))
 
     def loss(self, step: int) -> Tensor:
-        """Of a training pass."""
+        """Returns the loss of a training pass."""
         assert not self.is_in_flight()
         loss = loss_of(self.called, self.rank, step)
         assert self.is_in_flight() == (self.kind in OVERLAPPING and self.called.training)
@@ -153,7 +154,7 @@ def with_option(run: Training, step: int) -> None:
 
 
 def with_other_passes(run: Training, step: int) -> None:
-    """Forward passes that are not of the training, and gradients that are zeroed in place."""
+    """Adds forward passes that do not belong to the training, and zeroes gradients in place."""
     run.called.eval()
     loss_of(run.called, run.rank, 50)
     run.called.train()
@@ -171,7 +172,7 @@ def with_a_pass_that_does_not_count(run: Training, step: int) -> None:
 
 
 def with_copies(run: Training, step: int) -> None:
-    """Copies of the model are not of its optimizer, which one rank's would call."""
+    """Passes through copies of the model must not reach its optimizer, even if only one rank makes them."""
     stream = io.BytesIO()
     torch.save(run.model, stream)
     stream.seek(0)
@@ -182,14 +183,15 @@ def with_copies(run: Training, step: int) -> None:
             for number in range(3):
                 loss_of(copied, run.rank, number).backward()
             marks = getattr(run.optimizer, "_fog_marks", None)
-            assert marks is None or marks._open is None  # the range of a pass would go on to the step
+            # otherwise the profiler range of a pass would stay open until the step
+            assert marks is None or marks._open is None
     if step == 0 and run.kind != "wrapper":
         run.optimizer.turn_on_timeline()
     plainly(run, step)
 
 
 def with_transforms(run: Training, step: int) -> None:
-    """Gradients of functions that one rank takes."""
+    """One rank also computes gradients by `torch.func`."""
     if run.rank == 0:
         x, y = batch(0, step)
         torch.func.grad(lambda x: (run.called(x) - y).square().mean())(x)
@@ -197,7 +199,7 @@ def with_transforms(run: Training, step: int) -> None:
 
 
 def with_gradients_of_functions(run: Training, step: int) -> None:
-    """They are nobody's passes; given to `step` they do as others."""
+    """Passes in `torch.func` are not training passes, but their gradients work in `step` like all others."""
     x, y = batch(run.rank, step)
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
@@ -213,7 +215,7 @@ def with_gradients_of_functions(run: Training, step: int) -> None:
 def with_reloads(run: Training, step: int) -> None:
     run.optimizer.zero_grad()
     run.loss(step).backward()
-    if step % 2:  # which ends what is in flight
+    if step % 2:  # loading a state dict ends the exchange in flight
         run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
         assert run.is_in_flight() == (run.kind in ("wrapper", "gradient", "atc in backward"))
     run.optimizer.step()
@@ -222,7 +224,7 @@ def with_reloads(run: Training, step: int) -> None:
 
 
 def with_saves(run: Training, step: int) -> None:
-    """Rank 0 alone saves: its optimizer has no state, so torch makes a step of it with gradients of zero."""
+    """Only rank 0 saves. Its optimizer has no state yet, so torch makes it take a step with gradients of zero."""
     if run.rank == 0 and step in (0, 2):
         get_state_dict(run.model, run.optimizer)
     run.loss(step).backward()
@@ -295,13 +297,13 @@ def train_plainly(kind: str, variation: str) -> Tensor:
     return train(kind, variation, plainly)
 
 
-# Algorithms whose step does all are alike in how they hang on model and optimizer: these are one of each form.
+# Algorithms that do everything in `step` attach to the model and the optimizer in the same way, so a sample is enough.
 SAMPLE = ("DecentralizedSGD", "LocalSGD", "GradientTracking", "PushSumSGD", "QuasiGlobalMomentum")
 ALIKE = ("other passes", "copies", "transforms", "gradients of functions", "reloads")
 
 
 def marked(*case: str) -> Any:
-    """A case of an entry, the first one, which is for test-all if another one stands for it."""
+    """Marks a case as `long` if its entry, the first item, is represented by an entry of SAMPLE."""
     return pytest.param(*case, marks=[pytest.mark.long] * (case[0] in IN_STEP and case[0] not in SAMPLE))
 
 
@@ -328,7 +330,7 @@ def test_what_changes_nothing(kind: str, variation: str) -> None:
 def test_it_is_the_users_optimizer(kind: str) -> None:
     rank, size = start()
     with Checks() as checks, warnings.catch_warnings():
-        warnings.simplefilter("error")  # a scheduler warns when it does not see the steps
+        warnings.simplefilter("error")  # a scheduler warns if it does not see the steps
         model = make_net(rank)
         parameters = list(model.parameters())
         pointers = [p.data_ptr() for p in parameters]
@@ -353,7 +355,7 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         checks.equal("defaults", optimizer.defaults["lr"], 0.02)
         checks.true("same parameters", all(a is b for a, b in zip(parameters, model.parameters())))
         checks.equal("values", snapshot(model), values)
-        if kind not in IN_STEP:  # these run their recursion alone too
+        if kind not in IN_STEP:  # algorithms with their own step do not need buckets on one rank
             moved = [p.data_ptr() != pointer for p, pointer in zip(parameters, pointers)]
             in_buckets = size > 1 and kind != "gradient"
             checks.equal("moved", moved, [p.requires_grad and in_buckets for p in parameters])
@@ -368,19 +370,19 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
                 checks.equal("own gradients", [p.grad for p in parameters], gradients)
             before.step()
             after.step()
-        if make is torch.optim.Adam:  # the step before is counted
+        if make is torch.optim.Adam:  # the step before the optimizer was distributed counts too
             checks.equal("steps counted", int(next(iter(base.state.values()))["step"]), 3)
-        if kind != "atc in backward":  # which makes a step for each bucket
+        if kind != "atc in backward":  # it makes one step per bucket
             checks.equal("hooks", calls, ["pre", "post"] * 2)
         checks.close("schedulers", torch.tensor(base.param_groups[0]["lr"]), torch.tensor(0.02 * 0.25 * 0.1))
         checks.equal("frozen", model.frozen.weight.detach().clone(), frozen)
 
-        # State dicts go both ways between plain and distributed optimizers.
+        # State dicts can be loaded in both directions between plain and distributed optimizers.
         state = copy.deepcopy(optimizer.state_dict())
         plain = make(copy.deepcopy(model).parameters(), lr=1.0)
         plain.load_state_dict(state)
         checks.equal("to plain", plain.param_groups[0]["lr"], base.param_groups[0]["lr"])
-        for group in plain.param_groups:  # also parameters that only the algorithm had kept something of
+        for group in plain.param_groups:  # including parameters for which only the algorithm had state
             for parameter in group["params"]:
                 parameter.grad = torch.ones_like(parameter)
         plain.step()
@@ -405,7 +407,7 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
 
 
 class Timed(torch.optim.SGD):
-    """Has a method by the name of one that every view has."""
+    """Has a method with the same name as a method of every view."""
 
     def turn_on_timeline(self) -> None: ...
 
@@ -447,7 +449,7 @@ def test_wrong_arguments(kind: str) -> None:
         rows.append(((base, model), both, TypeError, "must not both be given"))
     if kind not in ("atc", "DecentralizedSGD"):
         rows.append(((torch.optim.LBFGS(model.parameters()), model), {}, ValueError, "LBFGS"))
-    if kind != "gradient":  # which has buckets of gradients only
+    if kind != "gradient":  # the gradient entry has no buckets of parameters
         rows += [
             (
                 (sgd(overlapping), overlapping),
@@ -503,7 +505,7 @@ def test_arguments_of_step(kind: str) -> None:
                 optimizer.step(*arguments, **named)
 
 
-# --- what may happen to parameters --------------------------------------------------------------------------
+# --- changes of parameters ----------------------------------------------------------------------------------
 
 
 def set_data(model: Any, step: int) -> None:
@@ -537,7 +539,7 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
 
 
 class Embedding(nn.Module):
-    """Its forward pass changes its parameters."""
+    """A module whose forward pass changes its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -554,7 +556,7 @@ def embedding(rank: int) -> nn.Module:
 
 
 def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: float | None = None) -> None:
-    """Changes are made to the models, before each step's forward pass, as to the simulated ones."""
+    """Applies the same changes to the model and to the simulated models before each step's forward pass."""
     rank, size = start()
     simulation = Simulation(RULES[kind], [model_of(r) for r in range(size)])
     model = model_of(rank)
@@ -566,7 +568,7 @@ def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: fl
                 assert all(_C.is_shared(p) == p.requires_grad for p in model.parameters())
                 places = {p.untyped_storage().data_ptr() for p in trained(model)}
                 assert len(places) > 4 if cap is not None else len(places) == 1
-            # BlueFog's p.set_(output) cut parameters from the memory they shared, at every step.
+            # BlueFog's p.set_(output) detached the parameters from their shared memory in every step.
             views = [p.detach().view(-1) for p in model.parameters()] if change == "" else []
             for step in range(5):
                 for each in (model, *simulation.models):
@@ -583,7 +585,8 @@ def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], cap: fl
         (kind, change)
         for kind in RULES
         for change in CHANGES
-        if change and (change != "unfrozen" or kind not in (*WINDOWS, "wrapper"))  # an error: see below
+        # unfreezing is an error for these; see below
+        if change and (change != "unfrozen" or kind not in (*WINDOWS, "wrapper"))
     ],
 )
 @on_ranks(3)
@@ -603,14 +606,14 @@ def test_a_forward_pass_that_changes_parameters(kind: str) -> None:
 
 @on_ranks(3, kind=IN_STEP)
 def test_parameters_that_are_unfrozen(kind: str) -> None:
-    """A parameter takes part from the step on in which it is unfrozen; what was kept of others stays."""
+    """A parameter takes part from the step in which it is unfrozen, and the state of the other parameters is kept."""
     rank, _ = start()
     runs = []
     for freezes in (True, False):
         model = make_net(0)
         base = sgd(model, momentum=0.0)
         with distributed(kind, base, model) as (_, optimizer):
-            # In the run in which it is not frozen it has no gradient in the beginning.
+            # In the run that does not freeze the head, the head has no gradient in the first steps.
             model.head.requires_grad_(not freezes)
             kept = model.head.weight.detach().clone()
             for step in range(6):
@@ -653,7 +656,7 @@ def test_a_model_that_is_converted_later(kind: str) -> None:
 
 @on_ranks([1, 3], kind=[kind for kind in RULES if kind != "wrapper"])
 def test_several_models_and_what_is_added(kind: str) -> None:
-    """Several models, groups that are added, parameters that a model gets later: what the optimizer holds is mixed."""
+    """The optimizer mixes all that it holds: several models, added groups, and parameters that a model gets later."""
     rank, size = start()
 
     def models_of(r: int) -> nn.ModuleList:
@@ -695,7 +698,7 @@ def test_several_models_and_what_is_added(kind: str) -> None:
 
 
 class Large(nn.Module):
-    """Of layers that cost more to copy than to move."""
+    """A model whose layers cost more to copy than to move."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -708,7 +711,7 @@ class Large(nn.Module):
 
 @on_ranks(3, kind=["awc", "atc", "cta", "wrapper"])
 def test_an_average_is_not_copied(kind: str) -> None:
-    """The average's memory becomes the parameters'; a state dict in hand stays what the parameters are."""
+    """The parameters take over the average's memory, and a state dict taken before still shows their current values."""
     rank, size = start()
     model = Large(rank)
     simulation = Simulation(RULES[kind], map(Large, range(size)))
@@ -739,7 +742,7 @@ def test_ranks_with_other_parameters(kind: str) -> None:
         checks.true("only what differs", "'0.weight'" not in str(caught.value))
         if kind == "wrapper":
             return
-        # Equally long, so that averages would go through.
+        # These have the same length, so an average would succeed without the check.
         model = make_net(rank)
         other = [model.position, *model.encoder.parameters(), *model.head.parameters()]
         if rank == 1:
@@ -763,7 +766,7 @@ OWNERS = ["awc", "atc", "gradient", "put", "ExactDiffusion", "wrapper"]
 
 @on_ranks(2, kind=OWNERS)
 def test_a_model_has_one_owner(kind: str) -> None:
-    """A wrapper keeps its model from all others, an optimizer from a wrapper."""
+    """A wrapped model cannot get an optimizer or another wrapper, and a model with an optimizer cannot be wrapped."""
     start(topologies.FullyConnectedGraph)
     model = make_net(0)
     first = distribute(kind, sgd(model), model)
@@ -772,7 +775,7 @@ def test_a_model_has_one_owner(kind: str) -> None:
         with pytest.raises(ValueError, match="'position' must belong to one distributed optimizer"):
             distribute(other, sgd(model), model)
         assert torch.equal(snapshot(model), before)
-    # Others may have it after the first, even if that was in a cycle.
+    # After the first owner is gone, another one can have the model, even if the first was part of a reference cycle.
     cycle = [first]
     cycle.append(cycle)  # type: ignore[arg-type]
     kept = first[1] if kind == "put" else None
@@ -785,7 +788,7 @@ def test_a_model_has_one_owner(kind: str) -> None:
             end(*second)
         del second
     assert kept is None or not kept.is_in_round
-    # A copy of the model is another one.
+    # A copy of the model counts as another model.
     with distributed(kind, sgd(model), model):
         twin = copy.deepcopy(model)
         distribute("atc", sgd(twin), twin)
@@ -795,7 +798,7 @@ REPLACED = ["awc", "atc", "atc in backward", "gradient", "cta", "put", "push-sum
 
 
 def hooks_of(model: nn.Module) -> int:
-    """How many hooks there are on a model and its parameters."""
+    """Returns the number of hooks on a model and its parameters."""
     hooks = [model._forward_hooks, model._forward_pre_hooks]
     hooks += [p._post_accumulate_grad_hooks or {} for p in model.parameters()]
     return sum(map(len, hooks))
@@ -803,7 +806,7 @@ def hooks_of(model: nn.Module) -> int:
 
 @on_ranks(3, kind=REPLACED)
 def test_a_later_optimizer_takes_over(kind: str) -> None:
-    """As where a notebook's cell is run again: the later ones train as if the earlier had never been."""
+    """As when a notebook's cell runs again: the last optimizer trains as if the earlier ones had never existed."""
     rank, size = start(topologies.RingGraph)
     model = make_net(rank)
     simulation = Simulation("awc", map(make_net, range(size)))
@@ -812,7 +815,7 @@ def test_a_later_optimizer_takes_over(kind: str) -> None:
     for number in range(3):
         _, optimizer = distribute(kind, sgd(model), model, **options)
         train_step(model, optimizer, rank, 10 + number)
-        loss_of(model, rank, 20).backward()  # and no step: an exchange may be in flight
+        loss_of(model, rank, 20).backward()  # without a step, so an exchange may be in flight
         optimizer.zero_grad()
         optimizer.turn_on_timeline()
         replaced.append(optimizer)
@@ -840,7 +843,7 @@ def test_a_later_optimizer_takes_over(kind: str) -> None:
 
 @on_ranks(3, earlier=["awc", "gradient"], later=["awc", "gradient"])
 def test_an_average_of_gradients_is_taken_over(earlier: str, later: str) -> None:
-    """Also one in flight; and it takes over from others."""
+    """A later average of gradients takes over, also while one is in flight, and from other kinds of optimizers too."""
     rank, size = start(topologies.RingGraph)
     model = make_net(rank)
     simulation = Simulation(later, map(make_net, range(size)))
@@ -848,7 +851,7 @@ def test_an_average_of_gradients_is_taken_over(earlier: str, later: str) -> None
         hooks = hooks_of(alone)
     first = distribute(earlier, sgd(model), model, bucket_cap_mb=1e-5)[1]
     loss_of(model, rank, 20).backward()
-    assert handles()._in_flight  # a bucket is so small that some are complete
+    assert handles()._in_flight  # the buckets are so small that some are complete already
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with distributed(later, sgd(model), model) as (called, optimizer):
@@ -870,7 +873,7 @@ def test_an_average_of_gradients_is_taken_over(earlier: str, later: str) -> None
 
 @on_ranks(3)
 def test_parameters_that_gradients_are_averaged_of_later_are_taken_over_too() -> None:
-    """Parameters that were frozen when it was made are not its own until it finds them trained."""
+    """An optimizer does not own parameters that are frozen when it is made until it finds them unfrozen in training."""
     rank, _ = start(topologies.RingGraph)
     model = make_net(0)
     model.head.requires_grad_(False)
@@ -887,7 +890,7 @@ def test_parameters_that_gradients_are_averaged_of_later_are_taken_over_too() ->
 
 @on_ranks(2)
 def test_gossip_is_taken_over() -> None:
-    """Its windows are not those of the group's table."""
+    """The windows of AsynchronousGossip are not in the group's table of names."""
     rank, _ = start(topologies.RingGraph)
     model = make_net(0)
     first = algorithms.AsynchronousGossip(sgd(model), model)
@@ -897,7 +900,7 @@ def test_gossip_is_taken_over() -> None:
     second = algorithms.AsynchronousGossip(sgd(model), model)
     with pytest.raises(RuntimeError, match="was replaced"):
         first.step()
-    first.finish()  # of nothing: no rank waits
+    first.finish()  # there is nothing left to finish, so no rank waits
     for step in range(3):
         train_step(model, second, rank, step)
     second.finish()
@@ -925,7 +928,7 @@ def test_an_optimizer_that_was_refused_takes_nothing_over(kind: str) -> None:
 
 @on_ranks(2, kind=["awc", "wrapper"], how=["in place", "data"])
 def test_values_that_change_while_they_travel(kind: str, how: str) -> None:
-    """Values that change while older ones travel are lost, which is said once."""
+    """If values change while older ones are being exchanged, the change is lost, and one warning says so."""
     rank, size = start()
     model = make_net(rank)
     simulation = Simulation("awc", map(make_net, range(size)))
@@ -947,7 +950,7 @@ def test_values_that_change_while_they_travel(kind: str, how: str) -> None:
             optimizer.step()
             assert _C.is_shared(model.head.weight)
             simulation.train(step)
-        if how != "in place":  # there the neighbors may have seen either value
+        if how != "in place":  # in place, the neighbors may have read either value
             simulation.check(rank, model)
     (warning,) = caught
     which = "'head.weight'" if how == "in place" else "a parameter"
@@ -970,7 +973,7 @@ class Watching(nn.Linear):
 
 @on_ranks(3)
 def test_awc_averages_during_the_forward_pass() -> None:
-    """Rank 0 gets the average of parameters within its forward pass, in which the others still are."""
+    """Rank 0 gets the average of the parameters in its forward pass, while the other ranks are still in theirs."""
     rank, _ = start()
     torch.manual_seed(rank)
     model = Watching(4, 3).double()
@@ -987,7 +990,7 @@ def test_awc_averages_during_the_forward_pass() -> None:
                 pass
             seen.append(True)
         fogdist.barrier()
-        assert torch.equal(snapshot(model), before)  # it is not written before step()
+        assert torch.equal(snapshot(model), before)  # the average is not written before step()
 
     model.watch = watch
     for step in range(3):
@@ -1006,10 +1009,10 @@ def test_exchanges_begin_with_the_forward_pass() -> None:
         optimizer = algorithms.DecentralizedSGD(base, model, order=order, mixing=algorithms.GlobalAverage())
         with torch.no_grad():
             model.bias.fill_(rank)
-            loss_of(model, rank, 0)  # does not count
+            loss_of(model, rank, 0)  # a pass without gradients does not count
         assert model.bias[0] == rank
         loss_of(model, rank, 0).backward()
-        loss_of(model, rank, 1).backward()  # accumulates, with no second exchange
+        loss_of(model, rank, 1).backward()  # the gradient accumulates; there is no second exchange
         assert optimizer.is_in_round and optimizer._mixer.has_begun == (order == "awc")
         assert model.bias[0] == (rank if order == "awc" else 0.5)
         optimizer.step()
@@ -1030,7 +1033,7 @@ def test_too_many_passes_warn_once(kind: str) -> None:
                 loss_of(model, rank, number).backward()
             optimizer.step()
             optimizer.zero_grad()
-        # Passes without gradients, and in evaluation mode, are no passes.
+        # Passes without gradients and passes in evaluation mode do not count.
         model.eval()
         for _ in range(5):
             with torch.no_grad():
@@ -1048,12 +1051,12 @@ def test_a_rank_without_data_for_one_step(kind: str) -> None:
         for step in range(4):
 
             def backward(model: Any, r: int, step: int = step) -> None:
-                if (r, step) != (1, 2):  # its data ended early
+                if (r, step) != (1, 2):  # the data of rank 1 ended one step early
                     loss_of(model, r, step).backward()
 
             optimizer.zero_grad()
             backward(called, rank)
-            if kind != "cta":  # which exchanges in the forward pass
+            if kind != "cta":  # "cta" exchanges in the forward pass
                 fogdist.barrier()
             optimizer.step()
             simulation.step(backward)
@@ -1066,7 +1069,7 @@ def test_a_rank_without_data_for_one_step(kind: str) -> None:
 def warm_up(kind: str, factor: float) -> Tensor:
     rank, _ = start()
     model = make_net(rank)
-    del model.unused  # all have gradients, as torch gives them for its checkpoints
+    del model.unused  # all parameters need gradients, as torch sets them for its checkpoints
     with distributed(kind, sgd(model, momentum=0.0), model) as (called, optimizer):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: k / 4)
         for k in range(4):
@@ -1081,19 +1084,19 @@ def warm_up(kind: str, factor: float) -> Tensor:
 
 @pytest.mark.parametrize("kind", [*RULES, "DecentralizedSGD"])
 def test_a_step_of_a_warm_up_is_no_checkpoint(worlds, kind):
-    """Gradients of zero on one rank do not matter where the learning rate is 0, and count as a step."""
+    """Gradients of zero on one rank change nothing if the learning rate is 0, and the step still counts."""
     for got, expected in zip(worlds(2).run(warm_up, kind, 0.0), worlds(2).run(warm_up, kind, 1.0)):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 # --- gradient scalers ---------------------------------------------------------------------------------------
 
-OVERFLOWS = {(0, 1), (2, 1), (1, 3), (0, 4)}  # rank and step, which is the last one
+OVERFLOWS = {(0, 1), (2, 1), (1, 3), (0, 4)}  # pairs of a rank and a step; the last pair is in the last step
 
 
 @on_ranks(3, kind=["awc", "atc", "cta", *WINDOWS, "wrapper"], form=["scaled", "unscaled", "fused"])
 def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
-    """Ranks whose gradients overflow leave out their own step, each by itself, but not the average."""
+    """If a rank's gradients overflow, it leaves out its own step, but still takes part in the average."""
     rank, size = start()
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -1140,7 +1143,7 @@ def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
 
 
 def one_overflow(kind: str, overflows: bool) -> tuple[Tensor, int]:
-    """In the third step rank 0's gradients overflow, or else it has none that move anything."""
+    """In the third step rank 0's gradients overflow; in the run to compare with, they move nothing."""
     rank, _ = start()
     model = make_net(0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=overflows)
@@ -1154,7 +1157,7 @@ def one_overflow(kind: str, overflows: bool) -> tuple[Tensor, int]:
                 for gradient, kept in zip(gradients, before, strict=True):
                     if overflows:
                         gradient.fill_(torch.inf)
-                    elif kind == "GradientTracking":  # which goes on with its last gradient
+                    elif kind == "GradientTracking":  # it continues with its last gradient
                         gradient.copy_(kept)
                     else:
                         gradient.zero_()
@@ -1170,7 +1173,7 @@ def one_overflow(kind: str, overflows: bool) -> tuple[Tensor, int]:
 def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, kind):
     plain, overflowed = (worlds(3).run(one_overflow, kind, overflows) for overflows in (False, True))
     for one, two in zip(plain, overflowed, strict=True):
-        if kind != "QuasiGlobalMomentum":  # whose momentum would move it without a gradient too
+        if kind != "QuasiGlobalMomentum":  # its momentum would move the parameters even without a gradient
             torch.testing.assert_close(one[0], two[0], rtol=0, atol=1e-12)
         assert two[0].isfinite().all()
         assert one[1] == two[1] == 6
@@ -1178,9 +1181,9 @@ def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, 
 
 @on_ranks(2, kind=["awc", "atc", "put", "GossipPGA", "wrapper"])
 def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
-    """What a scaler has left for a step that raised is not for the next one."""
+    """The scaler's state of a step that raised must not affect the next step."""
     rank, _ = start()
-    model = make_net(0)  # ranks are alike, so averages change nothing
+    model = make_net(0)  # all ranks have the same values, so averages change nothing
     base = sgd(model, momentum=0.0)
     with distributed(kind, base, model) as (called, optimizer):
         fails = [True]
@@ -1220,13 +1223,13 @@ def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
     of_sgd=[False, True],
 )
 def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
-    """Training that was interrupted goes on as if it were not, from each kind of checkpoint."""
+    """An interrupted training continues from each kind of checkpoint as if it had not been interrupted."""
     rank, _ = start()
     own = tmp_path / str(rank)
 
     def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
         model = make_net(seed)
-        # torch.distributed.checkpoint wants state of every parameter, as plain optimizers have too.
+        # torch.distributed.checkpoint needs state for every parameter; this holds for plain optimizers too.
         del model.unused
         adam = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=0.1)
         return model, sgd(model, momentum=0.0) if of_sgd else adam
@@ -1242,7 +1245,7 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
         file = io.BytesIO()
         torch.save({"model": called.state_dict(), "optimizer": optimizer.state_dict()}, file)
         weights, state = copy.deepcopy(get_state_dict(called, optimizer))
-        # Ranks differ, so each has a checkpoint of its own.
+        # The ranks' values differ, so each rank has its own checkpoint.
         checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
         go_on(called, optimizer, 3, 6)
     other, base = begin(10 + rank)
@@ -1256,7 +1259,7 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
     other, base = begin(20 + rank)
     with distributed(kind, base, other) as (called, optimizer):
         if rank == 1:
-            fogdist.barrier()  # a rank loads when it likes: nothing is exchanged meanwhile
+            fogdist.barrier()  # a rank may load at any time, because loading exchanges nothing
         weights, state = get_state_dict(called, optimizer)
         checkpoint.load({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
         set_state_dict(called, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -1282,7 +1285,7 @@ def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     assert reference() is None
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    # Only rank 0 goes on, alone: nothing of what was dropped communicates, least of all its end.
+    # Only rank 0 continues: no dropped optimizer or wrapper communicates, not even when it is destroyed.
     if rank == 0:
         for number in range(3):
             loss_of(model, rank, number).backward()
@@ -1294,7 +1297,7 @@ def test_what_is_dropped_leaves_the_model(kind: str) -> None:
 @pytest.mark.parametrize("kind", [marked(kind) for kind in VIEWS])
 @on_ranks(2)
 def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
-    """It may be kept, copied and distributed anew: what is ours is in the view."""
+    """The optimizer can be kept, copied and distributed again, because all of our state is in the view."""
     rank, _ = start()
     model = make_net(rank)
     base = sgd(model, momentum=0.0)
@@ -1316,7 +1319,7 @@ def test_shutdown_with_an_exchange_in_flight(kind: str) -> None:
     optimizer.step()
     if kind in WINDOWS:
         optimizer.force_barrier = False
-    loss_of(called, rank, 1).backward()  # something is in flight
+    loss_of(called, rank, 1).backward()  # now an exchange is in flight
     fogdist.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         optimizer.step()
@@ -1332,7 +1335,7 @@ def test_timeline(kind: str) -> None:
     start()
     events: list[str] = []
 
-    class Range(nullcontext):  # what the profiler would show
+    class Range(nullcontext):  # stands in for the profiler's range
         def __init__(self, name: str) -> None:
             self._name = name.removeprefix("fogdist.")
 
@@ -1350,7 +1353,7 @@ def test_timeline(kind: str) -> None:
     _, optimizer = distribute(kind, base, model)
 
     def trace() -> list[str]:
-        """Two steps, and a forward pass that is none of the training."""
+        """Runs two steps, and a forward pass that is not part of the training."""
         events.clear()
         for _ in range(2):
             optimizer.zero_grad()
@@ -1366,12 +1369,12 @@ def test_timeline(kind: str) -> None:
         monkeypatch.setattr(torch.profiler, "record_function", Range)
         assert trace() == plain
         optimizer.turn_on_timeline()
-        optimizer.turn_on_timeline()  # once is enough
+        optimizer.turn_on_timeline()  # the second call does nothing
         assert trace() == [*step * 2, "forward pass"]
         events.clear()
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.ones(4, 4))
-        assert events == ["forward(", ")forward"]  # a pass that fails ends its range
+        assert events == ["forward(", ")forward"]  # a pass that fails closes its range
         model(torch.ones(4, 3)).sum().backward()
         optimizer.turn_off_timeline()
         optimizer.turn_off_timeline()
@@ -1381,12 +1384,12 @@ def test_timeline(kind: str) -> None:
     end(model, optimizer)
 
 
-# --- what was refused, or failed ----------------------------------------------------------------------------
+# --- after refused arguments and failures -------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_a_refused_change_of_parameters_stays_refused() -> None:
-    """Ranks that unfreeze different layers are told in every step; nothing of them is averaged."""
+    """If ranks unfreeze different layers, every step raises an error on all ranks, and nothing is averaged."""
     fogdist.init()
     torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
@@ -1431,7 +1434,7 @@ def test_weights_that_push_sum_refuses_leave_the_model_as_it_is() -> None:
 
 @on_ranks(2)
 def test_what_one_rank_makes_alone_is_not_counted_by_the_others() -> None:
-    """Messages are named by how many objects the group's ranks have made: in other groups, or in vain, counts for nothing."""
+    """Message names count the objects of this group only, and only those that were really made."""
     fogdist.init()
     rank = fogdist.rank()
     groups = [dist.new_group([each], backend="fog") for each in range(2)]

@@ -1,7 +1,7 @@
-"""Every collective and exchange on hundreds of ranks of one process, over the in-process transport.
+"""Runs every collective and exchange on hundreds of ranks of one process, over the in-process transport.
 
-What processes, shared memory and MPI add has tests of its own; here are the algorithms, at a size that no machine of these tests has
-processes for, and with messages that are late, overtake each other, or stop.
+Processes, shared memory and MPI have their own tests. These tests check the algorithms, with more ranks than the
+machine could have processes, and with messages that are late, overtake each other, or stop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def many() -> VirtualWorld:
 
 
 def run(world: VirtualWorld, start: Start) -> None:
-    """Starts an operation on every rank, and drives all of them until it is complete."""
+    """Starts an operation on every rank, and drives all of them until they are complete."""
     works = [start(rank, group) for rank, group in enumerate(world.groups)]
     world.progress()
     for rank, work in enumerate(works):
@@ -42,7 +42,7 @@ def run(world: VirtualWorld, start: Start) -> None:
 
 
 def inputs(size: int, numel: int) -> list[Tensor]:
-    """Whole numbers, so that sums are exact in any order."""
+    """Returns whole numbers, so sums are exact in any order."""
     generator = torch.Generator().manual_seed(size + numel)
     return [torch.randint(-8, 9, (numel,), generator=generator).double() for _ in range(size)]
 
@@ -132,7 +132,7 @@ def collectives(world: VirtualWorld, numel: int) -> None:
 
 
 def exchange(world: VirtualWorld, x: list[Tensor], weights: np.ndarray) -> list[Tensor]:
-    """neighbor_allreduce by a mixing matrix, whose rows send and whose columns receive."""
+    """Runs neighbor_allreduce by a mixing matrix, whose rows send and whose columns receive."""
     size = len(x)
 
     def plan(rank: int) -> NeighborPlan:
@@ -161,7 +161,7 @@ def exchanges(world: VirtualWorld, numel: int) -> None:
         outputs = torch.stack(exchange(world, x, weights)).numpy()
         np.testing.assert_allclose(outputs, weights.T @ whole, rtol=1e-12, atol=1e-12)
 
-    # One peer a round: after log2(n) rounds all have the mean.
+    # With one peer per round, all ranks have the mean after log2(n) rounds.
     mixed = x
     for hop in hops:
         one_peer = np.eye(size) / 2
@@ -212,7 +212,7 @@ def test_exchanges_of_256_ranks(many: VirtualWorld, numel: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_late_messages_change_nothing(seed: int) -> None:
-    """Small ones and such as come in chunks, or are read where they are; with and without confirmations."""
+    """Uses small messages, messages in chunks and messages that are read in place, with and without confirmations."""
     world = VirtualWorld(
         16, ranks_per_host=RANKS_PER_HOST, seed=seed, most_delay=1 + 3 * seed, confirm=seed % 2 == 1
     )
@@ -226,7 +226,7 @@ def test_late_messages_change_nothing(seed: int) -> None:
     [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)],
 )
 def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) -> None:
-    """By trees, in steps, in slices and pieces, and straight; with hosts of different sizes."""
+    """Broadcasts go by trees, in steps, in slices and pieces, and directly, between hosts of different sizes."""
     world = VirtualWorld(size, ranks_per_host=per_host, seed=size, most_delay=2, confirm=size % 2 == 1)
     for numel in (0, 1, 700, 6_000, 70_001):
         for root in {0, 1, size // 2, size - 1}:
@@ -268,7 +268,7 @@ def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) 
 
 
 def test_operations_overtake_each_other() -> None:
-    """Twenty in flight at once, named ones in another order on each rank."""
+    """Twenty operations are in flight at once; each rank calls the named ones in another order."""
     size = 32
     world = VirtualWorld(size, seed=1, most_delay=9)
     x = [inputs(size, 10 + k) for k in range(20)]
@@ -311,18 +311,18 @@ def test_a_rank_that_does_not_come_is_named_at_the_time_out() -> None:
     works = [group.barrier() for rank, group in enumerate(world.groups) if rank != 30]
     while not all(work.is_completed() for work in works):
         world.progress()
-    for work in works:  # also those that wait for one that waits for it
+    for work in works:  # including ranks that wait for a rank that waits for it
         with pytest.raises(dist.DistBackendError, match=r"timed out.*not there: rank 30"):
             work.wait()
 
 
 THOUSAND = 1000
-# Each tells so many members when its group fails.
+# The number of members that each rank tells when its group fails.
 STEPS = (THOUSAND - 1).bit_length()
 
 
 def failed_barriers(world: VirtualWorld, dead: set[int], origin: int) -> dict[int, str]:
-    """All living ranks are in a barrier when one fails its group: their errors, where there are any."""
+    """Returns the errors on the living ranks, all of them in a barrier, when `origin` fails its group."""
     world.progress()
     living = [rank for rank in range(THOUSAND) if rank not in dead]
     works = {rank: world.groups[rank].barrier() for rank in living if rank != origin}
@@ -354,9 +354,9 @@ def test_a_failure_reaches_a_thousand_ranks_past_dead_ones_that_nobody_knows_of(
 
 
 def test_a_failure_reaches_a_thousand_ranks_past_dead_ones() -> None:
-    """Those that are known to be dead are left out, and the next ones told in their places, all the way round."""
+    """Ranks that are known to be dead are left out, and the next ones are told instead, all around the group."""
     world = VirtualWorld(THOUSAND, ranks_per_host=RANKS_PER_HOST, seed=6, most_delay=2)
-    # Nobody but the dead is 1, 2, 4, ... behind rank 0, nor is anybody between rank 600 and rank 700.
+    # All ranks that are 1, 2, 4, ... behind rank 0 are dead, and so are those between rank 600 and rank 700.
     dead = {2**k for k in range(STEPS)} | set(range(601, 700))
     for rank in dead:
         world.lose(rank)
@@ -367,7 +367,7 @@ def test_a_failure_reaches_a_thousand_ranks_past_dead_ones() -> None:
 
 
 def test_those_who_die_with_the_news_do_not_keep_it() -> None:
-    """A death that is seen after a rank has told its part: in the place of the dead one it tells the next."""
+    """If a rank that was told turns out to be dead, the next rank is told instead."""
     world = VirtualWorld(THOUSAND, seed=7)
     behind = {2**k for k in range(STEPS)}
     for rank in behind:
@@ -385,7 +385,7 @@ def test_those_who_die_with_the_news_do_not_keep_it() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 16, 17])
 def test_a_failure_reaches_groups_of_any_size(size: int) -> None:
-    """All are told straight in a small one; from 17 ranks on those that hear of it pass it on."""
+    """In a small group all ranks are told directly; from 17 ranks on, ranks that learn of a failure pass it on."""
     world = VirtualWorld(size)
     works = [world.groups[rank].barrier() for rank in range(size - 1)]
     world.groups[size - 1].abort()
@@ -417,7 +417,7 @@ def test_members_that_have_closed_their_group_do_not_keep_a_failure_from_others(
 
 @pytest.mark.parametrize("confirm", [False, True])
 def test_ranks_that_wait_for_each_other_in_two_operations_say_so(confirm: bool) -> None:
-    """Along trees a rank may wait for others before it sends anything that shows what it has called."""
+    """In a tree, a rank may wait for others before it sends anything that shows which operation it has called."""
     world = VirtualWorld(10, ranks_per_host=10, timeout=timedelta(minutes=30), confirm=confirm)
     works = [
         group.broadcast([torch.ones(65)]) if rank == 6 else group.allreduce([torch.ones(65)])

@@ -1,6 +1,7 @@
-"""Sums over every kind of layout of ranks and hosts, on virtual ranks: equal bits on all of them, and messages and bytes counted.
+"""Tests of sums on virtual ranks, over all kinds of layouts: equal bits on all ranks, and messages and bytes counted.
 
-tests/test_arithmetic.py and tests/test_collectives.py hold the bits of the few ranks that sum directly; here are the ways of the many.
+tests/test_arithmetic.py and tests/test_collectives.py check the bits of the few ranks that sum directly. These tests
+check the algorithms for many ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from torch import Tensor
 
 from fog_pg._C import ProcessGroupFog, VirtualWorld
 
-# Elements of float32: what goes whole, what is cut in few parts, what every rank has a part of.
+# Numbers of float32 elements: sent whole, cut into few parts, and large enough that every rank has a part.
 NUMELS = (3, 2_500, 20_000, 120_000)
 FLOAT = 4
-# Of cutovers.hpp.
+# As in cutovers.hpp.
 WHOLE_BYTES = 8 << 10
 
 
 def layouts(size: int) -> dict[str, list[int]]:
-    """The host of each rank, by first appearance."""
+    """Returns the host of each rank, numbered by first appearance."""
     random = np.random.default_rng(size)
     return {
         "one host": [0] * size,
@@ -70,7 +71,7 @@ def reduce_to(world: VirtualWorld, root: int, inputs: list[Tensor], op: dist.Red
 
 
 def scatter(world: VirtualWorld, inputs: list[Tensor], numels: list[int], op: dist.ReduceOp) -> Tensor:
-    """reduce_scatter of unequal parts; their results, joined."""
+    """Runs reduce_scatter with unequal parts; returns the results, joined."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     outputs = [inputs[0].new_zeros(numel) for numel in numels]
@@ -94,7 +95,7 @@ def check_all_alike(outputs: list[Tensor], label: str) -> Tensor:
 
 
 def check(label: str, actual: Tensor, inputs: list[Tensor], name: str, factor: float = 1.0) -> None:
-    """Exact where the order does not matter; else as near as roundings of log2(n) sums leave it."""
+    """Checks exactly if the order does not matter, otherwise within the roundings of log2(n) sums."""
     expected = reduce(inputs, name, factor)
     dtype = inputs[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex) or name in ("MIN", "MAX"):
@@ -112,7 +113,7 @@ def check(label: str, actual: Tensor, inputs: list[Tensor], name: str, factor: f
 
 
 def some(count: int) -> Any:
-    """A number of ranks; all but a few of each kind are left to the long tests."""
+    """Returns a parameter for a number of ranks; most numbers are left to the long tests."""
     return (
         count if count in (2, 3, 5, 8, 9, 13, 17, 24, 32, 39) else pytest.param(count, marks=pytest.mark.long)
     )
@@ -120,7 +121,7 @@ def some(count: int) -> Any:
 
 @pytest.mark.parametrize("size", [some(count) for count in range(2, 41)])
 def test_equal_bits_on_every_layout(size: int) -> None:
-    """In a second run as well, in which messages come in another order."""
+    """A second run, in which messages come in another order, gives the same bits."""
     for name, hosts in layouts(size).items():
         worlds = [VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=size, most_delay=5)]
         for numel in NUMELS if size in (5, 9, 39) else NUMELS[:3]:
@@ -147,7 +148,7 @@ def test_equal_bits_on_every_layout(size: int) -> None:
 @pytest.mark.parametrize("hosts", [[0, 1, 1, 0, 1, 2], [*range(11), 0, 3, 0]], ids=len)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_parts_side_by_side(hosts: list[int], seed: int) -> None:
-    """A tensor large enough to go in three parts, whose messages overtake each other."""
+    """A tensor goes in three parts, whose messages overtake each other."""
     size, numel = len(hosts), 1_700_001
     plain, late = VirtualWorld(size, hosts=hosts), VirtualWorld(size, hosts=hosts, seed=seed, most_delay=7)
     inputs = [make_input(rank, torch.float32, (numel,), seed=seed) for rank in range(size)]
@@ -172,7 +173,7 @@ def reductions(dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hosts", [12 * [0], 2 * list(range(11)) + [3, 5], 3 * [0] + 2 * [1] + [2]], ids=len)
 def test_every_reduction(hosts: list[int], dtype: torch.dtype) -> None:
-    """On one host, on many with two ranks or three, and on three with one to three."""
+    """On one host, on many hosts of two or three ranks, and on three hosts of one to three ranks."""
     size = len(hosts)
     world = VirtualWorld(size, hosts=hosts)
     for name in reductions(dtype):
@@ -188,7 +189,7 @@ def test_every_reduction(hosts: list[int], dtype: torch.dtype) -> None:
 
 
 def test_halves_of_few_bytes_are_rounded_once() -> None:
-    """1 + 2^-12 + 2^-12 + ...: in float16 each small one is lost, in float32 none is."""
+    """Sums 1 + 2^-12 + 2^-12 + ...: float16 loses each small term, float32 loses none."""
     hosts = [rank // 2 for rank in range(24)]
     world = VirtualWorld(24, hosts=hosts)
     for numel in (1, 4096):
@@ -205,7 +206,7 @@ def test_means_of_float16_do_not_overflow(numel: int) -> None:
 
 
 def test_parts_of_a_group() -> None:
-    """Even and odd ranks for themselves, each with all hosts among them."""
+    """Even and odd ranks sum separately; both have ranks on all hosts."""
     size = 30
     world = VirtualWorld(size, hosts=[rank // 3 for rank in range(size)])
     machines = [list(range(first, size, 2)) for first in (0, 1)]
@@ -228,7 +229,7 @@ FAILING = {"one host": [0] * 20, "many hosts": [*range(11), *range(9)], "uneven"
     ("numel", "other"), [(5, 6), (5, 300_000), (300_000, 5), (3_000, 4_000), (20_000, 0)]
 )
 def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> None:
-    """Also where sums of the two sizes go different ways; on the others, and on the one that is different."""
+    """Ranks that disagree get an error, also if sums of the two sizes use different algorithms."""
     size = len(hosts)
     for different in (0, size // 2, size - 1):
         for call in ("allreduce", "reduce"):
@@ -241,7 +242,7 @@ def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> No
             for rank, work in enumerate(works):
                 where = f"{call}, rank {different} is different: rank {rank}"
                 assert work.is_completed(), f"{where} waits"
-                # Who only sends learns what the root has called, and need not wait for more.
+                # A rank that only sends learns of the root's call only, and need not wait for more.
                 if call == "reduce" and different != 0 and rank not in (0, different):
                     continue
                 with pytest.raises(dist.DistBackendError, match="ranks disagree") as error:
@@ -251,7 +252,7 @@ def test_ranks_that_disagree_end(hosts: list[int], numel: int, other: int) -> No
 
 @pytest.mark.parametrize("hosts", [[0] * 16, list(range(16)), [rank // 4 for rank in range(16)]], ids=str)
 def test_inputs_divided_otherwise_are_refused(hosts: list[int]) -> None:
-    """Also where what travels has the same size: the parts of several ranks go together."""
+    """The error also comes if the messages have the same size, because parts of several ranks go together."""
     world = VirtualWorld(16, hosts=hosts)
     works = []
     for rank, group in enumerate(world.groups):
@@ -283,13 +284,13 @@ def test_a_lost_rank_ends_a_sum(hosts: list[int], numel: int) -> None:
                 work.wait()
 
 
-# --- what is sent ---
+# --- messages and bytes
 
 
 def counted(
     world: VirtualWorld, start: Callable[[int, ProcessGroupFog], Any]
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """Messages and bytes from rank to rank for one operation."""
+    """Returns the messages and bytes between each pair of ranks for one operation."""
     before = world.sent
     run(world, start)
     return {
@@ -317,11 +318,11 @@ def rounds(count: int) -> int:
 def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> None:
     size = hosts * local
     world = VirtualWorld(size, ranks_per_host=local)
-    # Up and down a tree of eight, and a round for each bit, two more where hosts are no power of 2.
+    # Up and down a tree of eight, one round per bit, and two more if the number of hosts is not a power of 2.
     whole = 2 * 7 * math.ceil(math.log(local, 8) - 1e-9) + (
         min(7, hosts - 1) if hosts <= 8 else rounds(hosts) + 1
     )
-    # To each other on the host and back; each round there and back, in two pieces.
+    # To each other on the host and back; each round goes both ways, in two pieces.
     between = 2 * (hosts - 1) if hosts <= 8 else 4 * rounds(hosts)
     cut = 2 * (local - 1) + between
 
@@ -331,7 +332,7 @@ def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> N
 
     sent = counted(world, allreduce_of(2))
     assert most_messages(sent) <= whole
-    # Few enough to go through on any machine: a thousand ranks send no million of messages.
+    # The total is small enough for any machine: a thousand ranks do not send a million messages.
     assert sum(messages for messages, _ in sent.values()) <= 2 * size + hosts * (rounds(hosts) + 2)
     if size <= 512:
         assert most_messages(counted(world, allreduce_of(150_000))) <= cut
@@ -363,7 +364,7 @@ def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> N
     ids=str,
 )
 def test_a_link_carries_no_more_than_the_least(hosts: list[int]) -> None:
-    """2 (H - 1)/H tensors of each host for an allreduce, (H - 1)/H for a reduce_scatter."""
+    """A host sends 2 (H - 1)/H tensors for an allreduce, and (H - 1)/H for a reduce_scatter."""
     size, count = len(hosts), max(hosts) + 1
     world = VirtualWorld(size, hosts=hosts)
     numel = size * (1 << 20) // FLOAT // 4
@@ -388,5 +389,5 @@ def test_a_link_carries_no_more_than_the_least(hosts: list[int]) -> None:
             ),
         )
     )
-    # What a host's own ranks get does not leave it.
+    # The parts of a host's own ranks do not leave it.
     assert sum(scattered) == pytest.approx(count - 1, rel=1e-4)

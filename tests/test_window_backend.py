@@ -1,7 +1,7 @@
-"""One-sided windows of the backend: what they hold, that nothing is torn or lost, and how they end.
+"""Tests of the backend's one-sided windows: their contents, no torn or lost values, and how they end.
 
-Each test of what they hold runs straight in shared memory, as on one host, by messages, as between hosts, and in ``make test-all``
-by RMA as well.
+The tests of their contents use shared memory, as on one host, and messages, as between hosts; ``make test-all`` adds
+RMA.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 KIB, MIB = 1 << 10, 1 << 20
-# How ranks reach each other, by the environment that brings it about.
+# The ways in which ranks reach each other, with the environment that selects each.
 WAYS = {
     "memory": {},
     "messages": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"},
@@ -38,7 +38,7 @@ WAYS = {
 }
 # How long writers and readers race.
 RACE_SECONDS = 0.5 if ALL else 0.1
-# Types in which a float16's or bfloat16's small multiple is exact, and rounded once.
+# Wide types, in which a small multiple of a float16 or bfloat16 is exact, so that it is rounded only once.
 WIDE = {dtype: torch.float64 for dtype in FLOATS} | {dtype: torch.complex128 for dtype in COMPLEX}
 SOON = timedelta(seconds=10)
 SHORT = timedelta(milliseconds=100)
@@ -46,14 +46,14 @@ SHORT = timedelta(milliseconds=100)
 
 @pytest.fixture(scope="module")
 def world_of() -> Iterator[Callable[[int, str], World]]:
-    """Worlds by size and way, kept for the module."""
+    """Returns a world for a size and a way; worlds are kept for the module."""
     pools = {way: WorldPool(environment=environment) for way, environment in WAYS.items()}
     yield lambda size, way: pools[way](size)
     for pool in pools.values():
         pool.close()
 
 
-# test_window_rma.py has a sample of what goes by RMA.
+# test_window_rma.py has a sample of these tests over RMA.
 @pytest.fixture(params=["memory", "messages", pytest.param("rma", marks=pytest.mark.long)])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -68,12 +68,12 @@ def others() -> list[int]:
 
 
 def create(tensor: Tensor, name: str = "w", **options: Any) -> Any:
-    """A window in which everybody is everybody's neighbor."""
+    """Creates a window in which all ranks are neighbors of each other."""
     return backend().create_window(tensor, name, others(), others(), **options)
 
 
 def slot(window: Any, rank: int) -> Tensor:
-    """What the slot of `rank` here holds; versions start anew."""
+    """Returns the contents of this rank's slot for `rank`, and resets its version."""
     return window.update(0.0, [(rank, 1.0)], clone=True)
 
 
@@ -81,11 +81,11 @@ def full(value: float, numel: int = 5, dtype: torch.dtype = torch.float64) -> Te
     return torch.full((numel,), value, dtype=dtype)
 
 
-# --- what windows hold --------------------------------------------------------------------------------------
+# --- contents of windows ------------------------------------------------------------------------------------
 
 
 def operations(numel: int) -> None:
-    """Each rank tells its number; all amounts are small integers, so sums are exact."""
+    """Each rank sends its number; all values are small integers, so sums are exact."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = full(rank, numel)
     window = create(mine, zero_init=True)
@@ -149,7 +149,7 @@ def operations(numel: int) -> None:
     window.free()
 
 
-# Around the sizes at which data goes another way, in float64 elements.
+# Sizes around the limits at which another algorithm is used, in float64 elements.
 NUMELS = [0, 1, 1000, 4096, 4097, 300_001]
 
 
@@ -189,7 +189,7 @@ def all_dtypes() -> None:
             window.accumulate(inputs[rank], everyone).wait()
             dist.barrier()
             for other in others():
-                if dtype in INTEGERS:  # torch has no arithmetic of unsigned ones
+                if dtype in INTEGERS:  # torch has no arithmetic for unsigned integers
                     twice, thrice = (torch.from_numpy(inputs[other].numpy() * weight) for weight in (2, 3))
                 else:
                     twice, thrice = ((inputs[other].to(WIDE[dtype]) * weight).to(dtype) for weight in (2, 3))
@@ -240,14 +240,14 @@ def with_p() -> None:
     dist.barrier()
     before = window.p
     window.update(1.0, everyone, reset=True, with_p=True)
-    assert window.p == before  # it was taken
+    assert window.p == before  # the slots were taken before
     window.p = 1.0
     dist.barrier()
     window.put(full(1), [(other, 0.5) for other in others()], with_p=True).wait()
-    window.put(full(1), everyone).wait()  # leaves p alone
+    window.put(full(1), everyone).wait()  # leaves p unchanged
     dist.barrier()
-    window.get(everyone).wait()  # as well
-    window.update(1.0, everyone, reset=True)  # as well
+    window.get(everyone).wait()  # leaves p unchanged too
+    window.update(1.0, everyone, reset=True)  # leaves p unchanged too
     assert window.p == 1.0
     window.update(1.0, everyone, reset=True, with_p=True)
     assert window.p == 1.0 + 0.5 * (size - 1)
@@ -260,7 +260,7 @@ def test_p_goes_with_the_value(world_of, way):
 
 
 def kept_share() -> None:
-    """`self_weight` is what is left of the tensor that was given, and of p, when the Work is complete."""
+    """When the Work is complete, the tensor and p hold the share that `self_weight` gives."""
     mine = full(8, 20_000)
     window = create(mine, zero_init=True)
     everyone = [(other, 1.0) for other in others()]
@@ -315,7 +315,7 @@ def test_what_the_sender_keeps(world_of, way):
 
 
 def directed() -> None:
-    """A ring in one direction, on a group of some ranks whose numbers are others than the world's."""
+    """A ring in one direction, on a subgroup whose ranks have other numbers than in the world."""
     ranks = [2, 0, 3]
     group = dist.new_group(ranks)
     if dist.get_rank() not in ranks:
@@ -380,7 +380,7 @@ def test_a_parameter_stays_that_parameter(world_of, way):
 
 
 def many_in_flight() -> None:
-    """Operations of one rank on one slot are done in the order in which they were called."""
+    """The operations of one rank on one slot take place in the order of the calls."""
     rank = dist.get_rank()
     window = create(full(0, 20_000), zero_init=True)
     works = []
@@ -449,7 +449,7 @@ def disagreements() -> None:
         ValueError, match=r"rank 1 is not among the out_neighbors of rank 0, but rank 0 is among the in_"
     ):
         group.create_window(full(1), "a", [other], [0] if rank == 1 else [])
-    window = group.create_window(full(1), "a", [other], [other])  # nothing of it stays
+    window = group.create_window(full(1), "a", [other], [other])  # nothing of the refused window is left
     window.free()
     dist.all_reduce(torch.ones(3))
 
@@ -502,7 +502,7 @@ def bad_arguments() -> None:
     assert window.update(1.0, []).eq(1).all()
     window.put(
         torch.ones(10, dtype=torch.float64)[::2], [(other, 1.0)]
-    ).wait()  # a put need not be contiguous
+    ).wait()  # the tensor of a put may be non-contiguous
     dist.barrier()
     assert slot(window, other).eq(1).all()
     window.free()
@@ -515,7 +515,7 @@ def bad_arguments() -> None:
             dist.DistBackendError, match="of window 'w' of group .* on rank .: the window was freed"
         ):
             call()
-    window.free()  # once more does nothing
+    window.free()  # a second call does nothing
 
 
 def test_bad_arguments(world_of):
@@ -543,10 +543,10 @@ def is_one_value(tensor: Tensor) -> bool:
 
 
 def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, int]:
-    """Rank 0 changes all elements of a value at once, without end; rank 1 looks whether they are equal.
+    """Rank 0 changes all elements of a value at once, repeatedly; rank 1 checks that they are equal.
 
     Returns:
-        Number of looks and of different values seen.
+        The number of reads, and the number of different values read.
     """
     rank = dist.get_rank()
     neighbors: tuple[list[int], list[int]] = ([], [1]) if rank == 0 else ([0], [])
@@ -556,8 +556,8 @@ def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, i
     looks, seen = 0, set()
     dist.barrier()
     end = time.monotonic() + RACE_SECONDS
-    latest = end + 20  # on a machine that is busy with other things
-    over = dist.barrier(async_op=True) if rank == 0 else None  # which rank 1 joins once it has seen enough
+    latest = end + 20  # on a machine that is busy with other work
+    over = dist.barrier(async_op=True) if rank == 0 else None  # rank 1 joins once it has read enough values
     while True:
         if over is not None:
             if over.is_completed():
@@ -572,7 +572,7 @@ def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, i
                 else:
                     if mutex:
                         window.lock([1], own=True)
-                        tensor.mul_(3)  # the owner's own arithmetic
+                        tensor.mul_(3)  # arithmetic of the owner itself
                         window.unlock([1], own=True)
                     else:
                         window.update(3.0, [])
@@ -583,7 +583,7 @@ def race(numel: int, dtype: torch.dtype, kind: str, mutex: bool) -> tuple[int, i
                 break
             if kind in ("get", "get and scaling"):
                 window.get([(0, 1.0)], mutex=mutex).wait()
-            elif kind == "get and accumulate":  # into the same slot
+            elif kind == "get and accumulate":  # accumulates into the same slot
                 for weight in (looks % 50, looks % 50 + 50):
                     window.get([(0, float(weight))], mutex=mutex).wait()
             reset = not kind.startswith("get") and looks % 3 == 0
@@ -611,12 +611,12 @@ def test_nothing_is_torn(world_of, way, kind):
 def move_mass(
     numel: int, dtype: torch.dtype, seconds: float, mutex: bool
 ) -> tuple[int, Tensor, float, float]:
-    """Ranks give parts of what they have to random neighbors, and collect, at random times.
+    """Ranks give parts of their values to random neighbors, and collect, at random times.
 
-    Values are whole numbers, and so is p: sums are exact in any order.
+    All values and p are whole numbers, so sums are exact in any order.
 
     Returns:
-        What this rank collected in all, its value and p at the end, and its p at first.
+        The sum that this rank collected, its value and p at the end, and its p at the start.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     chance = random.Random(rank)
@@ -638,7 +638,7 @@ def move_mass(
                 mine -= part
                 given = float(window.p // 3)
                 rest = window.p - given
-                window.p = given  # what goes along
+                window.p = given  # the p that goes with the part
                 window.accumulate(part, [(other, 1.0)], with_p=True, mutex=mutex).wait()
                 window.p = rest
         if chance.random() < 0.6:
@@ -672,10 +672,11 @@ def test_mass_is_conserved(world_of, way, size, mutex):
 
 
 def collect_meanwhile(numel: int) -> int:
-    """Rank 0 adds ones while rank 1 collects as fast as it can: what it adds to is taken under its hands.
+    """Rank 0 adds ones while rank 1 collects as fast as it can, so the value that rank 0 adds to may be taken
+    meanwhile.
 
     Returns:
-        How many ones were added, or collected.
+        The number of ones that were added or collected.
     """
     rank = dist.get_rank()
     neighbors: tuple[list[int], list[int]] = ([], [1]) if rank == 0 else ([0], [])
@@ -708,7 +709,7 @@ def test_every_addition_is_collected_once(world_of, way):
 
 
 def from_several_threads() -> None:
-    """Threads of one rank put, add and read at a time."""
+    """Several threads of one rank put, add and read at the same time."""
     rank = dist.get_rank()
     window = create(full(0, 1000, torch.int64), zero_init=True)
     everyone = [(other, 1.0) for other in others()]
@@ -741,21 +742,21 @@ def test_threads_of_one_rank(world_of, way):
     world_of(2, way).run(from_several_threads)
 
 
-# --- the target takes no part -------------------------------------------------------------------------------
+# --- the target does not take part --------------------------------------------------------------------------
 
 
 def busy_target(flag: str) -> bool:
-    """Rank 1 keeps the GIL in a loop of Python, while rank 0 does all there is, and says so in a file.
+    """Rank 1 holds the GIL in a Python loop, while rank 0 calls all operations and then writes a flag to a file.
 
     Returns:
-        Whether it was done while the loop ran.
+        Whether rank 0 was done while the loop ran.
     """
     rank = dist.get_rank()
     if rank == 0:
         Path(flag).write_bytes(b"0")
     dist.barrier()
     with open(flag, "r+b") as file:
-        done = mmap.mmap(file.fileno(), 1)  # whose bytes are read without giving the GIL away
+        done = mmap.mmap(file.fileno(), 1)  # reading a byte of it does not release the GIL
     window = create(full(rank, 2 * MIB))  # 16 MiB
     amount = full(5, 2 * MIB)
     window.put(amount, [(other, 1.0) for other in others()]).wait()
@@ -791,10 +792,10 @@ def test_a_target_that_keeps_the_gil(world_of, way, tmp_path):
 
 
 def exclusion(rounds: int, marks: str) -> int:
-    """Whoever has the mutex that rank 0 owns with rank 1 makes a file that must not be there.
+    """The rank that has the mutex, which rank 0 owns with rank 1, makes a file that must not exist yet.
 
     Returns:
-        How often this rank had it while the other one waited, twice in a row.
+        The number of times that this rank had the mutex twice in a row.
     """
     rank = dist.get_rank()
     window = create(full(0))
@@ -810,7 +811,7 @@ def exclusion(rounds: int, marks: str) -> int:
             file.seek(0)
             unfair += file.read()[-1:] == str(rank)
             file.write(str(rank))
-        time.sleep(0.001)  # the other one is back in the queue by then
+        time.sleep(0.001)  # meanwhile the other rank queues again
         os.unlink(os.path.join(marks, "held"))
         window.unlock([1 - rank], own=own)
     dist.barrier()
@@ -821,12 +822,12 @@ def exclusion(rounds: int, marks: str) -> int:
 def test_mutexes_exclude_and_are_fair(world_of, way, tmp_path):
     rounds = 100
     unfair = world_of(2, way).run(exclusion, rounds, str(tmp_path))
-    # The first and the last may come alone, and a rank may be late now and then.
+    # The first and the last turns may have no competition, and a rank may be late now and then.
     assert sum(unfair) < rounds / 2, unfair
 
 
 def mutex_of_operations() -> None:
-    """An operation with the mutex waits for it without keeping its caller; the thread that has it goes ahead."""
+    """An operation with the mutex waits without blocking its caller; the thread that has the mutex may proceed."""
     rank = dist.get_rank()
     window = create(full(rank), zero_init=True)
     if rank == 1:
@@ -840,7 +841,7 @@ def mutex_of_operations() -> None:
     dist.barrier()
     if rank == 1:
         assert slot(window, 0).eq(0).all()
-        window.update(0.0, [(0, 1.0)], clone=True, mutex=True)  # it has the mutex
+        window.update(0.0, [(0, 1.0)], clone=True, mutex=True)  # this thread holds the mutex
         window.unlock([0], own=True)
     else:
         waiting.wait()
@@ -877,7 +878,7 @@ def mutex_of_operations() -> None:
     if rank == 1:
         window.unlock([0], own=True)
     dist.barrier()
-    if rank == 0:  # who gave up waits no longer
+    if rank == 0:  # the calls that timed out no longer wait
         window.lock([1])
         window.unlock([1])
     window.free()
@@ -888,7 +889,7 @@ def test_operations_with_the_mutex(world_of, way):
 
 
 def many_mutexes() -> None:
-    """All take all there are, of both kinds, over and over: nobody waits forever."""
+    """All ranks take all mutexes of both kinds, again and again, without a deadlock."""
     window = create(full(0))
     dist.barrier()
     for turn in range(20):
@@ -912,7 +913,7 @@ def die_with_a_mutex(own: bool) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if own and os.environ.get("FOG_LOCAL_LINKS") == "0":
-        with pytest.raises(dist.DistBackendError, match="rank 1"):  # it went with its owner
+        with pytest.raises(dist.DistBackendError, match="rank 1"):  # the mutex was lost with its owner
             window.lock([1], timeout=SOON)
     else:
         window.lock([1], own=not own, timeout=SOON)
@@ -926,11 +927,11 @@ def test_the_mutex_of_a_dead_rank_is_free(new_world, way, own):
     assert [outcome.state for outcome in outcomes] == ["returned", "died"], outcomes[0]
 
 
-# --- what torch's own windows need --------------------------------------------------------------------------
+# --- primitives for torch's own windows ---------------------------------------------------------------------
 
 
 def write_and_signal(rounds: int) -> None:
-    """A ring: each rank writes its part into the next one's tensor, and goes on when the part before it has come."""
+    """On a ring, each rank writes its part to the next one, and goes on when it has the part of the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
     mine = torch.zeros(size, 10_000, dtype=torch.int64)
@@ -977,7 +978,7 @@ def test_writes_and_signals(world_of, way):
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["1+1", "2+2"])
 def test_between_hosts(tmp_path, monkeypatch, placement):
-    """Some neighbors are on this host, and some on the other one."""
+    """Each rank has neighbors on its own host and on the other one."""
     monkeypatch.setenv("FOG_CONFIRM", "1")
     run_on_hosts(tmp_path, placement, "window_hosts", [("everything", [])])
 
@@ -986,7 +987,7 @@ def test_between_hosts(tmp_path, monkeypatch, placement):
 
 
 def lose_a_neighbor(kind: str) -> None:
-    """Rank 2 ends; the others notice by operations of that kind."""
+    """Rank 2 is killed; the others notice it in operations of this kind."""
     rank = dist.get_rank()
     window = create(full(rank, 10_000), zero_init=True)
     window.put(full(rank, 10_000), [(other, 1.0) for other in others()]).wait()
@@ -1011,7 +1012,7 @@ def lose_a_neighbor(kind: str) -> None:
         with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
             call(value, both).wait()
         call(value, both, skip_lost=True).wait()
-    # The group has not failed: the living exchange messages, and then none of them puts any more.
+    # The group has not failed. After this exchange of messages, neither remaining rank puts any more.
     got = torch.zeros(3)
     exchange = [dist.P2POp(dist.isend, torch.ones(3), alive), dist.P2POp(dist.irecv, got, alive)]
     for work in dist.batch_isend_irecv(exchange):
@@ -1021,12 +1022,13 @@ def lose_a_neighbor(kind: str) -> None:
         window.get([(2, 1.0), (alive, 1.0)]).wait()
     window.get([(2, 1.0), (alive, 1.0)], skip_lost=True).wait()
     assert slot(window, alive).eq(alive).all()
-    assert slot(window, 2).eq(2).all()  # its last word
+    assert slot(window, 2).eq(2).all()  # the last value that it put
     window.free(SOON)
 
 
 def test_a_lost_neighbor(new_world, way):
-    # UCX ends who writes by RMA to a process of this machine that has just been killed: tests/test_rma_failures.py.
+    # UCX terminates a process that writes by RMA to a process of this machine that has just been killed; see
+    # tests/test_rma_failures.py.
     kind = "accumulate" if way == "rma" else "put"
     outcomes = new_world(3, environment=WAYS[way]).run_raw(lose_a_neighbor, kind)
     assert [outcome.state for outcome in outcomes] == ["returned", "returned", "died"], "\n".join(
@@ -1035,7 +1037,7 @@ def test_a_lost_neighbor(new_world, way):
 
 
 def free_late() -> None:
-    """One rank frees while its operations wait for a mutex, and the other one goes on meanwhile."""
+    """One rank frees the window while its operations wait for a mutex; the other one goes on meanwhile."""
     rank = dist.get_rank()
     window = create(full(rank), zero_init=True)
     if rank == 0:
@@ -1043,7 +1045,7 @@ def free_late() -> None:
     dist.barrier()
     if rank == 1:
         works = [window.put(full(number), [(0, 1.0)], mutex=True) for number in range(5)]
-        window.free()  # waits for them
+        window.free()  # waits for the operations
         for work in works:
             work.wait()
     else:
@@ -1052,7 +1054,7 @@ def free_late() -> None:
         deadline = time.monotonic() + SOON.total_seconds()
         while not slot(window, 1).eq(4).all():
             assert time.monotonic() < deadline
-        window.get([(1, 1.0)]).wait()  # rank 1 is in its free(), and its memory there
+        window.get([(1, 1.0)]).wait()  # rank 1 is in free(), but its memory is still there
         window.put(full(1), [(1, 1.0)]).wait()
         window.accumulate(slot(window, 1), [(1, 1.0)], mutex=True).wait()
         window.free()
@@ -1080,7 +1082,7 @@ def test_free_without_the_others(world_of, way):
 
 
 def free_in_different_orders() -> None:
-    """Each rank waits in the end of another window: an error says who is missing, and nothing else ends."""
+    """Each rank waits in the end of another window: an error names the missing rank, and no other window ends."""
     rank = dist.get_rank()
     windows = [create(full(0), name) for name in ("a", "b")]
     dist.barrier()
@@ -1090,8 +1092,9 @@ def free_in_different_orders() -> None:
         match=rf"win_free of window '{'ab'[rank]}' .* timed out.*not there: rank {1 - rank} .*same order",
     ):
         first.free(timedelta(milliseconds=300))
-    dist.barrier()  # or a rank whose time ends first would free what the other one still waits for
-    second.free(SOON)  # the other rank is done with this one
+    # otherwise the first rank to time out would free the window that the other one still waits for
+    dist.barrier()
+    second.free(SOON)  # the other rank has left this window
     dist.barrier()
     create(full(0), "a").free()
 
@@ -1101,7 +1104,7 @@ def test_free_in_different_orders(world_of, way):
 
 
 def unlock_late() -> None:
-    """What a thread holds when its window is freed it may give back afterwards, or not."""
+    """A thread that holds a mutex when its window is freed may unlock it afterwards, or not at all."""
     rank = dist.get_rank()
     for turn in range(20):
         window = create(full(rank, 1000))
@@ -1109,7 +1112,7 @@ def unlock_late() -> None:
         window.lock(others(), own=True)
         dist.barrier()
         window.free()
-        for number in range(3):  # in the memory that the window had
+        for number in range(3):  # they take the memory of the freed window
             fresh.append(create(full(turn, 1000), f"fresh {number}", zero_init=True))
         window.unlock(others(), own=True)
         with pytest.raises(ValueError, match="has not locked"):
@@ -1128,7 +1131,7 @@ def test_unlocking_after_the_end(world_of, way):
 
 
 def drop_windows() -> None:
-    """Windows that nobody freed: their memory waits until the neighbors have dropped theirs."""
+    """If windows are dropped without free(), their memory waits until the neighbors have dropped theirs."""
     rank = dist.get_rank()
     for turn in range(10):
         window = create(full(turn, 1000), f"w{turn}")
@@ -1138,7 +1141,7 @@ def drop_windows() -> None:
             gc.collect()
         dist.barrier()
         if rank == 1:
-            # The memory is still that of the slot, whoever else asks for some.
+            # The memory still belongs to the slot, even if other windows ask for memory.
             with_luck = window.put(full(99, 1000), [(0, 1.0)])
             try:
                 with_luck.wait()
@@ -1157,14 +1160,14 @@ def test_windows_that_are_dropped(world_of, way):
 
 
 def end_in_disorder(how: str) -> None:
-    """Leaves operations in flight; what follows is the end of the group and of the process."""
+    """Leaves operations in flight at the end of the group and of the process."""
     rank = dist.get_rank()
     window = create(full(rank, 300_000))
     everyone = [(other, 1.0) for other in others()]
     if rank == 0:
         window.lock(others(), own=True)
     dist.barrier()
-    globals()["kept"] = [window]  # until the interpreter ends
+    globals()["kept"] = [window]  # keeps them until the interpreter ends
     for number in range(5):
         globals()["kept"].append(window.put(full(number, 300_000), everyone, mutex=number % 2 == 0))
         globals()["kept"].append(window.get(everyone))

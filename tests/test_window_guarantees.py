@@ -1,7 +1,7 @@
-"""What one-sided windows promise when ranks race, are busy, idle or gone, on one host and between hosts.
+"""Tests the guarantees of one-sided windows with ranks that race, are busy, idle or dead, on one host and on several.
 
-Ranks use fogdist as its users do. Each promise is one function, which the ranks of a world run, and those of
-hosts that are network namespaces. Nothing here depends on how fast a machine is; times are printed.
+Ranks use fogdist as its users do. Each guarantee is one function, which the ranks of a world run, and those of hosts
+that are network namespaces. No test depends on the speed of the machine; times are printed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from hosts import run_on_hosts
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 MIB = 1 << 20
-# How long writers and readers race at least; on a busy machine until they have seen enough, or so much longer.
+# The least time for which writers and readers race. On a busy machine they go on until they have seen enough, or until
+# the limit.
 RACE_SECONDS = 0.4 if ALL else 0.1
 RACE_LIMIT = 20.0
 LOOP_SECONDS = 0.3
 LOOP_LIMIT = 20.0
-# What a host of the busy target can send; the emulation's switch is no limit.
+# The rate of a host's link for the busy target; the emulated switch does not limit it.
 RATE_BITS = 1e9
 IDLE_SECONDS = 1.0
-# Of a core. What is promised is 1% between hosts; a machine that others use adds to it.
+# The share of a core. Between hosts, 1% is promised; the rest is for other load on the machine.
 MOST_IDLE = 0.05
 LIMIT = timedelta(seconds=5)
 
 
 def one_way(size: int) -> nx.DiGraph:
-    """Rank 0 writes to all others."""
+    """Returns a graph in which rank 0 writes to all others."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))
     graph.add_edges_from((0, rank) for rank in range(1, size))
@@ -57,19 +58,18 @@ def gather(value: float) -> list[float]:
     return [part.item() for part in parts]
 
 
-# --- the target takes no part -------------------------------------------------------------------------------
+# --- the target does not take part --------------------------------------------------------------------------
 
 
 def busy_target(seconds: float, folder: str) -> list[list[Any]]:
-    """Rank 1 is in a loop of Python that gives the GIL to nobody; rank 0 puts, accumulates and gets 16 MiB.
+    """Rank 1 is in a Python loop that never releases the GIL; rank 0 puts, accumulates and gets 16 MiB.
 
     Args:
-        seconds: How long the loop lasts at least; on a busy machine until rank 0 is done, or LOOP_LIMIT.
-        folder: Of a file by which rank 0 says so.
+        seconds: The least duration of the loop. On a busy machine it lasts until rank 0 is done, or LOOP_LIMIT.
+        folder: Folder for a file by which rank 0 tells that it is done.
 
     Returns:
-        Of rank 1 when the loop began and ended, of rank 0 each operation with when it began and ended, all by
-        the clock of the system.
+        On rank 1 the begin and end of the loop, on rank 0 each operation with its begin and end, by the system's clock.
     """
     fogdist.init(topologies.FullyConnectedGraph)
     rank = fogdist.rank()
@@ -88,12 +88,12 @@ def busy_target(seconds: float, folder: str) -> list[list[Any]]:
     path = Path(folder, "done")
     if rank == 0:
         path.write_bytes(b"0")
-        for _ in range(2):  # memory is the system's business when it is first used
+        for _ in range(2):  # the first use of memory takes the system's time
             for _, operation in operations:
                 operation()
     fogdist.barrier()
     with path.open("r+b") as file:
-        done = mmap.mmap(file.fileno(), 1)  # memory: looking there does not release the GIL
+        done = mmap.mmap(file.fileno(), 1)  # reading memory does not release the GIL
     if rank == 1:
         sys.setswitchinterval(1000.0)
         begin = time.monotonic()
@@ -140,18 +140,18 @@ def test_a_target_in_a_loop_on_another_host(tmp_path):
 
 
 def race(nbytes: int, kind: str, mutex: bool, seconds: float) -> list[int]:
-    """Rank 0 writes as fast as it can, or changes what is got from it; the others look for mixed values.
+    """Rank 0 writes as fast as it can, or changes a tensor that the others get; these look for mixed values.
 
-    A value has the same number in every element, so a mixture of two shows; and p is that number as well.
+    All elements of a value have the same number, so a mixture of two values shows; p is that number too.
 
     Returns:
-        Of a reader how often it looked, and how many different values it saw.
+        On a reader, the number of reads, and the number of different values that it saw.
     """
     fogdist.init(one_way)
     rank = fogdist.rank()
     dtype = torch.uint8 if nbytes < 8 else torch.int64
     x = torch.ones(nbytes // dtype.itemsize, dtype=dtype)
-    # Slots hold whole numbers below 2**53, so that p has them exactly.
+    # Slots hold whole numbers below 2**53, so p is exact.
     values = [torch.full_like(x, value) for value in range(1, 6)]
     looks, seen = 0, set()
     with fogdist.Window(x, zero_init=True) as window:
@@ -159,7 +159,7 @@ def race(nbytes: int, kind: str, mutex: bool, seconds: float) -> list[int]:
         end = time.monotonic() + seconds
         over = (
             dist.barrier(async_op=True) if rank == 0 else None
-        )  # which the others join once they have seen enough
+        )  # the others join once they have seen enough values
         while over is None or not over.is_completed():
             if rank != 0:
                 now = time.monotonic()
@@ -204,7 +204,7 @@ def race(nbytes: int, kind: str, mutex: bool, seconds: float) -> list[int]:
 
 
 KINDS = ["put", "accumulate", "get"]
-# Bytes, and whether the mutex is taken.
+# Sizes in bytes, and whether the mutex is taken.
 SIZES = [(nbytes, mutex) for nbytes in (1, 100_000, MIB, 16 * MIB) for mutex in (False, True)]
 CASES = [
     (nbytes, kind, mutex)
@@ -236,13 +236,13 @@ def test_nothing_is_torn_between_hosts(tmp_path):
 
 
 def tokens(dtype_name: str, numel: int, seconds: float) -> list[float]:
-    """Ranks pass on some of what they have, whole pieces only, and collect, at random times.
+    """Ranks pass on random parts of their values, in whole pieces, and collect, at random times.
 
-    There are so few pieces that every type counts them exactly, and every sum of them.
+    There are so few pieces that every dtype holds them, and every sum of them, exactly.
 
     Returns:
-        Over all elements the least and the most that are left of all ranks', the sum of p, and how
-        often this rank passed something on and collected.
+        The least and the largest sum of an element over all ranks, the sum of p, and how often this rank passed on and
+        collected.
     """
     fogdist.init(topologies.FullyConnectedGraph)
     rank, size = fogdist.rank(), fogdist.size()
@@ -258,7 +258,7 @@ def tokens(dtype_name: str, numel: int, seconds: float) -> list[float]:
         other = chance.choice(fogdist.out_neighbor_ranks())
         part = (torch.rand(numel) * (x.to(torch.float32) + 1)).floor().to(dtype)
         x -= part
-        write = (part, "w", 0.0, {other: 1.0}, chance.random() < 0.3)  # and all of p
+        write = (part, "w", 0.0, {other: 1.0}, chance.random() < 0.3)  # passes on all of p
         if chance.random() < 0.5:
             fogdist.win_accumulate(*write)
         else:
@@ -295,7 +295,7 @@ def test_mass_is_conserved(worlds):
 
 
 def shares(numel: int, seconds: float) -> list[float]:
-    """Random shares that add up to one, at random times; returns the sums over all ranks, of float64."""
+    """Sends random shares that sum to one, at random times; returns the sums over all ranks, in float64."""
     fogdist.init(topologies.ExponentialTwoGraph)
     rank = fogdist.rank()
     chance = random.Random(rank)
@@ -334,16 +334,16 @@ def test_mass_is_conserved_between_hosts(tmp_path):
         assert least == pytest.approx(total, rel=1e-11) and most == pytest.approx(total, rel=1e-11)
 
 
-# --- an open window costs nothing ---------------------------------------------------------------------------
+# --- an open window uses no CPU -----------------------------------------------------------------------------
 
 
 def idle(seconds: float) -> float:
-    """Returns what share of a core this process takes while its windows are open and nobody calls them."""
+    """Returns the share of a core that this process uses while its windows are open and there are no calls."""
     fogdist.init(topologies.FullyConnectedGraph)
     fogdist.win_create(torch.zeros(1000), "w")
     fogdist.win_put(torch.ones(1000), "w")
     fogdist.barrier()
-    time.sleep(0.5)  # what follows the barrier is over
+    time.sleep(0.5)  # until work that follows the barrier is done
     before = resource.getrusage(resource.RUSAGE_SELF)
     time.sleep(seconds)
     after = resource.getrusage(resource.RUSAGE_SELF)
@@ -367,7 +367,7 @@ def test_an_idle_rank_between_hosts(tmp_path):
 
 
 def end_in_disorder(how: str) -> None:
-    """Puts are in flight, some of which wait for a mutex, when windows, group and process end."""
+    """Windows, group and process end while puts are in flight, some of which wait for a mutex."""
     fogdist.init(topologies.FullyConnectedGraph)
     rank = fogdist.rank()
     x = torch.full((300_000,), float(rank))
@@ -381,7 +381,7 @@ def end_in_disorder(how: str) -> None:
         for _ in range(3)
         for number, window in enumerate(windows)
     ]
-    globals()["left"] = windows, held  # until the interpreter ends
+    globals()["left"] = windows, held  # keeps them until the interpreter ends
     if how == "free":
         held.close()
         fogdist.win_free()
@@ -389,7 +389,7 @@ def end_in_disorder(how: str) -> None:
     elif how == "one frees, one destroys":
         if rank == 0:
             for window in windows[:2]:
-                with contextlib.suppress(dist.DistBackendError):  # unless rank 1 has gone by now
+                with contextlib.suppress(dist.DistBackendError):  # fails if rank 1 has ended by now
                     window.free(timeout=timedelta(milliseconds=500))
         elif rank == 1:
             dist.destroy_process_group()
@@ -400,7 +400,7 @@ def end_in_disorder(how: str) -> None:
         for window in windows:
             with pytest.raises(RuntimeError):
                 window.put(x)
-    # "exit": as they are
+    # with "exit", all stays as it is
 
 
 ENDS = ["free", "shutdown", "destroy", "one frees, one destroys", "exit"]
@@ -419,7 +419,7 @@ def test_the_end_in_any_order_between_hosts(tmp_path, how):
 
 
 def lose_a_neighbor(victim: int) -> list[str]:
-    """A rank is killed; returns what operations on it raise, and whether the others went on."""
+    """Kills a rank; returns the errors of operations on it. The others must go on."""
     fogdist.init(topologies.FullyConnectedGraph)
     rank = fogdist.rank()
     x = torch.full((50_000,), float(rank))
@@ -437,10 +437,10 @@ def lose_a_neighbor(victim: int) -> list[str]:
         except dist.DistBackendError as error:
             messages.append(str(error))
         else:
-            x.fill_(rank)  # it is not known to be lost yet
+            x.fill_(rank)  # the loss is not known yet
         assert time.monotonic() < deadline
-    assert x.eq(rank).all()  # not scaled
-    # The others got theirs, and go on getting it.
+    assert x.eq(rank).all()  # the failed put has not scaled it
+    # The other neighbors got this value, and get the next ones.
     for value in (10.0, 20.0):
         window.put(torch.full_like(x, value + rank), dst_weights=survivors, timeout=LIMIT)
         done = set()
@@ -451,7 +451,7 @@ def lose_a_neighbor(victim: int) -> list[str]:
                     done.add(other)
             assert time.monotonic() < deadline
             time.sleep(0.001)
-    # Until it is known to be lost, only those who say so leave it out.
+    # Until the loss is known, operations on the lost rank fail even with skip_lost.
     while True:
         try:
             window.put(x, dst_weights=[victim], skip_lost=True, timeout=timedelta(seconds=1))
@@ -480,7 +480,7 @@ def test_a_lost_neighbor(new_world):
 @pytest.mark.usefixtures("no_shared_memory_left")
 @pytest.mark.parametrize("placement", [[0, 1, 1], [0, 0, 1]], ids=["with a witness", "alone"])
 def test_a_lost_neighbor_on_another_host(tmp_path: Path, placement: list[int]) -> None:
-    """Rank 2 is lost, with another rank on its host or alone there."""
+    """Rank 2 is lost; its host has another rank, or only this one."""
     calls = [("lose_a_neighbor", [2])]
     results = run_on_hosts(tmp_path, placement, "test_window_guarantees", calls, killed=[2])
     for (messages,) in results[:2]:

@@ -1,4 +1,4 @@
-"""Optimizers on one-sided windows: exact when ranks go in step, right at uneven speeds, and their ends."""
+"""Tests of optimizers on one-sided windows: exact if ranks go in step, correct at uneven speeds, and their ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def distribute(
 
 
 def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> None:
-    """One iteration's weights as attributes: only the peers of this iteration."""
+    """Sets one iteration's weights as attributes, with only the peers of this iteration."""
     others = [r for r in range(len(matrix)) if r != rank]
     if kind == "push-sum":
         optimizer.self_weight = float(matrix[rank, rank])
@@ -82,8 +82,8 @@ def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
 
 RUNS = [
     *(Run("awc", optimizer) for optimizer in OPTIMIZERS),
-    Run("awc", "adam", every=3, passes=3),  # accumulate, then one step
-    Run("awc", "sgd", every=3),  # local steps
+    Run("awc", "adam", every=3, passes=3),  # accumulate gradients, then take one step
+    Run("awc", "sgd", every=3),  # with local steps
     Run("awc", "sgd", mixing="weighted"),
     Run("awc", "adam", mixing="dynamic"),
 ]
@@ -111,7 +111,7 @@ def test_push_sum_on_balanced_graphs_averages_as_adapt_with_combine(worlds, run)
 
 
 def several_ways() -> None:
-    """Every kind in one world, whose ranks only send messages, as ranks on different hosts."""
+    """Runs every kind in one world whose ranks only send messages, as between hosts."""
     rank, size = start()
     run = Run("awc", "adam", every=2, passes=1, steps=6)
     for kind in WINDOWS:
@@ -130,7 +130,7 @@ def test_between_hosts(new_world):
 
 
 def unbalanced(size: int) -> nx.DiGraph:
-    """A directed ring and edges from rank 0 to all: no doubly stochastic weights but with extra work."""
+    """Returns a directed ring with edges from rank 0 to all, which has no simple doubly stochastic weights."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(size))
     graph.add_edges_from((r, (r + 1) % size) for r in range(size))
@@ -161,7 +161,7 @@ class Quadratics:
 
 
 class Pieces(nn.Module):
-    """z in two pieces, one of them held by the module itself."""
+    """Holds z in two pieces, one of them in the module itself."""
 
     def __init__(self, problem: Quadratics, rank: int) -> None:
         super().__init__()
@@ -201,10 +201,10 @@ def push_sum_trajectory(problem: Quadratics, every: int, steps: int) -> tuple[np
 
 
 def push_sum_reference(problem: Quadratics, every: int, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """x+ = mix(x) - step(grad f(x / p)), p+ = mix(p); all ranks, a row each."""
+    """Returns x+ = mix(x) - step(grad f(x / p)) and p+ = mix(p) for all ranks, one row each."""
     size = problem.size
     share = nx.to_numpy_array(unbalanced(size)) + np.eye(size)
-    share /= share.sum(axis=1, keepdims=True)  # of the sender's mass: rows add up to 1
+    share /= share.sum(axis=1, keepdims=True)  # shares of the sender's mass, so rows sum to 1
     x, p, momentum = np.stack([problem.begin(r) for r in range(size)]), np.ones(size), 0.0
     trajectory, weights = [], []
     for step in range(steps):
@@ -214,7 +214,7 @@ def push_sum_reference(problem: Quadratics, every: int, steps: int) -> tuple[np.
         )
         if (step + 1) % every == 0:
             x, p = share.T @ x, share.T @ p
-        gradients += 0.1 * x  # weight decay is of what the optimizer steps on
+        gradients += 0.1 * x  # weight decay applies to the values on which the optimizer steps
         momentum = gradients if step == 0 else 0.5 * momentum + gradients
         x = x - 0.05 * momentum
         trajectory.append(x / p[:, None])
@@ -227,14 +227,15 @@ def push_sum_reference(problem: Quadratics, every: int, steps: int) -> tuple[np.
 def test_push_sum_follows_its_recursion_on_a_directed_graph(worlds, size, every):
     problem, steps = Quadratics(size), 25
     expected, weights = push_sum_reference(problem, every, steps)
-    assert size == 2 or abs(weights[-1] - 1).max() > 0.2  # p is far from 1 here, or the test says little
+    # p must be far from 1, or the test would show little
+    assert size == 2 or abs(weights[-1] - 1).max() > 0.2
     for rank, (got, p) in enumerate(worlds(size).run(push_sum_trajectory, problem, every, steps)):
         np.testing.assert_allclose(got, expected[:, rank], rtol=1e-9, atol=1e-10)
         np.testing.assert_allclose([each[0] for each in p], weights[:, rank], rtol=1e-12)
 
 
 def average_at_uneven_speeds(slow: int) -> None:
-    """Push-sum without gradients: each rank at its own pace, then all in step until they agree."""
+    """Push-sum without gradients: each rank goes at its own pace, then all go in step until they agree."""
     rank, size = start(unbalanced)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).double())
@@ -256,13 +257,13 @@ def average_at_uneven_speeds(slow: int) -> None:
         forward_and_step()
     with Checks() as checks:
         for i, (parameter, expected) in enumerate(zip(model.parameters(), average)):
-            # Each rank rounds 80 times and more what it keeps.
+            # Each rank rounds its values at least 80 times.
             tolerance = 2e-5 if parameter.dtype == torch.float32 else 1e-9
             checks.true(f"parameter {i}", (parameter - expected).abs().max().item() < tolerance)
         weights = torch.tensor(optimizer.push_sum_weights(), dtype=torch.float64)
         sums = fogdist.allreduce(weights, average=False)
         checks.close("weights", sums, torch.full((2,), float(size), dtype=torch.float64))
-        # A p that falls further makes the gradient's step on x / p many times the learning rate.
+        # With a smaller p, the gradient's step on x / p would be many times the learning rate.
         checks.true(f"smallest p {smallest}", smallest > 0.25)
     optimizer.unregister_window()
 
@@ -278,7 +279,7 @@ def test_push_sum_averages_exactly_at_uneven_speeds(worlds, size):
 def solve_at_uneven_speeds(
     kind: str, problem: Quadratics, slow: int, steps: int = 150
 ) -> tuple[int, float, float]:
-    """Steps, distance to the common solution at the start and at the end."""
+    """Returns the number of steps, and the distance to the common solution at the start and at the end."""
     rank, _ = start(unbalanced)
     model = Pieces(problem, rank)
     solution = torch.from_numpy(problem.solution())
@@ -291,7 +292,7 @@ def solve_at_uneven_speeds(
         model().backward()
         optimizer.step()
         done += 1
-        if done == steps:  # the slowest one's; the others go on meanwhile
+        if done == steps:  # only the slowest rank is done; the others go on meanwhile
             everybody = fogdist.allreduce_nonblocking(torch.zeros(1))
     fogdist.wait(everybody)
     fogdist.barrier()
@@ -301,7 +302,7 @@ def solve_at_uneven_speeds(
 
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_convergence_with_one_slow_rank(worlds, kind):
-    # No rank can find the solution from its own data: it has 4 equations in 6 unknowns.
+    # No rank can find the solution from its own data, with 4 equations for 6 unknowns.
     problem = Quadratics(4, is_consistent=True)
     results = worlds(4).run(solve_at_uneven_speeds, kind, problem, 1)
     steps = [result[0] for result in results]
@@ -315,11 +316,12 @@ def test_convergence_with_one_slow_rank(worlds, kind):
 
 @on_ranks(3)
 def test_first_iteration_before_any_put_has_arrived() -> None:
-    rank, size = start(partial(topologies.RingGraph, connect_style=2))  # from the left, to the right
+    # each rank receives from the left and sends to the right
+    rank, size = start(partial(topologies.RingGraph, connect_style=2))
     left = (rank - 1) % size
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute("put", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
-    # After the windows were made, as scripts do: slots hold copies of what was there before.
+    # As in scripts, this comes after the windows were made, so the slots hold copies of the values before.
     nn.init.constant_(model.weight, 10.0 + rank)
 
     def forward() -> None:
@@ -327,7 +329,7 @@ def test_first_iteration_before_any_put_has_arrived() -> None:
 
     with Checks() as checks:
         fogdist.barrier()
-        if rank != 0:  # nothing comes to rank 1
+        if rank != 0:  # rank 0 writes nothing to rank 1
             forward()
         fogdist.barrier()
         if rank == 1:
@@ -368,7 +370,7 @@ def test_push_sum_before_anything_came() -> None:
 @on_ranks(3, kind=WINDOWS)
 def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
     graph = nx.DiGraph([(0, 1), (1, 0)])
-    graph.add_node(2)  # talks to nobody
+    graph.add_node(2)  # has no neighbors
     rank, _ = start(lambda _: graph)
     model, plain = make_net(rank), make_net(rank)
     optimizer = distribute(kind, model, OPTIMIZERS["adam"], in_step=False)
@@ -377,14 +379,14 @@ def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
         for each, net in ((optimizer, model), (base, plain)):
             each.zero_grad()
             loss_of(net, rank, number).backward()
-            fogdist.barrier()  # so that the other two see each other
+            fogdist.barrier()  # lets the other two see each other's values
             each.step()
     assert (rank == 2) == torch.allclose(snapshot(model), snapshot(plain), rtol=1e-12)
     optimizer.unregister_window()
 
 
 class Halves(torch.optim.Optimizer):
-    """Adds 1 to its parameters, one after the other, slowly."""
+    """Adds 1 to its parameters slowly, one after the other."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -401,7 +403,7 @@ def whole_parameters() -> int:
     model = nn.Module()
     model.pieces = nn.ParameterList(nn.Parameter(torch.zeros(50)) for _ in range(3))
     model.forward = lambda: sum(piece.sum() for piece in model.pieces)
-    # Rank 0 counts; rank 1 takes what it gets for its own.
+    # Rank 0 counts; rank 1 replaces its values by those that it gets.
     base = Halves(model.parameters()) if rank == 0 else torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = fogdist.DistributedPullGetOptimizer(base, model)
     optimizer.self_weight, optimizer.src_weights = (1.0, {}) if rank == 0 else (0.0, {0: 1.0})
@@ -439,7 +441,7 @@ def test_windows_come_and_go(kind: str) -> None:
             optimizer = WINDOWS[kind](base, model, window_prefix="mine")
             optimizer.force_barrier = True
             loss_of(model, rank, 0).backward()
-            optimizer.step()  # on the second time the forward pass no longer reaches the first one
+            optimizer.step()  # the second optimizer's forward pass no longer reaches the first optimizer
             names = fogdist.get_current_created_window_names()
             checks.equal("windows", names, ["mine.0"] if size > 1 else [])
             if size > 1:
@@ -483,7 +485,7 @@ def test_bad_attributes() -> None:
         optimizer.unregister_window()
     for kind, name in [("put", "communication_type"), ("get", "dst_weights"), ("push-sum", "skip_lost")]:
         optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
-        if name != "communication_type":  # the user's own attributes go to the user's optimizer
+        if name != "communication_type":  # attributes that are not ours belong to the user's optimizer
             with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
                 setattr(optimizer, name, {})
         optimizer.unregister_window()
@@ -506,7 +508,7 @@ def lose_a_neighbor(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 20
     with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
-        while time.monotonic() < deadline:  # it is not yet known to be lost
+        while time.monotonic() < deadline:  # until the loss is known
             forward_and_step()
             time.sleep(0.01)
     if kind == "push-sum":
@@ -516,7 +518,7 @@ def lose_a_neighbor(kind: str) -> None:
     for _ in range(5):
         forward_and_step()
     assert torch.isfinite(snapshot(model)).all()
-    if kind == "push-sum":  # what went to rank 1 is lost, of x and p alike
+    if kind == "push-sum":  # the x and p that went to rank 1 are both lost
         assert all(0.0 < p < 3.0 for p in optimizer.push_sum_weights())
     optimizer.unregister_window()
 

@@ -1,8 +1,8 @@
-"""One-sided windows between nodes whose memory is reached by RMA.
+"""Tests of one-sided windows between nodes that reach each other's memory by RMA.
 
-All ranks are on this host, and each is a node of its own as far as fog and MPI can see. What windows hold is tested as for every other
-way (tests/test_window_backend.py, and its sample in tests/window_hosts.py); here is what this way adds: the target may be stopped, values
-come through a mailbox, and what goes by RMA and what goes by messages keep the order of the calls.
+All ranks are on this host, and each is a node of its own to fog and MPI. The contents of windows are tested as for the
+other ways (tests/test_window_backend.py, and its sample in tests/window_hosts.py). These tests check the properties of
+RMA: the target may be stopped, values come through a mailbox, and RMA and messages keep the order of the calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog
 
 KIB, MIB = 1 << 10, 1 << 20
 RMA = WAYS["rma"]
-# Bits of a double: values are powers of two, whose sums say which of them were added.
+# The bits of a double's fraction limit this: values are powers of two, so a sum tells which of them were added.
 MOST_OPERATIONS = 50
 LIMIT = 20.0
 
@@ -59,12 +59,12 @@ def test_everything_on_more_ranks(rma, tmp_path):
 @pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["1+1", "2+2"])
 @pytest.mark.long
 def test_between_hosts(tmp_path, placement):
-    """Some neighbors are on this host, and some on the other one; UCX's shared memory reaches both, and stands for RDMA."""
+    """Each rank has neighbors on both hosts; UCX's shared memory reaches both, and stands in for RDMA."""
     environment = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "FOG_CONFIRM": "1"}
     run_on_hosts(tmp_path, placement, "window_hosts", [("everything", [])], environment=environment)
 
 
-# --- the target takes no part -------------------------------------------------------------------------------
+# --- the target does not take part --------------------------------------------------------------------------
 
 
 def pids() -> list[int]:
@@ -74,7 +74,7 @@ def pids() -> list[int]:
 
 
 def stop(pid: int) -> None:
-    """Stops all threads of a process; returns once they are."""
+    """Stops all threads of a process, and returns after they have stopped."""
     os.kill(pid, signal.SIGSTOP)
     end = time.monotonic() + LIMIT
     while any(
@@ -86,7 +86,7 @@ def stop(pid: int) -> None:
 
 
 def stopped_target(numel: int) -> None:
-    """Rank 0 puts to rank 1, and gets, while that is stopped with all its threads."""
+    """Rank 0 puts to rank 1 and gets from it, while all threads of rank 1 are stopped."""
     rank = dist.get_rank()
     pid = pids()[1]
     mine = torch.arange(numel, dtype=torch.float32) + rank
@@ -119,14 +119,14 @@ def test_a_target_that_is_stopped(rma):
         rma(2).run(stopped_target, numel)
 
 
-# --- what is read is whole ----------------------------------------------------------------------------------
+# --- reads are whole ----------------------------------------------------------------------------------------
 
 
 def racing_reads(numel: int, looks: int, kind: str) -> int:
-    """Rank 0 puts values of equal elements, with a p that is their number, or changes its tensor; rank 1 looks so many times.
+    """Rank 0 puts values of equal elements, with p as their number, or changes its tensor; rank 1 reads `looks` times.
 
     Returns:
-        How many different values rank 1 saw.
+        The number of different values that rank 1 read.
     """
     rank = dist.get_rank()
     neighbors: tuple[list[int], list[int]] = ([], [1]) if rank == 0 else ([0], [])
@@ -160,7 +160,7 @@ def racing_reads(numel: int, looks: int, kind: str) -> int:
 
 @pytest.mark.parametrize("kind", ["put", "get"])
 def test_nothing_is_torn(rma, kind):
-    every = [(KIB, 50_000), (100 * KIB, 20_000), (MIB, 2_000), (16 * MIB, 100)]  # each of a few seconds
+    every = [(KIB, 50_000), (100 * KIB, 20_000), (MIB, 2_000), (16 * MIB, 100)]  # each takes a few seconds
     looks_in_all = dict.fromkeys((nbytes for nbytes, _ in every), 0)
     goals = [700_000, 250_000, 50_000, 1_000] if kind == "put" else [50_000, 20_000, 4_000, 200]
     if not ALL:
@@ -175,14 +175,14 @@ def test_nothing_is_torn(rma, kind):
 
 # --- the order of calls, and mass ---------------------------------------------------------------------------
 
-# What rank 0 called: "put" or "accumulate", and whether p went along. Number k had value and p 2**k.
+# The calls of rank 0: "put" or "accumulate", and whether p went along. Call number k had value and p 2**k.
 Calls = list[tuple[str, bool]]
-# What rank 1 took: values and p.
+# The values and p that rank 1 took.
 Takes = list[tuple[int, int]]
 
 
 def mixed_operations(seed: int, numel: int, with_p: str) -> Any:
-    """Rank 0 puts and accumulates in turn, without waiting; rank 1 takes what is there."""
+    """Rank 0 puts and accumulates alternately, without waiting; rank 1 takes the values that are there."""
     rank = dist.get_rank()
     chance = random.Random(2 * seed + rank)
     neighbors: tuple[list[int], list[int]] = ([], [1]) if rank == 0 else ([0], [])
@@ -231,8 +231,8 @@ def mixed_operations(seed: int, numel: int, with_p: str) -> Any:
 
 
 def is_in_order(calls: Calls, taken: list[int]) -> bool:
-    """Whether calls, one after the other, and takes somewhere between them can have had this result, with nothing left."""
-    cuts = {0}  # where the last take can have been
+    """Returns whether calls in this order, with takes between them, can give this result, with nothing left."""
+    cuts = {0}  # places at which the last take can have been
     for amount in taken:
         reached = set()
         for cut in cuts:
@@ -247,7 +247,7 @@ def is_in_order(calls: Calls, taken: list[int]) -> bool:
 
 
 def check_p(calls: Calls, taken: list[int]) -> None:
-    """Each p is collected once, or a later put with p has replaced it."""
+    """Checks that each p is collected once, unless a later put with p has replaced it."""
     last_put = max(
         (number for number, (kind, with_p) in enumerate(calls) if with_p and kind == "put"), default=-1
     )
@@ -267,7 +267,7 @@ def test_puts_and_accumulates_keep_their_order_and_mass(rma, with_p):
             calls, takes = rma(2).run(mixed_operations, seed, numel, with_p)
             assert is_in_order(calls, [value for value, _ in takes]), (seed, numel, calls, takes)
             check_p(calls, [p for _, p in takes])
-            if with_p == "all":  # then it goes the way of the values
+            if with_p == "all":  # then p goes the way of the values
                 assert [p for _, p in takes] == [value for value, _ in takes], (seed, numel, calls, takes)
             if with_p == "accumulates":
                 given = sum(2**number for number, (kind, _) in enumerate(calls) if kind == "accumulate")
@@ -275,7 +275,7 @@ def test_puts_and_accumulates_keep_their_order_and_mass(rma, with_p):
 
 
 def in_the_order_of_calls(rounds: int) -> None:
-    """What goes by messages is not overtaken by what does not, where that could be seen."""
+    """RMA does not overtake messages if the target could see the difference."""
     rank = dist.get_rank()
     mine = full(0, 20_000)
     window = create(mine, zero_init=True)
@@ -285,7 +285,7 @@ def in_the_order_of_calls(rounds: int) -> None:
             window.put(full(turn, 20_000), [(1, 1.0)])
             window.signal(1)
             window.write(full(turn, 20_000), 1, 0)
-            window.get([(1, 1.0)]).wait()  # what the write has left
+            window.get([(1, 1.0)]).wait()  # gets the values of the write
             assert slot(window, 1).eq(turn).all()
         else:
             window.wait_signal(0).wait()
@@ -302,7 +302,7 @@ def test_puts_come_before_signals_and_gets_after_writes(rma):
 
 
 def weighted() -> list[Tensor]:
-    """What comes of puts and gets with weights that are not exact, of more than a chunk; as bytes."""
+    """Returns, as bytes, the results of puts and gets of several chunks, with weights that round."""
     results = []
     rank = dist.get_rank()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int16):
@@ -332,7 +332,7 @@ def test_weighted_values_have_the_bits_that_messages_bring(rma, new_world):
 
 
 def logged(action: Callable[[], Any]) -> tuple[Any, str]:
-    """What the action returns, and what is written to this process's standard error meanwhile."""
+    """Returns the result of the action, and the text that it writes to this process's standard error."""
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
@@ -347,7 +347,7 @@ def logged(action: Callable[[], Any]) -> tuple[Any, str]:
 
 def larger_than_the_pool() -> None:
     rank = dist.get_rank()
-    # The tensor of one rank has room, the mailbox of the other one has not.
+    # The tensor of one rank fits into the pool, the mailbox of the other rank does not.
     neighbors: tuple[list[int], list[int]] = ([], [1]) if rank == 0 else ([0], [])
     window = backend().create_window(full(rank, 3 * MIB // 8), "one way", *neighbors, zero_init=True)
     assert window.transport == ("messages" if rank == 0 else "rma")
@@ -364,7 +364,7 @@ def larger_than_the_pool() -> None:
     window, log = logged(lambda: create(full(0), "small"))
     assert window.transport == "rma" and "FOG_RMA_BYTES" not in log
     window.free()
-    window, log = logged(lambda: create(full(0, MIB), "large"))  # 8 MiB
+    window, log = logged(lambda: create(full(0, MIB), "large"))  # 8 MiB, more than the pool
     assert window.transport == window.transport_to(1 - rank) == "messages"
     lines = [line for line in log.splitlines() if "FOG_RMA_BYTES" in line]
     assert len(lines) == 1 and "window 'large'" in lines[0] and f"rank {rank}" in lines[0], log
@@ -374,7 +374,7 @@ def larger_than_the_pool() -> None:
 
 
 def many_windows(count: int) -> None:
-    """The pool has room for two at a time: of 1 MiB each, with 2 for the mailbox."""
+    """The pool has room for two windows at a time, each of 1 MiB and 2 MiB for the mailbox."""
     rank = dist.get_rank()
     for turn in range(count):
         window = create(full(turn, MIB // 8), f"window {turn}")
@@ -383,13 +383,13 @@ def many_windows(count: int) -> None:
         dist.barrier()
         if turn % 2:
             window.free()
-        else:  # dropped, the memory waits until the neighbor has dropped its own
+        else:  # the memory of a dropped window waits until the neighbor has dropped its own
             if rank == 0:
                 time.sleep(0.01)
             del window
             gc.collect()
         dist.barrier()
-        dist.barrier()  # so the news of the leave, which came before, has been taken
+        dist.barrier()  # by then the earlier message about leaving the window has been processed
 
 
 def test_what_the_pool_has_no_room_for(new_world):
@@ -401,7 +401,7 @@ def test_the_pool_gets_back_what_windows_had(new_world):
 
 
 def many_groups(count: int) -> None:
-    """Windows that end with their group, which one of the ranks destroys earlier."""
+    """Windows end with their group, which one of the ranks destroys earlier."""
     rank = dist.get_rank()
     for turn in range(count):
         group = dist.new_group([0, 1])

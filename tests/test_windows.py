@@ -1,6 +1,6 @@
-"""One-sided windows as users call them: by name and as objects, on topologies, with push-sum on top.
+"""Tests of one-sided windows as users call them: by name and as objects, on topologies, and with push-sum.
 
-What happens in memory and between hosts is in test_window_backend.py.
+test_window_backend.py tests windows in memory and between hosts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, wide
 from torch import Tensor
 
 RANKS = 4
-# Strongly connected, directed, and not regular: 0 has three out-neighbors, 3 has one.
+# Strongly connected, directed and irregular: rank 0 has three out-neighbors, rank 3 has one.
 EDGES = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 0), (3, 1)]
 
 
@@ -48,7 +48,7 @@ def full(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def slot(name: str, rank: int) -> Tensor:
-    """What the slot of an in-neighbor holds; its version starts anew."""
+    """Returns the contents of an in-neighbor's slot, and resets its version."""
     return fogdist.win_update(name, self_weight=0.0, neighbor_weights={rank: 1.0}, clone=True)
 
 
@@ -64,7 +64,7 @@ def after() -> int:
 
 
 def functions() -> None:
-    """On a ring to the right: everybody writes to the next rank and gets from the one before."""
+    """On a ring to the right: each rank writes to the next one and gets from the previous one."""
     fogdist.init(right_ring)
     rank, left, right = fogdist.rank(), before(), after()
     x = full(rank)
@@ -131,7 +131,7 @@ def test_functions(worlds):
 
 
 def default_weights() -> None:
-    """Update follows the topology: the mean of all slots, or its weights."""
+    """By default `win_update` uses the topology: the mean of all slots, or the topology's weights."""
     with Checks() as checks:
         for is_weighted in (False, True):
             graph = irregular(RANKS)
@@ -159,7 +159,7 @@ def test_default_weights_of_update(worlds):
 
 
 def kept_share() -> None:
-    """`self_weight` is what the sender keeps of the tensor it gave, and of p."""
+    """`self_weight` is the share of its tensor and of p that the sender keeps."""
     fogdist.init(right_ring)
     rank, left, right = fogdist.rank(), before(), after()
     x = full(rank)
@@ -203,7 +203,7 @@ def test_the_share_that_the_sender_keeps(worlds):
 
 
 def scaled(x: Tensor, weight: float) -> Tensor:
-    """What a put leaves of a copy of `x`."""
+    """Returns a copy of `x` after a put with `self_weight`."""
     with fogdist.Window(x.clone()) as window:
         window.put(window.tensor, self_weight=weight)
         return window.tensor
@@ -219,7 +219,7 @@ def scaling() -> None:
                     wide(scaled(x, 1 / 3)), wide(x) / 3, rtol=torch.finfo(dtype).eps, atol=0
                 )
                 checks.true(f"{dtype} {shape}", close)
-        # Weights are doubles: the float32 next to 1/3 is 1e-8 off; over many products that is mass gained.
+        # Weights are float64: the float32 next to 1/3 is off by 1e-8, and many such products would add mass.
         x = make_input(0, torch.float32, 1_000_000).abs()
         exact = x.double().sum().item() / 3
         checks.true("a double", math.isclose(scaled(x, 1 / 3).double().sum().item(), exact, rel_tol=1e-9))
@@ -370,7 +370,7 @@ def window_handles() -> None:
     x = full(rank)
     fogdist.win_create(x, "w", zero_init=True)
     first = fogdist.win_put_nonblocking(full(rank), "w")
-    second = fogdist.win_accumulate_nonblocking(full(1), "w")  # two in flight on one window
+    second = fogdist.win_accumulate_nonblocking(full(1), "w")  # two operations in flight on one window
     average = fogdist.allreduce_nonblocking(full(rank))
     assert len({first, second, average}) == 3
     assert fogdist.win_wait(second) is True
@@ -389,7 +389,7 @@ def window_handles() -> None:
     given = full(2)
     handle = fogdist.win_accumulate_nonblocking(given, "w", 0.5, {right: 0.0})
     if os.environ.get("FOG_LOCAL_LINKS") != "0":
-        assert given.eq(1).all()  # on one host it was complete at once
+        assert given.eq(1).all()  # on one host the operation was complete at once
     fogdist.win_wait(handle)
     assert given.eq(1).all()
     fogdist.barrier()
@@ -398,14 +398,14 @@ def window_handles() -> None:
         mine = full(8)
         handle = fogdist.win_put_nonblocking(mine, "w", 0.5, {right: 1.0}, require_mutex=True)
         fogdist.barrier()
-        # Everybody holds what the others need: nothing is sent, and nothing scaled.
+        # Each rank holds the mutex that the others need, so nothing is sent and nothing is scaled.
         assert fogdist.win_poll(handle) is False
         assert mine.eq(8).all()
         assert slot("w", left).eq(2 * left).all()
         fogdist.barrier()
     while not fogdist.win_poll(handle):
         time.sleep(0.001)
-    assert mine.eq(4).all()  # once it is known to be complete
+    assert mine.eq(4).all()  # the tensor is scaled once the operation is known to be complete
     fogdist.win_wait(handle)
     assert mine.eq(4).all()
     fogdist.barrier()
@@ -418,7 +418,7 @@ def test_handles(worlds):
 
 
 def mutexes(folder: str) -> None:
-    """Counts in a file that only the mutex protects."""
+    """Several ranks increment a count in a file that only the mutex protects."""
     fogdist.init(topologies.FullyConnectedGraph)
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.win_create(full(0), "w")
@@ -428,7 +428,7 @@ def mutexes(folder: str) -> None:
             file.write("0")
     fogdist.barrier()
     if rank < 2:
-        # The mutex that 1 owns with 0, from both sides.
+        # Both ranks take the mutex that rank 1 owns with rank 0.
         how = {"ranks": [1]} if rank == 0 else {"for_self": True, "ranks": [0]}
         for _ in range(200):
             with fogdist.win_mutex("w", **how):
@@ -445,14 +445,14 @@ def mutexes(folder: str) -> None:
     fogdist.set_topology(right_ring(size))
     left, right = before(), after()
     window = fogdist.Window(full(rank), zero_init=True)
-    with window.mutex(for_self=True):  # in-neighbors: they write here
+    with window.mutex(for_self=True):  # of the in-neighbors, which write to this rank
         fogdist.barrier()
         handle = window.put_nonblocking(full(1), require_mutex=True)
         fogdist.barrier()
         assert window.version(left) == 0
         fogdist.barrier()
     fogdist.wait(handle)
-    with window.mutex([right]), window.mutex():  # out-neighbors; and a thread may take it again
+    with window.mutex([right]), window.mutex():  # of the out-neighbor, which the thread may take again
         window.put(full(2), require_mutex=True)
     fogdist.barrier()
     assert window.version(left) == 2
@@ -461,13 +461,13 @@ def mutexes(folder: str) -> None:
             fogdist.barrier()
             handles = [window.put_nonblocking(full(each), require_mutex=True) for each in (1, 2)]
             fogdist.barrier()
-        with window.mutex():  # what waits for it does not wait for this block's end
+        with window.mutex():  # the operations that wait for it need not wait for the end of this block
             window.put(full(3), require_mutex=i % 2 == 0)
         for handle in handles:
             fogdist.wait(handle)
         fogdist.barrier()
         received = window.update(self_weight=0.0, neighbor_weights={left: 1.0}, clone=True)
-        assert received.eq(3).all()  # the puts came in order
+        assert received.eq(3).all()  # the puts arrived in order
         fogdist.barrier()
     window.put(full(2))
     window.put(full(2))
@@ -478,7 +478,7 @@ def mutexes(folder: str) -> None:
         assert window.version(left) == 2
     fogdist.barrier()
     with window.lock():
-        window.free()  # and its mutexes with it
+        window.free()  # frees the mutexes too
 
 
 def test_mutexes(worlds, tmp_path):
@@ -566,7 +566,7 @@ def test_window_objects(worlds):
 
 
 def parameters() -> None:
-    """Windows on a model's parameters: they stay these parameters, and training goes on in the window."""
+    """Windows on a model's parameters: the parameters stay the same objects, and training continues in the window."""
     fogdist.init()
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
@@ -657,7 +657,7 @@ def test_windows_freeze_the_topology(worlds):
 
 def windows_of_groups() -> None:
     fogdist.init(right_ring)
-    members = [3, 1, 2]  # the ranks of the group are others than the world's
+    members = [3, 1, 2]  # the ranks of the group have other numbers than in the world
     group = dist.new_group(members, backend="fog")
     fogdist.win_create(full(dist.get_rank()), "w", zero_init=True)
     if dist.get_rank() in members:
@@ -676,7 +676,7 @@ def windows_of_groups() -> None:
                 pass
         assert fogdist.get_current_created_window_names(group=group) == ["w"]
     fogdist.barrier()
-    assert torch.equal(slot("w", before()), full(0))  # the world's is another one
+    assert torch.equal(slot("w", before()), full(0))  # the world's window is another one
     if dist.get_rank() in members:
         fogdist.win_free("w", group=group)
         kept = fogdist.Window(full(1), group)
@@ -715,7 +715,7 @@ def test_a_group_of_one(worlds):
 
 
 def mass(seconds: float, numel: int, dtype: torch.dtype, seed: int) -> tuple[float, float, float]:
-    """Random puts in no order, with shares that add up to one; returns what this rank has in the end."""
+    """Ranks accumulate at random times, with shares that sum to one; returns the final values of this rank."""
     fogdist.init(irregular)
     rank = fogdist.rank()
     chance = random.Random(seed + rank)
@@ -746,13 +746,13 @@ def mass(seconds: float, numel: int, dtype: torch.dtype, seed: int) -> tuple[flo
 def test_mass_is_conserved(worlds, dtype, accuracy, numel):
     results = worlds(RANKS).run(mass, 0.5, numel, dtype, numel)
     assert math.fsum(p for _, _, p in results) == pytest.approx(RANKS, rel=1e-11)
-    for place in (0, 1):  # all elements of a tensor are alike, so each must keep its sum
+    for place in (0, 1):  # all elements of a tensor are equal, so the sum of each must be conserved
         total = math.fsum(result[place] for result in results)
         assert total == pytest.approx(sum(range(1, RANKS + 1)), rel=accuracy)
 
 
 def push_sum(slow: int, pause: float) -> tuple[int, float, float]:
-    """Asynchronous average consensus: rounds at each rank's own speed, until the slowest has done its 100."""
+    """Asynchronous average consensus: each rank has its own speed, until the slowest has done its 100 rounds."""
     fogdist.init(irregular)
     rank = fogdist.rank()
     destinations = fogdist.out_neighbor_ranks()
@@ -787,7 +787,7 @@ def test_push_sum_reaches_the_average_whatever_the_speeds(worlds, slow):
         assert most == pytest.approx((RANKS - 1) / 2, abs=1e-12)
 
 
-# From the README of BlueFog 0.1, whose names and arguments it has; its imports are replaced.
+# The snippet of BlueFog 0.1's README, with that version's names and arguments; only its imports are replaced.
 SNIPPET = """
 import bluefog.torch as bf
 from bluefog.common import topology_util
@@ -824,7 +824,7 @@ IMPORTS = {
 
 
 def until_all_have(rounds: int) -> Iterator[None]:
-    """Goes on until every rank has done so many rounds."""
+    """Yields until all ranks have done at least `rounds` rounds."""
     for _ in range(rounds):
         yield
     done = fogdist.allreduce_nonblocking(torch.ones(1))
@@ -834,10 +834,10 @@ def until_all_have(rounds: int) -> Iterator[None]:
 
 
 def snippet(loop: str, slow: int, pause: float) -> tuple[float, float]:
-    """The snippet with another loop, one rank slowed tenfold.
+    """Runs the snippet with another loop, and one rank slowed down tenfold.
 
     Returns:
-        This rank's estimate, and what all ranks together make of the average.
+        This rank's estimate of the average, and the average over all ranks together.
     """
     warnings.simplefilter("ignore", DeprecationWarning)
     text = SNIPPET.replace("range(100)", loop)
@@ -862,13 +862,12 @@ def snippet(loop: str, slow: int, pause: float) -> tuple[float, float]:
 @pytest.mark.parametrize("size", sizes([2, 4], [8]))
 @pytest.mark.parametrize("loop", ["range(100)", "until_all_have(100)"], ids=["as written", "until all have"])
 def test_the_snippet_of_bluefog(worlds, loop, size):
-    """As it is written it keeps the sums exactly, and no more can be had at uneven speeds.
+    """The snippet as published conserves the sums exactly; at uneven speeds it cannot do more.
 
-    A rank that has done its 100 rounds gives nothing any more, and accumulating waits for nobody. So a rank
-    ten times as slow does its last 90 rounds alone, in which it gives away all but (1/(outdegree+1))**90 of
-    what it has: that is 0 in float32 for an outdegree of 3, its estimate 0/0, and with an outdegree of 1 its
-    estimate stays what it was after the tenth round. Where all go on until the slowest has done its rounds,
-    every rank ends at the average.
+    A rank that has done its 100 rounds sends nothing any more, and accumulate does not wait. So a rank that is ten
+    times slower does its last 90 rounds alone, and gives away all but (1/(outdegree+1))**90 of its mass. With an
+    outdegree of 3 this is 0 in float32, and its estimate is 0/0. With an outdegree of 1 its estimate stays as it was
+    after the tenth round. If all ranks go on until the slowest has done its rounds, every rank ends at the average.
     """
     results = worlds(size).run(snippet, loop, 1, 2e-4)
     average = (size - 1) / 2
@@ -885,7 +884,7 @@ def end_in_any_order(how: str) -> None:
     fogdist.init()
     windows = [fogdist.Window(full(number)) for number in range(3)]
     everyone = dict.fromkeys(fogdist.out_neighbor_ranks(), 1.0)
-    # Some wait for a mutex, others are done.
+    # The put into the second window waits for a mutex, the others are complete.
     with windows[1].lock():
         fogdist.barrier()
         handles = [
@@ -927,7 +926,7 @@ def test_the_end_in_any_order(new_world, how):
 def shut_down_and_start_again() -> None:
     for number in range(3):
         fogdist.init()
-        fogdist.win_create(full(number), "w", zero_init=True)  # the one before is not in the way
+        fogdist.win_create(full(number), "w", zero_init=True)  # the previous window of this name is gone
         fogdist.win_put(full(number), "w")
         fogdist.barrier()
         assert all(slot("w", rank).eq(number).all() for rank in fogdist.in_neighbor_ranks())
@@ -954,10 +953,10 @@ def lose_a_neighbor() -> None:
         except dist.DistBackendError as error:
             assert "'w'" in str(error) and "rank 1" in str(error)
             break
-        x.fill_(rank)  # it is not yet known to be lost
+        x.fill_(rank)  # the loss is not known yet, so the put has scaled the tensor
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert x.eq(rank).all()  # not scaled
+    assert x.eq(rank).all()  # the failed put has not scaled it
     handle = fogdist.win_put_nonblocking(x, "w")
     while not fogdist.win_poll(handle):
         time.sleep(0.001)
@@ -973,7 +972,7 @@ def lose_a_neighbor() -> None:
         time.sleep(0.001)
     fogdist.win_put(
         full(10 + rank), "w", dst_weights=[other]
-    )  # the other one has got by now, and gets no more
+    )  # the other rank's win_get, which would replace this value, is done by now
     fogdist.win_update("w", 1.0, {1: 1.0, other: 1.0})
     fogdist.win_free()
 
@@ -1007,12 +1006,12 @@ def test_names_that_never_were():
     for module in (fogdist, topologies):
         with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'win_fence'"):
             module.win_fence  # noqa: B018
-    with pytest.raises(AttributeError):  # operations are no topologies
+    with pytest.raises(AttributeError):  # operations are not topologies
         topologies.win_sync  # noqa: B018
 
 
 def older_names() -> None:
-    """As scripts of those versions called them, arguments by position."""
+    """Uses the older names as their scripts did, with arguments by position."""
     warnings.simplefilter("ignore", DeprecationWarning)
     fogdist.init(topologies.PowerTwoRingGraph)
     fogdist.set_topology(right_ring(fogdist.size()))

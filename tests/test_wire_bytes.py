@@ -1,4 +1,4 @@
-"""Between hosts each link carries each tensor once, and of a sum no more than it must: bytes counted on the links of emulated hosts."""
+"""Counts bytes on the links of emulated hosts: each link carries each tensor once, and the least possible for a sum."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = [
 
 TENSOR = 8 << 20
 SUMMED = 1 << 20
-# Of a tensor: headers of Ethernet, IP and TCP are 66 bytes of each 1514, acknowledgements half as much; where
-# segments are cut and joined behind the link both are far less. fog's own messages are some hundred bytes.
+# Overhead as a share of a tensor: headers of Ethernet, IP and TCP are 66 of 1514 bytes, acknowledgements half as much.
+# Both are far smaller if segments are cut and joined behind the link. fog's own messages have some hundred bytes.
 OVERHEAD = 0.08
 
 
@@ -27,10 +27,10 @@ def counts(ranks_on_hosts: Sequence[int], folder: Path, machines: bool = False) 
     Args:
         ranks_on_hosts: The host of each rank.
         folder: The ranks' directory.
-        machines: Exchanges of machines rather than ranks.
+        machines: Whether machines exchange, rather than ranks.
 
     Returns:
-        For each rank, and each exchange, what its host received and sent.
+        For each rank and each exchange, the bytes that its host received and sent.
     """
     results = run_on_hosts(folder, ranks_on_hosts, "exchange_bytes", [("measure", [TENSOR, machines])])
     return [found for (found,) in results]
@@ -50,7 +50,7 @@ def test_one_tensor_for_each_peer(tmp_path: Path) -> None:
 
 
 def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
-    """However many ranks a machine has."""
+    """The number of ranks of a machine does not matter."""
     found = counts([0, 0, 1, 1], tmp_path, machines=True)
     check(found, {"hierarchical": 1})
 
@@ -61,13 +61,13 @@ def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
     ids=lambda hosts: "".join(map(str, hosts)),
 )
 def test_sums_carry_the_least(ranks_on_hosts: list[int], tmp_path: Path) -> None:
-    """2 (H - 1)/H tensors to and from each host, however many ranks it has; of a group the hosts of its ranks."""
+    """2 (H - 1)/H tensors go to and from each host with ranks of the group, independent of their number."""
     results = run_on_hosts(tmp_path, ranks_on_hosts, "exchange_bytes", [("measure_sums", [SUMMED])])
     for host, found in zip(ranks_on_hosts, (found for (found,) in results), strict=True):
         for name, members in (("all", ranks_on_hosts), ("part", ranks_on_hosts[::2])):
             hosts = set(members)
             least = 2 * (len(hosts) - 1) / len(hosts) * SUMMED if host in hosts else 0
-            # What the barriers around it send is some kilobytes.
+            # The barriers around it send some kilobytes.
             assert all(least <= count <= least * (1 + OVERHEAD) + (64 << 10) for count in found[name]), (
                 name,
                 found,

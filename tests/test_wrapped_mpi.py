@@ -1,6 +1,6 @@
-"""The start and the end of a job over MPI, through libraries that stand before the real one.
+"""Tests of the start and the end of a job over MPI, with libraries that wrap the real one.
 
-Ranks of one host talk over MPI here, as ranks of several hosts do.
+Ranks of one host communicate over MPI here, as ranks of several hosts do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def join_with_another_mpi(library: str, rank: int) -> str:
 
 
 def test_another_version_of_mpi_is_an_error(new_world: Callable[..., World], tmp_path: Path) -> None:
-    """On all ranks, with the names of both."""
+    """All ranks get an error that names both versions."""
     library = compile_wrapper("another_mpi.c", tmp_path)
     for text in new_world(3, initialize=False, environment=APART).run(join_with_another_mpi, library, 2):
         zero, other = text.split("different versions in one job: ")[1].split("; ")
@@ -43,14 +43,14 @@ def test_another_version_of_mpi_is_an_error(new_world: Callable[..., World], tmp
 
 
 def sends() -> int:
-    """How often this rank has sent by MPI."""
+    """Returns the number of messages that this rank has sent by MPI."""
     library = ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"])
     library.fog_test_calls.restype = ctypes.c_longlong
     return sum(library.fog_test_calls(name) for name in (b"MPI_Isend", b"MPI_Issend"))
 
 
 def leave() -> int:
-    """Ranks 0 and 1 exchange a message, then rank 0 ends; returns how often this rank has sent from there on."""
+    """Ranks 0 and 1 exchange a message, then rank 0 ends; returns how many messages this rank sends afterwards."""
     from fog_pg import _C
 
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
@@ -70,7 +70,7 @@ def leave() -> int:
 
 
 def test_goodbyes_go_to_those_that_were_messaged(new_world: Callable[..., World], tmp_path: Path) -> None:
-    """Rank 0 says goodbye to rank 1, which answers; the others hear nothing."""
+    """Rank 0 says goodbye to rank 1, which answers; the others get no message."""
     library = compile_wrapper("mpi_counter.c", tmp_path)
     world = new_world(4, environment=APART | {"FOG_MPI_LIBRARY": library, "FOG_CONFIRM": "0"})
     assert world.run(leave) == [1, 1, 0, 0]

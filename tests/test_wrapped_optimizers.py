@@ -1,7 +1,7 @@
-"""Distributed optimizers inside the wrappers of training frameworks, whose classes derive from the optimizer's.
+"""Tests distributed optimizers inside the wrappers of training frameworks, whose classes derive from the optimizer's.
 
-Lightning and its Fabric make a class of their own and of the class of the optimizer that they are given, at run
-time. Each case is trained twice: through such a wrapper, and without.
+At run time, Lightning and its Fabric derive a class from their own class and the class of the given optimizer. Each
+case is trained twice: with such a wrapper, and without one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DYNAMIC = ["awc", "atc", "DecentralizedSGD"]
 
 
 class Strategy:
-    """What a framework gives its wrappers when it runs them."""
+    """Stands in for the strategy that a framework gives to its wrappers."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -39,7 +39,7 @@ class Strategy:
 
 
 class Wrapper:
-    """What both forms of a wrapper have."""
+    """The common part of both forms of a wrapper."""
 
     _optimizer: Optimizer
     _strategy: Strategy | None
@@ -50,7 +50,7 @@ class Wrapper:
 
 
 class Holding(Wrapper):
-    """Holds the optimizer and asks it for what it does not have itself, as Lightning does today."""
+    """Holds the optimizer and asks it for missing attributes, as Lightning does today."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -62,7 +62,7 @@ class Holding(Wrapper):
 
 
 class Copying(Wrapper):
-    """Has the optimizer's attributes as they were then, as in Lightning's earlier versions."""
+    """Copies the optimizer's attributes when it is made, as earlier versions of Lightning did."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         taken = {name: value for name, value in vars(optimizer).items() if name not in ("state_dict", "step")}
@@ -76,7 +76,7 @@ FORMS: list[type[Wrapper]] = [Holding, Copying]
 
 
 def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) -> Tensor:
-    """Parameters after some steps, through a wrapper or without one."""
+    """Returns the parameters after some steps, through a wrapper or without one."""
     rank, size = fogdist.rank(), fogdist.size()
     label = f"{kind} {form.__name__ if form else 'alone'}"
     model = make_net(rank)
@@ -127,7 +127,7 @@ def trained(kind: str, form: Callable[[Optimizer], Any] | None, checks: Checks) 
 
 
 def scaled(form: Callable[[Optimizer], Any] | None) -> Tensor:
-    """Steps of a gradient scaler, whose marks are for the view."""
+    """Steps with a gradient scaler, which sets its marks on the wrapper; they are meant for the view."""
     rank = fogdist.rank()
     model = make_net(rank)
     optimizer: Any = algorithms.DecentralizedSGD(SGD(model.parameters(), lr=0.1), model)
@@ -159,7 +159,7 @@ def test_frameworks_that_derive_from_the_class() -> None:
             checks.equal(f"scaled {form.__name__}", scaled(form), expected)
 
 
-# --- the real ones ------------------------------------------------------------------------------------------
+# --- the real frameworks ------------------------------------------------------------------------------------
 
 
 def in_lightning(kind: str, is_automatic: bool) -> Tensor:

@@ -1,8 +1,8 @@
-"""What the tests of training share: a net with all kinds of parameters, its data, every entry of training, and a simulation.
+"""Common parts of the training tests: a model with all kinds of parameters, its data, all entries, and a simulation.
 
-An entry is one way to train with others. Most tests of the frame train a net with each of them, and compare with
-another run, or with `Simulation`, which has all ranks in one process. All is in float64, so that a wrong weight, a lost
-update or a gradient at the wrong point shows at once: trajectories agree to rounding or not at all.
+An entry is one way to train with others. Most tests of the frame train a model with each entry, and compare it with
+another run, or with `Simulation`, which runs all ranks in one process. All values are in float64, so a wrong weight, a
+lost update or a gradient at the wrong point shows at once: trajectories agree up to rounding, or not at all.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Every kind of parameter that a walk over leaf modules, or over gradients, would miss; one is used twice."""
+    """Has every kind of parameter that a walk over leaf modules or gradients would miss; one is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.position = nn.Parameter(torch.randn(4))  # held by the container itself
+        self.position = nn.Parameter(torch.randn(4))  # in the container itself
         self.encoder = nn.Linear(4, 4)
         self.decoder = nn.Linear(4, 4, bias=False)
         self.decoder.weight = self.encoder.weight  # tied
@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def make_net(rank: int) -> Net:
-    torch.manual_seed(100 + rank)  # ranks start apart, so that every exchange shows
+    torch.manual_seed(100 + rank)  # ranks start with different values, so every exchange has an effect
     return Net().double()
 
 
@@ -75,7 +75,7 @@ def snapshot(model: nn.Module) -> Tensor:
 
 
 def train_step(called: Any, optimizer: Any, rank: int, number: int) -> None:
-    """A step of training as most loops have it."""
+    """Runs a training step as in most training loops."""
     optimizer.zero_grad()
     loss_of(called, rank, number).backward()
     optimizer.step()
@@ -124,7 +124,7 @@ VIEWS: dict[str, Callable[..., Any]] = {
     **{name: partial(getattr(algorithms, name), **options) for name, options in IN_STEP.items()},
 }
 ENTRIES = [*VIEWS, "wrapper"]
-# How `Simulation` has them, along a graph on which push-sum's p stays 1.
+# The rules of `Simulation` for the entries, on a graph on which push-sum's p stays 1.
 RULES = {
     "awc": "awc",
     "atc": "atc",
@@ -137,11 +137,11 @@ RULES = {
 
 
 def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> tuple[int, int]:
-    """Begins a test in a world that others have used, without their windows, which keep the topology.
+    """Begins a test in a world that others have used; frees their windows, which would keep the topology fixed.
 
     Args:
         graph: Makes the group's topology; by default the group's own.
-        is_weighted: Whether its weights count.
+        is_weighted: Whether the topology's weights are used.
 
     Returns:
         Rank and size.
@@ -154,7 +154,7 @@ def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = 
 
 
 def distribute(kind: str, base: Optimizer, model: Any, **options: Any) -> tuple[Any, Any]:
-    """Makes an entry; returns what is called, and what steps."""
+    """Makes an entry; returns the module to call and the optimizer to step."""
     if kind == "wrapper":
         wrapper = fogdist.DecentralizedDataParallel(model, base, broadcast=False, **options)
         return wrapper, base
@@ -167,7 +167,7 @@ def distribute(kind: str, base: Optimizer, model: Any, **options: Any) -> tuple[
 
 
 def end(called: Any, optimizer: Any) -> None:
-    """Ends what `distribute` made."""
+    """Ends the entry that `distribute` made."""
     if isinstance(called, fogdist.DecentralizedDataParallel):
         called.close()
     elif hasattr(optimizer, "unregister_window"):
@@ -176,7 +176,7 @@ def end(called: Any, optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def distributed(kind: str, base: Optimizer, model: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """`distribute`, and `end` if nothing was raised."""
+    """Calls `distribute`, and `end` if the block raised no error."""
     made = distribute(kind, base, model, **options)
     yield made
     end(*made)
@@ -190,10 +190,10 @@ class Simulation:
 
     Args:
         rule: "awc", "atc", "cta" or "gradient".
-        models: Of the ranks.
+        models: The models of the ranks.
         make: Makes a model's optimizer, or several.
-        matrix: What mixes them, or their gradients; by default plain means along the exponential graph, as a group
-            does, and of all ranks' gradients.
+        matrix: The matrix that mixes models or gradients. By default models have plain means on the exponential graph,
+            as in a group, and gradients the mean over all ranks.
     """
 
     def __init__(
@@ -222,13 +222,13 @@ class Simulation:
         skips: Collection[int] = (),
         clips: float | None = None,
     ) -> None:
-        """One step of all.
+        """Runs one step of all ranks.
 
         Args:
-            backward: Gives a rank's model its gradients.
+            backward: Computes the gradients of a rank's model.
             mixes: Whether ranks communicate.
             skips: Ranks that leave out the optimizer's own step.
-            clips: The norm that gradients are clipped to, if any.
+            clips: The norm to which gradients are clipped, if any.
         """
         if self.rule == "cta" and mixes:
             self.mix()
@@ -251,11 +251,11 @@ class Simulation:
             self.mix()
 
     def train(self, number: int) -> None:
-        """`train_step` of all."""
+        """Runs `train_step` on all ranks."""
         self.step(lambda model, rank: loss_of(model, rank, number).backward())
 
     def mix(self) -> None:
-        """Mixes what the optimizers hold and train."""
+        """Mixes the trained parameters of the optimizers."""
         with torch.no_grad():
             for same in zip(*map(self._held, range(len(self.models))), strict=True):
                 values = mix([p.detach().clone() for p in same], self.matrix)
@@ -263,7 +263,7 @@ class Simulation:
                     parameter.copy_(value)
 
     def mix_gradients(self) -> None:
-        """A gradient that some ranks do not have counts as zeros; one that nobody has stays away."""
+        """Missing gradients of some ranks count as zeros; a gradient that is missing on all ranks stays missing."""
         for same in zip(*map(self._held, range(len(self.models))), strict=True):
             if any(p.grad is not None for p in same):
                 gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
@@ -275,5 +275,5 @@ class Simulation:
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def check(self, rank: int, model: nn.Module, **tolerance: float) -> None:
-        """Raises AssertionError unless a rank's model is where it is here."""
+        """Raises AssertionError unless a rank's model has the values of the simulation."""
         torch.testing.assert_close(snapshot(model), snapshot(self.models[rank]), **(tolerance or EXACT))

@@ -1,4 +1,4 @@
-"""What windows do, on ranks of several hosts; the ranks of tests/test_window_backend.py run it."""
+"""Tests of windows on ranks of several hosts; tests/test_window_backend.py runs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 def transports() -> None:
-    """Each neighbor is reached as its host says, and the environment."""
+    """Checks the transport to each neighbor against its host and the environment."""
     hosts = windows.backend().hosts
     linked = os.environ.get("FOG_LOCAL_LINKS") != "0"
     between = "rma" if os.environ.get("FOG_BETWEEN_HOSTS") == "rma" else "messages"
@@ -23,7 +23,7 @@ def transports() -> None:
 
 
 def everything(done: str = "done") -> None:
-    """All there is; `done` is a file that the ranks share, by default in the job's folder, as emulated hosts have one file system."""
+    """Runs all tests; `done` is a file that the ranks share, by default in the job's folder."""
     transports()
     for numel in (0, 1, 1000, 4097, 300_001):
         windows.operations(numel)

@@ -1,4 +1,4 @@
-"""Libraries that stand between fog and the real MPI: compiled for tests, loaded by FOG_MPI_LIBRARY."""
+"""Compiles libraries that wrap the real MPI for tests; FOG_MPI_LIBRARY loads them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 
 
 def compile_wrapper(source: str, folder: Path) -> str:
-    """Compiles a wrapper library and links it with the MPI of the package mpich; skips where that cannot be.
+    """Compiles a wrapper library and links it with the MPI of the package mpich; skips the test if that is not
+    possible.
 
     Args:
-        source: Name of its C file, beside this one.
-        folder: Where the library goes.
+        source: Name of its C file, in this folder.
+        folder: The folder for the library.
 
     Returns:
         Path of the library.

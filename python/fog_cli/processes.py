@@ -21,7 +21,8 @@ _OUTPUT_TIMEOUT = 5.0
 _Process = tuple[int, int]
 
 
-# How often the tree of processes is looked at before it is killed: once is not enough if one of them starts another just then.
+# The number of walks over the tree of processes before it is killed: one is not enough if a process starts another just
+# then.
 _WALKS = 10
 
 

@@ -30,7 +30,8 @@ Peers: TypeAlias = "tuple[tuple[int, float], ...]"
 # such as random weights, creates them anew.
 KEPT_EXCHANGES = 256
 _KEPT_PLANS = 1024
-# The types that a key of a cached exchange may hold: other types may change, or may equal numbers without being weights.
+# The types that a key of a cached exchange may hold. Other types may change, or may equal numbers without being
+# weights.
 _NUMBERS = (float, int)
 
 

@@ -1,15 +1,16 @@
-"""A device of torch for tests that behaves as a GPU does, on the memory of the host.
+"""A fake device of torch for tests: it behaves as a GPU does, in the memory of the host.
 
-``load()``, in a rank, registers it with torch as the device type ``gpudouble`` with two devices; the process
-that starts the ranks compiles it before, by ``compile_double()`` (fixture ``compiled_double``). Memory,
-streams, events and autograd are those of a device. Most operations of torch run on the host as soon as they are
-called, after what the current stream has been given. Those of fog's weighted sums, copies that nobody waits for and
-what the delegate does are enqueued on a stream (see streams.hpp) and run on a thread of that stream, which a test can
-hold back: a missing wait shows every time then, as wrong numbers.
+``load()``, in a rank, registers it with torch as the device type ``gpudouble`` with two devices. The process that
+starts the ranks compiles it before, by ``compile_double()`` (fixture ``compiled_double``). Memory, streams, events and
+autograd are those of a device. Most operations of torch run on the host at once, after the earlier work of the current
+stream. Fog's weighted sums, copies that do not block and the delegate's operations are enqueued on a stream (see
+streams.hpp) and run on a thread of that stream. A test can hold the thread back, so a missing wait always shows, as
+wrong numbers.
+
 Memory is overwritten when it is freed, except for streams that were recorded on it.
 
-``serve_groups()`` gives groups of fog a ``RecordingDelegate`` each, which stands for ProcessGroupNCCL: it
-communicates over Gloo on streams of its own, connects at a first operation, and remembers every call.
+``serve_groups()`` gives each group of fog a ``RecordingDelegate``, which stands in for ProcessGroupNCCL: it
+communicates over Gloo on streams of its own, connects at the first operation, and records every call.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def build(
     library: bool = False,
     where: Path = _HERE,
 ) -> Path:
-    """Compiles C++ sources of a folder into a shared object, unless that has been done for just these.
+    """Compiles C++ sources of a folder into a shared object, unless that has been done for the same sources.
 
-    All processes of a checkout share what is built, under ``build/``; one compiles while the others wait.
+    All processes of a checkout share the result, under ``build/``; one compiles while the others wait.
 
     Args:
-        name: Of the shared object; an extension module's own name.
-        sources: Names of files in the folder. What they include from it counts as theirs.
+        name: Name of the shared object; for an extension module, the module's name.
+        sources: Names of files in the folder. Files of the folder that they include count too.
         flags: More arguments for the compiler.
         links: More arguments for the linker.
         library: Whether it is a plain library, without torch.
@@ -93,7 +94,7 @@ def build(
         return target
     _BUILD.mkdir(parents=True, exist_ok=True)
     with (_BUILD / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel lets go of it if this process dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
         if target.exists():
             return target
         for old in _BUILD.glob(f"{name}-*"):
@@ -113,7 +114,7 @@ def build(
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Runs compilers side by side."""
+    """Runs several compilers at the same time."""
     processes = [
         subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for c in commands
     ]
@@ -128,23 +129,23 @@ def _version() -> tuple[int, ...]:
 
 
 def _standard() -> str:
-    return "c++20" if _version() >= (2, 13) else "c++17"  # as torch's headers ask
+    return "c++20" if _version() >= (2, 13) else "c++17"  # as torch's headers require
 
 
 def compile_double() -> Path:
-    """Compiles the double if need be. For the process that starts ranks, which have no time for that."""
+    """Compiles the fake device if needed, in the process that starts the ranks, because ranks have no time for it."""
     flags = ["-DDEVICE_DOUBLE_HAS_CAPTURE"] if _version() >= (2, 12) else []
     return build("_device_double", ["device.cpp", "delegate.cpp"], flags=flags)
 
 
 @functools.cache
 def load() -> Any:
-    """Registers the double as torch's device ``gpudouble`` and returns its extension module.
+    """Registers the fake device as torch's device ``gpudouble`` and returns its extension module.
 
-    For ranks: a process that has a device behaves in another way from then on, for cpu tensors too.
+    Only ranks may call this: a process with a device behaves differently from then on, also for CPU tensors.
     """
     path = compile_double()
-    import torch.distributed  # its types are bases of the double's
+    import torch.distributed  # its types are base classes of the fake device's types
 
     untyped: Any = torch
     untyped.utils.rename_privateuse1_backend(DEVICE)
@@ -157,8 +158,8 @@ def load() -> Any:
 
 
 def compile_runtime() -> Path:
-    """Compiles the fake CUDA runtime if needed; as `compile_double`."""
-    # fog finds the runtime by the name of the library of torch's that is linked with it.
+    """Compiles the fake CUDA runtime if needed, as `compile_double` does."""
+    # fog finds the runtime by the name of torch's library that is linked with it.
     return build(
         "libdevice_double_runtime", ["runtime.cpp"], links=["-Wl,-soname,libc10_cuda.so"], library=True
     )
@@ -166,11 +167,11 @@ def compile_runtime() -> Path:
 
 @functools.cache
 def load_runtime() -> ctypes.CDLL:
-    """Lets fog find what page-locks memory, in a torch without CUDA; one with it has its own, which fails without a GPU.
+    """Lets fog find functions that page-lock memory, in a torch without CUDA. A torch with CUDA has its own.
 
     Returns:
-        The library. Besides what the runtime has, ``device_double_refuse(error)`` lets it lock nothing until the error is 0, and
-        ``device_double_locked()`` counts what is locked.
+        The library. In addition to the runtime's functions, ``device_double_refuse(error)`` makes locking fail until
+        the error is 0, and ``device_double_locked()`` counts locked memory.
     """
     library = ctypes.CDLL(str(compile_runtime()))
     library.device_double_refuse.argtypes = [ctypes.c_int]
@@ -179,13 +180,13 @@ def load_runtime() -> ctypes.CDLL:
 
 
 def current_stream(device: int | None = None) -> torch.Stream:
-    """The stream on which this thread's operations of a device (the current one by default) are."""
+    """Returns the stream of this thread's operations on a device, by default the current device."""
     return torch.accelerator.current_stream(None if device is None else torch.device(DEVICE, device))
 
 
 @contextlib.contextmanager
 def held(*streams: torch.Stream) -> Iterator[None]:
-    """Nothing that is enqueued on these streams begins to run before the end."""
+    """Holds back work that is enqueued on these streams until the end of the block."""
     extension = load()
     for stream in streams:
         extension.hold(stream.device_index, stream.stream_id)
@@ -197,10 +198,10 @@ def held(*streams: torch.Stream) -> Iterator[None]:
 
 
 def serve_groups(made: list[Any] | None = None) -> None:
-    """Lets every group of fog serve the double's tensors through a ``RecordingDelegate`` of its own.
+    """Lets every group of fog serve tensors of the fake device through its own ``RecordingDelegate``.
 
     Args:
-        made: Takes every delegate that is made.
+        made: List to which every new delegate is appended.
     """
     import torch.distributed as dist
 
@@ -221,27 +222,27 @@ def serve_groups(made: list[Any] | None = None) -> None:
 
 
 def stream_log() -> list[tuple[str, int, int, int]]:
-    """What the host has done with streams since ``clear_stream_log()``.
+    """Returns the host's calls for streams since ``clear_stream_log()``.
 
     Returns:
-        Tuples of what ("record", "wait", "use" or "synchronize"), device, stream id, and number: an event's,
-        or of "use" the address of the memory. "record" gives an event a number of its own; "wait" names the
-        one that the stream waits for.
+        Tuples of a call ("record", "wait", "use" or "synchronize"), device, stream id, and number: that of an event, or
+        for "use" the address of the memory. "record" gives an event a new number; "wait" has the number for which the
+        stream waits.
     """
     log: list[tuple[str, int, int, int]] = load().stream_log()
     return log
 
 
 def clear_stream_log() -> None:
-    """Forgets what the host has done with streams."""
+    """Clears the log of the host's calls for streams."""
     load().clear_stream_log()
 
 
 def _device_module(extension: Any) -> types.ModuleType:
-    """What torch looks up as ``torch.gpudouble``."""
+    """Returns the module that torch looks up as ``torch.gpudouble``."""
     module = types.ModuleType(f"torch.{DEVICE}")
 
-    class device_of(contextlib.AbstractContextManager[None]):  # as torch.cuda.device
+    class device_of(contextlib.AbstractContextManager[None]):  # like torch.cuda.device
         def __init__(self, device: Any) -> None:
             self.index = _index(device)
 
@@ -270,7 +271,7 @@ def _device_module(extension: Any) -> types.ModuleType:
         "device": device_of,
         "device_count": extension.device_count,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        # Random numbers are the host's.
+        # Random numbers come from the host.
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "init": lambda: None,
         "is_available": lambda: True,

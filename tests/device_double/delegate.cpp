@@ -1,4 +1,4 @@
-// RecordingDelegate: a c10d backend for the double's tensors that behaves as ProcessGroupNCCL does, over Gloo.
+// RecordingDelegate: a c10d backend for tensors of the fake device that behaves like ProcessGroupNCCL, over Gloo.
 #include <map>
 #include <optional>
 #include <utility>
@@ -28,7 +28,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using Milliseconds = std::chrono::milliseconds;
 
-// --- what is recorded ---
+// --- recorded calls ---
 
 struct TensorInfo {
   std::vector<int64_t> shape;
@@ -77,17 +77,17 @@ std::string name_of(const c10d::ReduceOp& op) {
 
 // --- Work ---
 
-// What the streams and the host know of one operation.
+// The state of one operation, shared by its streams and the host.
 struct Outcome {
   std::mutex mutex;
   std::exception_ptr failure;
 };
 
-// As ProcessGroupNCCL's: wait() orders the current stream after the operation; only with a time-out, or of a barrier, does it wait
-// for the device.
+// Like ProcessGroupNCCL's Work: wait() orders the current stream after the operation. It waits for the device only with a
+// timeout, or for a barrier.
 class DelegateWork : public c10d::Work {
  public:
-  // To be made while the operation's stream is current.
+  // The operation's stream must be current here.
   DelegateWork(
       int rank, c10d::OpType type, const Tensors& inputs, Tensors outputs, Tensors stash, std::shared_ptr<Outcome> outcome, bool blocks)
       : c10d::Work(rank, type, "double", inputs),
@@ -104,7 +104,7 @@ class DelegateWork : public c10d::Work {
     future_->markCompleted(c10::IValue(outputs_));
   }
 
-  // As ProcessGroupNCCL's, whose Works look for errors here and nowhere else.
+  // Like ProcessGroupNCCL's Works, which check for errors only here.
   bool isCompleted() override {
     {
       const std::lock_guard<std::mutex> lock(outcome_->mutex);
@@ -161,7 +161,7 @@ class DelegateWork : public c10d::Work {
 
 // --- the backend ---
 
-// What a stream is to do: start operations of Gloo, wait for them, and finish.
+// Work of a stream: it starts operations of Gloo, waits for them, and finishes.
 struct Task {
   std::function<std::vector<WorkPtr>(const BackendPtr&)> start;
   std::function<void()> finish = [] {};
@@ -198,7 +198,7 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return all;
 }
 
-// SUM of what a factor was put on, and what is left to do with the sum: Gloo has neither mean nor factors.
+// Gloo has neither means nor factors: a factor is applied before a SUM, and the rest afterwards.
 struct Reduction {
   c10d::ReduceOp op;
   double before = 1.0;
@@ -209,7 +209,7 @@ struct Reduction {
       op = c10d::ReduceOp::SUM;
       after = 1.0 / size;
     } else if (given.op_ == c10d::ReduceOp::PREMUL_SUM) {
-      // In torch 2.11 the class has another name.
+      // The class has another name in torch 2.11.
       const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(given.supplement_.get());
       before = factor->tensor_factor.defined() ? device_double::on_host(factor->tensor_factor).item<double>() : factor->double_factor;
       op = c10d::ReduceOp::SUM;
@@ -229,7 +229,7 @@ struct Reduction {
 
 class RecordingDelegate : public c10d::Backend {
  public:
-  // Makes what talks to other processes, among `size` ranks that meet at `store`; it may block until all of them have come.
+  // Makes the backend that communicates with the `size` ranks that meet at `store`; it may block until all have come.
   using Maker = std::function<BackendPtr(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Milliseconds timeout)>;
 
   RecordingDelegate(
@@ -477,7 +477,7 @@ class RecordingDelegate : public c10d::Backend {
     std::exception_ptr failure;
     try {
       if (!group_->empty()) {
-        communicator("", rank_, size_); // as NCCL, the group is open while it connects
+        communicator("", rank_, size_); // as in NCCL, the group is open while it connects
       }
     } catch (...) {
       failure = std::current_exception();
@@ -488,7 +488,7 @@ class RecordingDelegate : public c10d::Backend {
       std::rethrow_exception(failure);
     }
     if (parts.empty()) {
-      return nullptr; // as NCCL
+      return nullptr; // as in NCCL
     }
     Operation whole{c10d::OpType::COALESCED, {"coalesced", {}, {}, {}}, {}, {}, false, {}};
     std::vector<Task> tasks;
@@ -588,7 +588,7 @@ class RecordingDelegate : public c10d::Backend {
     const std::lock_guard<std::mutex> lock(mutex_);
     failure_ = {{std::move(message), at_once}};
   }
-  // Ranks whose meeting has been waited for: "" all of the group, "0:2" a pair.
+  // The communicators that have been connected: "" is the whole group, "0:2" a pair of ranks.
   std::vector<std::string> connected() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::string> names;
@@ -615,7 +615,7 @@ class RecordingDelegate : public c10d::Backend {
     c10::Stream stream;
   };
 
-  // As ncclCommInitRank at a first operation: blocks until all of its ranks have come.
+  // Like ncclCommInitRank at a first operation, it blocks until all ranks of the communicator have come.
   Communicator communicator(const std::string& name, int rank, int size) {
     const std::lock_guard<std::mutex> making(making_);
     {
@@ -641,7 +641,7 @@ class RecordingDelegate : public c10d::Backend {
   Call describe(const char* name, const Tensors& tensors) {
     Call call{name, {}, {}, {}};
     for (const auto& tensor : tensors) {
-      // As NCCL says it.
+      // The text of NCCL's error.
       TORCH_CHECK_WITH(ValueError, tensor.defined() && tensor.device().type() == kDevice, "Tensors must be on the double and dense");
       TORCH_CHECK_WITH(ValueError, tensor.is_contiguous(tensor.suggest_memory_format()), "Tensors must be contiguous");
       call.tensors.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device().str()});
@@ -650,7 +650,7 @@ class RecordingDelegate : public c10d::Backend {
   }
   template <typename C10dOptions>
   static C10dOptions async(C10dOptions options) {
-    options.asyncOp = true; // Gloo's own Work is waited for on the stream
+    options.asyncOp = true; // the stream waits for Gloo's own Work
     return options;
   }
   void record(Call call) {
@@ -754,14 +754,14 @@ class RecordingDelegate : public c10d::Backend {
             }
           }}});
   }
-  // A message alone has a communicator of the two ranks, as with NCCL; in a coalesced group it has the group's.
+  // As in NCCL, a single message uses a communicator of the two ranks, and one in a coalesced group that of the group.
   WorkPtr message(const char* name, c10d::OpType type, Tensors& tensors, int peer, int tag) {
     auto call = describe(name, tensors);
     call.options["peer"] = int64_t{peer};
     call.options["tag"] = int64_t{tag};
     const bool is_send = type == c10d::OpType::SEND;
     const bool alone = !group_;
-    if (!alone && peer == rank_) { // as with NCCL, in a group only; Gloo has no such messages
+    if (!alone && peer == rank_) { // as in NCCL, only in a group; Gloo has no such messages
       Task task = {[=, own = to_itself_, host = device_double::on_host(tensors.at(0))](const BackendPtr&) {
         if (is_send) {
           own->push_back(host);
@@ -811,7 +811,7 @@ class RecordingDelegate : public c10d::Backend {
     TORCH_CHECK_WITH(DistBackendError, !(failure && failure->second), failure->first);
     const auto [gloo, own_stream] = communicator(name, rank, size);
     ++sequence_;
-    // What the program waits for at once is done on its own stream, as by NCCL.
+    // As in NCCL, an operation for which the program waits at once runs on the program's own stream.
     const auto now = current_stream(device_.index());
     const auto stream = operation.async ? own_stream : now;
     if (operation.async) {

@@ -34,7 +34,7 @@ namespace py = pybind11;
 namespace device_double {
 namespace {
 
-// --- what was done with streams, in the order in which the host did it ---
+// --- the host's calls for streams, in order ---
 
 struct Entry {
   std::string what; // "record", "wait", "use", "synchronize"
@@ -61,7 +61,7 @@ void write_log(const char* what, const c10::Stream& stream, uint64_t number) {
 
 // --- streams ---
 
-constexpr int64_t kPoolSize = 32; // streams of the global pool are given out again and again, as CUDA's are
+constexpr int64_t kPoolSize = 32; // streams of the global pool are reused, as CUDA's are
 
 struct Streams {
   std::mutex mutex;
@@ -78,7 +78,7 @@ Streams& streams() {
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<int64_t, kDevices> current_streams{};
 
-// Where CUDA would have made a context, which takes hundreds of MB of a GPU: cudaSetDevice makes one.
+// Devices on which CUDA would have created a context, as cudaSetDevice does. A context takes hundreds of MB of a GPU.
 std::array<std::atomic<bool>, kDevices> contexts{};
 
 c10::DeviceIndex checked(c10::DeviceIndex device) {
@@ -99,7 +99,7 @@ Queue& queue(c10::DeviceIndex device, int64_t id) {
   return *queues[id];
 }
 
-// Waits for what the host may have given to streams of this thread before it looks at memory.
+// Waits for the work of this thread's streams, before the host reads memory.
 void drain_current() {
   for (c10::DeviceIndex device = 0; device < kDevices; ++device) {
     queue(device, current_streams[device]).drain();
@@ -243,9 +243,9 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
 // --- memory ---
 
-constexpr unsigned char kNew = 0xCD; // in memory that nobody has written
-constexpr unsigned char kFreed = 0xDB; // in memory that was given back
-constexpr size_t kQuarantine = size_t{64} << 20; // bytes that stay as they are after they were given back, to see who writes
+constexpr unsigned char kNew = 0xCD; // in memory that was never written
+constexpr unsigned char kFreed = 0xDB; // in freed memory
+constexpr size_t kQuarantine = size_t{64} << 20; // bytes that are kept after they were freed, to detect writes to them
 
 struct Block {
   size_t bytes;
@@ -253,8 +253,8 @@ struct Block {
   std::set<Queue*> users; // the stream on which it was allocated, and those it was recorded on
 };
 
-// As CUDA's caching allocator: memory that is given back may be overwritten at once by what comes next on the stream on which it was
-// allocated; other streams' work is only waited for if it was recorded. Here it is overwritten at that moment.
+// Like CUDA's caching allocator: the next work of the stream on which memory was allocated may overwrite it as soon as it is
+// freed. Other streams delay this only if they were recorded. This allocator overwrites the memory at that moment.
 class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -278,7 +278,7 @@ class Allocator final : public c10::Allocator {
     std::memcpy(to, from, bytes);
   }
 
-  // As that of cudaMallocAsync, it refuses memory that is not its own.
+  // Like the allocator of cudaMallocAsync, it refuses memory that is not its own.
   void use(const void* data, const c10::Stream& stream) {
     if (data == nullptr) {
       return;
@@ -288,7 +288,7 @@ class Allocator final : public c10::Allocator {
     TORCH_CHECK(found != blocks_.end(), "ptr not found in ptr_info: ", data, " is not of the double's allocator");
     found->second.users.insert(&queue_of(stream));
   }
-  // The device of memory that is in use; -1 if it is not the double's.
+  // The device of allocated memory; -1 for other memory.
   c10::DeviceIndex device_of(const void* data) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto next = blocks_.upper_bound(const_cast<void*>(data));
@@ -302,7 +302,7 @@ class Allocator final : public c10::Allocator {
     const std::lock_guard<std::mutex> lock(mutex_);
     return live_;
   }
-  // How many blocks were written to after they had been given back.
+  // The number of blocks that were written to after they had been freed.
   size_t written_after_free() {
     const std::lock_guard<std::mutex> lock(mutex_);
     size_t count = violations_;
@@ -332,7 +332,7 @@ class Allocator final : public c10::Allocator {
       blocks_.erase(found);
       live_ -= block.bytes;
     }
-    // Overwritten by the last of the streams.
+    // The last of the streams overwrites it.
     auto left = std::make_shared<std::atomic<size_t>>(block.users.size());
     for (auto* user : block.users) {
       const auto reached = [this, left, data, bytes = block.bytes] {
@@ -378,7 +378,7 @@ void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s
   Allocator::instance().use(data.get(), stream);
 }
 
-// The host's memory, of which the double remembers which is "pinned".
+// An allocator of host memory that remembers which memory is "pinned".
 class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -504,7 +504,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const auto& pinned = PinnedAllocator::instance();
   const auto by_itself = [&](const at::Tensor& tensor) { return !tensor.is_cpu() || pinned.has(tensor.const_data_ptr()); };
   if (non_blocking && by_itself(from) && by_itself(to)) {
-    // The device does it; torch's allocator of pinned memory waits for that, and the device's own does not.
+    // The device makes this copy. torch's allocator of pinned memory waits for it before reuse; the device's own does not.
     const auto host = from.is_cpu() ? from : to.is_cpu() ? to : at::Tensor();
     const auto device = (to.is_cpu() ? from : to).device().index();
     queue_of(current_stream(device)).enqueue([host, to = on_host(to), from = on_host(from)] {
@@ -518,7 +518,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-// Kernels that a stream runs when it gets to them, and that keep nothing alive: those of fog's weighted sums.
+// Kernels that run on a stream and keep no tensor alive: those of fog's weighted sums.
 at::Tensor& fill(at::Tensor& self, const at::Scalar& value) {
   queue_of(current_stream(self.device().index())).enqueue_or_run([self = on_host(self), value] {
     const at::AutoDispatchBelowADInplaceOrView no_grad;
@@ -594,7 +594,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// torch has no fallback of its own for convolutions of a device like this one.
+// torch has no fallback for convolutions on such a device.
 at::Tensor convolution(
     const at::Tensor& input,
     const at::Tensor& weight,
@@ -655,7 +655,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
-// copy_from() looks at these bits itself; torch would resolve them by a copy.
+// copy_from() handles these bits itself; torch would resolve them by a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
@@ -663,7 +663,7 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
-// Everything else runs on the host, at once.
+// All other operations run on the host at once.
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain_current();
   at::native::cpu_fallback(op, stack);
@@ -712,7 +712,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 void bind_device(py::module_& module) {
   c10::SetAllocator(kDevice, &Allocator::instance());
   at::RegisterPrivateUse1HooksInterface(new Hooks);
-  // Where torch is built without a device it does not tell Python of this class, which a backend's mem_allocator is.
+  // A torch without devices does not register this class, the type of a backend's mem_allocator, in Python.
   py::class_<c10::Allocator, std::shared_ptr<c10::Allocator>>(module, "Allocator");
   const auto release_gil = py::call_guard<py::gil_scoped_release>();
   module.def("device_count", [] { return static_cast<int>(kDevices); });
@@ -750,7 +750,7 @@ void bind_device(py::module_& module) {
       made = false;
     }
   });
-  module.def("host_view", &on_host); // as a kernel sees the memory: nothing is waited for or kept alive
+  module.def("host_view", &on_host); // the memory as a kernel sees it: nothing waits for it or keeps it alive
   module.def("foreign_memory", [](int64_t numel) { // zeros that another library has allocated on the device
     auto* data = std::calloc(static_cast<size_t>(numel), sizeof(float));
     const c10::Device device(kDevice, 0);

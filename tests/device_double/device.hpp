@@ -14,11 +14,11 @@ namespace device_double {
 constexpr c10::DeviceType kDevice = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 2;
 
-// What a stream's native handle points to.
+// The object to which a stream's native handle points.
 Queue& queue_of(const c10::Stream& stream);
 c10::Stream current_stream(c10::DeviceIndex device);
 
-// A tensor of the host on the device tensor's memory, which it does not keep alive; a tensor of the host as it is.
+// Returns a host tensor in the memory of a device tensor, which it does not keep alive; host tensors are returned unchanged.
 at::Tensor on_host(const at::Tensor& tensor);
 
 void bind_device(pybind11::module_& module);

@@ -1,4 +1,4 @@
-// The functions of the CUDA runtime that page-lock memory, which fog looks for in the library that torch has for CUDA. It counts.
+// Fakes of the CUDA runtime's functions that page-lock memory, which fog looks up in torch's library for CUDA. They count.
 #include <cstddef>
 #include <iterator>
 #include <map>
@@ -53,13 +53,13 @@ EXPORT int cudaGetLastError() {
   return error;
 }
 
-// What cudaHostRegister returns from now on; 0: it locks memory.
+// Sets the result of later calls of cudaHostRegister; with 0 it locks memory.
 EXPORT void device_double_refuse(int error) {
   const std::lock_guard<std::mutex> lock(mutex);
   refusal = error;
 }
 
-// How many pieces of memory are page-locked.
+// Returns the number of page-locked pieces of memory.
 EXPORT long device_double_locked() {
   const std::lock_guard<std::mutex> lock(mutex);
   return static_cast<long>(locked.size());

@@ -1,6 +1,6 @@
 // Streams of the fake device: queues of host functions, each run in order by a thread of its own.
 //
-// A c10::Stream of the double has a Queue as its native handle (getStreamNativeHandle gives Queue*). Header only and without
+// A c10::Stream of the fake device has a Queue as its native handle (getStreamNativeHandle gives Queue*). Header only and without
 // globals, so that several shared objects may use one Queue.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace device_double {
 
-// How long the host waits for a device before it throws: a test that would hang fails instead.
+// The time for which the host waits for a device before it throws, so that a test fails instead of hanging.
 constexpr std::chrono::seconds kPatience{20};
 
 // A point in a stream, which has been reached or not. Thread-safe.
@@ -31,7 +31,7 @@ class Marker {
     reached_at_ = std::chrono::steady_clock::now();
     changed_.notify_all();
   }
-  // Of a marker that has been reached.
+  // Returns a marker that has been reached.
   std::chrono::steady_clock::time_point reached_at() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return reached_at_;
@@ -40,12 +40,12 @@ class Marker {
     const std::lock_guard<std::mutex> lock(mutex_);
     return reached_;
   }
-  // Blocks the thread that calls. Whether it was reached within `patience`.
+  // Blocks the calling thread. Returns whether the marker was reached within `patience`.
   bool wait(std::chrono::milliseconds patience = kPatience) const {
     std::unique_lock<std::mutex> lock(mutex_);
     return changed_.wait_for(lock, patience, [&] { return reached_; });
   }
-  // For a device, whose patience has no end.
+  // For a device, which waits without a limit.
   void wait_forever() const {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return reached_; });
@@ -60,7 +60,7 @@ class Marker {
 
 using MarkerPtr = std::shared_ptr<const Marker>;
 
-// One stream. Thread-safe; never to be destroyed, as the streams of a device are not.
+// One stream. Thread-safe. Like the streams of a device, it is never destroyed.
 class Queue {
  public:
   Queue(int device, int64_t id) : device_(device), id_(id) {}
@@ -74,7 +74,7 @@ class Queue {
     return id_;
   }
 
-  // Never blocks. What `function` throws is a failure of the device: drain() throws it, and all that comes after still runs.
+  // Never blocks. An exception of `function` is a failure of the device: drain() throws it, and later functions still run.
   void enqueue(std::function<void()> function) {
     const std::lock_guard<std::mutex> lock(mutex_);
     functions_.push_back(std::move(function));
@@ -84,7 +84,7 @@ class Queue {
     }
     changed_.notify_all();
   }
-  // Runs it at once if there is nothing to wait for, else when the stream gets to it.
+  // Runs the function at once if the stream is idle, otherwise when the stream reaches it.
   void enqueue_or_run(std::function<void()> function) {
     if (is_free()) {
       function();
@@ -92,7 +92,7 @@ class Queue {
       enqueue(std::move(function));
     }
   }
-  // The end of what has been enqueued until now.
+  // Returns a marker at the end of the present queue.
   MarkerPtr mark() {
     auto marker = std::make_shared<Marker>();
     if (is_free()) {
@@ -102,7 +102,7 @@ class Queue {
     enqueue([marker] { marker->reach(); });
     return marker;
   }
-  // What is enqueued from now on comes after the marker. The host goes on.
+  // Functions that are enqueued from now on wait for the marker. The host does not wait.
   void wait_for(MarkerPtr marker) {
     if (marker->is_reached()) {
       return;
@@ -110,8 +110,7 @@ class Queue {
     enqueue([marker = std::move(marker)] { marker->wait_forever(); });
   }
 
-  // Blocks until what has been enqueued until now has run. std::runtime_error if that is not within kPatience, or if a function
-  // threw.
+  // Blocks until all enqueued functions have run. Throws std::runtime_error after kPatience, or if a function threw.
   void drain() {
     if (!mark()->wait()) {
       throw std::runtime_error(
@@ -123,13 +122,13 @@ class Queue {
       std::rethrow_exception(std::exchange(failure_, nullptr));
     }
   }
-  // Whether all that was enqueued has run.
+  // Returns whether all enqueued functions have run.
   bool is_idle() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return functions_.empty() && !running_;
   }
 
-  // From hold() to release() no function begins to run, as if the device were busy. Holds are counted.
+  // Between hold() and release() no function starts, as if the device were busy. Holds are counted.
   void hold() {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++holds_;
@@ -166,7 +165,7 @@ class Queue {
       } catch (...) {
         failure = std::current_exception();
       }
-      function = nullptr; // what it keeps alive goes before the next begins
+      function = nullptr; // releases the objects that it keeps alive before the next function starts
       lock.lock();
       if (failure && !failure_) {
         failure_ = failure;

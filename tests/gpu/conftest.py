@@ -1,10 +1,11 @@
-"""What tests on GPUs need: a GPU, and where ranks share one an NCCL that lets them, unless nothing of a test goes over NCCL.
+"""Fixtures of tests on GPUs, which skip tests without a GPU, or with shared GPUs if NCCL cannot share them.
 
-Ranks are processes of their own. Where there are fewer GPUs than ranks, NCCL has to be 2.30.3 or later: the one that torch
-has, or another one that FOG_TEST_NCCL names, /path/libnccl.so.2, which ranks then have in LD_PRELOAD. Windows go over the
-host's memory, and several ranks may have theirs on one GPU with any NCCL.
+Ranks are separate processes. If there are fewer GPUs than ranks, NCCL has to be 2.30.3 or later: torch's own, or
+another one that FOG_TEST_NCCL names, /path/libnccl.so.2, and that ranks then have in LD_PRELOAD. Windows go through the
+host's memory, so several ranks may have windows on one GPU with any NCCL.
 
-FOG_TEST_GPU=gpudouble runs one of each test on the fake device: tests/test_gpu_tests.py does, where no GPU is.
+FOG_TEST_GPU=gpudouble runs one case of each test on the fake device; tests/test_gpu_tests.py does this if there is no
+GPU.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ import torch
 
 # Names a newer libnccl.so.2 than torch's own.
 NCCL_VARIABLE = "FOG_TEST_NCCL"
-# As NCCL's documentation has it for ranks that share a GPU; each needs multiprocessors of its own.
+# The settings of NCCL's documentation for ranks that share a GPU; each rank needs its own multiprocessors.
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
-# Each stream with a hardware queue of its own, as far as there are any: a kernel that waits for another rank then stands in
-# the way of no other stream.
+# Gives each stream its own hardware queue, as far as there are any, so a kernel that waits for another rank does not
+# block other streams.
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-# A rank that is alone does all that one of several does.
+# Makes a rank that is alone do everything that one of several does.
 ALONE = {"FOG_EXCHANGE_ALONE": "1"}
 
 if os.environ.get(NCCL_VARIABLE):
-    # Before the server that ranks are forked from starts: a library is preloaded when a program begins.
+    # A library is preloaded when a program starts, so this comes before the fork server of the ranks starts.
     os.environ["LD_PRELOAD"] = ":".join(
         filter(None, (os.environ[NCCL_VARIABLE], os.environ.get("LD_PRELOAD")))
     )
 
 
 def gpus() -> int:
-    """How many GPUs there are; CUDA itself is not started in this process. All ranks share one double."""
+    """Returns the number of GPUs, without starting CUDA in this process. All ranks share one fake device."""
     if device_training.GPU != "cuda":
         return 1
     return torch.cuda.device_count() if torch.backends.cuda.is_built() else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of this folder, and skips them where there is no GPU. On the double one of each is enough."""
+    """Marks the tests of this folder, and skips them without a GPU. On the fake device, one case of each is enough."""
     here = Path(__file__).parent
     if device_training.GPU != "cuda":
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
@@ -66,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled() -> None:
-    """Ranks have no time to compile the double."""
+    """Compiles the fake device, because ranks would take too long to compile it."""
     if device_training.GPU == device_double.DEVICE:
         device_double.compile_double()
         device_double.compile_runtime()
@@ -74,7 +75,7 @@ def compiled() -> None:
 
 @pytest.fixture(scope="session")
 def sharing_environment() -> dict[str, str] | str:
-    """What ranks that share a GPU need in their environment for NCCL, or why they cannot."""
+    """Returns the environment that lets ranks share a GPU in NCCL, or the reason why they cannot."""
     if device_training.GPU != "cuda":
         return {}
     world = harness.World(1, initialize=False)
@@ -95,7 +96,7 @@ def sharing_environment() -> dict[str, str] | str:
 
 @pytest.fixture(scope="module")
 def gpu_worlds(request: pytest.FixtureRequest) -> Iterator[Callable[[int], harness.World]]:
-    """``gpu_worlds(n)`` is a world of n ranks, each with a GPU or with a part of one; skips where NCCL cannot do that."""
+    """``gpu_worlds(n)`` is a world of n ranks, each with a GPU or a part of one; skips the test if NCCL cannot share."""
     made: dict[int, harness.World] = {}
 
     def environment_of(size: int) -> dict[str, str]:
@@ -133,7 +134,7 @@ def window_worlds() -> Iterator[Callable[[int], harness.World]]:
 
 @pytest.fixture
 def new_window_world() -> Iterator[Callable[[int], harness.World]]:
-    """Makes such a world for one test, which may kill ranks of it."""
+    """Makes such a world for one test, which may kill its ranks."""
     made: list[harness.World] = []
 
     def make(size: int) -> harness.World:

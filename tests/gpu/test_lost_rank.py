@@ -1,4 +1,4 @@
-"""Windows of CUDA tensors when a rank is killed: the others' go on, and what it left is whole."""
+"""Tests of windows of CUDA tensors when a rank is killed: the others go on, and the data that it left is whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On one rank with a GPU: what needs no other rank."""
+"""Tests on one rank with a GPU, for functions that need no other rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_cuda = pytest.mark.skipif(
 
 
 def cuda_and_cpu_in_one_group() -> tuple[int, str]:
-    """Returns the world's size and the name of what serves CUDA tensors."""
+    """Returns the world's size and the name of the backend that serves CUDA tensors."""
     there = device_training.place(DEVICE)
     for where in (there, torch.device("cpu"), there):
         x = torch.arange(5.0, device=where)
@@ -64,7 +64,7 @@ def test_compile(gpu_worlds):
     gpu_worlds(1).run(device_operations.compiled, DEVICE, timeout=240)
 
 
-# The others ask once a step whether parameters without a gradient are to move.
+# The other algorithms read once per step whether parameters without a gradient must move.
 ALGORITHMS = [
     name for name in test_algorithms.IN_STEP if name not in ("GradientTracking", "QuasiGlobalMomentum")
 ]
@@ -88,7 +88,7 @@ def captured() -> None:
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # as torch asks for: what is made once is made before
+    with torch.cuda.stream(side):  # as torch requires, objects that are made once are made before the capture
         for _ in range(3):
             work()
     torch.cuda.current_stream().wait_stream(side)

@@ -1,4 +1,4 @@
-"""Several ranks, each with a GPU or with a part of one: they get what they get on the CPU."""
+"""Tests with several ranks, each with a GPU or a part of one: the results equal those on the CPU."""
 
 from __future__ import annotations
 

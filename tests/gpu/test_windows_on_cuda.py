@@ -1,4 +1,4 @@
-"""What windows of device tensors promise, on GPUs: tests/test_device_windows.py without what only its double can do."""
+"""Runs tests/test_device_windows.py on GPUs, without the tests that only the fake device can run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OF_HOST = 1  # CU_MEMORYTYPE_HOST
 
 
 def is_locked(address: int) -> bool:
-    """Whether the driver knows an address as one of the host's memory."""
+    """Returns whether the driver knows an address as host memory."""
     found = ctypes.c_uint()
     place = ctypes.c_ulonglong(address)
     status: int = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(found), MEMORY_TYPE, place)
@@ -68,12 +68,12 @@ def is_locked(address: int) -> bool:
 
 
 def locks_pages() -> bool:
-    """Whether a window's copy on the host is page-locked, which is the first large one in fog's arena."""
+    """Returns whether the window's copy on the host, the first large one in fog's arena, is page-locked."""
     x = torch.zeros(4 * MIB, dtype=torch.uint8, device=windows.start())
     with windows.window_of(x):
         if device_training.GPU == device_double.DEVICE:
             return bool(device_double.load_runtime().device_double_locked())
-        with open("/proc/self/maps") as maps:  # other ranks' arenas are among them
+        with open("/proc/self/maps") as maps:  # these include other ranks' arenas
             begins = [int(line.split("-")[0], 16) for line in maps if "fog_arena" in line]
         return any(is_locked(begin + number * MIB) for begin in begins for number in range(1024))
 

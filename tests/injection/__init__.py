@@ -1,4 +1,4 @@
-"""Libraries that stand between fog and the system, and let a test say what the system refuses, or see what it is asked."""
+"""Libraries between fog and the system, by which a test refuses or observes fog's requests to the system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def refusals() -> Path:
     """Compiles the library for ``LD_PRELOAD`` that refuses memory and threads; see refusals.cpp.
 
     Returns:
-        Its path.
+        The path of the library.
     """
     return build(
         "librefusals", ["refusals.cpp"], flags=["-O2", "-fvisibility=default"], library=True, where=_HERE
@@ -25,7 +25,7 @@ def mpi_buffers() -> Path | None:
     """Compiles the library for ``FOG_MPI_LIBRARY`` that watches MPI's buffers; see mpi_buffers.cpp.
 
     Returns:
-        Its path; None without the PyPI package mpich, whose library it stands before.
+        The path of the library; None without the PyPI package mpich, whose library it wraps.
     """
     try:
         files = importlib.metadata.files("mpich") or []

@@ -1,5 +1,5 @@
-// Stands before an MPI library and notes what MPI forbids: a receive into memory that a send, which MPI has not called complete,
-// still reads. Sends of large data are called complete late, as they may be. fog calls MPI under one lock, so there is none here.
+// Wraps an MPI library and counts a mistake that MPI forbids: a receive into memory that an incomplete send still reads. Sends
+// of large data are reported complete late, which MPI allows. fog calls MPI under one lock, so this library needs none.
 #include <mpi_abi.h>
 
 #include <chrono>
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int kLarge = 8192; // what is smaller goes from memory of fog's own
+constexpr int kLarge = 8192; // fog sends smaller data from its own memory
 
 using Clock = std::chrono::steady_clock;
 constexpr auto kHeld = std::chrono::milliseconds(20);
@@ -55,7 +55,7 @@ int MPI_Test(MPI_Request* request, int* flag, MPI_Status* status) {
 }
 
 int MPI_Testsome(int count, MPI_Request requests[], int* completed, int indices[], MPI_Status statuses[]) {
-  // Those that are held are not asked for; MPI ignores null requests.
+  // Held requests are left out; MPI ignores null requests.
   std::vector<MPI_Request> asked(requests, requests + count);
   bool any = false;
   for (auto& request : asked) {
@@ -68,7 +68,7 @@ int MPI_Testsome(int count, MPI_Request requests[], int* completed, int indices[
   const auto before = asked;
   const int code = PMPI_Testsome(count, asked.data(), completed, indices, statuses);
   if (!any) {
-    *completed = 0; // of those that are held
+    *completed = 0; // the held requests are not complete
   }
   for (int i = 0; *completed != MPI_UNDEFINED && i < *completed; ++i) {
     sending.erase(before[indices[i]]);

@@ -1,4 +1,4 @@
-// Preloaded into a process: refuses memory in threads of one name, and new threads, when a test says so.
+// Preloaded into a process, this refuses memory in threads of one name, and new threads, when a test asks for it.
 #include <dlfcn.h>
 #include <pthread.h>
 
@@ -61,7 +61,7 @@ void operator delete[](void* memory, std::size_t) noexcept {
 
 extern "C" {
 
-// From now on `count` allocations are refused to threads of this name, after `first` that are not.
+// From now on, threads of this name get `first` more allocations, and then `count` refusals.
 void refuse_memory(const char* thread, long first, long count) {
   memory_armed = false;
   std::strncpy(memory_thread, thread, sizeof(memory_thread) - 1);
@@ -71,7 +71,7 @@ void refuse_memory(const char* thread, long first, long count) {
   memory_armed = true;
 }
 
-// How many allocations these threads have asked for since then; refuses none any more.
+// Returns the number of allocations that these threads have asked for since then, and ends the refusals.
 long allow_memory() {
   memory_armed = false;
   return memory_count;

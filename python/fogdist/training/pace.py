@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from fogdist.context import Context
 
-# Exchanges without news of a neighbor, by default. Ranks on cores of their own do not meet it unless a neighbor is some 8
-# times slower; where ranks share cores, one that gets none for a while holds its neighbors up before they have run far
-# away from it: docs/training.md.
+# The default bound of exchanges without news of a neighbor. Ranks with their own cores do not reach it unless a
+# neighbor is about 8 times slower. Where ranks share cores, a rank that gets none for a while delays its neighbors
+# before they have run far ahead of it: docs/training.md.
 MAX_STALENESS = 8
 # While a rank waits: the sleeps between two looks, doubled from the first to the last. In seconds.
 _FIRST_SLEEP = 50e-6

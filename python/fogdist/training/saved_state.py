@@ -13,8 +13,8 @@ from fogdist.shards import local_of, sharded_as
 # What a state dict holds of an algorithm stands beside what the optimizer keeps, under names that begin so.
 _PREFIX = "fog_"
 _NAME = f"{_PREFIX}algorithm"
-# Of parameters that the optimizer has no state of, by name and by the parameter's place. Beside them, an optimizer such as
-# Adam would take theirs for its own, which it makes only where there is none.
+# Holds state of parameters for which the optimizer has none, by name and by the parameter's place. It is kept apart
+# because an optimizer such as Adam makes its own state only for parameters without any.
 _APART = f"{_PREFIX}apart"
 
 
