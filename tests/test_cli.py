@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hosts import address, emulated_hosts
@@ -903,6 +904,33 @@ def test_timeline_merge(tmp_path, capsys):
     assert fog_cli.main(["timeline", "merge", str(tmp_path / "t1.json"), "-o", str(output)]) == 0
     assert fog_cli.main(["timeline", "merge", str(tmp_path / "other"), "-o", str(output)]) == 2
     assert "there is no file" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_a_command_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fog_cli.commands.completion.run", Mock(side_effect=KeyboardInterrupt))
+    assert main(["completion", "bash"]) == 130
+    assert capsys.readouterr().err == "fog completion: interrupted\n"
+
+
+def test_a_drawing_without_an_ending_is_named_as_it_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["topology", "full", "-n", "4", "--plot", str(tmp_path / "with space")]) == 0
+    out = capsys.readouterr().out
+    assert f"drawn: {tmp_path / 'with space.png'}" in out and (tmp_path / "with space.png").is_file()
+    assert "after 1 step\n" in out
+
+
+def test_doctor_says_what_to_do_about_a_wrong_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        {"name": "extension", "begin": True},
+        {"name": "extension", "error": "ImportError: no MPI library"},
+    ]
+    monkeypatch.setenv("FOG_MPI_LIBRARY", "/nowhere/libmpi.so")
+    (found,) = doctor.loaded(Ended(0, lines, ""))
+    assert found.state == "bad" and found.advice.startswith("unset FOG_MPI_LIBRARY")
 
 
 def test_dump(capsys):

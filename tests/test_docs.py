@@ -116,6 +116,16 @@ def test_files_that_pages_name_exist() -> None:
                 checks.true(f"{name_of(page)}: {name}", (ROOT / name).exists())
 
 
+def test_no_file_has_the_marks_of_a_merge_that_was_not_resolved() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    files = [ROOT / name for name in listed.stdout.split("\0") if name] if listed.returncode == 0 else PAGES
+    mark = re.compile(r"^(?:<{7} |>{7} )|\s>{7} [0-9a-f]{7,}", re.MULTILINE)
+    with Checks() as checks:
+        for file in files:
+            if file.is_file() and (found := mark.search(file.read_text(errors="replace"))):
+                checks.true(f"{name_of(file)}: {found[0]!r}", False)
+
+
 def test_lines_have_at_most_120_columns_except_in_tables() -> None:
     with Checks() as checks:
         for page in PAGES:

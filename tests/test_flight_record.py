@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import fogdist
@@ -47,7 +48,7 @@ def rank_one_comes_late() -> None:
     )
     before = seen.operations[-2]
     assert before.what.startswith("barrier") and before.state == "done" and before.seconds < before.age
-    assert {pid, os.getpid()} <= set(flight_record.processes())
+    assert {pid, os.getpid()} <= {process.pid for process in flight_record.read_all()}
     os.kill(pid, signal.SIGSTOP)  # a stopped process can be read too
     try:
         text = flight_record.report([flight_record.read(pid), flight_record.read(os.getpid())])
@@ -133,6 +134,12 @@ def test_many_operations(new_world):
     new_world(2).run(many_operations)
 
 
+def test_report_says_how_many_operations_are_in_no_record() -> None:
+    process = flight_record.Process(pid=7, rank=0, size=2, host="a", operations=[], unrecorded=3)
+    assert "not recorded, as too many others were in flight: 3" in flight_record.report([process])
+    assert "not recorded" not in flight_record.report([replace(process, unrecorded=0)])
+
+
 def failed_operation() -> list[str]:
     dist.barrier()
     if dist.get_rank() == 1:
@@ -155,7 +162,7 @@ def test_processes_without_a_record():
         flight_record.read(2**22 + 1)
     with pytest.raises(TypeError, match="pid must be an int"):
         flight_record.read("1")
-    assert os.getpid() not in flight_record.processes()
+    assert os.getpid() not in {process.pid for process in flight_record.read_all()}
 
 
 def forked_child() -> str:

@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"fog {parsed.command_name}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"fog {parsed.command_name}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of the output has seen enough
         sys.stderr.close()
         return 141

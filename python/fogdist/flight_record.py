@@ -65,6 +65,7 @@ class Process:
         size: Ranks of the job.
         host: Name of its host.
         operations: The oldest first.
+        unrecorded: How many operations began while 256 others were in flight; they are in no record.
     """
 
     pid: int
@@ -72,6 +73,7 @@ class Process:
     size: int
     host: str
     operations: list[Operation]
+    unrecorded: int
 
     @property
     def in_flight(self) -> list[Operation]:
@@ -90,20 +92,19 @@ def read(pid: int) -> Process:
         raise TypeError(f"pid must be an int, got {type(pid).__name__}")
     found: dict[str, Any] = _extension.load().read_flight_record(pid)
     operations = [Operation(**each) for each in found["operations"]]
-    return Process(found["pid"], found["rank"], found["size"], found["host"], operations)
+    return Process(found["pid"], found["rank"], found["size"], found["host"], operations, found["unrecorded"])
 
 
-def processes() -> list[int]:
-    """The processes of this host that have a record and that this user may read."""
+def read_all() -> list[Process]:
+    """Reads all processes of this host that have a record and that this user may read, in the order of their pids."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
         with contextlib.suppress(OSError, ValueError):  # it has ended, is another user's, or a fork
             if any(_is_record(link) for link in (entry / "fd").iterdir()):
-                read(int(entry.name))
-                found.append(int(entry.name))
-    return sorted(found)
+                found.append(read(int(entry.name)))
+    return sorted(found, key=lambda process: process.pid)
 
 
 def _is_record(link: Path) -> bool:
@@ -128,6 +129,8 @@ def report(found: Sequence[Process]) -> str:
             lines.append(
                 f"  {operation.state} {ago:.1f} s ago, after {operation.seconds * 1e3:.3g} ms: {operation}"
             )
+        if process.unrecorded:
+            lines.append(f"  not recorded, as too many others were in flight: {process.unrecorded}")
     blamed = _blamed(found)
     return "\n".join([*lines, *([""] if blamed else []), *blamed])
 

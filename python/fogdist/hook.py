@@ -149,7 +149,8 @@ def gossip_hook(
     its average and does not delay the others. All ranks must make the same number of passes, as with DDP.
 
     DDP keeps its own behavior. When it is constructed, it broadcasts rank 0's parameters and buffers and checks their
-    shapes. It broadcasts buffers in each forward pass, for which all ranks wait, unless ``broadcast_buffers=False``.
+    shapes. It broadcasts buffers in each forward pass, for which all ranks wait, unless ``broadcast_buffers=False``
+    (torch 2.13 deprecates this name for ``forward_sync_buffers=False``).
     ``find_unused_parameters`` adds one small allreduce per iteration. Parameters that no gradient reaches are averaged
     like others. Models differ between ranks: average them before you evaluate or save them, with
     ``fogdist.allreduce_parameters(dict(model.named_parameters()))``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     elif bad:
         print(
-            f"\nNot everything that fog needs on one host works: {', '.join(dict.fromkeys(f.name for f in bad))}."
+            f"\nNot everything that fog needs on one host works: {', '.join(dict.fromkeys(f.name for f in bad if f.name != 'two ranks'))}."
         )
     else:
         tried = "" if arguments.self_test else ", as far as it can be seen without trying"
@@ -148,6 +149,10 @@ def loaded(ended: Ended) -> Iterator[Finding]:
             advice = _ADVICE.get(name, "")
             if name == "extension" and "Error: " not in error:  # it crashed or hung
                 advice = f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}"
+            elif name == "extension" and os.environ.get("FOG_MPI_LIBRARY") and "MPI" in error:
+                advice = (
+                    "unset FOG_MPI_LIBRARY to take the package mpich's library, or name your site's correctly"
+                )
             yield Finding("versions", name, state, error, advice)
     if not ended.lines:
         yield Finding(

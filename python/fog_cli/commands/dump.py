@@ -38,16 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{pid}: there is no such process")
     from fogdist import flight_record
 
-    pids = arguments.pids or flight_record.processes()
-    if not pids:
+    try:
+        found = [flight_record.read(pid) for pid in arguments.pids] or flight_record.read_all()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not found:
         print("fog dump: no process of yours on this host has a group of fog", file=sys.stderr)
         return 1
-    found = []
-    for pid in pids:
-        try:
-            found.append(flight_record.read(pid))
-        except ValueError as error:
-            if arguments.pids:
-                raise UsageError(str(error)) from None
     print(flight_record.report(found))
     return 0

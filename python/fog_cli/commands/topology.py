@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fog_cli import UsageError
@@ -104,8 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.edges:
             print("\n".join(edges(topology)))
         if arguments.plot:
-            plot(topology, arguments.plot)
-            print(f"drawn: {arguments.plot}")
+            drawn = arguments.plot if Path(arguments.plot).suffix else f"{arguments.plot}.png"
+            plot(topology, drawn)
+            print(f"drawn: {drawn}")
     except TopologyError as error:
         raise UsageError(str(error)) from error
     except (ImportError, OSError, ValueError) as error:
@@ -164,8 +166,8 @@ def describe(topology: Topology, size: int) -> list[str]:
             f"{topology.spectral_gap:.4f}"
             + ("" if topology.period in (None, 1) else ", of the product over a period"),
         ),
-        ("exact average", "only approached" if exact is None else f"after {exact} steps"),
-        ("average to 1e-6", "in more than 1000 steps" if near is None else f"after {near} steps"),
+        ("exact average", "only approached" if exact is None else _after(exact)),
+        ("average to 1e-6", "in more than 1000 steps" if near is None else _after(near)),
         ("messages a step", f"{mean * topology.size:.1f} in all, of {_shown(size)}"),
         (
             "bytes a step",
@@ -190,6 +192,10 @@ def edges(topology: Topology, most: int = 16) -> list[str]:
     if topology.period is None or topology.period > most:
         lines.append("    and so on")
     return lines
+
+
+def _after(steps: int) -> str:
+    return f"after {steps} step{'' if steps == 1 else 's'}"
 
 
 def _shown(size: float) -> str:

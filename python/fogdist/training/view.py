@@ -276,7 +276,8 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, DistributedOptimizer):
         raise ValueError(
-            f"optimizer must not be distributed already, got {type(optimizer).__mro__[1].__name__}"
+            f"optimizer must not be distributed already, got {type(optimizer).__mro__[1].__name__}; give the torch "
+            "optimizer itself. In a notebook, make both in one cell, so that it can run again"
         )
     if hidden := _hidden(view, optimizer):
         raise ValueError(
