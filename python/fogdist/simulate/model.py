@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +80,7 @@ class StackedModel(nn.Module):
                 an input has not as many rows as there are ranks.
         """
         if self.training:
-            reject_statistics(self._model[0])
+            self.check_statistics()
         for place, each in enumerate(inputs):
             if each.ndim == 0 or len(each) != self.ranks:
                 raise ValueError(
@@ -93,7 +94,7 @@ class StackedModel(nn.Module):
 
     def parameters_of_ranks(self) -> dict[str, Tensor]:
         """Returns the trained parameters by name, views of `stacked` of shape (ranks, *shape) each."""
-        parts = self.stacked.split(self._lengths, dim=1)
+        parts = torch.split(self.stacked, self._lengths, dim=1)
         return {
             name: part.reshape(self.ranks, *shape)
             for part, (name, shape) in zip(parts, self._shapes.items(), strict=False)
@@ -126,16 +127,28 @@ class StackedModel(nn.Module):
         self._model[0].train(mode)
         return super().train(mode)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Eval mode without gradients; afterwards each layer has its own mode again."""
+        modes = [(layer, layer.training) for layer in (self, *self._model[0].modules())]
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
 
-def reject_statistics(model: nn.Module) -> None:
-    """Raises ValueError if a layer of a model takes statistics of its training batches."""
-    for name, layer in model.named_modules():
-        if (
-            layer.training
-            and isinstance(layer, _NormBase)
-            and (isinstance(layer, _BatchNorm) or layer.track_running_stats)
-        ):
-            raise ValueError(
-                f"model must have no layer with statistics of batches for virtual ranks, got {type(layer).__name__} "
-                f"{name!r} in training mode: take GroupNorm or LayerNorm, or set that layer to eval()"
-            )
+    def check_statistics(self) -> None:
+        """Raises ValueError if a layer takes statistics of its training batches, which would be those of all ranks."""
+        for name, layer in self._model[0].named_modules():
+            if (
+                layer.training
+                and isinstance(layer, _NormBase)
+                and (isinstance(layer, _BatchNorm) or layer.track_running_stats)
+            ):
+                raise ValueError(
+                    "model must have no layer with statistics of batches for virtual ranks, got "
+                    f"{type(layer).__name__} {name!r} in training mode: take GroupNorm or LayerNorm, or set that layer "
+                    "to eval()"
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,6 @@ from fogdist.topology import ExponentialTwoGraph, Topology
 from fogdist.training.algorithm import check_count
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
 from fogdist.training.plans import topology_of
-
-_Mixing = TypeVar("_Mixing")
 
 # A matrix with more than this share of nonzero entries is multiplied as it is. For a sparse one, each entry costs a pass
 # over two rows; the library's product of dense matrices is some times faster for each entry.
@@ -45,7 +43,8 @@ class VirtualRanks(VirtualGroup):
 
     def __init__(self, size: int, topology: nx.DiGraph | None = None) -> None:
         check_count(size, "size")
-        super().__init__(0, size)
+        make: Any = super().__init__
+        make(0, size)  # of no store: nothing is sent
         graph = ExponentialTwoGraph(size) if topology is None else topology
         static = see_topology(graph, False, 0, size)
         backend: Any = _OneProcess()
@@ -65,10 +64,9 @@ class _AllRanks(Context):
         """See `Context.held`."""
         return self.size
 
-    def carried_out(self, mixing: _Mixing) -> _Mixing:
+    def carried_out(self, mixing: Any) -> Any:
         """See `Context.carried_out`."""
-        rows: Any = mixing if isinstance(mixing, RowMixing) else RowMixing(mixing, self.size)
-        return rows
+        return mixing if isinstance(mixing, RowMixing) else RowMixing(mixing, self.size)
 
 
 class _OneProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fogdist.algorithms import DecentralizedSGD
-from fogdist.simulate.model import StackedModel, reject_statistics
+from fogdist.simulate.model import StackedModel
 from fogdist.simulate.ranks import VirtualRanks
 from fogdist.training.algorithm import check_count
 from fogdist.training.mixing import MixingLike
@@ -45,6 +44,10 @@ class Result:
         return next((steps for steps, value in self.evaluated if value <= target), None)
 
 
+def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.1)
+
+
 def train(
     model: nn.Module,
     loss: Loss,
@@ -54,7 +57,7 @@ def train(
     steps: int,
     topology: MixingLike = None,
     algorithm: Callable[..., Optimizer] = DecentralizedSGD,
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = partial(SGD, lr=0.1),
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _sgd,
     evaluate: Callable[[StackedModel], float] | None = None,
     every: int = 1,
     until: float | None = None,
@@ -81,7 +84,8 @@ def train(
             the static exponential graph for most.
         algorithm: A class of `fogdist.algorithms` that goes in step, `GradientAverage`, or a `functools.partial` of
             one with its options.
-        optimizer: Makes the local optimizer of parameters. It must treat each element by itself.
+        optimizer: Makes the local optimizer of parameters, which must treat each element by itself; by default SGD with
+            a learning rate of 0.1.
         evaluate: Called before the first step and after every `every` steps, with the model in eval mode and without
             gradients; a loss, say, of ``stacked.model_of()``, the mean of all ranks.
         every: Steps from one evaluation to the next.
@@ -98,8 +102,8 @@ def train(
     """
     check_count(steps, "steps")
     check_count(every, "every")
-    stacked = StackedModel(model.train(model.training), ranks)
-    reject_statistics(model)
+    stacked = StackedModel(model, ranks)
+    stacked.check_statistics()
     options = {} if topology is None else {"mixing": topology}
     view = algorithm(optimizer([stacked.stacked]), stacked, group=VirtualRanks(ranks), **options)
     of_ranks = torch.func.vmap(loss, randomness="different")
@@ -109,10 +113,8 @@ def train(
     def reached(step: int) -> bool:
         if evaluate is None or step % every:
             return False
-        stacked.eval()
-        with torch.no_grad():
+        with stacked.evaluating():
             evaluated.append((step, float(evaluate(stacked))))
-        stacked.train()
         return until is not None and evaluated[-1][1] <= until
 
     made = 0
@@ -125,7 +127,7 @@ def train(
             each = of_ranks(stacked(inputs), targets)
             if each.shape != (ranks,):
                 raise ValueError(f"loss must return a scalar, got shape {tuple(each.shape[1:])}")
-            each.sum().backward()
+            torch.autograd.backward(each.sum())
             view.step()
             losses[made] = each.detach().mean()
             distances[made] = stacked.consensus_distance()
