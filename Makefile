@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-loss clean FORCE
 
 # Stamps live in the environment, so that they go with it. Two of them hold what they stand for and are rewritten
 # only when that changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -56,6 +56,7 @@ help:
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
+	@echo "make benchmark-loss       steps to a loss, of virtual ranks   (ARGS=\"--ranks 16 --more-ranks 64\")"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make test-frameworks  install Lightning, accelerate, transformers and Ray below build/frameworks, run the recipes"
@@ -166,6 +167,11 @@ benchmark-overlap: build
 benchmark-scale: build
 	@echo "== benchmark of many ranks"
 	@$(IN_VENV) python benchmarks/scale.py --json scale.json --plot scale.png $(ARGS)
+
+# Its results are kept in the repository.
+benchmark-loss: build
+	@echo "== steps to a loss"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --plot docs/pictures/time_to_loss.svg $(ARGS)
 
 # Exits with an error if something could not be installed, after the tests of what could.
 test-mpi: build

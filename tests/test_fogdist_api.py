@@ -59,8 +59,8 @@ def test_every_module_imports_only_what_is_below_it():
         "deprecated_optimizers",
         "ddp",
         "hook",
-        "__init__",
         "simulate",
+        "__init__",
         "interactive",
         "bluefog",
     ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import fogdist
@@ -310,8 +313,7 @@ def test_arguments_are_checked():
 def test_evaluations_end_the_training_at_its_target():
     def evaluate(stacked: simulate.StackedModel) -> float:
         assert not stacked.training and not torch.is_grad_enabled()
-        inputs, targets = batches(4)(100)
-        return float(squares(stacked.model_of()(inputs[0]), targets[0]))
+        return 1 - stacked.consensus_distance()  # ranks begin together
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -324,3 +326,44 @@ def test_evaluations_end_the_training_at_its_target():
     assert steps is not None and steps == len(result.losses) == len(result.consensus) and steps % 5 == 0
     assert steps == best > 0
     assert result.steps_to(0.0) is None
+
+
+# --- the benchmark ------------------------------------------------------------------------------------------
+
+
+def test_steps_and_times_are_joined_by_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark = importlib.import_module("time_to_loss")
+    task = ("random", torch.randn(40, 49), torch.arange(40) % 10, torch.randn(9, 49), torch.arange(9))
+    for way in benchmark.WAYS:
+        point = benchmark.run(way, 8, "sorted", 3, 20, task)
+        assert point["steps"] == [0, 10, 20] and np.isfinite(point["losses"]).all(), way
+    mean, lower, upper = benchmark.interval([1.0, 2.0, 3.0])
+    assert (mean, upper - mean) == (
+        2.0,
+        pytest.approx(4.302653 / 3**0.5),
+    )  # the 0.975 quantile of t with 2 degrees
+    assert mean - lower == pytest.approx(upper - mean)
+    kinds = {"ranks": 16, "split": "iid", "steps": [0, 10, 20]}
+    points = [
+        {**kinds, "way": "ddp_fog", "seed": seed, "losses": [2.0, 1.0, 0.5 + seed]} for seed in (0, 1)
+    ] + [
+        {**kinds, "way": "one_peer_exp", "seed": seed, "losses": [2.0, 1.2, (0.5 + seed) * 1.004]}
+        for seed in (0, 1)
+    ]
+    (row,) = benchmark.differences(points)
+    assert (row["way"], row["mean"], row["within_goal"]) == ("one_peer_exp", pytest.approx(0.004), True)
+    steps = benchmark.median_steps(points, 1.0)
+    assert steps["ddp_fog", 16, "iid"] == 10 and steps["one_peer_exp", 16, "iid"] == np.inf
+    measured = {"scenario": "a", "model": "resnet50", "scaling": "weak", "hosts": 8, "ranks_per_host": 2}
+    content = [
+        {**measured, "way": "ddp_gloo", "step_s": {"median": 0.5}},
+        {**measured, "way": "one_peer_exp", "step_s": {"median": 0.2}},
+        {**measured, "way": "ddp_fog", "step_s": {"median": 9.9}, "cpu_bound": True},
+    ]
+    (tmp_path / "cluster.json").write_text(json.dumps({"points": content}))
+    rows = benchmark.time_to_loss(steps, benchmark.read_step_times(tmp_path))
+    assert [(r["way"], r["steps"], r["seconds_to_loss"]) for r in rows] == [
+        ("ddp_gloo", 10, 5.0),
+        ("one_peer_exp", None, None),
+    ]
