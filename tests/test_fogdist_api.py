@@ -54,7 +54,16 @@ def test_every_module_imports_only_what_is_below_it():
     order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
     order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
     order += ["packing", "shards", "parameters", "consensus", "training", "algorithms", "optimizers"]
-    order += ["metrics", "deprecated_optimizers", "ddp", "hook", "__init__", "interactive", "bluefog"]
+    order += [
+        "metrics",
+        "deprecated_optimizers",
+        "ddp",
+        "hook",
+        "simulate",
+        "__init__",
+        "interactive",
+        "bluefog",
+    ]
     folder = Path(fogdist.__file__).parent
     for file in folder.rglob("*.py"):
         layer = file.relative_to(folder).parts[0].removesuffix(".py")

@@ -6,6 +6,7 @@ BlueFog versions.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from fogdist import algorithms, legacy, metrics, timeline
@@ -231,6 +232,7 @@ __all__ = [
     "set_topology",
     "share_",
     "shutdown",
+    "simulate",
     "size",
     "synchronize",
     "timeline",
@@ -258,7 +260,11 @@ __all__ = [
     "win_wait",
 ]
 
-if not TYPE_CHECKING:  # a type checker is to find misspelt names
+if TYPE_CHECKING:
+    from fogdist import simulate
+else:  # a type checker is to find misspelt names
 
     def __getattr__(name: str) -> Any:
+        if name == "simulate":  # most scripts do not use it
+            return importlib.import_module("fogdist.simulate")
         return legacy.find(name, __name__, globals())

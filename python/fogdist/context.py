@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +56,10 @@ class Gossips:
 
 # By group, and not by context: what is made after the next `init` must not be called as what is still there.
 _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+
+
+# A mixing of `fogdist.training`, which is above this module.
+_Mixing = TypeVar("_Mixing")
 
 
 class OpenWindow(Protocol):
@@ -107,6 +111,28 @@ class Context:
         """Whether training needs no exchange, as there is no other rank."""
         return self.size == 1 and not environment.EXCHANGE_ALONE.get()
 
+    @property
+    def held(self) -> int:
+        """How many ranks' values this process holds: its own; all of them in `fogdist.simulate`."""
+        return 1
+
+    def carried_out(self, mixing: _Mixing) -> _Mixing:
+        """Returns what makes the averages of a mixing in this group: the mixing itself, which exchanges messages.
+
+        Where one process holds all ranks, it is a product with the mixing's matrix.
+        """
+        return mixing
+
+
+class VirtualGroup(dist.ProcessGroup):
+    """Ranks that one process holds, all of them (`fogdist.simulate`); they need no `init`.
+
+    Attributes:
+        context: The group's.
+    """
+
+    context: Context
+
 
 @dataclass
 class _Session:
@@ -133,6 +159,8 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
         ValueError: `init` was never called; `group` has no fog backend, or this rank is not in it.
         RuntimeError: After `shutdown`, or the group was destroyed.
     """
+    if isinstance(group, VirtualGroup):
+        return group.context
     session = _require_session()
     if group is None or group is session.main.group:
         if not _is_registered(session.main.group):

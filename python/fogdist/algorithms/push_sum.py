@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from fogdist.training.algorithm import Algorithm
 
@@ -28,7 +29,7 @@ class PushSumSGD(Algorithm):
     The arguments are those of `Algorithm`.
 
     Attributes:
-        p: This rank's weight.
+        p: This rank's weight; a vector of all ranks' weights where one process holds them all (`fogdist.simulate`).
     """
 
     state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
@@ -36,7 +37,7 @@ class PushSumSGD(Algorithm):
     _is_biased: bool
 
     @property
-    def p(self) -> float:
+    def p(self) -> Any:
         """This rank's weight: 1 at first, and always where graphs are regular."""
         return self.numbers["p"]
 
@@ -53,26 +54,31 @@ class PushSumSGD(Algorithm):
     def adapt(self) -> Any:
         """See the class."""
         p = self.p
-        if p != 1.0:
+        is_weighted = isinstance(p, Tensor) or p != 1.0
+        if is_weighted:
             self._scale(p)
             self._is_biased = True
         result = super().adapt()
-        if p != 1.0 and (self.steps + 1) % self.local_steps != 0:
+        if is_weighted and (self.steps + 1) % self.local_steps != 0:
             self._scale(1 / p)
             self._is_biased = False
         return result
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, factor: Any) -> None:
         for x in self.values:
-            x.mul_(factor)
+            if isinstance(factor, Tensor):
+                x.view(len(factor), -1).mul_(factor.to(x).unsqueeze(1))
+            else:
+                x.mul_(factor)
 
     def combine(self) -> None:
         """See the class."""
         if self.is_alone:
             return
         # In double, whatever the parameters are: p is a product of all rounds.
-        weight = torch.tensor([self.p], dtype=torch.float64, device="cpu")
+        held = self.context.held
+        weight = torch.as_tensor(self.p, dtype=torch.float64, device="cpu").expand(held).clone()
         self.mixing.begin_push([*self.values, weight], self.this_round(), in_place=True)()
-        self.numbers["p"] = float(weight)
+        self.numbers["p"] = float(weight) if held == 1 else weight
         self._is_biased = False
-        self._scale(1 / float(weight))
+        self._scale(1 / self.p)

@@ -135,7 +135,7 @@ class Algorithm(DistributedOptimizer):
     rounds: int
     overflowed: bool
     vectors: dict[str, list[Tensor]]
-    numbers: dict[str, float]
+    numbers: dict[str, Any]  # floats; tensors of one element a rank where one process holds all ranks
     buckets: FlatBuckets
     is_alone: bool
     _group: dist.ProcessGroup | None
@@ -181,7 +181,7 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        self.mixing = as_mixing(mixing)
+        self.mixing = context.carried_out(as_mixing(mixing))
         described = {"local_steps": local_steps, **(compare or {})}
         items = [*self.mixing.items(context)]
         items += [f"{name}={value!r}" for name, value in described.items()]
@@ -267,7 +267,8 @@ class Algorithm(DistributedOptimizer):
             mixing: By default that of the algorithm.
             in_place: Whether the averages go into the tensors themselves.
         """
-        chosen = NoMixing() if self.is_alone else mixing or self.mixing
+        other = self.mixing if mixing is None else self.context.carried_out(mixing)
+        chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, self.this_round(), in_place)()
 
     def step_along(self, directions: Sequence[Tensor]) -> Any:

@@ -148,19 +148,22 @@ class Neighbors(Mixing):
         topology: Round t of the algorithm is round t of this; a graph is the same in all rounds. None for the
             dynamic weights of `Round.weights`, and where these are None for the group's topology.
 
+    Attributes:
+        topology: The same as rounds, or None.
+
     Raises:
         TypeError: `topology` is none of these, or a weight not a real number.
         ValueError: A rank's weights in a graph do not sum to 1.
     """
 
     def __init__(self, topology: TopologyLike = None) -> None:
-        self._topology = as_topology(topology, "topology")
-        if self._topology is None:
+        self.topology = as_topology(topology, "topology")
+        if self.topology is None:
             self.weights = ("self_weight", "src_weights", "dst_weights", "enable_topo_check")
         self._plans: Plans | None = None
 
     def __repr__(self) -> str:
-        return f"Neighbors({'' if self._topology is None else self._topology.name})"
+        return f"Neighbors({'' if self.topology is None else self.topology.name})"
 
     def items(self, context: Context) -> list[str]:
         """See `Mixing.items`: the weights of all rounds, of an endless topology the first ones."""
@@ -168,7 +171,7 @@ class Neighbors(Mixing):
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
-        if self._topology is not None:
+        if self.topology is not None:
             return _planned(tensors, self._of(round.context).plan(round.number), round, in_place)
         return self._along_weights(tensors, round, in_place)
 
@@ -179,14 +182,14 @@ class Neighbors(Mixing):
         Dynamic weights are taken as they are: `self_weight` and `dst_weights` must sum to 1.
         """
         given = round.weights.self_weight, round.weights.src_weights, round.weights.dst_weights
-        if self._topology is None and given != (None, None, None):
+        if self.topology is None and given != (None, None, None):
             return self._along_weights(tensors, round, in_place)
         return _planned(tensors, self._of(round.context).push_plan(round.number), round, in_place)
 
     def _of(self, context: Context) -> Plans:
         """Returns the plans of a group; a mixing may be used in several, one after the other."""
         if self._plans is None or self._plans.context is not context:
-            self._plans = Plans(self._topology, context, "mixing")
+            self._plans = Plans(self.topology, context, "mixing")
         return self._plans
 
     def _along_weights(self, tensors: Sequence[Tensor], round: Round, in_place: bool) -> Finish:

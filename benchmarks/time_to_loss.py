@@ -1,0 +1,451 @@
+"""Steps to a target loss, and the loss at equal samples beside DDP's, of 8 to 4,096 virtual ranks; and with the time of a
+step, which benchmarks/cluster.py and its model measure, the time to the loss.
+
+The task: MNIST in 7 x 7 pixels, or scikit-learn's digits where there is no MNIST, and a perceptron with one hidden layer.
+All ways have the same model, start, batches, local optimizer and number of samples in a run; runs of one seed are paired.
+The loss is that of the mean of the ranks' models on test images. Ranks' data are alike ("iid"), or their labels are in
+proportions of a Dirichlet distribution ("dirichlet 0.1"). Nothing here takes time into account: a slow link costs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import numpy as np
+import torch
+from fogdist import algorithms, simulate
+from fogdist import topology as topologies
+from fogdist.topology import Topology
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "examples"))
+
+MNIST = ROOT.parent / "shared" / "data" / "mnist"
+PIXELS, HIDDEN, CLASSES = 7, 16, 10
+BATCH, RATE, MOMENTUM, LOCAL_STEPS = 8, 0.05, 0.9, 8
+EVERY = 10
+# Relative to DDP's loss.
+GOAL = 0.01
+RANKS_PER_MACHINE = 2
+# With more ranks only these run, to save time. Topologies are kept as dense matrices, one of 12 rounds of 4,096 ranks takes 1.6 GB.
+MANY_RANKS = 256
+MANY_RANKS_WAYS = ("ddp_fog", "one_peer_exp", "static_exp", "local_sgd")
+SPLITS: dict[str, Any] = {"iid": "iid", "dirichlet 0.1": 0.1, "sorted": "sorted"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        algorithm: Makes the distributed optimizer.
+        topology: Makes its mixing of the number of ranks; None for the algorithm's own.
+        momentum: Of the local SGD.
+    """
+
+    algorithm: Callable[..., Any]
+    topology: Callable[[int], Topology] | None = None
+    momentum: float = MOMENTUM
+
+
+def static_exponential(ranks: int) -> Topology:
+    return Topology.from_graph("exp2", topologies.ExponentialTwoGraph(ranks))
+
+
+def symmetric(ranks: int) -> Topology:
+    return Topology.from_graph("symexp", topologies.SymmetricExponentialGraph(ranks))
+
+
+def hierarchical(ranks: int) -> Topology:
+    """Means within machines, and the static exponential graph between them."""
+    machines = topologies.mixing_matrix(topologies.ExponentialTwoGraph(ranks // RANKS_PER_MACHINE))
+    within = np.full((RANKS_PER_MACHINE, RANKS_PER_MACHINE), 1 / RANKS_PER_MACHINE)
+    return Topology("hierarchical", [np.kron(machines, within)])
+
+
+_awc = partial(algorithms.DecentralizedSGD, order="awc")
+# The names are those of benchmarks/cluster.py where it has the way, as the time of a step is joined by name.
+WAYS: dict[str, Way] = {
+    "ddp_fog": Way(simulate.GradientAverage),
+    "one_peer_exp": Way(_awc, topologies.one_peer_exponential),
+    "static_exp": Way(_awc, static_exponential),
+    "hierarchical": Way(_awc, hierarchical),
+    "base_k": Way(_awc, topologies.base_graph),
+    "local_sgd": Way(partial(algorithms.LocalSGD, local_steps=LOCAL_STEPS)),
+    "gossip_diloco": Way(
+        partial(algorithms.GASLoC, local_steps=LOCAL_STEPS, outer_momentum=0.5),
+        lambda ranks: topologies.random_matching(ranks),
+    ),
+    "gossip_pga": Way(algorithms.GossipPGA, topologies.one_peer_exponential),
+    "exact_diffusion": Way(algorithms.ExactDiffusion, symmetric),
+    "gradient_tracking": Way(algorithms.GradientTracking, static_exponential),
+    "qg_momentum": Way(algorithms.QuasiGlobalMomentum, topologies.one_peer_exponential, momentum=0.0),
+}
+REFERENCE = "ddp_fog"
+# Other names of the same steps.
+STEPS_OF = {"ddp_gloo": REFERENCE}
+
+
+def load() -> tuple[str, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the task's name, training inputs and labels, and those of the test."""
+    from images import load_digits, load_mnist
+
+    images: Any = load_mnist(MNIST) if MNIST.is_dir() else load_digits()
+
+    def small(pictures: Tensor) -> Tensor:
+        pooled: Tensor = nn.functional.adaptive_avg_pool2d(pictures.unsqueeze(1), PIXELS)
+        return pooled.flatten(1)
+
+    train, test = small(images.train_images), small(images.test_images)
+    mean, deviation = train.mean(), train.std()
+    return (
+        images.name,
+        (train - mean) / deviation,
+        images.train_labels,
+        (test - mean) / deviation,
+        images.test_labels,
+    )
+
+
+def make_model(seed: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(PIXELS**2, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+
+
+def run(
+    name: str,
+    ranks: int,
+    split: str,
+    seed: int,
+    steps: int,
+    task: Sequence[Any],
+    until: float | None = None,
+) -> dict[str, Any]:
+    """Trains in one way, up to a loss of `until` if it is given; returns a point of the results."""
+    _, inputs, labels, test, answers = task
+    way = WAYS[name]
+
+    def evaluate(stacked: simulate.StackedModel) -> float:
+        return float(nn.functional.cross_entropy(stacked.model_of()(test), answers))
+
+    begin = time.perf_counter()
+    result = simulate.train(
+        make_model(seed),
+        nn.functional.cross_entropy,
+        simulate.Shards(inputs, labels, ranks=ranks, batch=BATCH, split=SPLITS[split], seed=seed),
+        ranks=ranks,
+        steps=steps,
+        topology=None if way.topology is None else way.topology(ranks),
+        algorithm=way.algorithm,
+        optimizer=partial(torch.optim.SGD, lr=RATE, momentum=way.momentum),
+        evaluate=evaluate,
+        every=EVERY,
+        until=until,
+        seed=seed,
+    )
+    return {
+        "way": name,
+        "ranks": ranks,
+        "split": split,
+        "seed": seed,
+        "steps": [step for step, _ in result.evaluated],
+        "losses": [round(value, 6) for _, value in result.evaluated],
+        "consensus": float(f"{float(result.consensus[-1]):.4g}"),
+        "seconds": round(time.perf_counter() - begin, 2),
+    }
+
+
+def steps_to(point: Mapping[str, Any], target: float) -> int | None:
+    """Returns the first number of steps with a loss of at most `target`; None if there was none."""
+    pairs = zip(point["steps"], point["losses"], strict=True)
+    return next((steps for steps, loss in pairs if loss <= target), None)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the mean and the 95 % t-interval of it."""
+    from scipy import stats
+
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, -math.inf, math.inf
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half
+
+
+def differences(points: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the loss at equal samples relative to DDP's, of paired seeds, for each way, split and number of ranks."""
+    final = {(p["way"], p["ranks"], p["split"], p["seed"]): p["losses"][-1] for p in points}
+    groups: dict[tuple[str, int, str], list[float]] = {}
+    paired = {(ranks, split) for _, ranks, split, seed in final if seed != min(key[3] for key in final)}
+    for (way, ranks, split, seed), loss in final.items():
+        if (ranks, split) not in paired:  # these end at the target
+            continue
+        reference = final.get((REFERENCE, ranks, split, seed))
+        if way != REFERENCE and reference is not None:
+            groups.setdefault((way, ranks, split), []).append(loss / reference - 1)
+    rows = []
+    for (way, ranks, split), values in groups.items():
+        if len(values) > 1:
+            mean, lower, upper = interval(values)
+            rows.append(
+                {
+                    "way": way, "ranks": ranks, "split": split, "seeds": len(values),
+                    "mean": round(mean, 6), "lower": round(lower, 6), "upper": round(upper, 6),
+                    "within_goal": upper <= GOAL,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def median_steps(points: Iterable[Mapping[str, Any]], target: float) -> dict[tuple[str, int, str], float]:
+    """Returns the median over seeds of the steps to the target, infinite if most runs did not come there."""
+    found: dict[tuple[str, int, str], list[float]] = {}
+    for p in points:
+        steps = steps_to(p, target)
+        key = (p["way"], p["ranks"], p["split"])
+        found.setdefault(key, []).append(math.inf if steps is None else steps)
+    return {key: statistics.median_high(values) for key, values in found.items()}
+
+
+def read_step_times(folder: Path) -> list[dict[str, Any]]:
+    """Returns the times of a step that other benchmarks have left: way, ranks, scenario, seconds and whether modelled."""
+    rows = []
+    for name in ("cluster.json", "model.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        content = json.loads(path.read_text())
+        for p in content.get("points", content) if isinstance(content, dict) else content:
+            if not isinstance(p, dict) or "way" not in p or "step_s" not in p or p.get("cpu_bound"):
+                continue
+            if p.get("scaling", "weak") != "weak":
+                continue
+            seconds = p["step_s"]["median"] if isinstance(p["step_s"], dict) else p["step_s"]
+            ranks = p.get("ranks", p.get("hosts", 0) * p.get("ranks_per_host", 1))
+            label = f"{p.get('scenario', '')} {p.get('model', '')}".strip()
+            rows.append(
+                {
+                    "way": p["way"], "ranks": ranks, "scenario": label, "step_s": seconds,
+                    "modelled": bool(p.get("modelled", name == "model.json")),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def time_to_loss(
+    steps: Mapping[tuple[str, int, str], float], times: Iterable[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Joins steps to the target with the time of a step, by way and number of ranks.
+
+    The steps are of this file's small task, and the time is of another, larger model: the product says what a way's speed
+    is worth if it costs as many steps, in relation to DDP, there as here.
+
+    Args:
+        steps: By way, ranks and split: `median_steps`.
+        times: Rows of `read_step_times`.
+    """
+    rows = []
+    for row in times:
+        name = STEPS_OF.get(row["way"], row["way"])
+        for (way, ranks, split), count in steps.items():
+            if way == name and ranks == row["ranks"]:
+                seconds = count * row["step_s"] if math.isfinite(count) else None
+                own = count if math.isfinite(count) else None
+                rows.append({**row, "split": split, "steps": own, "seconds_to_loss": seconds})
+    return rows
+
+
+def mixing_theory() -> list[dict[str, Any]]:
+    """Returns the consensus distance that is simulated beside what theory predicts, without gradients."""
+    rows = []
+    for ranks in (16, 60, 64):
+        for name, make in (
+            ("static_exp", static_exponential),
+            ("one_peer_exp", topologies.one_peer_exponential),
+            ("base_k", topologies.base_graph),
+        ):
+            topology = make(ranks)
+            seen = simulate.consensus(topology, 24)
+            assert seen.predicted is not None and seen.second_eigenvalue is not None
+            rows.append(
+                {
+                    "topology": name, "ranks": ranks, "period": topology.period,
+                    "second_eigenvalue": float(f"{seen.second_eigenvalue:.6g}"), "exact_after": seen.exact_after,
+                    "distance": [float(f"{each:.3g}") for each in seen.distance],
+                    "predicted": [float(f"{each:.3g}") for each in seen.predicted],
+                }
+            )  # fmt: skip
+    return rows
+
+
+def show(content: Mapping[str, Any]) -> None:
+    """Prints the tables."""
+    steps = median_steps(content["points"], content["facts"]["target"])
+    print(f"\nsteps to a loss of {content['facts']['target']} (median of the seeds)")
+    for split in sorted({key[2] for key in steps}):
+        sizes = sorted({ranks for _, ranks, its in steps if its == split})
+        print(f"{split:20}" + "".join(f"{ranks:>8}" for ranks in sizes))
+        for way in WAYS:
+            cells = [steps.get((way, ranks, split)) for ranks in sizes]
+            if any(cell is not None for cell in cells):
+                words = ["-" if c is None else ">" if math.isinf(c) else f"{c:.0f}" for c in cells]
+                print(f"  {way:18}" + "".join(f"{word:>8}" for word in words))
+    print(f"\nloss at equal samples relative to DDP's: mean and 95 % interval (goal: at most {GOAL:+.0%})")
+    for row in content["differences"]:
+        verdict = "yes" if row["within_goal"] else "no"
+        print(
+            f"  {row['way']:18}{row['ranks']:>5}  {row['split']:14}{row['mean']:>+8.2%}  "
+            f"[{row['lower']:+.2%}, {row['upper']:+.2%}]  {verdict}"
+        )
+    if content["time_to_loss"]:
+        print("\ntime to the loss: steps here x seconds a step there")
+        for row in content["time_to_loss"]:
+            seconds = "-" if row["seconds_to_loss"] is None else f"{row['seconds_to_loss']:.1f} s"
+            kind = "modelled" if row["modelled"] else "measured"
+            print(
+                f"  {row['scenario']:14}{row['way']:18}{row['ranks']:>6}  {row['split']:14}{seconds:>10}  {kind}"
+            )
+
+
+def plot(content: Mapping[str, Any], path: Path) -> None:
+    """Draws the loss over samples, and the steps to the target over ranks."""
+    from matplotlib.figure import Figure
+
+    points, target = content["points"], content["facts"]["target"]
+    splits = [s for s in SPLITS if any(p["split"] == s for p in points)]
+    seeded = sorted({p["ranks"] for p in points if p["seed"] != points[0]["seed"]} or {points[0]["ranks"]})
+    shown = seeded[0]
+    figure = Figure(figsize=(4.6 * (len(splits) + 1), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(splits) + 1)
+    for axis, split in zip(axes, splits, strict=False):
+        for place, way in enumerate(WAYS):
+            runs = [p for p in points if (p["way"], p["ranks"], p["split"]) == (way, shown, split)]
+            if runs:
+                losses = [statistics.fmean(each) for each in zip(*(p["losses"] for p in runs), strict=True)]
+                samples = [step * BATCH * shown for step in runs[0]["steps"]]
+                style = "--" if place >= 6 else "-"
+                axis.semilogy(samples, losses, style, color=f"C{place % 6}", label=way, linewidth=1.3)
+        axis.axhline(target, color="gray", linewidth=0.7)
+        axis.set(
+            title=f"{shown} ranks, {split}",
+            xlabel="samples of all ranks",
+            ylabel="test loss of the mean model",
+        )
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=7)
+    steps = median_steps(points, target)
+    for place, way in enumerate(WAYS):
+        pairs = sorted(
+            (r, c) for (w, r, s), c in steps.items() if w == way and s == "iid" and math.isfinite(c)
+        )
+        if pairs:
+            axes[-1].plot(
+                *zip(*pairs, strict=True),
+                "--" if place >= 6 else "-",
+                marker="o",
+                markersize=3,
+                color=f"C{place % 6}",
+            )
+    axes[-1].set_xscale("log", base=2)
+    axes[-1].set(title="iid", xlabel="ranks", ylabel=f"steps to a loss of {target}", ylim=(0, None))
+    axes[-1].grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Steps to a loss, and the loss at equal samples, of virtual ranks."
+    )
+    add = parser.add_argument
+    add("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    add("--ranks", nargs="*", type=int, default=[16], help="runs with all seeds and splits")
+    add(
+        "--more-ranks",
+        nargs="*",
+        type=int,
+        default=[8, 64, 256, 1024, 4096],
+        help="with the first seed, iid, to the target",
+    )
+    add("--splits", nargs="+", choices=list(SPLITS), default=["iid", "dirichlet 0.1"])
+    add("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    add("--steps", type=int, default=300)
+    add("--target", type=float, default=0.45)
+    add("--json", type=Path, metavar="FILE", default=RESULTS / "loss.json")
+    add("--plot", type=Path, metavar="FILE", help="a picture, by its ending")
+    add(
+        "--times",
+        type=Path,
+        metavar="FOLDER",
+        default=RESULTS,
+        help="of cluster.json and model.json, if they are there",
+    )
+    add(
+        "--table-only",
+        action="store_true",
+        help="reads the losses of --json, and joins them with the times anew",
+    )
+    return parser.parse_args()
+
+
+def train_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Makes all runs."""
+    task = load()
+    jobs = [(r, s, seed) for r in options.ranks for s in options.splits for seed in options.seeds]
+    jobs += [(r, "iid", options.seeds[0]) for r in options.more_ranks]
+    points = []
+    begin = time.perf_counter()
+    for ranks, split, seed in jobs:
+        for way in options.ways:
+            if ranks > MANY_RANKS and way not in MANY_RANKS_WAYS:
+                continue
+            # The runs without pairs have nothing to show after the target.
+            until = None if ranks in options.ranks else options.target
+            points.append(run(way, ranks, split, seed, options.steps, task, until))
+        print(f"{time.perf_counter() - begin:6.0f} s: {ranks} ranks, {split}, seed {seed}", flush=True)
+    facts = {
+        "task": task[0], "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "learning_rate": RATE,
+        "momentum": MOMENTUM, "local_steps": LOCAL_STEPS, "target": options.target, "goal": GOAL,
+        "seeds": options.seeds, "machine": platform.machine(), "python": platform.python_version(),
+        "torch": torch.__version__, "fogdist": fogdist.__version__, "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(time.perf_counter() - begin),
+    }  # fmt: skip
+    return {"facts": facts, "points": points, "theory": mixing_theory()}
+
+
+def main() -> None:
+    options = read_options()
+    torch.set_num_threads(1)
+    content = json.loads(options.json.read_text()) if options.table_only else train_all(options)
+    content["differences"] = differences(content["points"])
+    content["time_to_loss"] = time_to_loss(
+        median_steps(content["points"], content["facts"]["target"]), read_step_times(options.times)
+    )
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    parts = ",\n".join(
+        f'"{key}": {json.dumps(value)}' if not isinstance(value, list)
+        else f'"{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n]"
+        for key, value in content.items()
+    )  # fmt: skip
+    options.json.write_text("{\n" + parts + "\n}\n")
+    show(content)
+    if options.plot is not None:
+        plot(content, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Gradient averaging of virtual ranks: the class of real ranks sends gradients within the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.mixing import GlobalAverage
+
+
+class GradientAverage(Algorithm):
+    """Parallel SGD, ``x+ = x + d(x)`` with the mean of all ranks' gradients, of virtual ranks.
+
+    It is what `fogdist.algorithms.GradientAllreduce`, DistributedDataParallel and a batch of all ranks' samples on one
+    rank compute. The arguments are those of `Algorithm`; `mixing` is not used.
+    """
+
+    def advance(self) -> Any:
+        """See the class."""
+        self.count_step()
+        self.rounds += 1
+        return self.step_along(self.average(self.gradients(), GlobalAverage(), in_place=True))

@@ -1,0 +1,369 @@
+"""Virtual ranks against real ones: the same parameters up to rounding, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from fogdist import algorithms, simulate
+from fogdist import topology as topologies
+from harness import on_ranks
+from torch import Tensor, nn
+from training_cases import start
+
+STEPS = 7
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+# Each with the class of virtual ranks where that is another one.
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    "ddp": algorithms.GradientAllreduce,
+    "atc": algorithms.DecentralizedSGD,
+    "awc": partial(algorithms.DecentralizedSGD, order="awc"),
+    "cta": partial(algorithms.DecentralizedSGD, order="cta"),
+    "awc, local steps": partial(algorithms.DecentralizedSGD, order="awc", local_steps=2),
+    "adapt then combine in backward": partial(algorithms.AdaptThenCombine, step_in_backward=True),
+    "local SGD": partial(algorithms.LocalSGD, local_steps=3),
+    "gossip PGA": partial(algorithms.GossipPGA, period=3),
+    "exact diffusion": algorithms.ExactDiffusion,
+    "gradient tracking": algorithms.GradientTracking,
+    "gradient tracking, awc": partial(algorithms.GradientTracking, order="awc"),
+    "push-sum": algorithms.PushSumSGD,
+    "push-sum, local steps": partial(algorithms.PushSumSGD, local_steps=2),
+    "QG momentum": algorithms.QuasiGlobalMomentum,
+    "SlowMo": partial(algorithms.SlowMo, period=3),
+    "DiLoCo": partial(algorithms.DiLoCo, local_steps=2),
+    "gossip DiLoCo": partial(algorithms.GASLoC, local_steps=2),
+    "NoLoCo": partial(algorithms.NoLoCo, local_steps=2),
+    "decentralized AdamW": algorithms.DecentralizedAdamW,
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1),
+}
+
+
+def lopsided(size: int) -> nx.DiGraph:
+    """A directed graph of unequal degrees, on which the weights of push-sum differ."""
+    graph = nx.DiGraph((i, (i + 1) % size) for i in range(size))
+    graph.add_edges_from((0, j) for j in range(1, size))
+    return graph
+
+
+def topology_of(name: str, size: int) -> Any:
+    if name == "one-peer":
+        return topologies.one_peer_exponential(size)
+    if name == "base":
+        return topologies.base_graph(size)
+    if name == "pairs":
+        return topologies.random_matching(size, seed=3)
+    if name == "lopsided":
+        return topologies.uniform_weights(lopsided(size))
+    return None  # the algorithm's own, which is the group's static graph for most
+
+
+# Algorithm, topology, local optimizer: each algorithm, and each of the others with some.
+CASES = [
+    ("ddp", "default", "momentum"),
+    ("atc", "one-peer", "momentum"),
+    ("atc", "default", "adamw"),
+    ("atc", "pairs", "sgd"),
+    ("awc", "base", "adamw"),
+    ("awc", "default", "momentum"),
+    ("cta", "one-peer", "momentum"),
+    ("awc, local steps", "one-peer", "sgd"),
+    ("adapt then combine in backward", "one-peer", "sgd"),
+    ("local SGD", "default", "momentum"),
+    ("gossip PGA", "one-peer", "sgd"),
+    ("exact diffusion", "base", "sgd"),
+    ("gradient tracking", "default", "momentum"),
+    ("gradient tracking, awc", "one-peer", "sgd"),
+    ("push-sum", "lopsided", "sgd"),
+    ("push-sum, local steps", "lopsided", "momentum"),
+    ("QG momentum", "one-peer", "sgd"),
+    ("SlowMo", "default", "momentum"),
+    ("DiLoCo", "default", "adamw"),
+    ("DiLoCo", "base", "sgd"),
+    ("gossip DiLoCo", "default", "adamw"),
+    ("NoLoCo", "default", "sgd"),
+    ("decentralized AdamW", "one-peer", "adamw"),
+]
+
+
+class Net(nn.Module):
+    """Small, with a scalar, tied and frozen parameters, and one that never has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.3))
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 4, bias=False)
+        self.decoder.weight = self.encoder.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.frozen(self.decoder(torch.tanh(self.encoder(x))))))
+        return self.head(hidden) * self.scale
+
+
+def make_net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net().double()
+
+
+def batches(size: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Data of all ranks, different on each."""
+
+    def data(step: int) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(step)
+        x = torch.randn(size, 5, 4, generator=random, dtype=torch.float64)
+        own = torch.linspace(-1, 1, size, dtype=torch.float64)[:, None, None]
+        return x, torch.randn(size, 5, 3, generator=random, dtype=torch.float64) + own
+
+    return data
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@on_ranks([4, 8], case=CASES)
+def test_virtual_ranks_are_real_ranks(case: tuple[str, str, str]) -> None:
+    """Each rank compares its parameters, and its loss in each step, with those of its row."""
+    name, graph, optimizer = case
+    rank, size = start(topologies.ExponentialGraph)
+    data, make, algorithm = batches(size), OPTIMIZERS[optimizer], ALGORITHMS[name]
+    mixing = topology_of(graph, size)
+    options = {} if mixing is None else {"mixing": mixing}
+    model = make_net()
+    real = algorithm(make([p for p in model.parameters() if p.requires_grad]), model, **options)
+    losses, distances = [], []
+    for step in range(STEPS):
+        inputs, targets = data(step)
+        real.zero_grad()
+        loss = squares(model(inputs[rank]), targets[rank])
+        loss.backward()
+        real.step()
+        losses.append(float(fogdist.allreduce(loss.detach().reshape(1))))
+        distances.append(fogdist.consensus_distance([*trained(model).values()]))
+    virtual = simulate.train(
+        make_net(),
+        squares,
+        data,
+        ranks=size,
+        steps=STEPS,
+        topology=mixing,
+        algorithm=simulate.GradientAverage if name == "ddp" else algorithm,
+        optimizer=make,
+    )
+    assert virtual.losses.isfinite().all()
+    own = trained(virtual.model.model_of(rank))
+    for key, value in trained(model).items():
+        torch.testing.assert_close(own[key], value, **CLOSE)
+    torch.testing.assert_close(virtual.losses, torch.tensor(losses, dtype=torch.float64), **CLOSE)
+    torch.testing.assert_close(virtual.consensus, torch.tensor(distances, dtype=torch.float64), **CLOSE)
+    assert name in ("ddp", "DiLoCo") or virtual.consensus.max() > 1e-3  # ranks have gone apart
+
+
+def test_rows_that_start_apart_are_mixed_by_the_matrix():
+    size = 6
+    stacked = simulate.StackedModel(make_net(), size)
+    for rank in range(size):
+        stacked.set_rank(rank, trained(make_net(rank)))
+    before = stacked.stacked.detach().clone()
+    graph = topologies.uniform_weights(topologies.RingGraph(size))
+    optimizer = algorithms.DecentralizedSGD(
+        torch.optim.SGD([stacked.stacked], lr=0.0),
+        stacked,
+        mixing=graph,
+        group=simulate.VirtualRanks(size),
+    )
+    stacked(torch.zeros(size, 2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    expected = torch.from_numpy(topologies.mixing_matrix(graph).T.copy()) @ before
+    torch.testing.assert_close(stacked.stacked.detach(), expected, **CLOSE)
+    assert stacked.consensus_distance() > 0.01
+
+
+def test_thousands_of_ranks_mix_along_sparse_matrices():
+    size = 2048
+    topology = topologies.Topology.from_graph("exp2", topologies.ExponentialTwoGraph(size))
+    seen = simulate.consensus(topology, 6, width=4)
+    assert seen.second_eigenvalue == pytest.approx(1 - 2 / (1 + 11))  # Ying et al., 2021, proposition 1
+    assert np.all(np.diff(seen.distance) < 0)
+    assert np.all(seen.distance <= seen.predicted + 1e-12)
+    assert seen.exact_after is None
+
+
+@pytest.mark.parametrize("size", [6, 8, 16])
+def test_consensus_is_that_of_theory(size: int):
+    one_peer = simulate.consensus(topologies.one_peer_exponential(size), 12)
+    base = simulate.consensus(topologies.base_graph(size), 12)
+    assert one_peer.exact_after == (None if size == 6 else size.bit_length() - 1)
+    assert base.exact_after == topologies.base_graph(size).rounds_to_exact_consensus
+    ring = topologies.Topology.from_graph("ring", topologies.RingGraph(size))
+    seen = simulate.consensus(ring, 40)
+    assert seen.second_eigenvalue == pytest.approx(1 - ring.spectral_gap)
+    assert np.all(seen.distance <= seen.predicted + 1e-12)
+    assert seen.distance[40] / seen.distance[39] == pytest.approx(seen.second_eigenvalue, rel=1e-2)
+    star = topologies.Topology.from_graph(
+        "star", topologies.metropolis_hastings_weights(topologies.StarGraph(size))
+    )
+    assert simulate.second_eigenvalue(star) == pytest.approx(1 - star.spectral_gap)
+    endless = simulate.consensus(topologies.random_matching(size), 30)
+    assert endless.predicted is None and endless.distance[30] < 0.1
+
+
+# --- data ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", ["iid", "sorted", 0.1, 10.0])
+def test_shards_give_each_rank_samples_of_its_own(split: Any):
+    labels = torch.arange(10).repeat_interleave(30)[torch.randperm(300)]
+    shards = simulate.Shards(torch.arange(300), labels, ranks=7, batch=4, split=split, seed=1)
+    owned = shards.owned
+    assert owned.shape == (7, 42) and len(set(owned.reshape(-1).tolist())) == 7 * 42
+    seen: list[Tensor] = []
+    for step in range(21):  # two epochs
+        inputs, targets = shards(step)
+        assert inputs.shape == targets.shape == (7, 4)
+        torch.testing.assert_close(labels[inputs], targets)
+        seen.append(inputs)
+    for rank in range(7):
+        counts = torch.bincount(torch.cat(seen, dim=1)[rank], minlength=300)
+        assert counts[owned[rank]].eq(2).all()
+    kinds = [len(set(labels[own].tolist())) for own in owned]
+    assert max(kinds) <= 3 if split == "sorted" else max(kinds) > 3
+    again = simulate.Shards(torch.arange(300), labels, ranks=7, batch=4, split=split, seed=1)
+    torch.testing.assert_close(again(13)[0], shards(13)[0])
+
+
+# --- what is refused, and what is different -----------------------------------------------------------------
+
+
+def classifier(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3)).double()
+
+
+def run(model: nn.Module, **options: Any) -> simulate.Result:
+    given = {"data": batches(4), "ranks": 4, "steps": 2, **options}
+    return simulate.train(model, squares, **given)
+
+
+def test_models_with_statistics_of_batches_are_refused():
+    with pytest.raises(ValueError, match=r"statistics of batches.*BatchNorm1d '1' in training mode"):
+        run(classifier(nn.BatchNorm1d(8)))
+    model = classifier(nn.BatchNorm1d(8))
+    model[1].eval()
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        run(model.train())
+    model[1].eval()
+    assert run(model).losses.isfinite().all()
+
+
+def test_dropout_differs_between_ranks():
+    stacked = simulate.StackedModel(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 4)
+    results = stacked(torch.ones(4, 1, 4))
+    assert all(not torch.equal(results[0] == 0, results[rank] == 0) for rank in (1, 2, 3))
+    model = classifier(nn.Dropout(0.5))
+    before = torch.get_rng_state()
+    first, again, other = (run(model, seed=seed).losses for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_arguments_are_checked():
+    model = classifier()
+    with pytest.raises(ValueError, match="mixing must have as many nodes as ranks, 4, got 8"):
+        run(model, topology=topologies.one_peer_exponential(8))
+    with pytest.raises(TypeError, match="mixing must be a .* for virtual ranks, got Machines"):
+        run(model, topology=algorithms.Machines())
+    with pytest.raises(ValueError, match="virtual ranks .* have neither messages nor windows"):
+        run(model, algorithm=algorithms.WinPut)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        run(model, steps=0)
+    with pytest.raises(ValueError, match=r"inputs\[0\] must have a row for each of 4 ranks"):
+        run(model, data=batches(3))
+    with pytest.raises(ValueError, match="model must have trained parameters"):
+        run(classifier().requires_grad_(False))
+    with pytest.raises(ValueError, match="got torch.float16"):
+        run(classifier().half())
+    with pytest.raises(ValueError, match='split must be "iid", "sorted" or a number'):
+        simulate.Shards(torch.zeros(4), torch.zeros(4), ranks=2, batch=1, split="random")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one for each of 5 ranks, got 4"):
+        simulate.Shards(torch.zeros(4), torch.zeros(4), ranks=5, batch=1)
+
+
+def test_evaluations_end_the_training_at_its_target():
+    def evaluate(stacked: simulate.StackedModel) -> float:
+        assert not stacked.training and not torch.is_grad_enabled()
+        return 1 - stacked.consensus_distance()  # ranks begin together
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = classifier()
+        best, target = min(
+            run(model, steps=20, evaluate=evaluate, every=5).evaluated, key=lambda pair: pair[1]
+        )
+        result = run(model, steps=20, evaluate=evaluate, every=5, until=target)
+    steps = result.steps_to(target)
+    assert steps is not None and steps == len(result.losses) == len(result.consensus) and steps % 5 == 0
+    assert steps == best > 0
+    assert result.steps_to(0.0) is None
+
+
+# --- the benchmark ------------------------------------------------------------------------------------------
+
+
+def test_steps_and_times_are_joined_by_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark = importlib.import_module("time_to_loss")
+    task = ("random", torch.randn(40, 49), torch.arange(40) % 10, torch.randn(9, 49), torch.arange(9))
+    for way in benchmark.WAYS:
+        point = benchmark.run(way, 8, "sorted", 3, 20, task)
+        assert point["steps"] == [0, 10, 20] and np.isfinite(point["losses"]).all(), way
+    mean, lower, upper = benchmark.interval([1.0, 2.0, 3.0])
+    assert (mean, upper - mean) == (
+        2.0,
+        pytest.approx(4.302653 / 3**0.5),
+    )  # the 0.975 quantile of t with 2 degrees
+    assert mean - lower == pytest.approx(upper - mean)
+    kinds = {"ranks": 16, "split": "iid", "steps": [0, 10, 20]}
+    points = [
+        {**kinds, "way": "ddp_fog", "seed": seed, "losses": [2.0, 1.0, 0.5 + seed]} for seed in (0, 1)
+    ] + [
+        {**kinds, "way": "one_peer_exp", "seed": seed, "losses": [2.0, 1.2, (0.5 + seed) * 1.004]}
+        for seed in (0, 1)
+    ]
+    (row,) = benchmark.differences(points)
+    assert (row["way"], row["mean"], row["within_goal"]) == ("one_peer_exp", pytest.approx(0.004), True)
+    steps = benchmark.median_steps(points, 1.0)
+    assert steps["ddp_fog", 16, "iid"] == 10 and steps["one_peer_exp", 16, "iid"] == np.inf
+    measured = {"scenario": "a", "model": "resnet50", "scaling": "weak", "hosts": 8, "ranks_per_host": 2}
+    content = [
+        {**measured, "way": "ddp_gloo", "step_s": {"median": 0.5}},
+        {**measured, "way": "one_peer_exp", "step_s": {"median": 0.2}},
+        {**measured, "way": "ddp_fog", "step_s": {"median": 9.9}, "cpu_bound": True},
+    ]
+    (tmp_path / "cluster.json").write_text(json.dumps({"points": content}))
+    rows = benchmark.time_to_loss(steps, benchmark.read_step_times(tmp_path))
+    assert [(r["way"], r["steps"], r["seconds_to_loss"]) for r in rows] == [
+        ("ddp_gloo", 10, 5.0),
+        ("one_peer_exp", None, None),
+    ]
