@@ -166,6 +166,9 @@ def test_a_training_in_the_timeline(new_world, tmp_path, variable):
         assert count["neighbor_allreduce"] >= 3 + 4 and count["combined"] >= 3 + 4
         assert count["win_put"] == 1 and count["win_update"] == 1 and count["send/recv"] == 2
         assert count["forward"] == 2 and count["gradient"] == 2 and count["step"] == 2
+        # The wait for an exchange belongs to the step, not to the gradients before it.
+        for gradient, waiting in zip(slices(own, "gradient"), slices(own, "end of an exchange"), strict=True):
+            assert gradient["ts"] + gradient["dur"] <= waiting["ts"]
         assert count["begin of an exchange"] == 2 and count["end of an exchange"] == 2
         assert count["outer"] == count["inner"] == count["batch"] == 1
         assert count["allreduce"] == 600  # the operation after stop() is not in it

@@ -21,7 +21,6 @@ from fogdist.training.view import (
     DistributedOptimizer,
     Models,
     closure_of,
-    evaluated,
     only_makes_state,
     reject_lbfgs,
     wrap,
@@ -125,7 +124,7 @@ class GradientAllreduce(DistributedOptimizer):
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
 
         Args:
-            *arguments: A closure, evaluated once, before the gradients are averaged; or nothing.
+            *arguments: A closure once, before the gradients are averaged; or nothing.
             **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
@@ -137,7 +136,7 @@ class GradientAllreduce(DistributedOptimizer):
         """
         self._fog_check_not_replaced()
         closure, others = closure_of(arguments, options)
-        loss = evaluated(closure)
+        loss = self._fog_evaluated(closure)
         self._check_scaler()
         if not (self._is_alone or only_makes_state(self._fog_wrapped, arguments, options)):
             self._average_if_due()

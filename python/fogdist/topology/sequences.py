@@ -59,7 +59,7 @@ def one_peer_hypercube(size: SupportsIndex) -> Topology:
     """
     size = check_int(size, "size", minimum=1)
     if size & (size - 1):
-        raise TopologyError(f"size must be a power of two, got {size}; base_graph takes any size")
+        raise TopologyError(f"size must be a power of two, got {size}; base_graph ('base-2') takes any size")
     ranks = np.arange(size)
     rounds = []
     for bit in range(max(size.bit_length() - 1, 1)):

@@ -25,7 +25,6 @@ from fogdist.training.view import (
     DistributedOptimizer,
     Models,
     closure_of,
-    evaluated,
     only_makes_state,
     reject_lbfgs,
     setting,
@@ -344,7 +343,7 @@ class Algorithm(DistributedOptimizer):
         communicates.
 
         Args:
-            *arguments: A closure, evaluated once, before anything is done; or nothing.
+            *arguments: A closure once, before anything is done; or nothing.
             **options: The closure as `closure`, and what else the optimizer's own step takes.
 
         Returns:
@@ -361,7 +360,7 @@ class Algorithm(DistributedOptimizer):
         if closure is not None and isinstance(self._fog_wrapped, LBFGS):
             self._step_options["closure"] = closure
             closure = None
-        loss = evaluated(closure)
+        loss = self._fog_evaluated(closure)
         try:
             with self._fog_scaler_forgotten_on_error(), torch.no_grad():
                 self.weights().check_taken(self.mixing)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fogdist.timeline import timeline_end_activity, timeline_start_activity
 
@@ -19,44 +18,41 @@ class PassMarks:
 
     Args:
         models: Their forward passes count in training mode with gradients enabled.
-        optimizer: Its step ends the second range.
     """
 
     FORWARD = "fogdist.forward"
     GRADIENT = "fogdist.gradient"
     TRACK = "passes"
 
-    def __init__(self, models: Sequence[Module], optimizer: Optimizer) -> None:
+    def __init__(self, models: Sequence[Module]) -> None:
         from fogdist.training.forward_hook import ForwardHook
 
         self._open: torch.profiler.record_function | None = None
         self._shown = False  # in the timeline, too
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
+        self._hooks: list[RemovableHandle] = []
         for model in models:
             before, after = ForwardHook(self._begin, self.FORWARD), ForwardHook(self._begin, self.GRADIENT)
             self._hooks.append(model.register_forward_pre_hook(before))
             # Also for a pass that raises: a range left open would take in all that follows.
-            self._hooks.append(model.register_forward_hook(ForwardHook(self._end), always_call=True))
+            self._hooks.append(model.register_forward_hook(ForwardHook(self.end), always_call=True))
             self._hooks.append(model.register_forward_hook(after))
 
     def remove(self) -> None:
         """Ends the range that is open and marks nothing more."""
-        self._end()
+        self.end()
         for hook in self._hooks:
             hook.remove()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self._end()
-
-    def _begin(self, name: str) -> None:
-        self._end()
-        self._open = torch.profiler.record_function(name)
-        self._open.__enter__()  # type: ignore[no-untyped-call]
-        self._shown = timeline_start_activity(self.TRACK, name.removeprefix("fogdist."))
-
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Ends the range that is open, if any: a step calls this when its gradients are there."""
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(None, None, None)
             if self._shown:
                 timeline_end_activity(self.TRACK)
+
+    def _begin(self, name: str) -> None:
+        self.end()
+        self._open = torch.profiler.record_function(name)
+        self._open.__enter__()  # type: ignore[no-untyped-call]
+        self._shown = timeline_start_activity(self.TRACK, name.removeprefix("fogdist."))

@@ -174,7 +174,7 @@ class DistributedOptimizer(Optimizer):
         step. Exchanges ("fog:neighbor_allreduce" and others) and the optimizer's step are in the traces always.
         """
         if self._fog_marks is None:
-            self._fog_marks = PassMarks(self._fog_models, self._fog_wrapped)
+            self._fog_marks = PassMarks(self._fog_models)
             # The models outlive their optimizer.
             weakref.finalize(self, self._fog_marks.remove).atexit = False
 
@@ -183,6 +183,16 @@ class DistributedOptimizer(Optimizer):
         if self._fog_marks is not None:
             self._fog_marks.remove()
             self._fog_marks = None
+
+    def _fog_evaluated(self, closure: Callable[[], Any] | None) -> Any:
+        """Returns the result of a step's closure, if it has one. From then on the gradients are there."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._fog_marks is not None:
+            self._fog_marks.end()
+        return loss
 
     def _fog_give_up(self) -> None:
         """Lets another owner have the parameters. A subclass ends what it has hung on the model, too."""
@@ -331,14 +341,6 @@ def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Ma
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
-
-
-def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Returns the result of a step's closure, None without a closure; gradients are recorded in it."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def closure_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
