@@ -1,7 +1,7 @@
 """Decentralized training for PyTorch: averaging with neighbors on the process group backend "fog".
 
-`fogdist.topology` defines who talks to whom; the other public names are here. `fogdist.legacy` has the names of older
-BlueFog versions.
+`fogdist.topology` defines the neighbors of each rank; the other public names are here. `fogdist.legacy` has the names
+of older BlueFog versions.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ from fogdist.windows import (
 
 try:
     from fog_pg._build_info import VERSION as __version__
-except ImportError:  # of an extension that is not built, which fogdist.init() says
+except ImportError:  # the extension is not built; fogdist.init() raises the error
     __version__ = "0+not.built"
 
 __all__ = [
@@ -258,7 +258,7 @@ __all__ = [
     "win_wait",
 ]
 
-if not TYPE_CHECKING:  # a type checker is to find misspelt names
+if not TYPE_CHECKING:  # hidden from type checkers, which then report misspelt names
 
     def __getattr__(name: str) -> Any:
         return legacy.find(name, __name__, globals())
