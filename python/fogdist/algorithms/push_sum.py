@@ -41,7 +41,7 @@ class PushSumSGD(Algorithm):
         return self.numbers["p"]
 
     def advance(self) -> Any:
-        """See the class; if it fails the model has z again."""
+        """See `Algorithm.advance`. If it fails, the model has z again."""
         p, self._is_biased = self.p, False
         try:
             return super().advance()
@@ -70,7 +70,7 @@ class PushSumSGD(Algorithm):
         """See the class."""
         if self.is_alone:
             return
-        # In double, whatever the parameters are: p is a product of all rounds.
+        # In double precision for any dtype of the parameters, because rounding in p accumulates over all rounds.
         weight = torch.tensor([self.p], dtype=torch.float64, device="cpu")
         self.mixing.begin_push([*self.values, weight], self.this_round(), in_place=True)()
         self.numbers["p"] = float(weight)

@@ -1,4 +1,4 @@
-"""Ranges for a profiler and the timeline: when a model's forward pass runs, and when its gradients are computed."""
+"""Ranges for profilers and the timeline that show when forward passes run and when gradients are computed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from fogdist.timeline import timeline_end_activity, timeline_start_activity
 
 
 class PassMarks:
-    """Ranges of training passes in the trace of ``torch.profiler`` and in the timeline: one a forward pass, one from there to the step.
+    """Marks training passes in the trace of ``torch.profiler`` and in the timeline.
 
-    Operations of fog and the optimizer's step are in the trace by themselves.
+    One range covers the forward pass and one the time from its end to the step. Operations of fog and the optimizer's
+    step are in the trace in any case.
 
     Args:
-        models: Their forward passes count in training mode with gradients enabled.
-        optimizer: Its step ends the second range.
+        models: The models whose forward passes, in training mode with gradients enabled, are marked.
+        optimizer: The optimizer whose step ends the second range.
     """
 
     FORWARD = "fogdist.forward"
@@ -30,17 +31,17 @@ class PassMarks:
         from fogdist.training.forward_hook import ForwardHook
 
         self._open: torch.profiler.record_function | None = None
-        self._shown = False  # in the timeline, too
+        self._shown = False  # whether the open range is in the timeline too
         self._hooks = [optimizer.register_step_pre_hook(self._before_step)]
         for model in models:
             before, after = ForwardHook(self._begin, self.FORWARD), ForwardHook(self._begin, self.GRADIENT)
             self._hooks.append(model.register_forward_pre_hook(before))
-            # Also for a pass that raises: a range left open would take in all that follows.
+            # Called even if the pass raises, because a range left open would include everything after it.
             self._hooks.append(model.register_forward_hook(ForwardHook(self._end), always_call=True))
             self._hooks.append(model.register_forward_hook(after))
 
     def remove(self) -> None:
-        """Ends the range that is open and marks nothing more."""
+        """Ends the open range and stops marking."""
         self._end()
         for hook in self._hooks:
             hook.remove()
