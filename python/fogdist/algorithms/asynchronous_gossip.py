@@ -252,7 +252,7 @@ class _Windows:
             self.tell()
 
     def tell(self) -> None:
-        """Publishes the numbers of moves in the values, after devices have computed these and this rank's moves are sent."""
+        """Publishes the numbers of moves in the values, after devices have computed them and this rank's moves left."""
         for mark in self._marks:
             mark.wait()
         for peer, move in self._moves:

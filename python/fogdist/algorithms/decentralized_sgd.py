@@ -47,7 +47,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         optimizer: As in `Algorithm`; with "atc" LBFGS is allowed too.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
-        ***options: `mixing`, `local_steps`, `group` and `bucket_cap_mb` of `Algorithm`. In local steps, without
+        **options: `mixing`, `local_steps`, `group` and `bucket_cap_mb` of `Algorithm`. In local steps, without
             averages, the three orders are the same.
 
     Raises:

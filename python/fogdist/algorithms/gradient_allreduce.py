@@ -126,7 +126,7 @@ class GradientAllreduce(DistributedOptimizer):
 
         Args:
             *arguments: A closure, evaluated once, before the gradients are averaged; or nothing.
-            ***options: The closure as `closure`, and other options of the optimizer's own step.
+            **options: The closure as `closure`, and other options of the optimizer's own step.
 
         Returns:
             The result of the closure if there is one, otherwise the result of the optimizer's own step.

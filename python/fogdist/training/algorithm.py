@@ -346,10 +346,10 @@ class Algorithm(DistributedOptimizer):
 
         Args:
             *arguments: A closure, evaluated once, before anything is done; or nothing.
-            **options: The closure as `closure`, and what else the optimizer's own step takes.
+            **options: The closure as `closure`, and other options of the optimizer's own step.
 
         Returns:
-            What the closure returned, else what the optimizer's own step returns.
+            The result of the closure if there is one, otherwise the result of the optimizer's own step.
 
         Raises:
             ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.

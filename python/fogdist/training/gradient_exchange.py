@@ -147,7 +147,7 @@ class GradientExchange:
             self._next += 1
 
     def outdate(self, parameter: Tensor) -> None:
-        """Records that the gradient of `parameter` changed after it was sent; `finish` resends its bucket on all ranks."""
+        """Records that the gradient of `parameter` changed after it was sent; all ranks resend it in `finish`."""
         if self._bucket_of[parameter] in self._in_flight:
             self._outdated.add(self._bucket_of[parameter])
 

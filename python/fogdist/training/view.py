@@ -218,7 +218,7 @@ class DistributedOptimizer(Optimizer):
         """Makes the wrapped optimizer's own step; called by a gradient scaler, it unscales, or skips after an overflow.
 
         Args:
-            **arguments, **options: The arguments of the step.
+            *arguments, **options: The arguments of the step.
         """
         return None if self._fog_unscale() else self._fog_wrapped.step(*arguments, **options)
 
