@@ -68,10 +68,10 @@ class AdaptThenCombine(DecentralizedSGD):
         """Makes the optimizer's step and then the average, if one is due.
 
         Args:
-            *arguments: A closure, or nothing. LBFGS evaluates it as often as it likes, all else evaluates it once,
-                before the rest.
-            **options: The closure as `closure`, and what else the optimizer's own step takes; with
-                `step_in_backward`, which makes steps before they are known, nothing else.
+            *arguments: A closure, or nothing. LBFGS may evaluate it several times; all other optimizers evaluate it
+                once, at the beginning.
+            **options: The closure as `closure`, and other options of the optimizer's own step. No other options are
+                allowed with `step_in_backward`, which makes steps before the options are known.
 
         Returns:
             The result of the closure if there is one, otherwise the result of the optimizer's own step.
