@@ -262,7 +262,7 @@ class Progress:
         self._one = torch.ones_like(self._done)
 
     def advance(self) -> None:
-        """Counts a step of this rank, and those that others have told of."""
+        """Counts a step of this rank, and the steps that other ranks have reported."""
         if self._window is not None:
             self._window.accumulate(self._one)
             self._window.collect()
@@ -391,7 +391,7 @@ def train(
         fractions.append(fraction)
         schedule.step()
         times.append(time.perf_counter() - begin)
-        # What is added is for the rounding of quotients.
+        # The added constant allows for the rounding of quotients.
         epochs, before = int(fraction / epoch + 1e-9), epochs
         if fraction == 1.0 or epochs > before:
             since = measurements[-1].step if measurements else 0
@@ -490,7 +490,7 @@ def report(
     print(f"{'rank':>6}{name:>16}{'distance to average':>22}{'steps':>8}{'samples/s':>12}")
     for rank, (value, distance, rate) in enumerate(zip(own, distances, rates, strict=True)):
         steps = len(histories[rank].losses)
-        shown = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"  # a loss may have gone astray
+        shown = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"  # a diverged loss is large
         print(f"{rank:>6}{shown:>16}{distance:>22.2e}{steps:>8}{rate:>12,.1f}")
     healthy = [rate for rank, rate in enumerate(rates) if rank != args.slow_rank]
     if healthy:

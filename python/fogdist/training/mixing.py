@@ -142,7 +142,7 @@ MixingLike: TypeAlias = "Mixing | TopologyLike"
 
 
 class Neighbors(Mixing):
-    """Averages with neighbors: those of a topology's rounds, of the user's dynamic weights, or of the group's topology.
+    """Averages with the neighbors of a topology's rounds, of the user's dynamic weights, or of the group's topology.
 
     Args:
         topology: Round t of the algorithm is round t of the topology; a graph is used in all rounds. None for the

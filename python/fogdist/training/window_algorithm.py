@@ -98,7 +98,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
                 self._pace = Pace(self.context, self._prefix, *neighbors)
         self.hook_forward("after forward")
 
-    # --- what a subclass says ---
+    # --- for subclasses to override ---
 
     def send(self, window: Window) -> int:
         """Begins the exchange of one window; returns its handle."""
@@ -111,7 +111,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     def check_weights(self) -> None:
         """Raises ValueError or TypeError for weights that `send` or `take` would refuse."""
 
-    # --- what users call ---
+    # --- for users to call ---
 
     def unregister_window(self) -> None:
         """Frees the windows and takes the algorithm off the model; collective.
