@@ -246,7 +246,7 @@ class Progress:
     them.
 
     Args:
-        steps: Of each rank, or each rank's part of the shared ones.
+        steps: The steps of each rank, or each rank's part of the shared ones.
         is_shared: Whether they are shared; needs fog. Collective then.
     """
 
@@ -284,9 +284,9 @@ class Watch:
     """The measurements of `train` during training.
 
     Attributes:
-        model: That is trained.
+        model: The model that is trained.
         epoch: Steps after which it looks; where ranks share the steps, that part of all of them.
-        evaluate: What is evaluated, and what does it, given the model in evaluation mode.
+        evaluate: The metric's name, and the function that computes it for the model in evaluation mode.
     """
 
     model: nn.Module
@@ -319,7 +319,7 @@ class History:
     """The training of one rank.
 
     Attributes:
-        losses: Of its batches.
+        losses: The losses of its batches.
         fractions: How much of the training was done after each.
         times: Seconds of training after each, without the time of measurements.
         samples: That it trained on.
@@ -356,8 +356,8 @@ def train(
         args: From `parse`.
         trainer: From `make_trainer`.
         batches: This rank's, without end: inputs and targets.
-        loss_function: Of outputs and targets.
-        watch: What is measured in each epoch; None for nothing but the loss.
+        loss_function: The loss of outputs and targets.
+        watch: The measurements of each epoch; None to record only the loss.
     """
     is_slow = dist.get_rank() == args.slow_rank
     is_asynchronous = MODES[args.mode].is_asynchronous
@@ -465,15 +465,15 @@ def report(
 
     Args:
         args: From `parse`.
-        title: Heads the table and the picture.
-        trainer: That trained.
-        model: What it trained.
-        history: Of this rank.
-        evaluate: What is evaluated, and what does it, given a model in evaluation mode.
+        title: The title of the table and the picture.
+        trainer: The trainer that trained it.
+        model: The trained model.
+        history: The history of this rank.
+        evaluate: The metric's name, and the function that computes it for a model in evaluation mode.
         more: Further results, by name, for --json.
 
     Returns:
-        What --json gets; on rank 0.
+        The contents of the --json file; on rank 0.
     """
     name, function = evaluate
     model.eval()
@@ -526,8 +526,8 @@ def plot(path: Path, title: str, histories: Sequence[History], metric: str) -> N
     Args:
         path: PNG file to write.
         title: Heads the picture.
-        histories: Of all ranks.
-        metric: What was evaluated.
+        histories: The histories of all ranks.
+        metric: The metric that was evaluated.
     """
     import matplotlib
 
