@@ -41,12 +41,12 @@ IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
 PIP = $(IN_VENV) python -m pip --disable-pip-version-check
 
 help:
-	@echo "make demo    train a classifier of digits on 4 processes   (ARGS=\"--mode atc --dynamic\")"
-	@echo "make test    run the tests; their budget is ten minutes   (ARGS=\"-k neighbor\")"
-	@echo "make test-all   run all there are, with those of soak, faults and test-mpi (an hour; before a release or a large change)"
-	@echo "make test-gpu   run the tests that need a GPU; says why where it skips them   (FOG_TEST_NCCL=/path/libnccl.so.2)"
+	@echo "make demo    train a digit classifier on 4 processes   (ARGS=\"--mode atc --dynamic\")"
+	@echo "make test    run the tests, which take at most ten minutes   (ARGS=\"-k neighbor\")"
+	@echo "make test-all   run all tests, including soak, faults and test-mpi (about an hour; before a release or a large change)"
+	@echo "make test-gpu   run the tests that need a GPU; skipped tests give a reason   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
-	@echo "make soak    20,000 random operations on 4 processes: results, memory (minutes)"
+	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
@@ -67,7 +67,7 @@ help:
 	@echo "make format  bring all files into that style"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
 	@echo "make build   make the environment and build the extension"
-	@echo "make clean   remove the environment and all that was built"
+	@echo "make clean   remove the environment and all build products"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
 
 build: $(EXTENSION_STAMP)

@@ -1,20 +1,20 @@
-"""Compares what the modes of training reach with what DDP reaches: settings by validation, then tests.
+"""Compares the accuracy of the training modes with that of DDP, with learning rates that are chosen by validation.
 
     torchrun --nproc_per_node=4 benchmarks/accuracy.py mnist --json mnist.json --lr 0.2 0.4 0.8 \\
         --modes ddp awc atc "ddp_async --slow-rank 0" -- --data DIR --steps 600
     torchrun --nproc_per_node=4 benchmarks/accuracy.py gpt --json gpt.json --lr 6e-3 1.2e-2 \\
         --modes ddp awc "atc --dynamic" -- --steps 600
 
-Runs examples/train_mnist.py or examples/train_gpt.py many times in the same processes. Each of --modes is a
-mode with flags of its own; what follows -- are flags of all runs. First each mode trains with each of the
-learning rates, --validation and --validation-seeds, and keeps the rate that is best there in the mean. Then
-it trains with that one and each of --seeds, and is tested on data that no choice has seen. The table, in
-Markdown, has the mean over seeds of the test, its standard deviation, and by how much it is worse than the
-first of --modes, DDP: the mean over seeds of the difference to DDP's run with the same seed, and its standard
-deviation; then samples per second of the ranks that are not slow.
+Runs examples/train_mnist.py or examples/train_gpt.py many times in the same processes. Each of --modes is a mode with
+its own flags; the flags after -- apply to all runs. First, each mode trains with each learning rate, --validation and
+--validation-seeds, and the rate with the best mean result is chosen. Then the mode trains with this rate and each of
+--seeds, and is tested on data that the choice did not use. The Markdown table has the mean and the standard deviation
+of the test results over the seeds, and the loss of accuracy relative to the first of --modes, DDP: mean and standard
+deviation of the difference to DDP's run with the same seed. The last column has the samples per second of the ranks
+that are not slow.
 
-The file given with --json takes the result of each run as soon as it is there; runs that it holds already are
-not made again, so a program that was stopped goes on, and modes may be added later.
+The file of --json stores the result of each run when it ends. Runs that are in the file are not repeated, so a stopped
+program can be continued, and modes can be added later.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Runs:
         torch.manual_seed(args.seed)
         with contextlib.redirect_stdout(io.StringIO()):
             result: dict[str, Any] = self._example.run(args, dist.get_rank(), dist.get_world_size())
-        gc.collect()  # on all ranks, the trained model goes together with its buffers and windows
+        gc.collect()  # frees the trained model with its buffers and windows at the same time on all ranks
         return result
 
     def close(self) -> None:
-        """Leaves the other ranks."""
+        """Disconnects from the other ranks."""
         if self._first is not None:
             self._training.end(self._first)
 

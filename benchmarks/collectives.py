@@ -1,37 +1,35 @@
-"""Times fog beside Gloo, raw MPI and the limit of memory, all in one run of the same processes.
+"""Times fog, Gloo, raw MPI and the limit of memory in one run of the same processes.
 
-    python benchmarks/collectives.py                              # 2 and 4 ranks, some five minutes
+    python benchmarks/collectives.py                              # 2 and 4 ranks, about five minutes
     python benchmarks/collectives.py --ranks 4 --ops allreduce --sizes 4K 64M --plot allreduce.png
-    python benchmarks/collectives.py --ranks 4 --hosts 2 --ops allreduce     # as root: emulated hosts, two ranks on each
+    python benchmarks/collectives.py --ranks 4 --hosts 2 --ops allreduce     # as root: two ranks on each emulated host
 
-Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
-turns, operation by operation and size by size (see interleaved.py). Columns, in milliseconds:
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
+each operation and size (see interleaved.py). The columns, in milliseconds:
 
     fog      torch.distributed on fog
     MPI      raw MPI: mpi4py on the MPICH that fog uses
     Gloo     torch.distributed on Gloo
-    torch    torch.distributed on a backend that sends nothing: what torch's own layers take of an operation
-             (allgather and all_to_all do copy what a rank has for itself)
-    memory   all ranks at once copy as many bytes as the operation must at least move
+    torch    torch.distributed on a backend that sends nothing: the time of torch's own layers
+             (allgather and all_to_all still copy the rank's own part)
+    memory   all ranks at once copy the least number of bytes that the operation must move
 
-A size is that of the larger of a rank's two buffers: the whole input of reduce_scatter, the whole output of
-allgather. With n ranks and size S, an operation must read each input once and write each output once, so all
-ranks together move
+The size is that of the larger buffer of a rank: the whole input of reduce_scatter, the whole output of allgather. With
+n ranks and size S, an operation must read each input and write each output at least once, so all ranks together move
 
     allreduce        n S + n S        all_to_all    n S + n S
     broadcast        S + (n - 1) S    allgather     S + n S        reduce_scatter    n S + S
-    send/recv        n/2 S + n/2 S    one way, between n/2 pairs at once; timed there and back, and halved
+    send/recv        n/2 S + n/2 S    one way, between n/2 pairs at once; half the time of a round trip
 
-and in the column "memory" each rank copies 1/n of half of that. No algorithm through memory is faster, except
-where data stay in a cache. All systems work on the same tensors; first, each one's result is checked.
+In the column "memory" each rank copies 1/n of half of these bytes. No algorithm through memory is faster, unless data
+stay in a cache. All systems use the same tensors, and the result of each is checked first.
 
-With --hosts the ranks are on emulated hosts (emulated_hosts.py), whose links tc limits to --rate. All three systems then
-go by TCP between hosts. Within one raw MPI does so too: it cannot be told which of its ranks are on one.
+With --hosts the ranks are on emulated hosts (emulated_hosts.py), whose links tc limits to --rate. All three systems
+then use TCP between hosts. Raw MPI also uses it within a host, because it cannot be told which ranks share one.
 
-A barrier stands before each measurement, so a small operation also pays for ranks that leave the barrier
-late, most where ranks outnumber cores. --back-to-back 100 shows what an operation takes in a loop; there the
-root of a broadcast may run ahead. --pause 5 shows what it takes when all ranks have slept for 5 ms before, from
-when the last of them calls it.
+A barrier precedes each measurement, so the time of a small operation includes ranks that leave the barrier late,
+especially if ranks outnumber cores. --back-to-back 100 measures an operation in a loop, in which the root of a
+broadcast may run ahead. --pause 5 measures the time after all ranks have slept for 5 ms, from the last rank's call.
 """
 
 from __future__ import annotations
@@ -62,9 +60,9 @@ DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
-# From this number of calls in a row on, a measurement counts as a loop.
+# The least number of back-to-back calls that count as a loop.
 MANY_CALLS = 100
-# For a machine of two cores. The time of torch's own layers is subtracted.
+# The small operations with a goal on a machine of two cores, after the time of torch's own layers is subtracted.
 SMALL = [("barrier", 0), ("broadcast", 4), ("allreduce", 4 << 10)]
 GOALS_IN_A_LOOP = [
     *(Goal(op, 2, size, "fog", "mpi", 1.5, above="nothing", plus=0.002) for op, size in SMALL),
@@ -110,12 +108,12 @@ def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -
     block = max(1, wanted // n)
     elements = block * n if split else max(1, wanted)
     S = elements * dtype.itemsize
-    # Rank r's mark; sums of marks are exact in all dtypes.
+    # The value of rank r; sums of these values are exact in all dtypes.
     mark, total = float(rank + 1), n * (n + 1) / 2
     marks = torch.arange(1, n + 1, dtype=torch.float32).to(dtype)
 
     def tensor(count: int) -> torch.Tensor:
-        # filled, because zeros alone have no memory of their own yet
+        # filled, because pages of torch.zeros are allocated at the first write
         return torch.zeros(count, dtype=dtype).fill_(0)
 
     def array(of: torch.Tensor) -> object:
@@ -240,7 +238,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
     case.fill()
     ways["nothing"] = lambda: case.on_group(systems.nothing)
     if case.bytes_moved:
-        # The bytes of a whole call, there and back if it has both parts.
+        # The bytes of a whole call, which has two parts if it is a round trip.
         copied = max(1, case.parts * case.bytes_moved // (2 * systems.size))
         source, destination = np.full(copied, 1, np.uint8), np.full(copied, 2, np.uint8)
         ways["memory"] = lambda: np.copyto(destination, source)
@@ -290,7 +288,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             continue
         for size in arguments.sizes:
             for dtype in arguments.dtypes if operation == "allreduce" else ["float32"]:
-                # As many elements as with float32, so that dtypes are compared by element.
+                # The same number of elements as with float32, so that dtypes are compared per element.
                 bytes_ = size if dtype == "float32" else size // 2
                 add(measure(operation, systems, bytes_, dtype, arguments))
     if systems.rank == 0:
@@ -331,7 +329,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
     """Runs `side_by_side.run_ranks` on emulated hosts: the first ranks on the first host, and so on."""
-    # Raw MPI takes ranks of one machine for ranks of one host, whatever their namespaces.
+    # Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
     environment = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
     try:
         with emulated_hosts(number, rate) as names:

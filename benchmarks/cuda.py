@@ -1,35 +1,35 @@
-"""Times fog on GPUs beside plain torch.distributed on NCCL, and training steps beside the bare optimizer, in one run.
+"""Compares fog on GPUs with plain torch.distributed on NCCL, and training steps with the bare optimizer, in one run.
 
-    python benchmarks/cuda.py                                    # one rank, and one rank a GPU; 2 ranks on a single GPU
+    python benchmarks/cuda.py                                    # one rank, then one rank per GPU, or 2 on a single one
     python benchmarks/cuda.py --ranks 2 --parts neighbor windows --sizes 64K 16M --plot cuda.png
     python benchmarks/cuda.py --parts training --models gpt2 --traces traces     # chrome traces of some modes
     python benchmarks/cuda.py --device cpu --parts collectives   # the same code with Gloo in place of NCCL
 
-Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py), each on the GPU that its
-number chooses. With --device cuda, the default, it ends at once where there is no GPU. Where ranks share one, rows say
-"shared"; only windows can do that with any NCCL, and the other parts are left out unless the one that is loaded lets
-ranks share a GPU (see docs/gpu.md). The ways to do one thing take turns (see interleaved.py); a turn is --back-to-back
-calls, after which the host waits for the device, and what a call takes is the longest time of all ranks.
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py), and the number of a rank
+selects its GPU. With --device cuda, the default, it ends at once if there is no GPU. If ranks share a GPU, rows say
+"shared". With any NCCL, ranks that share a GPU can measure windows; the other parts are skipped unless the loaded NCCL
+lets ranks share a GPU (see docs/gpu.md). The implementations take turns (see interleaved.py). A turn is --back-to-back
+calls, after which the host waits for the device. The time of a call is the longest one of all ranks.
 
 The parts, and the columns of times in milliseconds:
 
     collectives    allreduce in place. fog: dist.all_reduce on fog; torch: the same on a group of NCCL
-    neighbor       fog: fogdist.neighbor_allreduce along a ring, the exponential-2 graph, or one peer of that a call;
+    neighbor       fog: fogdist.neighbor_allreduce along a ring, the exponential-2 graph, or one peer of it per call;
                    torch: batch_isend_irecv of the same messages, then x * w and one add_ for each neighbor
     windows        put, get, accumulate and update of fogdist.Window on a ring; torch: tensor.copy_ of as many tensors,
-                   from another GPU if there is one (cudaMemcpyPeer), else within this one
+                   from another GPU if there is one (cudaMemcpyPeer), otherwise within this one
     training       steps of ResNet-50 (32 images of 224 x 224) and GPT-2 124M (4 x 1024 tokens) in bfloat16 autocast:
-                   "none" is the bare optimizer, the others are modes of examples/modes.py. One rank is timed with
-                   FOG_EXCHANGE_ALONE=1, unless that has another value: it does all that one of several does (hooks,
-                   buckets, streams, the exchange) without neighbors, and what a mode takes longer than "none" is that
+                   "none" is the bare optimizer, the others are modes of examples/modes.py. A single rank has
+                   FOG_EXCHANGE_ALONE=1, unless it is set otherwise: it then does all work of a rank with neighbors
+                   (hooks, buckets, streams, the exchange), and the difference between a mode and "none" is its cost
 
-"limit" is what the links or the memory must at least take: bytes over bandwidth. The bandwidth is that of this machine,
-measured before the rest with large copies, by one rank after the other: of memory within a GPU, and of the link to
-another GPU where there is one, else of memory again. Ranks that share a GPU have equal parts of it. An allreduce of n
-ranks must send 2 (n - 1) / n of a tensor over each link, an exchange one tensor for each neighbor, and then read d + 1
-tensors and write one.
+"limit" is the least time of the links or the memory: bytes divided by bandwidth. The bandwidth of this machine is
+measured first, with large copies, by one rank after the other: of the memory of a GPU, and of the link to another GPU
+if there is one, otherwise of the memory again. Ranks that share a GPU get equal parts of it. An allreduce of n ranks
+must send 2 (n - 1) / n of a tensor over each link. An exchange must send one tensor to each of the d neighbors, and
+then read d + 1 tensors and write one.
 
-The first results of all ways are compared before anything is timed.
+The first results of all implementations are compared before the measurements.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ if TYPE_CHECKING:
 Way = Callable[[], object]
 
 PARTS = ("collectives", "neighbor", "windows", "training")
-# Those that need more than one rank, and those that go over NCCL.
+# The parts that need more than one rank, and the parts that use NCCL.
 OF_SEVERAL = ("neighbor", "windows")
 OVER_NCCL = ("collectives", "neighbor", "training")
-# With "1" a rank that is alone does all that one of several does.
+# With the value "1", a single rank does all work of a rank with neighbors.
 ALONE_VARIABLE = "FOG_EXCHANGE_ALONE"
 SYSTEMS = {"fog": "fog", "torch": "torch", "limit": "limit"}
 TABLE = Table(SYSTEMS, [("fog", "torch"), ("fog", "limit")])
 SIZES = [4 << 10, 256 << 10, 4 << 20, 64 << 20]
 EXCHANGES = ("ring", "exp2", "one-peer")
 WINDOW_OPERATIONS = ("put", "get", "accumulate", "update")
-# Of a step's time with the bare optimizer, on one rank.
+# The goal for the time of a step on one rank, relative to the bare optimizer.
 OVERHEAD_GOAL = 1.03
 # For the measurement of bandwidth: bytes of a copy, and the least duration. Starting copies and waiting for the last
 # takes tens of microseconds.
 COPIED = 256 << 20
 COPY_SECONDS = 0.02
-# Of the device's free memory that these copies take at most.
+# The largest part of the device's free memory that these copies use.
 COPIED_PART = 1 / 8
 MODE_TITLES = {
     "none": "bare optimizer",
@@ -90,7 +90,7 @@ MODE_TITLES = {
     "win_put": "win_put",
     "diloco": "DiLoCo",
 }
-# Steps that a trace shows.
+# The number of steps in a trace.
 TRACED = 3
 TRACED_MODES = ("none", "awc", "ddp_sync")
 
@@ -100,15 +100,15 @@ TRACED_MODES = ("none", "awc", "ddp_sync")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is, and with whom.
+    """The groups, the device and the bandwidths of a rank.
 
     Attributes:
         systems: Groups of this run.
-        parts: What they measure.
+        parts: The parts to measure.
         peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU and where no part needs NCCL.
-        device: This rank's.
-        memory: Bytes a second that a copy within the device reads and writes; of a shared one, this rank's part.
-        link: Bytes a second that a copy from another device brings; the same.
+        device: This rank's device.
+        memory: Bytes per second that a copy within the device reads and writes; this rank's part if shared.
+        link: Bytes per second of a copy from another device, likewise.
         is_shared: Whether ranks share a GPU.
     """
 
@@ -132,7 +132,7 @@ class Place:
 
 
 def synchronize(device: torch.device) -> None:
-    """Returns when the device has done all that it was given."""
+    """Waits until the device has completed its work."""
     import torch
 
     if device.type != "cpu":
@@ -142,10 +142,10 @@ def synchronize(device: torch.device) -> None:
 def timed(
     ways: Mapping[str, Way], place: Place, arguments: argparse.Namespace, *, are_long: bool = False
 ) -> tuple[dict[str, Times], int]:
-    """Times ways to do one thing; all ranks call this together. A turn ends when the device is done.
+    """Times several implementations; all ranks call this together. A turn ends when the device is done.
 
     Returns:
-        Times of one call, by way, and the number of turns.
+        The times of one call by implementation, and the number of turns.
     """
     count = arguments.back_to_back
 
@@ -191,12 +191,12 @@ def bandwidth(source: Tensor, target: Tensor, moved: int) -> float:
 
 
 def parts_of(parts: Sequence[str], device: str, ranks: int) -> tuple[list[str], str | None]:
-    """Which of the parts so many ranks on this machine measure, and why they leave others out.
+    """Returns the parts that this number of ranks can measure on this machine, and the reasons for skipping the others.
 
     Args:
-        parts: Of PARTS.
-        device: Its type.
-        ranks: How many.
+        parts: Names in PARTS.
+        device: The type of device.
+        ranks: The number of ranks.
     """
     import devices
     import torch
@@ -211,7 +211,7 @@ def parts_of(parts: Sequence[str], device: str, ranks: int) -> tuple[list[str], 
 
 
 def join(device_type: str, asked: Sequence[str]) -> Place:
-    """Starts the groups that parts need, in a rank, and measures its bandwidths."""
+    """Starts the groups that the parts need in this rank, and measures its bandwidths."""
     import devices
     import torch
     import torch.distributed as dist
@@ -233,7 +233,7 @@ def join(device_type: str, asked: Sequence[str]) -> Place:
 
 
 def _bandwidths(device: torch.device) -> tuple[float, float]:
-    """Of a device's memory, and of its link to another one; leaves the memory that it took to others."""
+    """Returns the bandwidths of a device's memory and of its link to another device. Frees the memory that it used."""
     import torch
 
     copied = COPIED
@@ -253,7 +253,7 @@ def _bandwidths(device: torch.device) -> tuple[float, float]:
 
 
 def _other(device: torch.device) -> torch.device:
-    """Another GPU that this process sees; the device itself if there is none."""
+    """Returns another GPU that this process sees; the device itself if there is none."""
     import torch
 
     if device.type == "cuda" and torch.cuda.device_count() > 1:
@@ -262,13 +262,13 @@ def _other(device: torch.device) -> torch.device:
 
 
 def limit(bytes_: float, bytes_a_second: float) -> Times:
-    """Milliseconds that bytes take at least."""
+    """Returns the least number of milliseconds to move bytes."""
     milliseconds = 1e3 * bytes_ / bytes_a_second
     return Times(milliseconds, milliseconds, milliseconds)
 
 
 def check_same(what: str, place: Place, found: Tensor, expected: Tensor) -> None:
-    """Raises RuntimeError if two ways have different results."""
+    """Raises RuntimeError if two implementations have different results."""
     import torch
 
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(found.dtype, 3e-2)
@@ -282,14 +282,14 @@ def check_same(what: str, place: Place, found: Tensor, expected: Tensor) -> None
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table before it is timed.
+    """One row of the table before it is timed.
 
     Attributes:
-        name: Of the operation.
-        ways: Its ways.
-        limit: What it must take at least.
-        moved: Bytes that all ranks must at least read and write.
-        free: Called when all is timed.
+        name: The name of the operation.
+        ways: The implementations.
+        limit: The least time.
+        moved: The least number of bytes that all ranks must read and write.
+        free: Called after the measurements.
     """
 
     name: str
@@ -309,7 +309,7 @@ def collectives(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Cas
     dist.all_reduce(fog, group=place.systems.fog)
     dist.all_reduce(plain, group=place.peer)
     check_same("allreduce", place, fog, plain)
-    fog.zero_(), plain.zero_()  # sums of sums would go beyond what the dtype has
+    fog.zero_(), plain.zero_()  # repeated sums would overflow the dtype
     n = place.size
     sent = 2 * (n - 1) / n * fog.nbytes
     yield Case(
@@ -326,7 +326,7 @@ def collectives(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Cas
 def neighbor(
     place: Place, dtype: torch.dtype, elements: int, names: Sequence[str] = EXCHANGES
 ) -> Iterator[Case]:
-    """Exchanges with neighbors; none with one rank."""
+    """Returns the exchanges with neighbors; none for a single rank."""
     import fogdist
     import torch
 
@@ -404,7 +404,7 @@ def _on_torch(place: Place, x: Tensor, sequence: Any) -> Callable[[], Tensor]:
 
 
 def windows(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
-    """One-sided operations on a ring; none with one rank."""
+    """Returns the one-sided operations on a ring; none for a single rank."""
     import fogdist
     import torch
 
@@ -461,7 +461,7 @@ OPERATIONS: dict[str, Callable[[Place, torch.dtype, int], Iterator[Case]]] = {
 
 
 def measure_operations(place: Place, arguments: argparse.Namespace) -> list[Row]:
-    """Times all parts but training; rank 0 prints."""
+    """Times all parts except training; rank 0 prints."""
     import torch
 
     rows: list[Row] = []
@@ -494,13 +494,13 @@ def measure_operations(place: Place, arguments: argparse.Namespace) -> list[Row]
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its batches, and how it is trained.
+    """A model, its batches, its optimizer and its loss.
 
     Attributes:
-        title: For people.
+        title: The title in the output.
         make: Makes the model, and a batch of inputs and targets.
-        optimizer: Makes its optimizer.
-        loss: Of outputs and targets.
+        optimizer: Makes the optimizer.
+        loss: The loss of outputs and targets.
     """
 
     title: str
@@ -641,7 +641,7 @@ def print_training(row: Row) -> None:
 
 
 def print_goals(rows: Sequence[Row]) -> None:
-    """Prints which modes stay within the overhead that is allowed on one rank."""
+    """Prints which modes reach the goal for the overhead on one rank."""
     for row in rows:
         ratios = {
             name: ratio
@@ -666,7 +666,7 @@ def print_goals(rows: Sequence[Row]) -> None:
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Runs the benchmark on a rank."""
     import devices
     import fogdist
     import torch
@@ -797,12 +797,12 @@ def alone() -> str:
 
 
 def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
-    """Starts the ranks of a world; one that is alone does all that one of several does, unless told otherwise."""
+    """Starts the ranks of a world. By default a single rank does all work of a rank with neighbors."""
     side_by_side.run_ranks(ranks, script, arguments, environment={ALONE_VARIABLE: alone()})
 
 
 def main() -> None:
-    """Starts the ranks of each world, then holds the results against the goal; in a rank, measures."""
+    """Starts the ranks of each world and compares the results with the goal; on a rank, measures."""
     rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw, run_ranks)
     print_goals(rows)
 

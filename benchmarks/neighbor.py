@@ -1,47 +1,46 @@
-"""Times exchanges with neighbors on fog beside raw MPI, Gloo, allreduce and the limit of memory, in one run.
+"""Compares exchanges with neighbors on fog with raw MPI, Gloo, allreduce and the limit of memory, in one run.
 
-    python benchmarks/neighbor.py                               # 2, 4 and 8 ranks, some five minutes
+    python benchmarks/neighbor.py                               # 2, 4 and 8 ranks, about five minutes
     python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M --plot neighbor.png
 
-Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
-turns, exchange by exchange and size by size (see interleaved.py). The exchanges, all with uniform weights:
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
+each exchange and size (see interleaved.py). The exchanges, all with uniform weights:
 
     exp2           static exponential-2 graph: all ranks at distance 1, 2, 4, ...
-    one-peer       dynamic one-peer exponential graph: one rank at distance 1, 2, 4, ... in turn, one a call
+    one-peer       dynamic one-peer exponential graph: in each call one rank, at distance 1, 2, 4, ... in turn
     ring           static ring: both sides
-    complete       every rank with every other
-    hierarchical   two emulated machines: the mean of each, then these exchange (an even number of 4 or more)
+    complete       every rank with every other rank
+    hierarchical   two emulated machines, which exchange their means (with an even number of 4 or more ranks)
 
-Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
-    fog mem        fog; tensor and result lie in fog's memory (fogdist.empty); the same result each time
+    fog mem        fog with tensor and result in fog's memory (fogdist.empty); the result tensor is reused
     fog            the same with ordinary tensors
     mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
     fog new        the same with an ordinary x
     MPI            raw MPI: mpi4py's Irecv, Isend and Waitall on the MPICH that fog uses, then sums of numpy
     Gloo           irecv and isend of torch.distributed on Gloo, then sums of torch
-    fog all        fog's allreduce of a tensor of that size, in place, ordinary memory
-    Gloo all       Gloo's
-    memory         each rank sums d + 1 arrays of its own into one, all ranks at once (see memory_limit.py)
+    fog all        fog's allreduce of a tensor of this size, in place, in ordinary memory
+    Gloo all       Gloo's allreduce
+    memory         each rank sums d + 1 private arrays into one, all ranks at once (see memory_limit.py)
 
-MPI, Gloo and the columns "fog mem" and "fog" use buffers that are there before; these two call the backend's
-operation with a plan made before, and an output. "mem new" and "fog new" are calls of fogdist as a training
-loop makes them: they look up their weights each time (in one-peer, also step the generator of peers),
-get a new tensor, and drop it within the measurement. There one-peer exchanges run without the check of the
-topology, as fogdist's optimizers run them, and the static ones with their default, which makes a sender wait
-until its receivers have agreed.
+MPI, Gloo and the columns "fog mem" and "fog" use existing buffers; these two call the backend's operation with a
+prepared plan and an output. "mem new" and "fog new" call fogdist as a training loop does: each call looks up its
+weights (one-peer also advances the generator of peers) and returns a new tensor, which is freed within the measurement.
+There one-peer exchanges run without the check of the topology, as in fogdist's optimizers, and static exchanges with
+their default, which makes a sender wait until its receivers have agreed.
 
-d is the number of ranks that one receives from: an exchange must at least read d + 1 tensors and write one
-on each rank. The inputs of "memory" are d + 1 different arrays on each rank, while the n ranks of an exchange
-read n tensors together, so where these fit in a cache that ranks share an exchange can be faster. A
-hierarchical exchange must at least read each tensor once and write each once: there "memory" is a copy. In
-"complete", sums shared among ranks can be faster too: that is what an allreduce does. Raw MPI and Gloo
-exchange hierarchically through one rank of each machine: reduce, exchange, broadcast.
+d is the number of ranks that a rank receives from. An exchange must read at least d + 1 tensors and write one on each
+rank. The inputs of "memory" are d + 1 different arrays on each rank, but the n ranks of an exchange together read only
+n tensors. If these fit into a shared cache, an exchange can be faster than "memory". A hierarchical exchange must read
+and write each tensor at least once, so its "memory" is a copy. In "complete", sharing the sums among ranks, as an
+allreduce does, can be faster too. Raw MPI and Gloo exchange hierarchically through one rank of each machine: reduce,
+exchange, broadcast.
 
-Every system's first results, of one-peer those of all steps, are checked against the float64 mixing matrix. A
-barrier stands before each measurement, so a small exchange also pays for ranks that leave it late, most where
-ranks outnumber cores; --back-to-back 100 shows what an exchange takes in a loop, --pause 5 what it takes when all
-ranks have slept for 5 ms before, from when the last of them calls it.
+The first results of every system, for one-peer of all steps, are checked against the float64 mixing matrix. A barrier
+precedes each measurement, so the time of a small exchange includes ranks that leave the barrier late, especially if
+ranks outnumber cores. --back-to-back 100 measures an exchange in a loop. --pause 5 measures the time after all ranks
+have slept for 5 ms, from the last rank's call.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ if TYPE_CHECKING:
 
 EXCHANGES = ["exp2", "one-peer", "ring", "complete", "hierarchical"]
 SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-# Where many ranks share few cores, each size takes its time.
+# Fewer sizes for many ranks on few cores, where each size takes long.
 FEWER_SIZES = [4 << 10, 1 << 20, 16 << 20]
 MANY_RANKS = 8
 MACHINES = 2
@@ -99,11 +98,11 @@ TABLE = Table(
         ("fog_allreduce", "fog_memory"),
     ],
 )
-# Relative; the inputs are positive and their sums are rounded a few times in float32.
+# Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6
 
 
-# On a machine of two cores.
+# The goals for a machine of two cores.
 GOALS = [
     *(Goal("one-peer", 4, 4 << 10, s, "mpi", 1.5, enough=0.025) for s in ("fog_memory", "fog", "fog_new")),
     Goal("exp2", 4, 16 << 20, "fog_memory", "memory", 1.25),
@@ -113,7 +112,7 @@ GOALS = [
     *(Goal("exp2", 4, 1 << 20, system, "mpi", 1.0) for system in ("fog_memory", "fog")),
     *(Goal("one-peer", 4, 16 << 20, s, "fog_allreduce", 1 / 1.7) for s in ("fog_memory", "fog")),
 ]
-# So many calls in a row are a loop.
+# The least number of back-to-back calls that count as a loop.
 MANY_CALLS = 100
 GOALS_IN_A_LOOP = [Goal("exp2", 2, 4 << 10, s, "mpi", 1.5, plus=0.004) for s in ("fog_memory_new", "fog_new")]
 GOALS_AFTER_A_PAUSE = [Goal("exp2", 2, 4 << 10, s, "mpi", 2.0) for s in ("fog_memory_new", "fog_new")]
@@ -121,15 +120,15 @@ GOALS_AFTER_A_PAUSE = [Goal("exp2", 2, 4 << 10, s, "mpi", 2.0) for s in ("fog_me
 
 @dataclass(frozen=True)
 class Exchange:
-    """What is exchanged, and what comes of it.
+    """The edges and weights of an exchange.
 
     Attributes:
         name: One of EXCHANGES.
         steps: The steps that calls go through in turn: mixing matrices over nodes, uniform in each column;
-            entry [i, j] is the weight of what i sends to j. Nodes are ranks, or machines if it is
+            entry [i, j] is the weight of the edge i -> j. Nodes are ranks, or machines if it is
             hierarchical.
-        graph: What a static exchange follows, on the same nodes; None if it is dynamic.
-        ranks_per_node: 1, or the ranks of a machine.
+        graph: The graph of a static exchange, on the same nodes; None if it is dynamic.
+        ranks_per_node: 1, or the number of ranks of a machine.
     """
 
     name: str
@@ -139,18 +138,18 @@ class Exchange:
 
     @property
     def in_degree(self) -> int:
-        """Tensors that a node receives, at most."""
+        """The largest number of tensors that a node receives."""
         return max(int(np.count_nonzero(step, axis=0).max()) for step in self.steps) - 1
 
     def matrix(self, step: int) -> NDArray[np.float64]:
-        """The mixing matrix of ranks at a step; steps begin anew after the last."""
+        """Returns the mixing matrix of the ranks at a step; the steps repeat after the last one."""
         inside = np.full((self.ranks_per_node, self.ranks_per_node), 1 / self.ranks_per_node)
         return np.kron(self.steps[step % len(self.steps)], inside)
 
 
 @dataclass(frozen=True)
 class Peers:
-    """A node's part of one step: whom it receives from and sends to, and the weight of each term."""
+    """A node's part of one step: its sources, its destinations, and the weight of each term."""
 
     sources: list[int]
     destinations: list[int]
@@ -158,7 +157,7 @@ class Peers:
 
     @classmethod
     def of(cls, matrix: NDArray[np.float64], node: int) -> Peers:
-        """Reads them off a mixing matrix."""
+        """Returns a node's part of a mixing matrix."""
         column, row = matrix[:, node], matrix[node]
         return cls(
             [int(source) for source in np.flatnonzero(column) if source != node],
@@ -168,7 +167,7 @@ class Peers:
 
 
 def uniform(neighbors: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The plain mean of each node and those that send to it, as a mixing matrix.
+    """Returns the mixing matrix of the plain mean of each node and its in-neighbors.
 
     Args:
         neighbors: Entry [i, j] says whether i sends to j.
@@ -179,7 +178,7 @@ def uniform(neighbors: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 def make_exchange(name: str, size: int) -> Exchange | str:
-    """An exchange among `size` ranks, or why there is none."""
+    """Returns an exchange among `size` ranks, or the reason why there is none."""
     from fogdist import topology
 
     def static(graph: nx.DiGraph, ranks_per_node: int = 1) -> Exchange:
@@ -208,10 +207,10 @@ def make_exchange(name: str, size: int) -> Exchange | str:
 
 @dataclass(frozen=True)
 class World:
-    """What the ranks of one world keep for all exchanges.
+    """The state of a rank for all exchanges.
 
     Attributes:
-        systems: Its systems.
+        systems: The systems of this run.
         fog: The backend of `systems.fog`.
         machine: Communicator of raw MPI among this rank's emulated machine; None if ranks do not divide.
         gloo_machine: Group of Gloo of the same ranks.
@@ -224,7 +223,7 @@ class World:
 
 
 def join() -> World:
-    """Starts all systems in a rank."""
+    """Starts all systems on a rank."""
     import torch
     import torch.distributed as dist
 
@@ -250,7 +249,7 @@ Way = Callable[[], "Tensor"]
 
 
 def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
-    """The backend's operation, into an output that is there already."""
+    """Returns the backend's operation with an existing output."""
     from fog_pg._C import NeighborPlan
 
     node, nodes = world.systems.rank // exchange.ranks_per_node, len(exchange.steps[0])
@@ -279,7 +278,7 @@ def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
 
 
 def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
-    """The call of a training loop."""
+    """Returns the call of a training loop."""
     import fogdist
     from fogdist import topology
 
@@ -314,7 +313,7 @@ def on_mpi(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: lis
     own, out, buffers = x.numpy(), y.numpy(), [buffer.numpy() for buffer in received]
 
     def exchange_with(peers: Peers, tensor: NDArray[np.float32], weight: float) -> None:
-        """Between ranks, or the first ranks of machines."""
+        """Exchanges between ranks, or between the first ranks of machines."""
         arrived = buffers[: len(peers.sources)]
         requests = [mpi.Irecv(b, s * per_node) for b, s in zip(arrived, peers.sources, strict=True)]
         requests += [mpi.Isend(tensor, destination * per_node) for destination in peers.destinations]
@@ -399,7 +398,9 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     base = base.to(torch.float32).div_(1 << 10).add_(1)
 
     def tensor() -> Tensor:
-        return torch.zeros(elements).fill_(0)  # filled: zeros alone has no memory of its own yet
+        return torch.zeros(elements).fill_(
+            0
+        )  # filled, because pages of torch.zeros are allocated at the first write
 
     x, y, z = base + rank, tensor(), tensor()
     received = [tensor() for _ in range(exchange.in_degree)]
@@ -435,7 +436,7 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
             y.fill_(float("nan"))
             z.copy_(x)
             y_memory.fill_(float("nan"))
-            systems.mpi.Barrier()  # nobody's tensor changes while others read it
+            systems.mpi.Barrier()  # no tensor may change while other ranks read it
             got = way()
             expected = wide * weights.sum() + float(weights @ np.arange(n))
             if not torch.allclose(got.to(torch.float64), expected, rtol=TOLERANCE, atol=0):
@@ -446,7 +447,7 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     if not (torch.equal(x, base + rank) and torch.equal(x_memory, x)):
         raise RuntimeError(f"{exchange.name} of {size} bytes: a system changed the tensor of rank {rank}")
     del wide, base
-    z.zero_()  # sums of it stay what they are
+    z.zero_()  # so that repeated sums do not grow
 
     # A hierarchical exchange must read each tensor once and write each once.
     read = [x] if exchange.ranks_per_node > 1 else [x, *received]
@@ -467,7 +468,7 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Runs the benchmark on a rank."""
     world = join()
     systems = world.systems
     first = systems.rank == 0
@@ -489,7 +490,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 
 def found_exchanges(names: list[str], size: int, *, tell: bool) -> Iterator[Exchange]:
-    """The exchanges that there are among `size` ranks; says which are left out, and why, if `tell`."""
+    """Returns the exchanges that exist among `size` ranks. If `tell`, prints which are skipped, and why."""
     for name in names:
         exchange = make_exchange(name, size)
         if isinstance(exchange, Exchange):
@@ -520,7 +521,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
+    """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
     arguments = parse_arguments()
     rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
     if arguments.pause:

@@ -1,26 +1,26 @@
-"""Times training steps of ranks on different hosts: how much of an exchange over a slow link is hidden behind compute.
+"""Times training steps of ranks on different hosts: how much of an exchange over a slow link compute hides.
 
-    python benchmarks/overlap.py                                # 4 hosts, links of 1 Gbit/s, some seven minutes
+    python benchmarks/overlap.py                                # 4 hosts, links of 1 Gbit/s, about seven minutes
     python benchmarks/overlap.py --ratios 1 --compute device --modes none exchange awc --plot overlap.png
 
-Run it as root, as a plain program: it makes network namespaces, one for each rank, whose links tc limits to --rate
-(emulated_hosts.py), and starts its ranks in them. The model is an MLP of 2.9 million parameters, the optimizer SGD with
-momentum, the topology the exponential-2 graph. All ways take turns (see interleaved.py); each has a model of its own:
+Run it as root and without a launcher: it makes a network namespace for each rank, whose link tc limits to --rate
+(emulated_hosts.py), and starts its ranks there. The model is an MLP of 2.9 million parameters, the optimizer SGD with
+momentum, the topology the exponential-2 graph. The systems take turns (see interleaved.py), each with its own model:
 
     none                compute alone
-    exchange            the exchange of the parameters alone, which is what AWC, ATC and the wrapper have to hide
-    allreduce           the same of an allreduce
+    exchange            the exchange of the parameters alone, which AWC, ATC and the wrapper have to hide
+    allreduce           an allreduce alone
     awc, atc, ddp_sync  the optimizers, ATC with step_in_backward; DecentralizedDataParallel, mode "sync"
-    gradient_allreduce, ddp, ddp gloo   what averages gradients with all ranks: fog's optimizer, torch's DDP
+    gradient_allreduce, ddp, ddp gloo   averages of gradients over all ranks: fog's optimizer, torch's DDP
 
-The column "link" is what the link must at least carry for an exchange, over its rate. Compute takes a given
-multiple of the time of the exchange (--ratios), and is of two kinds:
+The column "link" is the least traffic of an exchange divided by the rate of the link. Compute takes a given multiple of
+the time of the exchange (--ratios). There are two kinds of compute:
 
-    device    layers wait a while, without the CPU: as if an accelerator computed them
-    cpu       larger batches. Here compute and the exchange's own work share the cores: where ranks outnumber these,
-              that work is added to the step, whatever is hidden.
+    device    layers sleep without using the CPU, as if an accelerator computed them
+    cpu       larger batches. Compute and the work of the exchange share the cores; if ranks outnumber the cores,
+              this work adds to the step even if the exchange is hidden.
 
-The goal is for AWC: a step takes less than 1.15 times the longer of compute alone and exchange alone.
+The goal for AWC: a step takes less than 1.15 times the longer of compute alone and exchange alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from interleaved import Times, take_turns
 from report import Row, write_json
 from training_step import training_step
 
-# The examples show how to train in each mode, and that is what is measured.
+# The examples show how to train in each mode, so they are measured.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 LINK = "link"
 GLOO = " gloo"
 TRANSFERS = ("exchange", "allreduce")
-# By name: the heading.
+# The headings of the columns, by name.
 SYSTEMS = {
     "none": "compute alone",
     "exchange": "exchange alone",
@@ -64,12 +64,12 @@ SYSTEMS = {
     "allreduce": "allreduce alone",
 }
 KINDS = {"device": "emulated device", "cpu": "CPU"}
-# Of the longer of compute and exchange.
+# The goal for a step, relative to the longer of compute and exchange.
 GOAL = 1.15
 PIXELS, HIDDEN = 784, (1024, 1024, 1024)
-# Of a step, as for a pass whose layers are matrix products.
+# The forward pass's part of a step, if the layers are matrix products.
 FORWARD_SHARE = 1 / 3
-# Between which the time of a step is taken to be linear.
+# The batch sizes between which the time of a step is assumed to be linear.
 CALIBRATION_BATCHES = (64, 256)
 CALIBRATION_SECONDS = 3.0
 
@@ -78,14 +78,14 @@ def device_model(seconds: float) -> nn.Module:
     """Returns the MLP on an emulated device: passes wait beside each layer, by its share of the parameters.
 
     Args:
-        seconds: What forward and backward pass wait together.
+        seconds: The time that forward and backward pass sleep together.
     """
     import torch
     from models import mlp
     from torch import nn
 
     class Wait(torch.autograd.Function):
-        """The identity, after a while: the last argument says how long, forward and backward."""
+        """The identity after a sleep; the last argument has the times of forward and backward."""
 
         @staticmethod
         def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, duration: float) -> Tensor:
@@ -99,7 +99,7 @@ def device_model(seconds: float) -> nn.Module:
             return gradients[0], None
 
     class OnDevice(nn.Module):
-        """A layer that takes a while."""
+        """A layer that also sleeps."""
 
         def __init__(self, layer: nn.Module, duration: float) -> None:
             super().__init__()
@@ -131,11 +131,11 @@ def ways_of(
     """Sets ways up, each with a model of its own; returns what makes a step of each. All ranks call this together.
 
     Args:
-        names: Of SYSTEMS.
+        names: Names in SYSTEMS.
         model: Makes the model.
-        batch: Rows of a batch.
-        systems: Of this run.
-        bucket_cap_mb: As of the optimizers; None for their defaults.
+        batch: The number of rows of a batch.
+        systems: The systems of this run.
+        bucket_cap_mb: As in the optimizers; None for their defaults.
     """
     import fogdist
     import torch
@@ -170,7 +170,7 @@ def ways_of(
 
 
 def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callable[[], None]:
-    """Returns what exchanges as many bytes as a model has, in buckets as the optimizers have them."""
+    """Returns a function that exchanges as many bytes as a model has, in the buckets of the optimizers."""
     import fogdist
     from fogdist.packing import BUCKET_BYTES, cap_bytes
     from fogdist.training.buckets import FlatBuckets
@@ -192,7 +192,7 @@ def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callab
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Runs the benchmark on a rank."""
     import fogdist
     from models import mlp
 
@@ -366,7 +366,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Starts the hosts with their ranks, then holds the results against the goal; in a rank, measures."""
+    """Starts the hosts with their ranks and compares the results with the goal; on a rank, measures."""
     arguments = parse_arguments()
     rows = program.run(
         Path(__file__), arguments, measure_all, SYSTEMS, draw, partial(run_on_hosts, arguments.rate)

@@ -1,14 +1,14 @@
-"""Times fog's one-sided transfers between hosts (MPI RMA) beside raw MPI and fog's own messages, in one run.
+"""Compares fog's one-sided transfers between hosts (MPI RMA) with raw MPI and fog's own messages, in one run.
 
-    python benchmarks/rma.py                                   # both fabrics, some five minutes
+    python benchmarks/rma.py                                   # both fabrics, about five minutes
     python benchmarks/rma.py --fabrics shm --operations exchange --sizes 1M 16M --plot rma.png
 
-Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). Hosts are emulated
-(network namespaces, see emulated_hosts.py) where it runs as root; else all ranks are on this host. MPI takes
-every rank for a node of its own in either case, which is checked, and reaches the others as its fabric says:
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). As root it emulates hosts
+(network namespaces, see emulated_hosts.py); otherwise all ranks are on this host. In both cases MPI treats every rank
+as a separate node, which is checked, and uses its fabric to reach the others:
 
-    shm    UCX over shared memory. It moves data without the target, as RDMA does, so it stands for RDMA
-    tcp    UCX over TCP. Every transfer needs the target, so fog takes messages there
+    shm    UCX over shared memory. Like RDMA, which it represents, it moves data without help of the target
+    tcp    UCX over TCP. Every transfer needs the target, so fog uses messages there
 
 The operations are of 2 ranks:
 
@@ -16,26 +16,26 @@ The operations are of 2 ranks:
     put, computing        the same; rank 1 multiplies matrices
     exchange              neighbor_allreduce: both ranks send their tensor, and both get the mean
     exchange, computing   both start it, multiply matrices for some ms (--compute-ms) in the main thread, then wait for
-                          it; columns are the time beyond that of the matrices alone
-    one-way, computing    the same of an exchange in which rank 0 only sends and waits, and rank 1 receives and computes
+                          it; columns have the time in excess of the matrices alone
+    one-way, computing    the same, but rank 0 only sends and waits, and rank 1 receives and computes
     exchange, tcp         the exchange over TCP
 
-All but the last are over shm. Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+All except the last are over shm. The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
     fog rma        fog with FOG_BETWEEN_HOSTS=rma
-    fog messages   fog with FOG_BETWEEN_HOSTS=messages; over TCP with auto, which has to choose messages
+    fog messages   fog with FOG_BETWEEN_HOSTS=messages; over TCP with auto, which must choose messages
     raw MPI        mpi4py on the same MPICH and the same fabric. put: MPI_Put and MPI_Win_flush. exchange: MPI_Put in
-                   pieces of 1 MiB, flush, an 8-byte version by MPI_Put, flush; the receiver looks at the version without
+                   pieces of 1 MiB, flush, an 8-byte version by MPI_Put, flush; the receiver polls the version without
                    sleep, then a sum of numpy; two buffers in turn. exchange over TCP: Irecv, Isend, Waitall, then the sum
 
-A process has one of fog's settings for all its life, so over shm there are two pairs of ranks, one with each setting. All ways
-of one row take turns (see interleaved.py), and a pair sleeps while the other one has its turn. Raw MPI lives in the processes
-of the first pair. A put is timed on rank 0, an exchange as the longer time of the two ranks. Every system's first
-results are checked.
+A process cannot change fog's setting, so over shm there are two pairs of ranks, one for each setting. The systems take
+turns (see interleaved.py), and a pair sleeps during the turn of the other one. Raw MPI runs in the processes of the
+first pair. The time of a put is that of rank 0, the time of an exchange the longer one of the two ranks. The first
+results of every system are checked.
 
-What the numbers do not show: a network card. What shm takes is what the CPU needs to copy, and both ranks share the
-machine's memory. Raw MPI has no headers, no checks that ranks agree, no time-outs and no loss of ranks, and its
-start copies all data before the matrices, while fog's thread works beside them.
+The numbers do not include a network card: the time over shm is that of copies by the CPU, and both ranks share the
+machine's memory. Raw MPI has no headers, no checks that ranks agree, no timeouts and no handling of lost ranks. It
+copies all data before the matrices are multiplied, while fog's thread works at the same time.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class Fabric:
     """How ranks of different nodes reach each other.
 
     Attributes:
-        environment: What makes MPI use it.
-        settings: FOG_BETWEEN_HOSTS of each pair of ranks.
-        transports: How fog then has to reach the other rank, for each pair.
-        operations: What is measured over it.
+        environment: The variables that make MPI use it.
+        settings: The value of FOG_BETWEEN_HOSTS for each pair of ranks.
+        transports: The transport that fog must then use, for each pair.
+        operations: The operations to measure.
     """
 
     environment: Mapping[str, str]
@@ -95,7 +95,7 @@ FABRICS = {
     ),
     "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["messages"], ["exchange, tcp"]),
 }
-# Every rank is a node of its own, to MPI and to fog.
+# MPI and fog treat every rank as a separate node.
 APART = {"MPIR_CVAR_NOLOCAL": "1", "FOG_LOCAL_LINKS": "0"}
 OPERATIONS = [operation for fabric in FABRICS.values() for operation in fabric.operations]
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20]
@@ -103,13 +103,13 @@ RANKS = 2
 SYSTEMS = {"rma": "fog rma", "messages": "fog messages", "raw": "raw MPI"}
 TABLE = Table(SYSTEMS, [("rma", "raw"), ("messages", "rma"), ("messages", "raw")])
 COMPUTE = "compute"
-# The pieces in which raw MPI puts.
+# The size of the pieces in which raw MPI puts.
 PIECE = 1 << 20
-# Sides of the matrices that are multiplied.
+# The number of rows and columns of the matrices.
 MATRIX = 256
 # The least difference, in milliseconds, between exchanges and compute: the difference of two medians may be negative.
 LEAST = 1e-3
-# Relative; the inputs are positive and their sums are rounded a few times in float32.
+# Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6
 # Seconds within which a process stops.
 STOP_TIMEOUT = 10.0
@@ -135,16 +135,16 @@ Way = Callable[[], object]
 
 @dataclass(frozen=True)
 class World:
-    """What a rank has.
+    """The state of a rank.
 
     Attributes:
         everyone: Raw MPI's communicator of all pairs.
-        number: Of this rank's pair; the first one's is 0.
-        systems: Of this pair.
+        number: The number of this rank's pair, from 0.
+        systems: The systems of this pair.
         fog: The backend.
-        pids: Process ids of the pair.
-        compute: Multiplies matrices for about as long as the program was told.
-        signals: How many times the other rank of the pair has told this one to go on.
+        pids: The process IDs of the pair.
+        compute: Multiplies matrices for about the time of --compute-ms.
+        signals: The number of times that the other rank of the pair has told this one to continue.
     """
 
     everyone: MPI.Intracomm
@@ -171,12 +171,12 @@ class World:
 
 
 def join(arguments: argparse.Namespace) -> World:
-    """Starts raw MPI and fog in this process, and makes sure that they use what is to be measured.
+    """Starts raw MPI and fog in this process, and checks that they use the expected transports.
 
     Raises:
-        RuntimeError: They do not.
+        RuntimeError: They use another transport.
     """
-    from mpi4py import MPI  # starts MPI
+    from mpi4py import MPI  # the import initializes MPI
 
     signals: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
@@ -239,7 +239,7 @@ class RawWindow:
         self._at_version = -(-2 * self._bytes // 64) * 64
         self._window = MPI.Win.Allocate(self._at_version + 8, 1, comm=mpi)
         memory = np.frombuffer(self._window.tomemory(), np.uint8)  # type: ignore[call-overload]  # a buffer it is
-        memory[:] = 0  # what has not been written has no memory of its own yet
+        memory[:] = 0  # pages are allocated at the first write
         self.buffers: list[Array] = list(memory[: 2 * self._bytes].view(np.float32).reshape(2, elements))
         self._version = memory[self._at_version :].view(np.int64)
         self._window.Lock_all(MPI.MODE_NOCHECK)

@@ -1,29 +1,29 @@
-"""Many ranks on one machine: start, small operations and end, memory and descriptors, fog beside Gloo.
+"""Many ranks on one machine: compares start, small operations, end, memory and descriptors of fog and Gloo.
 
-    python benchmarks/scale.py                                  # 4, 16 and 32 ranks, some minutes
+    python benchmarks/scale.py                                  # 4, 16 and 32 ranks, several minutes
     python benchmarks/scale.py --ranks 64 --rounds 3 --json scale.json --plot scale.png
 
-Ranks are forked from this process, which has imported torch, fogdist and fog's extension: imports count nowhere. In each
-round a world of each system starts, works and ends, in an order drawn anew; kept are the median and the quartiles over
-the rounds. Each phase of a world has its time: a world that does not keep it is ended and named, its rows so far count, and the
-program goes on. Rows, in milliseconds but for the last three:
+Ranks are forked from this process after it has imported torch, fogdist and fog's extension, so no time has imports. In
+each round a world of each system starts, works and ends, in random order. The results are the median and the
+quartiles over the rounds. Each phase of a world has a time limit: a world that exceeds it is ended and reported, its
+earlier results count, and the program continues. The rows, in milliseconds except for the last three:
 
-    start           from the word to begin, given to all ranks, until the last one has its first allreduce (8 B)
-    group           new_group of all ranks until the last one has its first allreduce in it
+    start           from the command to begin until the last rank has completed its first allreduce (8 B)
+    group           from new_group of all ranks until the last one has completed its first allreduce in it
     barrier, allreduce, neighbors
-                    one of several in a row; neighbors is the mean with the two ranks beside this one, in Gloo's world
-                    by its sends and receives
-    end             from the word to end until the last process has gone: destroy_process_group and what is
-                    registered for the exit, without the finalization of Python, which is the same for all
-    private MiB     memory of a rank that is its own, the largest of all ranks: what fork has not had to copy is not
-    mapped MiB      shared memory that it maps, but for fog's arenas, which are addresses only
-    descriptors     open ones, but for those that it was forked with
+                    the time of one of several calls in a row; neighbors is the mean with the two adjacent ranks, with
+                    Gloo by sends and receives
+    end             from the command to end until the last process has ended: destroy_process_group and exit
+                    handlers, without the finalization of Python, which is the same for both systems
+    private MiB     private memory, without pages that are still shared after the fork; the largest of all ranks
+    mapped MiB      mapped shared memory without fog's arenas, which only reserve addresses
+    descriptors     the open descriptors, without those that existed at the fork
 
-Ranks outnumber the cores, so times are those of the whole machine: n ranks of two cores take turns.
+Ranks outnumber the cores and share them, so the times are those of the whole machine.
 
-Each rank is forked with a connection of its own to the Store. A TCPStore looks up the name of whoever connects, and on a machine whose name
-server does not answer each lookup takes seconds, in both systems: `start` would tell of that alone. Gloo listens at 127.0.0.1
-(GLOO_SOCKET_IFNAME=lo unless it is set), so that it looks up no name either.
+Each rank has its connection to the Store before the fork. A TCPStore looks up the name of each host that connects. If
+the name server does not answer, each lookup takes seconds and would dominate `start` in both systems. For the same
+reason Gloo listens at 127.0.0.1 (GLOO_SOCKET_IFNAME=lo unless it is set), so that it looks up no name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from __future__ import annotations
 import argparse
 import os
 
-# Pools of threads would not outlive a fork.
+# Thread pools do not survive a fork.
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
@@ -62,12 +62,12 @@ SYSTEMS = {"fog": "fog", "gloo": "Gloo"}
 TABLE = Table(SYSTEMS, [("fog", "gloo")])
 GOALS = [Goal("start", ranks, 0, "fog", "gloo", 1.5) for ranks in (32, 64)]
 SIZES = [8, 4 << 10, 1 << 20]
-# Operations in a row: as many as take that long, at least and at most so many.
+# The time of the operations in a row, in seconds, and their least and largest number.
 ROW_SECONDS, LEAST, MOST = 2.0, 2, 20
-# What a phase may take by default.
+# The default time limit of a phase.
 PHASE_SECONDS = 60.0
 
-# How names of shared memory begin: anonymous files but for fog's arenas, files of MPI, segments of System V.
+# The prefixes of the names of shared memory: anonymous files except fog's arenas, files of MPI, System V segments.
 _SHARED = ("/memfd:fog_inbox", "/dev/shm/", "/dev/zero", "/SYSV")
 
 # An operation and the bytes of its tensor.
@@ -75,23 +75,23 @@ Key = tuple[str, int]
 
 
 class Rank:
-    """What a forked process does when it is told to; each phase returns when it began and ended, in seconds."""
+    """The phases that a forked process runs on command. Each returns the times of its begin and end, in seconds."""
 
     def __init__(self, system: str, rank: int, size: int, store: dist.TCPStore, timeout: timedelta) -> None:
         self.system, self.rank, self.size, self.store, self.timeout = system, rank, size, store, timeout
         self.descriptors = len(os.listdir("/proc/self/fd"))
 
     def ready(self) -> list[float]:
-        """The fork is done."""
+        """Does nothing; its answer shows that the fork is done."""
         return []
 
     def start(self) -> list[float]:
-        """Joins the others."""
+        """Joins the group."""
         dist.init_process_group(
             self.system, store=self.store, rank=self.rank, world_size=self.size, timeout=self.timeout
         )
         dist.all_reduce(torch.ones(2))
-        return [0.0, time.perf_counter()]  # it began with the word
+        return [0.0, time.perf_counter()]  # it began with the command
 
     def group(self) -> list[float]:
         """Makes a group of all ranks."""
@@ -101,7 +101,7 @@ class Rank:
         return [begin, time.perf_counter()]
 
     def call(self, operation: str, x: torch.Tensor) -> Callable[[], object]:
-        """The operation, on ones."""
+        """Returns a function that runs the operation on `x`, a tensor of ones."""
         if operation == "barrier":
             return dist.barrier
         if operation == "allreduce":
@@ -115,12 +115,12 @@ class Rank:
         )
 
     def repeat(self, operation: str, size: int, count: int) -> list[float]:
-        """So many operations in a row, on tensors of so many bytes."""
+        """Runs a number of operations in a row, on tensors of a given size in bytes."""
         x = torch.ones(size // 4)
         call = self.call(operation, x)
         result = call()
         expected = torch.ones_like(x) * (self.size if operation == "allreduce" else 1)
-        # Not by torch.testing, which would import sympy, 500 modules, in each rank.
+        # torch.testing would import sympy, which is 500 modules, on each rank.
         if not torch.allclose(x if operation != "neighbors" else result, expected):
             raise AssertionError(f"{operation} of {size} bytes: wrong result on rank {self.rank}")
         dist.barrier()
@@ -131,11 +131,11 @@ class Rank:
         return [begin / count, end / count]
 
     def facts(self) -> dict[str, object]:
-        """About the run."""
+        """Returns facts about the run."""
         return program.facts()
 
     def memory(self) -> list[float]:
-        """Private and mapped MiB, and descriptors."""
+        """Returns the private and mapped MiB, and the number of descriptors."""
         rollup = dict(
             line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
         )
@@ -150,7 +150,7 @@ class Rank:
 
 
 def exchange(x: torch.Tensor, peers: Sequence[int]) -> torch.Tensor:
-    """The mean with these ranks, who do the same, by sends and receives."""
+    """Computes the mean with these ranks, which do the same, by sends and receives."""
     others = [torch.empty_like(x) for _ in peers]
     work = [dist.irecv(other, peer) for other, peer in zip(others, peers, strict=True)]
     work += [dist.isend(x, peer) for peer in peers]
@@ -162,14 +162,14 @@ def exchange(x: torch.Tensor, peers: Sequence[int]) -> torch.Tensor:
 def serve(
     connection: Connection, system: str, rank: int, size: int, store: dist.TCPStore, timeout: timedelta
 ) -> None:
-    """The life of a forked rank."""
+    """Runs a forked rank from its begin to its end."""
     die_with_parent()
     torch.set_num_threads(1)
     obey(connection, rank, Rank(system, rank, size, store, timeout))
 
 
 def keep_store(connection: Connection) -> None:
-    """The process that has the Store, as torchrun does: no rank waits for another one to make it."""
+    """Runs the process of the Store, as torchrun does, so that no rank waits for another one to make it."""
     die_with_parent()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
@@ -178,12 +178,12 @@ def keep_store(connection: Connection) -> None:
 
 
 class World(ForkedWorld):
-    """Ranks of one system, from their fork to their end.
+    """The ranks of one system, from their fork to their end.
 
     Args:
-        system: Of torch.distributed.
+        system: The backend's name in torch.distributed.
         size: The number of ranks.
-        limit: Seconds that a phase may take.
+        limit: The time limit of a phase in seconds.
     """
 
     def __init__(self, system: str, size: int, limit: float) -> None:
@@ -191,7 +191,7 @@ class World(ForkedWorld):
         self.system = system
 
     def fork_all(self) -> None:
-        """Makes the Store and the ranks, each with its connection."""
+        """Starts the Store and the ranks, each with its connection."""
         self.fork(keep_store)
         port = self.port()
         timeout = timedelta(seconds=self.limit)
@@ -203,7 +203,7 @@ class World(ForkedWorld):
             self.fork(serve, self.system, rank, self.size, store, timeout)
 
     def time(self, *word: object) -> float:
-        """Milliseconds of a phase of all ranks together."""
+        """Runs a phase on all ranks and returns its milliseconds."""
         told, times = self.ask(*word)
         begins, ends = np.array(times).T
         return 1e3 * (ends.max() - (begins.min() if begins.any() else told))
@@ -211,7 +211,7 @@ class World(ForkedWorld):
 
 @contextmanager
 def world_of(system: str, size: int, limit: float) -> Iterator[World]:
-    """A world that is gone afterwards, whatever happens."""
+    """A world whose processes are ended after the block in any case."""
     world = World(system, size, limit)
     try:
         world.fork_all()
@@ -221,14 +221,14 @@ def world_of(system: str, size: int, limit: float) -> Iterator[World]:
 
 
 def facts(limit: float) -> dict[str, object]:
-    """About the run, from ranks of fog: this process must not load MPI."""
+    """Returns facts about the run from ranks of fog, because this process must not load MPI."""
     with world_of("fog", 3, limit) as world:
         world.ask("start")
         return world.ask("facts")[1][0]
 
 
 def measure(world: World, sizes: Sequence[int], found: dict[Key, float]) -> None:
-    """One world's life, into `found`; what came before a failure is there as well."""
+    """Runs one world and adds its results to `found`, including those from before a failure."""
     world.ask("ready")
     found["start", 0] = world.time("start")
     found["group", 0] = world.time("group")
@@ -247,7 +247,7 @@ def measure(world: World, sizes: Sequence[int], found: dict[Key, float]) -> None
 
 
 def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures: list[str]) -> list[Row]:
-    """Rounds of both systems' worlds, one after the other; what went wrong is added to `failures`."""
+    """Runs the rounds of both systems' worlds in turn; failures are added to `failures`."""
     samples: dict[str, list[dict[Key, float]]] = {system: [] for system in SYSTEMS}
     draw = random.Random(size)
     for number in range(rounds):
@@ -272,7 +272,7 @@ def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures
         times = {}
         for system in SYSTEMS:
             values = [sample[name, count] for sample in samples[system] if (name, count) in sample]
-            if values and np.median(values) > 0:  # else it has none
+            if values and np.median(values) > 0:  # otherwise the system has no such value
                 lower, median, upper = np.percentile(values, [25, 50, 75])
                 times[system] = Times(float(median), float(lower), float(upper))
         return Row(name, size, "float32", count // 4, count, 0, rounds, times)
@@ -322,7 +322,7 @@ def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    """The program."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

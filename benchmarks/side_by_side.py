@@ -1,15 +1,15 @@
-"""Ranks in which fog, Gloo and raw MPI live side by side, so that one run measures them all.
+"""Starts ranks that use fog, Gloo and raw MPI in the same processes, so that one run measures all of them.
 
 `run_ranks` starts a script under the mpiexec of the mpich package; there each rank calls `join`:
 
-- mpi4py starts first, from the launcher, and loads `libmpi.so.12` of the mpich package. That is raw MPI.
-- Then the launcher's variables are dropped and fog starts as under torchrun: from a TCPStore, with its own
-  PMI server. It loads `libmpi_abi.so.1` of the same package: the same MPICH behind another set of names. Both
-  libraries are loaded privately, so neither sees the other's state.
-- Gloo, and torch's "fake" backend that sends nothing, are groups made by `new_group`.
+- mpi4py starts first, with the launcher's variables, and loads `libmpi.so.12` of the mpich package. This is raw MPI.
+- Then the launcher's variables are removed and fog starts as under torchrun: from a TCPStore, with its own
+  PMI server. It loads `libmpi_abi.so.1` of the same package, which is the same MPICH with other symbol names. Both
+  libraries are loaded privately, so neither sees the state of the other.
+- Gloo, and torch's "fake" backend, which sends nothing, are groups made by `new_group`.
 
-Nobody takes time from another. MPICH runs only inside of its calls. Gloo's threads sleep in epoll when no
-message comes. fog's thread looks at its messages every 10 ms; like all noise, that meets all systems alike.
+The systems do not take time from each other. MPICH runs only inside its calls. Gloo's threads sleep in epoll until a
+message arrives. fog's thread checks its messages every 10 ms, which affects all systems alike.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
 
-# mpi4py's own switch: the path of the MPI library that it loads.
+# mpi4py reads the path of its MPI library from this variable.
 MPI4PY_VARIABLE = "MPI4PY_LIBMPI"
-# By variables with these prefixes, a process knows that an MPI launcher has started it.
+# The prefixes of the variables that an MPI launcher sets.
 _LAUNCHER_PREFIXES = ("PMI", "HYD", "MPI_LOCAL")
 # The timeout of the groups.
 TIMEOUT = timedelta(minutes=2)
 
 
 def require(*packages: str) -> None:
-    """Ends the program if a package is missing, with a message that says what to install."""
+    """Ends the program if a package is missing, with a message that names the packages to install."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         sys.exit(
@@ -59,15 +59,15 @@ def run_ranks(
     hosts: Sequence[str] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs a script on `ranks` processes of this machine, to its end.
+    """Runs a script on `ranks` processes of this machine and waits for its end.
 
     Args:
         ranks: Number of processes.
-        script: Python script; its ranks call `join`.
-        arguments: Its command line.
+        script: The Python script, whose ranks call `join`.
+        arguments: The script's arguments.
         hosts: Emulated hosts, one for each rank; by default all ranks are on this one. Raw MPI does not know them: it
             uses memory that all ranks share, so its traffic does not load their links.
-        environment: More environment variables.
+        environment: Additional environment variables.
 
     Raises:
         SystemExit: The script failed, or there is no mpiexec.
@@ -103,10 +103,10 @@ class Systems:
     """One rank's access to each system; all systems have the same ranks.
 
     Attributes:
-        mpi: Raw MPI, by which benchmarks also coordinate.
-        fog: The default group.
-        gloo: Group of Gloo.
-        nothing: Group of a backend whose operations return at once and send nothing.
+        mpi: Raw MPI, which benchmarks also use to coordinate.
+        fog: The default group, on fog.
+        gloo: The group on Gloo.
+        nothing: The group of a backend whose operations return at once and send nothing.
     """
 
     mpi: MPI.Intracomm
@@ -132,7 +132,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
         master: Address of rank 0's host.
         ranks: Raw MPI's communicator of the ranks of one torch world; by default all ranks.
     """
-    from mpi4py import MPI  # starts MPI
+    from mpi4py import MPI  # the import initializes MPI
 
     mpi = MPI.COMM_WORLD if ranks is None else ranks
     for name in list(os.environ):
@@ -146,7 +146,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
     import fog_pg  # noqa: F401  registers "fog" also where torch does not look for entry points
 
     torch.set_num_threads(1)
-    # torch 2.13 renamed operations that 2.11 has under the old names only.
+    # torch 2.13 renamed operations, but 2.11 has only the old names.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     if mpi.rank == 0:
         store = dist.TCPStore(master, 0, is_master=True, wait_for_workers=False)
@@ -160,7 +160,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
 
 
 def leave() -> None:
-    """Ends fog and Gloo after all ranks have come; raw MPI ends with the process."""
+    """Ends fog and Gloo after a barrier of all ranks; raw MPI ends with the process."""
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,19 +1,19 @@
-"""Times training steps in every mode beside DDP on Gloo, DDP on fog, and no communication at all, in one run.
+"""Times training steps in every mode, with DDP on Gloo, DDP on fog, and no communication for comparison, in one run.
 
-    python benchmarks/training.py                                  # 1 and 4 ranks, some five minutes
+    python benchmarks/training.py                                  # 1 and 4 ranks, about five minutes
     python benchmarks/training.py --ranks 4 --models mlp --modes awc ddp_async --plot training.png
 
-Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). Each mode has a model and
-an optimizer of its own on each rank, SGD with momentum, and they take turns (see interleaved.py): a turn is
---back-to-back training steps (10 by default) of one mode on all ranks at once, from when the first rank begins until
-the last one ends. Data are random and in memory.
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). On each rank every mode has
+its own model and optimizer, SGD with momentum. The modes take turns (see interleaved.py): in one turn all ranks make
+--back-to-back training steps (10 by default) in one mode. The time of a turn is from the start of the first rank to the
+end of the last one. The data are random and in memory.
 
     mlp         784 - 1024 - 1024 - 1024 - 10, 2.9 million parameters, batches of 32
     resnet20    ResNet-20 for CIFAR, 0.27 million parameters, batches of 4 images of 3 x 32 x 32
 
-Modes are those of examples/modes.py, on the exponential-2 graph unless --topology says another one; "one-peer" is
-the same optimizer with one of the neighbors a step, in turn. "ddp gloo" is torch's DistributedDataParallel on Gloo.
-With one rank nothing is exchanged: what a mode takes longer there than "none" is its own work in Python.
+The modes are those of examples/modes.py, on the exponential-2 graph or the graph of --topology. "one-peer" is the same
+optimizer with one neighbor per step, in turn. "ddp gloo" is torch's DistributedDataParallel on Gloo. A single rank
+exchanges nothing, so the difference between a mode and "none" is the mode's overhead in Python.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ NEIGHBOR_MODES = [
     for name in SYSTEMS
     if name.split()[0] in ("awc", "atc", "ddp_sync", "ddp_async", "gossip_hook", "win_put", "push_sum")
 ]
-# As a share of the steps per second without communication.
+# The goal for the steps per second, relative to those without communication.
 SPEED_GOAL = 0.8
-# As a multiple of the optimizer's own step time, on one rank.
+# The goal for the step time on one rank, relative to that of the optimizer alone.
 OVERHEAD_GOAL = 1.05
 
 
@@ -109,7 +109,7 @@ def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Call
     """Sets up a mode; returns a function that makes one step of it. All ranks call this together.
 
     Args:
-        name: Name in SYSTEMS.
+        name: The mode's name in SYSTEMS.
         task: The task to train.
         systems: The systems of this run.
         topology: Name of the group's topology, for one-peer modes.

@@ -1,37 +1,37 @@
-"""Times fog's one-sided windows beside raw MPI's and the limit of memory, in one run.
+"""Compares fog's one-sided windows with those of raw MPI and the limit of memory, in one run.
 
-    python benchmarks/windows.py                                # 2 and 4 ranks, some five minutes
+    python benchmarks/windows.py                                # 2 and 4 ranks, about five minutes
     python benchmarks/windows.py --ranks 2 --operations put "put alone" --sizes 4K 1M --plot windows.png
 
-Run it as a plain program: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take
-turns, operation by operation and size by size (see interleaved.py). Neighbors are those of the static
-exponential-2 graph: d = 1 of 2 ranks, d = 2 of 4. The operations:
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
+each operation and size (see interleaved.py). The neighbors are those of the static exponential-2 graph: d = 1 with 2
+ranks, d = 2 with 4. The operations:
 
-    put            each rank's tensor, in its slot at its d out-neighbors
-    get            the tensors of its d in-neighbors, in its slots for them
-    accumulate     as put, added to what the slot has
+    put            writes each rank's tensor into its slots at its d out-neighbors
+    get            copies the tensors of the d in-neighbors into their slots
+    accumulate     as put, but adds the tensor to the slot
     update         the mean of a rank's tensor and its d slots, in place
     put+update     one after the other, as a step of decentralized training does; ranks do not wait for each other
 
-All ranks do that at once, so they share what the memory gives. In "put alone" and so on rank 0 does it and the
-others sleep: nobody else is needed for it. Columns, in milliseconds; a size is that of a rank's tensor, of float32:
+All ranks do this at the same time, so they share the memory bandwidth. In "put alone" and similar rows only rank 0 does
+it and the others sleep. The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
     fog        fogdist.Window, with default arguments
-    fog_pg     the backend's own methods, with lists of neighbors made before: what is left without the library's
-               Python; up to 1 MiB
+    fog_pg     the backend's own methods with prepared lists of neighbors, which excludes the Python code of fogdist;
+               up to 1 MiB
     MPI        raw MPI: mpi4py's Put, Get, Accumulate in a window of MPI_Win_allocate (shared memory, too), under
-               one MPI_Win_lock_all, each with a flush; sums of numpy. Nothing keeps its sums from reading what a
-               put is still writing, as fog does
-    memory     the least that memory must carry: d copies; for accumulate d sums of two arrays; for update a sum
-               of d + 1; of arrays of the rank's own, always the same ones (see memory_limit.py)
-    one place  the same, of put and get: each copy goes to the same array each time
+               one MPI_Win_lock_all, each with a flush; sums of numpy. Unlike fog, it does not prevent sums from
+               reading a half-written put
+    memory     the least memory traffic: d copies; for accumulate d sums of two arrays; for update a sum of d + 1
+               arrays; always of the same private arrays of the rank (see memory_limit.py)
+    one place  the same for put and get, but each copy goes to the same array each time
 
-A slot's value is replaced as a whole, so fog writes each put or get to another buffer than the one before,
-mostly to two in turn. "memory" does so too; its target is as cold. "one place" copies to an array that was
-written just before, which is faster where that is still in a cache. MPI has one buffer a slot.
+fog replaces the value of a slot atomically, so it writes each put or get to another buffer than the previous one,
+mostly to two in turn. "memory" does so too, so its target is equally cold in the cache. "one place" copies to an array
+that was written just before, which is faster if it is still in a cache. MPI has one buffer per slot.
 
-Every system's first results are checked. Where all take part a barrier stands before each measurement;
---back-to-back 100 shows what an operation takes in a loop.
+The first results of every system are checked. If all ranks take part, a barrier precedes each measurement.
+--back-to-back 100 measures an operation in a loop.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ TOGETHER = [*SINGLE, "put+update"]
 ALONE = {f"{name} alone": name for name in TOGETHER}
 OPERATIONS = [*TOGETHER, *ALONE]
 SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-# Beyond this Python takes no part of the time that counts.
+# Above this size the time of Python does not matter.
 LARGEST_OF_BACKEND = 1 << 20
 SYSTEMS = {
     "fog": "fog",
@@ -77,11 +77,11 @@ SYSTEMS = {
     "one_place": "one place",
 }
 TABLE = Table(SYSTEMS, [("fog", "memory"), ("mpi", "memory"), ("fog", "mpi")])
-# Buffers that each put to a slot, or get into it, goes to in turn.
+# The number of buffers that successive writes to a slot use in turn.
 BUFFERS = 2
-# Seconds between the looks of a rank that sleeps.
+# The seconds between two checks of a sleeping rank.
 NAP = 0.02
-# Relative; the inputs are positive and their sums are rounded a few times in float32.
+# Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6
 
 GOALS = [
@@ -217,7 +217,7 @@ def on_mpi(mpi: MPI.Intracomm, place: Place, elements: int) -> Side:
     d, itemsize = len(place.sources), np.dtype(np.float32).itemsize
     window = MPI.Win.Allocate((1 + d) * elements * itemsize, itemsize, comm=mpi)
     memory = np.frombuffer(window.tomemory(), np.float32)  # type: ignore[call-overload]  # a buffer it is
-    memory[:] = 0  # what has not been written has no memory of its own yet
+    memory[:] = 0  # pages are allocated at the first write
     tensor, *slots = np.split(memory, 1 + d)
     targets = [
         (there, ((1 + slot) * elements, elements, MPI.FLOAT))
@@ -335,7 +335,7 @@ def check(system: str, side: Side, mpi: MPI.Intracomm, place: Place) -> None:
     do("put", 1)
     do("accumulate", 2)
     do("get", 1)
-    mpi.Barrier()  # nobody's tensor changes while others get it
+    mpi.Barrier()  # no tensor may change while other ranks get it
     side.ways["update"]()
     mean = base + np.mean([place.rank, *place.sources])
     if not np.allclose(side.tensor, mean, rtol=TOLERANCE, atol=0):
@@ -414,7 +414,7 @@ def measure(size: int, systems: Systems, place: Place, arguments: argparse.Names
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+    """Runs the benchmark on a rank."""
     import fogdist
 
     systems = side_by_side.join()
@@ -453,7 +453,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Starts the ranks of each world, then holds the results against the goals; in a rank, measures."""
+    """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
     rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
     print_goals(GOALS, rows, SYSTEMS)
 

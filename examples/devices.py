@@ -49,7 +49,7 @@ def sharing_problem(what: str) -> str | None:
     """Returns why several ranks cannot share a GPU, in a line; None if they can.
 
     Args:
-        what: What would need that, for the message.
+        what: The feature that needs it, for the message.
     """
     version = nccl_version()
     needed = ".".join(map(str, SHARING_VERSION))
@@ -71,7 +71,7 @@ def nccl_version() -> tuple[int, int, int] | None:
     with open("/proc/self/maps") as maps:
         paths = {line.split(maxsplit=5)[-1].strip() for line in maps if "libnccl.so" in line}
     number = ctypes.c_int()
-    # One that was preloaded answers for all; else the only one there is.
+    # A preloaded library answers for all of them; otherwise there is only one.
     for name in (None, *sorted(paths)):
         try:
             status = ctypes.CDLL(name).ncclGetVersion(ctypes.byref(number))

@@ -27,9 +27,9 @@ class Samples:
     """Samples of one rank, and the gradient of its logistic loss.
 
     Args:
-        rank: Whose samples.
+        rank: The rank that has the samples.
         rows: How many.
-        features: Of each.
+        features: The number of features of each sample.
         device: Where they are.
     """
 
@@ -53,10 +53,10 @@ class Samples:
 
 
 def track(samples: Samples, iterations: int, lr: float, computes: bool, communicates: bool) -> Tensor:
-    """Returns x after so many iterations of gradient tracking, of which parts may be left out.
+    """Returns x after a number of iterations of gradient tracking, of which parts may be left out.
 
     Args:
-        samples: Of this rank.
+        samples: The samples of this rank.
         iterations: How many.
         lr: Learning rate.
         computes: Whether to compute gradients after the first one.

@@ -83,7 +83,7 @@ def cifar_resnet(depth: int = 20, classes: int = 10, channels: int = 3) -> nn.Se
     Args:
         depth: 6 k + 2 layers; 20 has 0.27 million parameters.
         classes: Number of classes.
-        channels: Of the images.
+        channels: The number of channels of the images.
     """
     if depth < 8 or depth % 6 != 2:
         raise ValueError(f"depth must be 6 k + 2, as 8, 14 or 20, got {depth}")
@@ -122,8 +122,8 @@ class GPT(nn.Module):
     Args:
         symbols: Size of the vocabulary.
         context: Symbols that it sees at most.
-        width: Of the embedding; a multiple of `heads`.
-        heads: Of attention.
+        width: The width of the embedding; a multiple of `heads`.
+        heads: The number of attention heads.
         layers: Blocks.
     """
 

@@ -58,7 +58,7 @@ class Problem:
 
     Args:
         task: One of TASKS.
-        rank: Whose data.
+        rank: The rank that has the data.
         device: Where they are.
     """
 

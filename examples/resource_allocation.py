@@ -36,7 +36,7 @@ class Rank:
     """The knowledge of one rank.
 
     Args:
-        rank: Whose numbers.
+        rank: The rank that has the numbers.
         device: Where they are.
     """
 

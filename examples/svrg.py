@@ -43,7 +43,7 @@ def train(name: str, gradients: str, problem: Problem, epochs: int, lr: float) -
     Args:
         name: A key of ALGORITHMS.
         gradients: One of GRADIENTS.
-        problem: Of this rank.
+        problem: The problem of this rank.
         epochs: Each of as many iterations as a rank has samples.
         lr: Learning rate.
     """

@@ -65,8 +65,8 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
     """Returns images, each shifted by up to SHIFT pixels, half of them flipped; what comes in is the mean, 0.
 
     Args:
-        images: Of shape (number, channels, height, width).
-        generator: Of shifts and flips.
+        images: Images of shape (number, channels, height, width).
+        generator: The generator for shifts and flips.
     """
     count, _, height, width = images.shape
     padded = pad(images, (SHIFT,) * 4)

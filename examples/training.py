@@ -246,7 +246,7 @@ class Progress:
     them.
 
     Args:
-        steps: Of each rank, or each rank's part of the shared ones.
+        steps: The steps of each rank, or each rank's part of the shared ones.
         is_shared: Whether they are shared; needs fog. Collective then.
     """
 
@@ -262,7 +262,7 @@ class Progress:
         self._one = torch.ones_like(self._done)
 
     def advance(self) -> None:
-        """Counts a step of this rank, and those that others have told of."""
+        """Counts a step of this rank, and the steps that other ranks have reported."""
         if self._window is not None:
             self._window.accumulate(self._one)
             self._window.collect()
@@ -284,9 +284,9 @@ class Watch:
     """The measurements of `train` during training.
 
     Attributes:
-        model: That is trained.
+        model: The model that is trained.
         epoch: Steps after which it looks; where ranks share the steps, that part of all of them.
-        evaluate: What is evaluated, and what does it, given the model in evaluation mode.
+        evaluate: The metric's name, and the function that computes it for the model in evaluation mode.
     """
 
     model: nn.Module
@@ -319,7 +319,7 @@ class History:
     """The training of one rank.
 
     Attributes:
-        losses: Of its batches.
+        losses: The losses of its batches.
         fractions: How much of the training was done after each.
         times: Seconds of training after each, without the time of measurements.
         samples: That it trained on.
@@ -356,8 +356,8 @@ def train(
         args: From `parse`.
         trainer: From `make_trainer`.
         batches: This rank's, without end: inputs and targets.
-        loss_function: Of outputs and targets.
-        watch: What is measured in each epoch; None for nothing but the loss.
+        loss_function: The loss of outputs and targets.
+        watch: The measurements of each epoch; None to record only the loss.
     """
     is_slow = dist.get_rank() == args.slow_rank
     is_asynchronous = MODES[args.mode].is_asynchronous
@@ -391,7 +391,7 @@ def train(
         fractions.append(fraction)
         schedule.step()
         times.append(time.perf_counter() - begin)
-        # What is added is for the rounding of quotients.
+        # The added constant allows for the rounding of quotients.
         epochs, before = int(fraction / epoch + 1e-9), epochs
         if fraction == 1.0 or epochs > before:
             since = measurements[-1].step if measurements else 0
@@ -465,15 +465,15 @@ def report(
 
     Args:
         args: From `parse`.
-        title: Heads the table and the picture.
-        trainer: That trained.
-        model: What it trained.
-        history: Of this rank.
-        evaluate: What is evaluated, and what does it, given a model in evaluation mode.
+        title: The title of the table and the picture.
+        trainer: The trainer that trained it.
+        model: The trained model.
+        history: The history of this rank.
+        evaluate: The metric's name, and the function that computes it for a model in evaluation mode.
         more: Further results, by name, for --json.
 
     Returns:
-        What --json gets; on rank 0.
+        The contents of the --json file; on rank 0.
     """
     name, function = evaluate
     model.eval()
@@ -490,7 +490,7 @@ def report(
     print(f"{'rank':>6}{name:>16}{'distance to average':>22}{'steps':>8}{'samples/s':>12}")
     for rank, (value, distance, rate) in enumerate(zip(own, distances, rates, strict=True)):
         steps = len(histories[rank].losses)
-        shown = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"  # a loss may have gone astray
+        shown = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.2e}"  # a diverged loss is large
         print(f"{rank:>6}{shown:>16}{distance:>22.2e}{steps:>8}{rate:>12,.1f}")
     healthy = [rate for rank, rate in enumerate(rates) if rank != args.slow_rank]
     if healthy:
@@ -526,8 +526,8 @@ def plot(path: Path, title: str, histories: Sequence[History], metric: str) -> N
     Args:
         path: PNG file to write.
         title: Heads the picture.
-        histories: Of all ranks.
-        metric: What was evaluated.
+        histories: The histories of all ranks.
+        metric: The metric that was evaluated.
     """
     import matplotlib
 

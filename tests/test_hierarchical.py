@@ -397,7 +397,7 @@ def test_a_machine_that_sends_to_one_that_does_not_receive(worlds: WorldPool) ->
     # A rank that does not receive may be done before the message comes; the sender learns of it in any case.
     for text in worlds(4).run(disagreement, "unexpected")[2:]:
         assert re.search(
-            r"ranks? [23] called hierarchical.*(this rank does not receive from it|has ended its operation)",
+            r"ranks? [23] called hierarchical.*(this rank, which does not receive from it|has ended its operation)",
             text,
         ), text
 

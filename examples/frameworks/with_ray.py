@@ -20,7 +20,7 @@ from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prep
 
 
 def train_loop(settings: dict[str, Any]) -> None:
-    """What each worker runs, within the process group that Ray has made."""
+    """The function that each worker runs, within the process group that Ray has made."""
     fogdist.init()  # adopts that group
     net = make_net()
     optimizer = make_sgd(net)

@@ -1,4 +1,4 @@
-"""The command line `fog`: one file a subcommand in `fog_cli.commands`, and what they share beside it.
+"""The command line `fog`. Each subcommand is a module of `fog_cli.commands`; shared code is in this package.
 
 It is a package of its own because importing any module of fogdist imports torch, which takes seconds, and because
 `fog doctor` must run where torch or fog cannot be imported. torch, fog_pg and fogdist are imported in functions only, and
@@ -20,7 +20,7 @@ COMMANDS = ("run", "doctor", "topology", "bench", "timeline", "dump", "completio
 
 
 class UsageError(Exception):
-    """What the user has asked for cannot be done: `main` prints it and returns 2. Nothing has been started."""
+    """The command line is invalid or cannot be carried out: `main` prints the error and returns 2."""
 
 
 def version() -> str:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `fog`; by default those of this process.
 
     Returns:
-        The exit status: 0, 2 for a wrong command line, or what the command says.
+        The exit status: 2 for an invalid command line, otherwise the status that the subcommand returns.
     """
     top = parser()
     _offer_completions(top)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fog {parsed.command_name}: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of the output has seen enough
+    except BrokenPipeError:  # the reader of the output closed the pipe, as `head` does
         sys.stderr.close()
         return 141
     return status

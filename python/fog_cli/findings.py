@@ -1,4 +1,4 @@
-"""What `fog doctor` finds."""
+"""The findings that `fog doctor` reports."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Finding:
 
     Attributes:
         area: "versions", "machine" or "self-test".
-        name: What was looked at.
-        state: "ok"; "bad": one host does not work; "note": one host works, something else may not.
-        text: What was found.
-        advice: What to do; "" where nothing is to be done.
+        name: The part that was checked.
+        state: "ok", "bad" if ranks of a single host do not work, or "note" if only other features may fail.
+        text: The result of the check.
+        advice: How to fix it; "" if nothing needs to be fixed.
     """
 
     area: str

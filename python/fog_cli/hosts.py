@@ -1,4 +1,4 @@
-"""Where ranks run: `-H host:slots,...` and host files."""
+"""The hosts that ranks run on: parses `-H host:slots,...` and host files."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FORMS = "allowed are 'host', 'host:slots' and, in a file, 'host slots=n'"
 
 @dataclass(frozen=True)
 class Host:
-    """A host and how many ranks it takes."""
+    """A host and its number of slots, the most ranks that it runs."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Returns the hosts of `-H`: "a:2,b:2".
+    """Returns the hosts of an argument of `-H` such as "a:2,b:2".
 
     Raises:
-        UsageError: An entry is not understood.
+        UsageError: An entry cannot be parsed.
     """
     return _collect(
         _ENTRY, ((f"-H: entry {number}", entry) for number, entry in enumerate(text.split(","), 1))
@@ -36,10 +36,10 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Returns the hosts of a file: a line each, "host slots=2", "host:2" or "host"; # begins a comment.
+    """Returns the hosts of a file with lines of the form "host slots=2", "host:2" or "host"; # begins a comment.
 
     Raises:
-        UsageError: The file cannot be read, has no host, or a line is not understood.
+        UsageError: The file cannot be read, has no host, or has a line that cannot be parsed.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -55,7 +55,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def _collect(pattern: re.Pattern[str], entries: Iterable[tuple[str, str]]) -> list[Host]:
-    """The hosts of entries; one that comes several times has the sum of its slots, as in the files of batch systems."""
+    """Returns the hosts of entries. The slots of repeated hosts are added, as batch systems write one line per slot."""
     slots: dict[str, int] = {}
     for where, entry in entries:
         match = pattern.fullmatch(entry.strip())
@@ -69,7 +69,7 @@ def _collect(pattern: re.Pattern[str], entries: Iterable[tuple[str, str]]) -> li
 
 
 def place(hosts: Sequence[Host], ranks: int) -> list[Host]:
-    """Returns the hosts that `ranks` ranks fill in order, with the number of ranks of each.
+    """Returns the hosts that the ranks fill in order, each with its number of ranks.
 
     Raises:
         UsageError: The hosts have too few slots.
@@ -88,6 +88,6 @@ def place(hosts: Sequence[Host], ranks: int) -> list[Host]:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is this machine's own."""
+    """Returns whether a name is a name of this machine."""
     own = {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.gethostname().partition(".")[0]}
     return name in own

@@ -1,4 +1,4 @@
-"""The command that starts the ranks, for each launcher. Pure functions: nothing is started here."""
+"""Builds the command that starts the ranks, for each launcher. Its functions are pure: they start no process."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from dataclasses import dataclass, field
 from fog_cli import UsageError
 from fog_cli.hosts import Host
 
-# What stands before the words of a rank's own command: it puts the rank before each line of its output.
+# The program that runs a rank's command and prefixes each line of its output with the rank.
 RANK = [sys.executable, "-m", "fog_cli.programs.rank"]
 LOCAL_RANKS = [sys.executable, "-m", "fog_cli.programs.local_ranks"]
 
-# Of Open MPI, which passes on only what it is told. These say something about the host that it is started on.
+# Open MPI passes on only the variables that -x names. These are left out because they describe the host or the process
+# that mpirun runs on.
 _NOT_PASSED_ON = re.compile(r"(BASH_FUNC_.*|OMPI_.*|PMIX_.*|PRTE_.*|HOSTNAME|PWD|OLDPWD|SHLVL|_)")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `fog run` is asked for, checked.
+    """The checked arguments of `fog run`.
 
     Attributes:
-        ranks: How many.
+        ranks: The number of ranks.
         hosts: The hosts with the ranks of each, in the order of ranks, except under srun; one is this machine.
-        command: A rank's command.
-        environment: All variables of the ranks.
-        ssh_port: None for ssh's own.
-        interface: Network interface; None to leave it to the programs.
-        prefix: Words before the launcher.
-        flags: More words for an MPI launcher or srun.
-        as_root: Whether the user is root, which Open MPI wants to be told.
+        command: The command of each rank.
+        environment: All environment variables of the ranks.
+        ssh_port: The port of ssh; None for its default.
+        interface: The network interface; None to let the programs choose.
+        prefix: Words to put before the launcher's command.
+        flags: Additional arguments for an MPI launcher or srun.
+        as_root: Whether the user is root, for which Open MPI needs a flag.
     """
 
     ranks: int
@@ -48,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Command:
-    """What to start: the words, and the variables beside those of the job."""
+    """A command to start: its words, and the environment variables that it needs in addition to those of the job."""
 
     words: list[str]
     variables: dict[str, str] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Command:
 
 
 def on_this_host(job: Job) -> Command:
-    """By torchrun's machinery.
+    """Returns the command that starts the ranks on this host, as torchrun does.
 
     Raises:
         UsageError: There are flags for an MPI launcher.
@@ -73,18 +74,18 @@ def on_this_host(job: Job) -> Command:
 
 
 def by_mpich(job: Job, mpiexec: str) -> Command:
-    """By the mpiexec of MPICH (Hydra)."""
+    """Returns the command for the mpiexec of MPICH (Hydra)."""
     words = [mpiexec, "-hosts", ",".join(f"{_bracketed(host.name)}:{host.slots}" for host in job.hosts)]
     if job.interface:
         words += ["-iface", job.interface]
-    # Hydra has no flag for it.
+    # Hydra has no flag for the port.
     variables = {"HYDRA_LAUNCHER_EXTRA_ARGS": f"-p {job.ssh_port}"} if job.ssh_port else {}
     words += [*job.flags, "-n", str(job.ranks), *RANK, *job.command]
     return Command([*job.prefix, *words], variables)
 
 
 def by_intel_mpi(job: Job, mpiexec: str) -> Command:
-    """By the mpiexec of Intel MPI, which counts ranks of a host in parts of the command."""
+    """Returns the command for the mpiexec of Intel MPI, which takes a section of the command for each host."""
     words = [mpiexec]
     if job.interface:
         words += ["-iface", job.interface]
@@ -97,7 +98,7 @@ def by_intel_mpi(job: Job, mpiexec: str) -> Command:
 
 
 def by_open_mpi(job: Job, mpiexec: str) -> Command:
-    """By Open MPI's mpirun; fog has to be built against it (FOG_MPICXX) up to Open MPI 5."""
+    """Returns the command for Open MPI's mpirun. Up to Open MPI 5, fog must be built against it (FOG_MPICXX)."""
     words = [mpiexec, *(["--allow-run-as-root"] if job.as_root else []), "-np", str(job.ranks)]
     words += ["-H", ",".join(f"{_bracketed(host.name)}:{host.slots}" for host in job.hosts)]
     words += ["--bind-to", "none", "--map-by", "slot"]
@@ -112,11 +113,11 @@ def by_open_mpi(job: Job, mpiexec: str) -> Command:
 
 
 def by_srun(job: Job, hosts_are_given: bool) -> Command:
-    """By srun within an allocation of Slurm, which puts the hosts into an order of its own.
+    """Returns the command for srun within an allocation of Slurm, which chooses the order of the hosts.
 
     Args:
-        job: What to start.
-        hosts_are_given: Whether the user has named the hosts; else they are those of the allocation.
+        job: The job to start.
+        hosts_are_given: Whether the user named the hosts; otherwise srun takes those of the allocation.
 
     Raises:
         UsageError: The hosts have different numbers of ranks.
@@ -143,14 +144,14 @@ MPI_KINDS = {
     "OpenRTE": by_open_mpi,
     "PRRTE": by_open_mpi,
 }
-"""What `mpiexec --version` has in it, and who builds its command."""
+"""A text that the output of `mpiexec --version` contains, and the function that builds the command."""
 
 
 def by_mpiexec(job: Job, mpiexec: str, version: str) -> Command:
-    """By an mpiexec, of the MPI that its `--version` names.
+    """Returns the command for the MPI that the output of `mpiexec --version` names.
 
     Raises:
-        UsageError: It is of no MPI that fog knows.
+        UsageError: fog does not know this MPI.
     """
     for word, build in MPI_KINDS.items():
         if word in version:

@@ -1,4 +1,4 @@
-"""What `fog doctor` looks at in the machine, without torch: limits, memory, network, namespaces."""
+"""The checks of `fog doctor` that do not need torch: limits, memory, network and namespaces of this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 from fog_cli.findings import Finding
 
 _MIB = 1 << 20
-# A rank has about 40 descriptors open, and one more for each other rank of its host.
+# A rank opens about 40 descriptors, and one more for each other rank of its host.
 _DESCRIPTORS_NEEDED, _DESCRIPTORS_COMFORTABLE = 64, 1024
-# What DataLoader's workers and MPI share through files there; fog's own memory has no name.
+# DataLoader's workers and MPI share memory through files in /dev/shm; fog's own shared memory has no file there.
 _SHM_COMFORTABLE = 64 * _MIB
 
 
@@ -27,7 +27,7 @@ def _finding(name: str, state: str, text: str, advice: str = "") -> Finding:
 
 
 def descriptors() -> Finding:
-    """The limit of open files."""
+    """Checks the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text = f"{_number(soft)} open files, at most {_number(hard)} (ulimit -n)"
     enough = soft == resource.RLIM_INFINITY or soft >= _DESCRIPTORS_COMFORTABLE
@@ -48,7 +48,7 @@ def _number(limit: int) -> str:
 
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:
-    """/dev/shm, which MPI and DataLoader use; fog's own shared memory does without."""
+    """Checks /dev/shm, which MPI and DataLoader use; fog's own shared memory does not."""
     advice = (
         "DataLoader workers and MPI need it, fog does not. "
         "In Docker: --shm-size=1g; else: mount -o remount,size=1g /dev/shm"
@@ -64,7 +64,7 @@ def shared_memory(folder: str = "/dev/shm") -> Finding:
 
 
 def anonymous_files() -> Finding:
-    """memfd, in which ranks of a host share memory, and whether another process may open it by /proc."""
+    """Checks that memfd works and that another process can open it by /proc: the ranks of a host share memory so."""
     try:
         descriptor = os.memfd_create("fog_doctor", os.MFD_CLOEXEC)
     except OSError as error:
@@ -95,7 +95,7 @@ def anonymous_files() -> Finding:
 
 
 def tracing() -> Finding:
-    """yama's ptrace scope, which UCX's copies between processes (process_vm_readv) need; fog needs none."""
+    """Checks yama's ptrace scope, which may forbid UCX's copies between processes (process_vm_readv), not fog's."""
     try:
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
     except OSError:
@@ -111,7 +111,7 @@ def tracing() -> Finding:
 
 
 def interfaces() -> Finding:
-    """Network interfaces that other hosts may reach."""
+    """Lists the network interfaces that other hosts may reach."""
     names = [name for _, name in socket.if_nameindex() if name != "lo" and _is_up(name)]
     if not names:
         return _finding(
@@ -131,7 +131,7 @@ def _is_up(name: str) -> bool:
 
 
 def loopback() -> Finding:
-    """The loopback interface, on which ranks of one host meet."""
+    """Checks the loopback interface, over which the ranks of one host connect."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as server,
@@ -148,7 +148,7 @@ def loopback() -> Finding:
 
 
 def host_name() -> Finding:
-    """Whether this host's name has an address, and one that others reach."""
+    """Checks whether this host's name resolves to an address that other hosts can reach."""
     name = socket.gethostname()
     advice = (
         f"ranks on other hosts find rank 0 by its name: add {name} to /etc/hosts or DNS, "
@@ -165,7 +165,7 @@ def host_name() -> Finding:
 
 
 def memory() -> Finding:
-    """Free memory, and the control group's limit."""
+    """Checks the free memory and the limit of the control group."""
     free = _free_memory()
     limit = _group_limit()
     text = f"{free // _MIB} MiB free" + (f", the control group allows {limit // _MIB} MiB" if limit else "")
@@ -193,7 +193,7 @@ def _group_limit() -> int | None:
 
 
 def network_namespaces() -> Finding:
-    """Whether several hosts can be emulated on this one, which fog's own tests and benchmarks do."""
+    """Checks whether this machine can emulate several hosts, as fog's own tests and benchmarks do."""
     name = "emulated hosts"
     advice = (
         "only fog's tests and benchmarks of several hosts need them: "
@@ -224,7 +224,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def findings() -> Iterator[Finding]:
-    """All checks; one that fails in a way that nobody thought of is a finding too."""
+    """Runs all checks. An unexpected exception in a check becomes a finding too."""
     for check in CHECKS:
         try:
             yield check()

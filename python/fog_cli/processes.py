@@ -1,4 +1,4 @@
-"""Runs a launcher: passes its output on in whole lines, signals to it, and its exit status back."""
+"""Runs a launcher: forwards its output in whole lines, sends it this process's signals, returns its exit status."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from types import FrameType
 from typing import IO
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# After a signal the launcher has this time, in seconds, to end its ranks: torchrun's machinery gives them 30.
+# The seconds that the launcher has to end its ranks after a signal; torchrun gives the ranks 30 of them.
 _STOP_TIMEOUT = 40.0
-# After the launcher's end. A process that a rank has left behind may hold its output open.
+# The seconds to wait for more output after the launcher has ended: a process that a rank left behind may keep the
+# output open.
 _OUTPUT_TIMEOUT = 5.0
-# The process ID, and the time at which the process started: an ID may be given out anew.
+# The process ID and the time at which the process started, because the system reuses IDs.
 _Process = tuple[int, int]
 
 
-# The number of walks over the tree of processes before it is killed: one is not enough if a process starts another just
-# then.
+# The most walks over the tree of processes before it is killed: one walk can miss a process that starts during it.
 _WALKS = 10
 
 
 class _Launcher:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._started: set[_Process] = set()  # known so far: the launcher and what it has started
+        self._started: set[_Process] = set()  # the launcher and its descendants that are known so far
         self._signal: int | None = None
         self._is_passed_on = False
         self._timer = threading.Timer(_STOP_TIMEOUT, self.kill)
@@ -37,9 +37,9 @@ class _Launcher:
         self._copies: list[threading.Thread] = []
 
     def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts it; a signal that has come meanwhile is passed on."""
-        # A session of its own: a terminal's Ctrl-C comes to this process only, which passes it on, once.
-        # A session without a terminal cannot read from one.
+        """Starts the launcher and sends it the signal that this process has already received, if any."""
+        # In a session of its own, the launcher gets a Ctrl-C of the terminal only once, from this process. Without a
+        # terminal it cannot read from one, so its standard input is empty then.
         self._process = process = subprocess.Popen(
             words,
             env=dict(environment),
@@ -55,7 +55,7 @@ class _Launcher:
         self._pass_on()
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Sends a signal to the launcher; to the second one it has no answer, as it may hang."""
+        """Sends the first signal to the launcher. Kills the launcher at the second one, because it may hang."""
         if self._signal is None:
             self._signal = number
             self._pass_on()
@@ -63,16 +63,16 @@ class _Launcher:
             self.kill()
 
     def _pass_on(self) -> None:
-        """Sends the signal, once there are a signal and a launcher."""
+        """Sends the signal once, as soon as there are both a signal and a launcher."""
         if self._signal is None or self._process is None or self._is_passed_on:
             return
         self._is_passed_on = True
-        self._started = _with_descendants(self._started)  # some may lose their parent by the signal
+        self._started = _with_descendants(self._started)  # the signal may end the parents of some
         self._timer.start()
         self._process.send_signal(self._signal)
 
     def kill(self) -> None:
-        """Ends the launcher and all processes of this host that it has started, in whatever session they are."""
+        """Kills the launcher and all its descendants on this host, in any session."""
         if self._process is None:
             return
         stopped: set[_Process] = set()
@@ -81,7 +81,7 @@ class _Launcher:
             if self._started == stopped:
                 break
             for process in self._started - stopped:
-                _send(process, signal.SIGSTOP)  # so that it starts no others
+                _send(process, signal.SIGSTOP)  # so that it starts no more processes
             stopped = self._started
         for process in self._started:
             _send(process, signal.SIGKILL)
@@ -89,7 +89,7 @@ class _Launcher:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Waits for its end, and returns the exit status as `run` does."""
+        """Waits for the launcher to end, and returns the exit status as `run` does."""
         assert self._process is not None
         status = self._process.wait()
         self._timer.cancel()
@@ -101,17 +101,17 @@ class _Launcher:
 
 
 def _identified(pids: Iterable[int]) -> set[_Process]:
-    """Process IDs, each with the time at which its process started; without those that are gone."""
+    """Returns the process IDs, each with the start time of its process, without processes that have ended."""
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
-            # The name of the program, in brackets, may have brackets and spaces in it.
+            # The program's name, in parentheses, may contain parentheses and spaces.
             found.add((pid, int(file.read().rpartition(b")")[2].split()[19])))
     return found
 
 
 def _children(pid: int) -> list[int]:
-    """The process IDs of a process's children; none if it is gone."""
+    """Returns the process IDs of the children of a process; none if it has ended."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -121,7 +121,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _with_descendants(processes: Iterable[_Process]) -> set[_Process]:
-    """These processes, as far as they are there, and all that they and their children have started."""
+    """Returns these processes, without those that have ended, and all their descendants."""
     found: set[_Process] = set()
     fresh = _identified(pid for pid, _ in processes) & set(processes)
     while fresh:
@@ -131,8 +131,8 @@ def _with_descendants(processes: Iterable[_Process]) -> set[_Process]:
 
 
 def _send(process: _Process, number: signal.Signals) -> None:
-    """Sends a signal to a process, and never to another one that has got its process ID since."""
-    with contextlib.suppress(OSError):  # it is gone, or another user's
+    """Sends a signal to a process, but not to another process that has reused its ID."""
+    with contextlib.suppress(OSError):  # it has ended, or belongs to another user
         handle = os.pidfd_open(process[0])
         try:
             if _identified([process[0]]) == {process}:
@@ -142,10 +142,10 @@ def _send(process: _Process, number: signal.Signals) -> None:
 
 
 def _copy(source: IO[bytes], target: int) -> None:
-    """Copies whole lines, so that the two streams do not mix within one."""
+    """Copies whole lines, so that the two streams do not mix within a line."""
     for line in source:
         rest = line
-        with contextlib.suppress(OSError):  # nobody reads it any more; the ranks go on
+        with contextlib.suppress(OSError):  # the reader has closed the output; the ranks continue
             while rest:
                 rest = rest[os.write(target, rest) :]
 
@@ -154,20 +154,20 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Runs a launcher to its end.
 
     Args:
-        words: Its command.
-        environment: Its variables.
+        words: The launcher's command.
+        environment: The launcher's environment.
 
     Returns:
-        Its exit status; 128 and the signal's number if a signal ended it, or this process got one.
+        The launcher's exit status; 128 plus the signal's number if a signal ended it or this process received one.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The launcher cannot be started.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     launcher = _Launcher()
     try:
         for number in _SIGNALS:
-            if before[number] is not signal.SIG_IGN:  # nohup's, say
+            if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
                 signal.signal(number, launcher.on_signal)
         launcher.start(words, environment)
         return launcher.wait()

@@ -1,4 +1,4 @@
-"""Starts the programs of `fog_cli.programs` on this host, as ranks where they are ranks, with a time limit."""
+"""Starts the programs of `fog_cli.programs` on this host, alone or as ranks, with a time limit."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# By these a process takes itself for another launcher's rank.
+# Variables with these prefixes would make a process believe that it is a rank of another launcher.
 _OF_LAUNCHERS = ("PMI", "OMPI_", "SLURM_", "MPI_LOCAL", "TORCHELASTIC_", "HYDI_")
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """The result of a process.
 
     Attributes:
-        status: Exit status, negative the signal; None if its time was over and it was killed.
-        lines: The objects that it printed on standard output, a line of JSON each.
-        errors: What it printed on standard error.
+        status: Its exit status, or the negative number of the signal that ended it; None if it exceeded its time.
+        lines: The objects that it printed on standard output, one line of JSON each.
+        errors: Its output on standard error.
     """
 
     status: int | None
@@ -35,7 +35,7 @@ class Ended:
     errors: str
 
     def why(self) -> str:
-        """In words why it did not end well, "" if it did."""
+        """Returns the reason for a failure as text; "" if the process succeeded."""
         if self.status == 0:
             return ""
         if self.status is None:
@@ -64,14 +64,14 @@ def run_ranks(
     """Runs a program on `ranks` processes, in the environment of torchrun.
 
     Args:
-        name: Of a module of `fog_cli.programs`.
-        ranks: How many.
-        words: Its command line.
-        limit: In seconds.
-        variables: More environment variables.
+        name: The name of a module of `fog_cli.programs`.
+        ranks: The number of ranks.
+        words: The arguments of the program.
+        limit: The time limit in seconds.
+        variables: Additional environment variables.
 
     Returns:
-        How each rank ended.
+        The result of each rank.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -93,7 +93,8 @@ def run_ranks(
 def _run(starts: Sequence[tuple[str, list[str], dict[str, str]]], limit: float) -> list[Ended]:
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
     deadline = time.monotonic() + limit
-    # To files, as a pipe that nobody empties would hold a process up, and one that is left behind would hold this one.
+    # Output goes to files: a full pipe would block a process, and a pipe that a left-over process keeps open would
+    # block this one.
     with tempfile.TemporaryDirectory(prefix="fog-") as folder:
         outputs = [
             (Path(folder, f"{number}.out"), Path(folder, f"{number}.err")) for number in range(len(starts))
@@ -132,7 +133,7 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
-    """The lines that are JSON objects; libraries print others."""
+    """Returns the lines that are JSON objects. Libraries may print other lines."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
 """Decentralized training for PyTorch: averaging with neighbors on the process group backend "fog".
 
-`fogdist.topology` defines who talks to whom; the other public names are here. `fogdist.legacy` has the names of older
-BlueFog versions.
+`fogdist.topology` defines the neighbors of each rank; the other public names are here. `fogdist.legacy` has the names
+of older BlueFog versions.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ from fogdist.windows import (
 
 try:
     from fog_pg._build_info import VERSION as __version__
-except ImportError:  # of an extension that is not built, which fogdist.init() says
+except ImportError:  # the extension is not built; fogdist.init() raises the error
     __version__ = "0+not.built"
 
 __all__ = [

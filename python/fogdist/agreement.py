@@ -19,12 +19,12 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
-# Two numbers of 64 bits, which are added and multiplied each by itself, modulo 2^64.
+# Two numbers of 64 bits; sums and products are elementwise, modulo 2^64.
 Pair: TypeAlias = "tuple[int, int]"
-# The mark of the ends of edges, and the mark of the content that must match there.
+# The mark of the ends of edges, and the mark of the contents that must match at both ends.
 Claim: TypeAlias = "tuple[Pair, Pair]"
 
-# The largest numbers in a message about a difference: versions, and in each version items that not all others have.
+# The most versions that an error message shows, and in each version the most items that differ.
 _SHOWN_VERSIONS = 4
 _SHOWN_ITEMS = 5
 _SEPARATOR = "\0"
@@ -34,14 +34,14 @@ def check_same_everywhere(backend: ProcessGroupFog, argument: str, items: Sequen
     """Raises the same error on all ranks of a group unless all give the same items. Collective and blocking.
 
     Args:
-        backend: The group's.
+        backend: The group's backend.
         argument: Name of the argument that the items describe, for the message.
-        items: Each once, without null characters.
+        items: The items, each of them once, without null characters.
 
     Raises:
-        ValueError: On all ranks alike, with the ranks that differ and the items that not all have.
-        torch.distributed.DistBackendError: A rank has not come to this check within the group's timeout, or
-            has called something else.
+        ValueError: On all ranks alike; the message names the ranks that differ and the items that differ.
+        torch.distributed.DistBackendError: A rank has not reached this check within the group's timeout, or
+            has called another operation.
     """
     try:
         ranks_of = different_ranks(backend, digest(_SEPARATOR.join(items)))
@@ -67,7 +67,7 @@ def check_same_everywhere(backend: ProcessGroupFog, argument: str, items: Sequen
 
 
 def different_ranks(backend: ProcessGroupFog, text: str) -> list[list[int]]:
-    """Returns the ranks of each version of a text, in order of their first ranks; none if all give the same one."""
+    """Returns the ranks of each version of a text, in order of their first ranks; an empty list if all are equal."""
     if agree(backend, [(ring(backend.rank(), backend.size()), mark(text))]):
         return []
     versions: dict[str, list[int]] = {}
@@ -77,12 +77,12 @@ def different_ranks(backend: ProcessGroupFog, text: str) -> list[list[int]]:
 
 
 def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> bool:
-    """Returns whether both ends of all edges claim the same, on all ranks alike. Collective and blocking.
+    """Returns whether the claims of both ends match on all edges, on all ranks alike. Collective and blocking.
 
     Args:
-        backend: The group's.
+        backend: The group's backend.
         claims: This rank's claims about its edges.
-        name: As of an operation; "" for the order of calls.
+        name: Name of the operation; "" to match calls by their order.
     """
     sums = torch.tensor(total(claims), dtype=torch.uint64, device="cpu")
     backend.agree(sums, name=name).wait()
@@ -90,7 +90,7 @@ def agree(backend: ProcessGroupFog, claims: Iterable[Claim], name: str = "") -> 
 
 
 def total(claims: Iterable[Claim]) -> Pair:
-    """Returns the numbers that a rank adds to the sum for its claims."""
+    """Returns the contribution of a rank's claims to the sum."""
     first = second = 0
     for ends, content in claims:
         first += ends[0] * content[0]
@@ -99,7 +99,7 @@ def total(claims: Iterable[Claim]) -> Pair:
 
 
 def edges(begun: Iterable[Hashable], ended: Iterable[Hashable]) -> Pair:
-    """Returns the mark of the edges that begin at a rank and of those that end there, each by its name."""
+    """Returns the mark of a rank's outgoing and incoming edges, which are given by their names."""
     first = second = 0
     for sign, names in ((1, begun), (-1, ended)):
         for name in names:
@@ -119,12 +119,12 @@ def ring(place: int, size: int, *which: Hashable) -> Pair:
 def mark(*what: Hashable) -> Pair:
     """Returns the mark of the arguments, the same in every process."""
     number = int(digest(repr(what)), 16)
-    # Odd, so that a product with it keeps all bits of the other.
+    # Odd numbers are invertible modulo 2^64, so a product with one loses no bits.
     return number % 2**64 | 1, number >> 64 | 1
 
 
 def digest(text: str) -> str:
-    """Returns 128 bits that stand for a text, the same in every process, as hexadecimal digits."""
+    """Returns a hash of 128 bits of a text as hexadecimal digits, the same in every process."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

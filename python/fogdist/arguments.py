@@ -1,4 +1,4 @@
-"""The tensors and names of a call on their way to the backend, and its results on their way back."""
+"""Prepares the tensors and names of a call for the backend, and the backend's results for the caller."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Returns the tensor itself if its memory holds its values in order, else a copy that does."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():  # as nearly all are
+    """Returns the tensor itself if its memory holds its values in order, otherwise a copy with this property."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():  # the most frequent case
         return tensor
     return tensor.resolve_conj().resolve_neg().contiguous()
 
@@ -50,7 +50,7 @@ def writable(tensor: Tensor, argument: str = "tensor") -> Tensor:
     """
     if tensor.is_contiguous():
         return tensor
-    reach = 0  # of the dimensions with smaller strides
+    reach = 0  # the extent of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             raise ValueError(
@@ -166,7 +166,7 @@ def only_result(work: dist.Work) -> Tensor:
 
 
 def deliver(buffer: Tensor, target: Tensor) -> Tensor:
-    """Returns `target`, after putting in-place results there if they could not be computed there."""
+    """Returns `target`, after copying in-place results into it if they could not be computed in place."""
     if buffer.data_ptr() != target.data_ptr():
         target.detach().copy_(buffer)
     return target

@@ -251,7 +251,7 @@ def _start_allreduce(
     group: dist.ProcessGroup | None,
 ) -> int:
     if type(is_hierarchical_local) is not bool:
-        if isinstance(is_hierarchical_local, str):  # BlueFog 0.1 had the name there
+        if isinstance(is_hierarchical_local, str):  # BlueFog 0.1 had the name in this position
             raise TypeError(
                 f"is_hierarchical_local must be True or False, got {is_hierarchical_local!r}: is it the name? "
                 "Give that as name="

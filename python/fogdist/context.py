@@ -34,7 +34,7 @@ _log = logging.getLogger("fogdist")
 
 
 class PreconditionError(ValueError, AssertionError):
-    """A call that its arguments or the layout of the ranks do not allow.
+    """The arguments or the layout of the ranks do not allow this call.
 
     It is a ValueError, as every bad argument value in fogdist, and an AssertionError too because BlueFog
     checked these conditions with ``assert``: scripts and tests written for it keep working.
@@ -43,18 +43,19 @@ class PreconditionError(ValueError, AssertionError):
 
 @dataclass
 class Gossips:
-    """Exchanges of this rank with one other rank each, which no third rank counts.
+    """The exchanges of this rank with one other rank each, which do not count in the group's order of calls.
 
     Attributes:
-        begun: How many, by the other rank.
-        handles: The last one of each name.
+        begun: The number of exchanges begun with each other rank.
+        handles: The handle of the last exchange of each name.
     """
 
     begun: Counter[int] = field(default_factory=Counter)
     handles: dict[str, int] = field(default_factory=dict)
 
 
-# By group, and not by context: what is made after the next `init` must not be called as what is still there.
+# Numbers by group and not by context: objects made after the next `init` must not get the names of older ones that
+# still exist.
 _made: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
@@ -63,25 +64,25 @@ _Mixing = TypeVar("_Mixing")
 
 
 class OpenWindow(Protocol):
-    """What a session knows of a one-sided window: how it ends with the session."""
+    """The interface of a one-sided window that a session needs to end it."""
 
     def abandon(self, reason: str) -> None: ...
 
 
 @dataclass
 class Context:
-    """One group, as this rank sees it.
+    """A group from the point of view of this rank.
 
     Attributes:
-        group: The group as torch knows it.
+        group: torch's process group.
         backend: Its fog backend, without the wrapper of torch's debug mode.
         rank: This rank in the group.
-        size: Ranks of the group.
+        size: Number of ranks in the group.
         machine_of: The machine of every rank, numbered in the order of their first ranks.
-        topology: Whom exchanges of ranks follow.
-        machine_topology: Whom exchanges of machines follow; None until it is set.
-        gossips: The unnamed exchanges of this rank with each other rank alone.
-        windows: The open windows by name, the same names on all ranks. While there are any, the topology stays.
+        topology: The topology that exchanges between ranks follow.
+        machine_topology: The topology that exchanges between machines follow; None until it is set.
+        gossips: The unnamed gossips of this rank with single other ranks.
+        windows: The open windows by name, the same names on all ranks. While any is open, the topology cannot change.
     """
 
     group: dist.ProcessGroup
@@ -95,12 +96,12 @@ class Context:
     windows: dict[str, OpenWindow] = field(default_factory=dict)
 
     def next_number(self) -> int:
-        """Numbers the objects that the group's ranks make together, in one order: it is in the names of their messages."""
+        """Returns the next number of an object that the ranks make collectively, for the names of its messages."""
         return next(_made.setdefault(self.group, itertools.count()))
 
     @cached_property
     def machines(self) -> list[list[int]]:
-        """The ranks of each machine, ascending."""
+        """The ranks of each machine, in ascending order."""
         ranks: list[list[int]] = [[] for _ in range(max(self.machine_of) + 1)]
         for rank, machine in enumerate(self.machine_of):
             ranks[machine].append(rank)
@@ -108,7 +109,7 @@ class Context:
 
     @property
     def is_alone(self) -> bool:
-        """Whether training needs no exchange, as there is no other rank."""
+        """Whether this rank is the only one of the group, so that training needs no exchange."""
         return self.size == 1 and not environment.EXCHANGE_ALONE.get()
 
     @property
@@ -178,7 +179,7 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
 
 
 def handles() -> HandleTable:
-    """Returns the operations in flight, of all groups, those that were destroyed included.
+    """Returns the operations in flight of all groups, including destroyed groups.
 
     Raises:
         ValueError: `init` was never called.
@@ -191,7 +192,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
     """Connects this process to the group and sets the topology. Collective.
 
     A default process group that exists is adopted; if it has no fog backend for CPU tensors, a fog group of
-    the same ranks is made beside it. Without one, the default process group is made from the environment of
+    the same ranks is made in addition. If there is none, the default process group is made from the environment of
     torchrun, mpiexec or srun. Calling `init` again keeps the group and the operations in flight; everything
     else is as after the first call: the topology is set anew, there is no machine topology, and other groups
     are back at their default. Only a group that has windows keeps its topology, as in `set_topology`.
@@ -238,7 +239,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
     session = _Session(main, owns_group, ranks_per_machine, {}, HandleTable())
     if previous is not None:
         session.handles = previous.handles
-        # Whoever gossips with this rank need not have come to its own call of init yet.
+        # Ranks that gossip with this rank may not have called init again yet, so the numbers go on.
         main.gossips = previous.main.gossips
         _keep_windows(previous.main, main)
         for known, context in previous.contexts.items():
@@ -358,8 +359,8 @@ def _require_session() -> _Session:
 
 
 def _join(session: _Session, group: dist.ProcessGroup | int) -> Context:
-    """Makes the context of a group that no call has named so far."""
-    # What new_group returns to ranks outside of the group.
+    """Makes the context of a group at the first call that names the group."""
+    # new_group returns this value on ranks that are not in the group.
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group must contain this rank, got dist.GroupMember.NON_GROUP_MEMBER")
     if not isinstance(group, dist.ProcessGroup):
@@ -381,12 +382,12 @@ def _join(session: _Session, group: dist.ProcessGroup | int) -> Context:
 
 
 def _items(windows: Iterable[str]) -> list[str]:
-    """Returns the windows' part of what the ranks must agree on when they set a topology."""
+    """Returns the items about windows that the ranks must agree on when they set a topology."""
     return [f"window {name!r}" for name in sorted(windows)]
 
 
 def _is_frozen(context: Context, topology: StaticTopology) -> bool:
-    """Returns whether windows keep the group from having this topology; then it also says so in the log."""
+    """Returns whether open windows prevent the group from taking this topology, and then logs it."""
     if not context.windows or topology.items() == context.topology.items():
         return False
     _log.error(
@@ -397,7 +398,7 @@ def _is_frozen(context: Context, topology: StaticTopology) -> bool:
 
 
 def _keep_windows(previous: Context, context: Context) -> None:
-    """Gives the windows of a group, with the topology they need, to its context of the next `init`."""
+    """Moves the windows of a group, with the topology that they need, to the group's context after another `init`."""
     context.windows = previous.windows
     if _is_frozen(previous, context.topology):
         context.topology = previous.topology
@@ -406,7 +407,7 @@ def _keep_windows(previous: Context, context: Context) -> None:
 def _machines(group: dist.ProcessGroup, backend: ProcessGroupFog, ranks_per_machine: int | None) -> list[int]:
     if ranks_per_machine is None:
         return list(backend.hosts)
-    # A group of some ranks finds them on the machines where the default group has them, as on real hosts.
+    # A subgroup sees its ranks on the same machines as the default group does, as on real hosts.
     machines = [rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)]
     numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
     return [numbers[machine] for machine in machines]
@@ -422,8 +423,8 @@ def _ranks_per_machine(size: int) -> int | None:
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows the group: the user may have destroyed it."""
-    if group is dist.group.WORLD:  # as in most calls, and soonest known
+    """Returns whether torch still knows the group, which the user may have destroyed."""
+    if group is dist.group.WORLD:  # the most frequent case, and the fastest check
         return True
     try:
         dist.get_backend(group)
@@ -433,7 +434,7 @@ def _is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def _connect() -> tuple[dist.ProcessGroup, ProcessGroupFog, bool]:
-    """Returns a group with a fog backend, that backend, and whether the group was made here."""
+    """Returns a group with a fog backend, the backend, and whether this function made the group."""
     owns_group = not dist.is_initialized()
     if owns_group:
         launch.connect()
@@ -454,7 +455,7 @@ def _fog_backend(group: dist.ProcessGroup) -> ProcessGroupFog | None:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # no backend for CPU tensors
         return None
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL hides the backend, and the operations only it has, in a wrapper.
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in an object that lacks fog's own operations.
     while hasattr(backend, "wrapped_pg"):
         backend = backend.wrapped_pg
     return cast("ProcessGroupFog", backend) if backend.name() == "fog" else None

@@ -1,6 +1,6 @@
-"""Optimizers of BlueFog 0.3 under the names that they had before: each is one of the others.
+"""Deprecated names of BlueFog 0.3's optimizers: each makes one of the optimizers with current names.
 
-Names of BlueFog 0.1 and 0.2 stand behind `fogdist.bluefog`.
+Names of BlueFog 0.1 and 0.2 are in `fogdist.bluefog`.
 """
 
 from __future__ import annotations

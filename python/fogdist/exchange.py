@@ -23,7 +23,7 @@ from fogdist.topology import check_neighbor_ranks
 if TYPE_CHECKING:
     from fog_pg._C import NeighborPlan
 
-# Peers with weights, in the order of sums.
+# Peers with weights, in the order in which sums are computed.
 Peers: TypeAlias = "tuple[tuple[int, float], ...]"
 
 # The numbers of exchanges that a node caches and of plans that the process caches. A script with more different ones,
@@ -41,7 +41,7 @@ class Nodes:
 
     Attributes:
         operation: Name of the operation.
-        node: "rank", or "machine", whose ranks all give the same.
+        node: "rank", or "machine", whose ranks must all pass the same arguments.
         sources: Name of the argument that gives the sources.
         destinations: Name of the argument that gives the destinations.
     """
@@ -84,7 +84,7 @@ class Exchange:
     check: bool = False
 
     def __post_init__(self) -> None:
-        # -0.0 becomes 0.0: what is equal is then equal to the bit, so plans can be found by their weights.
+        # Turns -0.0 into 0.0, so that equal weights are equal to the bit and plans can be found by their weights.
         for name in ("sources", "destinations"):
             object.__setattr__(
                 self, name, tuple((peer, weight + 0.0) for peer, weight in getattr(self, name))
@@ -93,12 +93,12 @@ class Exchange:
 
     @functools.cached_property
     def plan(self) -> NeighborPlan:
-        """Peers and weights, for the backend."""
+        """The peers and weights in the form that the backend takes."""
         return _plan(self.node, self.size, self.self_weight, self.sources, self.destinations, self.mean)
 
     @functools.cached_property
     def is_verified(self) -> bool:
-        """Whether `fogdist.verification` checks it: ranks have agreed on the edges of a topology."""
+        """Whether `fogdist.verification` checks it. Ranks have compared the edges of a topology already."""
         return self.check and self.is_dynamic
 
     @functools.cached_property
@@ -108,12 +108,12 @@ class Exchange:
 
     @property
     def weights(self) -> tuple[float, Peers, Peers]:
-        """All that nodes may differ in."""
+        """The part of the exchange that differs between nodes."""
         return self.self_weight, self.sources, self.destinations
 
     @functools.cached_property
     def edges(self) -> Pair:
-        """The marks of its edges at this node, see `fogdist.agreement`."""
+        """The marks of its edges at this node; see `fogdist.agreement`."""
         return edges(
             [(self.nodes.node, self.node, destination) for destination, _ in self.destinations],
             [(self.nodes.node, source, self.node) for source, _ in self.sources],
@@ -121,17 +121,17 @@ class Exchange:
 
 
 class Exchanges:
-    """The exchanges of one node, each made once.
+    """A cache of the exchanges of one node.
 
-    They belong to one topology: a new topology has new ones, so nothing that is kept here is out of date.
+    It belongs to one topology. A new topology has a new cache, so no entry can be out of date.
 
     Args:
         nodes: `RANKS` or `MACHINES`.
         node: The node.
         size: How many nodes there are.
-        in_neighbors: Of the node in the topology; none if there is no topology.
-        out_neighbors: As `in_neighbors`.
-        along: The exchange with all of them; None if there is no topology.
+        in_neighbors: The node's in-neighbors in the topology; empty if there is no topology.
+        out_neighbors: The node's out-neighbors, likewise.
+        along: The exchange with all neighbors; None if there is no topology.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class Exchanges:
         self._nodes = nodes
         self._node, self._size = node, size
         self._in_neighbors, self._out_neighbors = sorted(in_neighbors), sorted(out_neighbors)
-        # By the argument that turns the check on or off.
+        # Indexed by the argument that turns the check on or off.
         self._along = None if along is None else (replace(along, check=False), replace(along, check=True))
         self._kept: dict[Hashable, Exchange] = {}
 
     def __len__(self) -> int:
-        """How many exchanges are kept that calls asked for by weights or ranks."""
+        """Returns the number of cached exchanges that calls requested by weights or ranks."""
         return len(self._kept)
 
     def weighted(
@@ -161,10 +161,10 @@ class Exchanges:
         dst_weights: Iterable[int] | Mapping[int, float] | None,
         check: bool,
     ) -> Exchange:
-        """Returns the exchange that the arguments of an average ask for: of `neighbor_allreduce`, or of machines.
+        """Returns the exchange for the arguments of `neighbor_allreduce` or of an average between machines.
 
         Args:
-            self_weight: As of the operation.
+            self_weight: The argument of the operation.
             src_weights: `src_weights` or `src_machine_weights`.
             dst_weights: `dst_weights` or `dst_machine_weights`.
             check: `enable_topo_check`.
@@ -194,7 +194,7 @@ class Exchanges:
     def gossip(
         self, target_rank: SupportsIndex, self_weight: float | None, pair_weight: float | None
     ) -> Exchange:
-        """Returns the exchange of a `pair_gossip`, of one source that is the destination too."""
+        """Returns the exchange of a `pair_gossip`, whose only source is also its only destination."""
         (peer,) = check_neighbor_ranks([target_rank], self._node, self._size, "target_rank")
         if self_weight is None and pair_weight is None:
             return self._exchange(RANKS, 1.0, _ones([peer]), _ones([peer]), mean=True)
@@ -227,7 +227,7 @@ class Exchanges:
             nodes, self._node, self._size, self_weight, tuple(sources), tuple(destinations), **more
         )
 
-    # --- from arguments: every error of a user's weights is raised here ---
+    # --- from arguments: all errors about a user's weights are raised here ---
 
     def _of_ranks(
         self,
@@ -249,7 +249,7 @@ class Exchanges:
             return self._dynamic(self_weight, src_weights, dst_weights, check)
         own, sources = check_weight(self_weight, "self_weight"), dict(self._source_weights(src_weights))
         _check_neighbors(sources, self._in_neighbors, "src_weights", f"in-neighbors of rank {self._node}")
-        # Every in-neighbor sends, even if it is not in `src_weights`: it then weighs 0.
+        # Every in-neighbor sends. One that is not in `src_weights` has the weight 0.
         every = [(source, sources.get(source, 0.0)) for source in self._in_neighbors]
         return self._exchange(RANKS, own, every, _ones(self._out_neighbors), check=check)
 
@@ -331,7 +331,7 @@ class Exchanges:
 def reject_unknown_arguments(
     operation: str, arguments: Mapping[str, object], renamed: Mapping[str, str]
 ) -> None:
-    """Raises TypeError for a keyword that `operation` does not have, with the new name of an old one."""
+    """Raises TypeError for a keyword that `operation` does not have. For an old keyword, it names the new one."""
     for name in arguments:
         if name in renamed:
             raise TypeError(f"{operation}() has no argument {name!r} any more; use {renamed[name]!r} instead")
@@ -341,7 +341,7 @@ def reject_unknown_arguments(
 def weighted_peers(
     peers: Sequence[int], weights: Mapping[Any, float], argument: str
 ) -> list[tuple[int, float]]:
-    """Returns peers with their weights, ascending: how sums are rounded does not depend on the order of a dict.
+    """Returns peers with their weights in ascending order, so that rounding does not depend on the order of a dict.
 
     Args:
         peers: The keys of `weights`, checked.
@@ -365,7 +365,7 @@ def check_weight(value: float, argument: str) -> float:
         TypeError: Not a real number.
         ValueError: Not finite.
     """
-    if type(value) is float and math.isfinite(value):  # as nearly all are
+    if type(value) is float and math.isfinite(value):  # the most frequent case
         return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{argument} must be a real number, got {value!r} of type {type(value).__name__}")
@@ -383,7 +383,7 @@ def _ones(peers: Iterable[int]) -> list[tuple[int, float]]:
 
 
 def _key(nodes: Nodes, self_weight: object, sources: object, destinations: object, check: bool) -> Hashable:
-    """Returns the contents of the arguments of a call, or None if they hold anything but plain numbers."""
+    """Returns a cache key of the arguments of a call, or None if they hold anything but plain numbers."""
     if self_weight is not None and type(self_weight) not in _NUMBERS:
         return None
     key: list[Hashable] = [nodes.operation, self_weight, bool(check)]
@@ -392,7 +392,7 @@ def _key(nodes: Nodes, self_weight: object, sources: object, destinations: objec
             for peer, weight in given.items():
                 if type(peer) is not int or type(weight) not in _NUMBERS:
                     return None
-            # A frozenset and no tuple: an empty dict is not an empty list.
+            # A frozenset and not a tuple, so that an empty dict differs from an empty list.
             key.append(frozenset(given.items()))
         elif type(given) is list or type(given) is tuple:
             for peer in given:
@@ -410,7 +410,7 @@ def _key(nodes: Nodes, self_weight: object, sources: object, destinations: objec
 def _plan(
     node: int, size: int, self_weight: float, sources: Peers, destinations: Peers, mean: bool
 ) -> NeighborPlan:
-    # Not at the top: a program may import fogdist only for its topologies, and this loads the extension.
+    # Imported here because it loads the extension, which a program that only uses topologies does not need.
     from fog_pg._C import NeighborPlan
 
     return NeighborPlan(node, size, self_weight, sources, destinations, mean=mean)

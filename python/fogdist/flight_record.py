@@ -1,7 +1,8 @@
-"""What the ranks of this host have in flight, and whom they wait for: read from outside, also while they hang or are stopped.
+"""Reads which operations the ranks of this host have in flight and which ranks they wait for.
 
-Each process with a group of fog keeps its last 256 operations, those in flight before all others, in an anonymous file that
-processes of the same user can read. Reading it disturbs nobody. `fog dump` prints `report`.
+Each process with a fog group records 256 operations, those in flight first, then the latest others, in an anonymous
+file that processes of the same user can read. Another process can read it at any time, also while the ranks hang or are
+stopped, and does not disturb them. `fog dump` prints `report`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 from fog_pg import _extension
 
-# An operation that is younger may just be on its way; and the ranks that it waits for are noted after a second.
+# A younger operation may still complete normally, and the engine records the ranks that it waits for only after a
+# second.
 _SECONDS = 1.0
-# How many of the operations that have ended are printed.
+# The number of completed operations that a report shows.
 _LAST = 3
 
 
@@ -30,14 +32,14 @@ class Operation:
         what: The call, such as "allreduce(SUM, float32[3])".
         group: Name of its group.
         rank: This process's rank in the group.
-        number: Which of the group's operations it is on this rank.
-        key: A number that is the same on all ranks of the group; of an operation with a name, each time the same.
+        number: Its number among the group's operations on this rank.
+        key: A number that is the same on all ranks of the group. All operations of the same name have the same key.
         state: "in flight", "done" or "failed".
         age: Seconds since it began.
-        seconds: How long it took, or has taken so far.
-        awaited: The first ranks of the group that it waits for, each with its pid, or 0 on another host; empty in the
-            operation's first second.
-        awaited_count: How many they are.
+        seconds: Its duration, so far if it is in flight.
+        awaited: The first ranks of the group that it waits for, each with its pid, or 0 if the rank is on another host;
+            empty in the operation's first second.
+        awaited_count: The number of ranks that it waits for.
     """
 
     what: str
@@ -60,12 +62,12 @@ class Process:
     """A process and its operations.
 
     Attributes:
-        pid: Its number in this system.
-        rank: Its rank among all of the job.
-        size: Ranks of the job.
+        pid: Its process ID.
+        rank: Its rank in the job.
+        size: The number of ranks in the job.
         host: Name of its host.
-        operations: The oldest first.
-        unrecorded: How many operations began while 256 others were in flight; they are in no record.
+        operations: Its recorded operations, the oldest first.
+        unrecorded: The number of operations that began while 256 others were in flight and so are not recorded.
     """
 
     pid: int
@@ -77,16 +79,16 @@ class Process:
 
     @property
     def in_flight(self) -> list[Operation]:
-        """Those that have not ended."""
+        """The operations in flight."""
         return [operation for operation in self.operations if operation.state == "in flight"]
 
 
 def read(pid: int) -> Process:
-    """Reads what a process of this host has recorded.
+    """Reads the record of a process of this host.
 
     Raises:
-        TypeError: `pid` is no int.
-        ValueError: There is no such process, it is another user's, or it has no group of this version of fog.
+        TypeError: `pid` is not an int.
+        ValueError: There is no such process, it belongs to another user, or it has no group of this version of fog.
     """
     if not isinstance(pid, int) or isinstance(pid, bool):
         raise TypeError(f"pid must be an int, got {type(pid).__name__}")
@@ -96,12 +98,12 @@ def read(pid: int) -> Process:
 
 
 def read_all() -> list[Process]:
-    """Reads all processes of this host that have a record and that this user may read, in the order of their pids."""
+    """Reads the records of all processes of this host that this user may read, in the order of their pids."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
-        with contextlib.suppress(OSError, ValueError):  # it has ended, is another user's, or a fork
+        with contextlib.suppress(OSError, ValueError):  # it has ended, belongs to another user, or is a fork
             if any(_is_record(link) for link in (entry / "fd").iterdir()):
                 found.append(read(int(entry.name)))
     return sorted(found, key=lambda process: process.pid)
@@ -110,12 +112,12 @@ def read_all() -> list[Process]:
 def _is_record(link: Path) -> bool:
     try:
         return "fog_flight_record" in os.readlink(link)
-    except OSError:  # it was closed meanwhile
+    except OSError:  # it was closed after it was listed
         return False
 
 
 def report(found: Sequence[Process]) -> str:
-    """Says in words what processes have in flight, and which ranks hold the others up."""
+    """Returns a text about the operations that processes have in flight, and the ranks that delay the others."""
     lines = []
     for process in sorted(found, key=lambda each: (each.size, each.rank, each.pid)):
         lines.append(f"process {process.pid}: rank {process.rank} of {process.size} on {process.host}")
@@ -151,7 +153,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _blamed(found: Sequence[Process]) -> list[str]:
-    """A line for each process that others wait for in an operation that it has not begun."""
+    """Returns a line for each process that others wait for in an operation that it has not begun."""
     by_pid = {process.pid: process for process in found}
     waiting: dict[tuple[int, str, int], list[tuple[Process, Operation]]] = defaultdict(list)
     for process in found:

@@ -1,6 +1,6 @@
 """Handles of operations in flight, of any group: integers that a caller polls and waits for.
 
-A handle owns what its operation still needs, the tensors it reads included, until it is waited for.
+Until it is waited for, a handle keeps everything alive that its operation needs, including the tensors that it reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-# One counter for the process: a handle of a group that was shut down never names an operation of the next.
+# There is one counter per process, so a handle from before `shutdown` never refers to an operation after the next
+# `init`.
 _numbers = itertools.count()
 
 
@@ -72,13 +73,13 @@ class HandleTable:
             self._in_flight[handle].work.wait()
 
     def forget(self, handle: int) -> None:
-        """Frees a handle that nobody is going to wait for; its operation goes on, and keeps what it needs itself."""
+        """Frees a handle that will not be waited for. Its operation continues and keeps its tensors alive itself."""
         self._in_flight.pop(handle, None)
 
     def settle(self) -> None:
-        """Returns when all operations are complete, whether well or not. Their handles stay."""
+        """Waits until all operations are complete, successfully or not. Their handles stay valid."""
         for operation in list(self._in_flight.values()):
-            with contextlib.suppress(RuntimeError):  # which `wait` raises
+            with contextlib.suppress(RuntimeError):  # `wait` raises it
                 operation.work.wait()
 
     def knows(self, handle: int) -> bool:

@@ -55,9 +55,9 @@ class GossipState:
         self._what = Gossip(what)
         self._name = f"fogdist.gossip_hook {self._context.next_number()}"
         self.round = 0
-        # By DDP's buckets, which it makes anew after the first backward pass.
+        # Keyed by DDP's buckets, which DDP rebuilds after the first backward pass.
         self._flats: dict[int, FlatBuckets] = {}
-        # The parameters of the one DDP that it serves, all of them after a whole backward pass.
+        # The parameters of the one DDP that uses this state, complete after a whole backward pass.
         self._parameters: set[Tensor] = set()
         self._has_all = False
         self._in_flight: dict[int, tuple[FlatBuckets, dist.Work]] = {}
@@ -65,9 +65,9 @@ class GossipState:
         check_same_everywhere(self._context.backend, "state", items)
 
     def _check_model(self, bucket: dist.GradBucket) -> None:
-        """Raises RuntimeError for a bucket of another DDP than before."""
+        """Raises RuntimeError for a bucket of a different DDP than before."""
         parameters = bucket.parameters()
-        # The buckets of a pass come in order. A first one may come again where a pass has failed.
+        # The buckets of a pass come in order. The first one may come again after a failed pass.
         is_complete = self._has_all or (bucket.index() == 0 and self._parameters)
         if is_complete and not self._parameters.issuperset(parameters):
             raise RuntimeError(
@@ -84,14 +84,14 @@ class GossipState:
         return self._context.backend.neighbor_allreduce(tensor, plan, output=output, name=name)
 
     def _exchange(self, parameters: FlatBuckets, bucket: int) -> None:
-        """Starts the average of a bucket's parameters, which is theirs at the end of the backward pass."""
+        """Starts the average of a bucket's parameters, which they receive at the end of the backward pass."""
         if not self._in_flight:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._in_flight[bucket] = parameters, self._begin(parameters.flats[0], bucket, in_place=False)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Waits for all averages, and gives them to the parameters; raises what an exchange failed with."""
+        """Waits for all averages and writes them into the parameters. Raises the error of a failed exchange."""
         in_flight, self._in_flight = self._in_flight, {}
         failure: RuntimeError | None = None
         for parameters, work in in_flight.values():
@@ -104,11 +104,11 @@ class GossipState:
             if not parameters.swap(0, average):
                 parameters.flats[0].copy_(average)
         if failure is not None:
-            # After DDP has ended the pass, too, so that the next one can be made.
+            # Raised only after DDP has ended the pass too, so that the next pass is possible.
             torch.autograd.Variable._execution_engine.queue_callback(partial(_fail, failure))
 
     def _buckets_of(self, bucket: dist.GradBucket) -> FlatBuckets:
-        """Returns the one bucket that the parameters of DDP's are views of."""
+        """Returns the flat bucket that the parameters of a DDP bucket are views of."""
         parameters = bucket.parameters()
         flats = self._flats.get(bucket.index())
         if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
@@ -170,15 +170,15 @@ def gossip_hook(
     gradients: Tensor = bucket.buffer()
     if state._what is Gossip.gradients:
         future = state._begin(gradients, bucket.index(), in_place=True).get_future()
-        result = future.then(lambda done: done.value()[0])  # raises what the exchange failed with
+        result = future.then(lambda done: done.value()[0])  # raises the error of a failed exchange
     else:
         parameters = state._buckets_of(bucket)
-        # The rest of the backward pass needs none of them; if it does, autograd is to find out.
+        # The rest of the backward pass must not use the old parameters. The version lets autograd detect it if it does.
         increment_version(bucket.parameters())
         state._exchange(parameters, bucket.index())
         result = torch.futures.Future()
         result.set_result(gradients)
-    # Once a backward pass, not once a bucket.
+    # Once per backward pass, not once per bucket.
     if bucket.is_last():
         state.round += 1
     return result

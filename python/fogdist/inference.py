@@ -1,4 +1,4 @@
-"""Each rank knows one side of its edges; together they know the other."""
+"""Infers the sources of each rank from the destinations of all ranks, and vice versa."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Joins the ranks of a job: takes rank, size and address from torchrun or from an MPI launcher.
+"""Connects the ranks of a job, with rank, size and address from torchrun or an MPI launcher.
 
-Under torchrun (or anything else that sets RANK and WORLD_SIZE) torch's own environment rendezvous does it. Under mpiexec or
-srun nobody sets these; the launcher knows each process's rank and MPI can already talk, so rank 0 opens a TCPStore and
-tells the others its address over MPI.
+Under torchrun, or any launcher that sets RANK and WORLD_SIZE, this is torch's own environment rendezvous. mpiexec and
+srun do not set these variables. There the launcher gives each process its rank, and rank 0 opens a TCPStore and sends
+its address to the other ranks over MPI.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["connect"]
 
 
 def connect(timeout: timedelta = default_pg_timeout) -> None:
-    """Makes the default process group with backend fog from what the launcher has set.
+    """Makes the default process group with backend fog from the launcher's environment.
 
     A process that no launcher started becomes the only rank of a group of one.
 
@@ -58,7 +58,7 @@ def _store_of_rank_zero(extension: object, rank: int, size: int, timeout: timede
     host, port = extension.broadcast_from_rank_zero(address, timeout).split()  # type: ignore[attr-defined]
     if store is None:
         store = dist.TCPStore(host, int(port), size, is_master=False, timeout=timeout)
-    # What the rest of the program may ask for, as under torchrun.
+    # The rest of the program may read these variables, as under torchrun.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
     for variable in (environment.MPICH_LOCAL_RANK, environment.OPEN_MPI_LOCAL_RANK):
         if variable.is_set():
@@ -67,7 +67,7 @@ def _store_of_rank_zero(extension: object, rank: int, size: int, timeout: timede
 
 
 def _own_address(size: int) -> str:
-    """An address of this host that the other ranks reach."""
+    """Returns an address of this host that the other ranks can reach."""
     if size in (environment.MPICH_LOCAL_SIZE.get(), environment.OPEN_MPI_LOCAL_SIZE.get()):
         return "127.0.0.1"
     name = socket.getfqdn()

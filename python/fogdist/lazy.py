@@ -1,6 +1,6 @@
-"""networkx, loaded when a topology is first made or looked at: importing it takes as long as all of fogdist.
+"""Loads networkx at its first use, because importing it takes as long as importing all of fogdist.
 
-`nx` stands for the module. Importing networkx itself in a module that `import fogdist` loads would undo this.
+`nx` stands for the module. Modules that `import fogdist` loads must not import networkx themselves.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["nx"]
 
 
 class _LazyModule(ModuleType):
-    """Has a module's names; loads it when it is first asked for one."""
+    """A stand-in for a module that loads the module at the first access to one of its names."""
 
     def __getattr__(self, name: str) -> Any:
-        # Called once: what is in the dictionary is found without it.
+        # Called only once, because names that are in the dictionary are found without this method.
         module = importlib.import_module(self.__name__)
         self.__dict__.update(vars(module))
         return getattr(module, name)

@@ -1,7 +1,7 @@
-"""Names of BlueFog 0.1 and 0.2 that have others now: one table.
+"""The table of the names of BlueFog 0.1 and 0.2 that were renamed.
 
-`fogdist` and `fogdist.topology` look a name up here that they do not have. It still works as it did, argument
-order included, with a DeprecationWarning that says what it is called now.
+`fogdist` and `fogdist.topology` look up names here that they do not have. An old name still works as it did, including
+its order of arguments, and issues a DeprecationWarning with the new name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-# Called with the function of the new name, then with the arguments of the old one.
+# Called with the new function and then the arguments of the old one.
 Adapter = Callable[..., Any]
 
 
@@ -54,7 +54,7 @@ def _neighbor_allreduce(
     return neighbor_allreduce(tensor, self_weight=self_weight, src_weights=neighbor_weights, name=name)
 
 
-# Old name: new name, and what makes the new function of the old arguments where these were others.
+# Old name: new name, and the adapter for the old arguments if they differ.
 RENAMED: dict[str, tuple[str, Adapter | None]] = {
     "win_sync": ("win_update", _win_sync),
     "win_sync_then_collect": ("win_update_then_collect", None),

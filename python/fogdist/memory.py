@@ -44,14 +44,14 @@ def empty(
 
 
 def empty_flat(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns an uninitialised vector: memory of `empty` on the CPU, ordinary memory of other devices."""
+    """Returns an uninitialized vector, on the CPU in memory of `empty`, on other devices in ordinary memory."""
     if device.type == "cpu":
         return empty(length, dtype=dtype)
     return torch.empty(length, dtype=dtype, device=device)
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether a tensor is in memory of `empty` or `share_`, or of an exchange's result."""
+    """Returns whether a tensor is in shared memory: from `empty`, `share_` or the result of an exchange."""
     from fog_pg import _C
 
     return _C.is_shared(tensor)

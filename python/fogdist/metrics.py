@@ -1,4 +1,4 @@
-"""Metrics of training: how far ranks are apart, how old neighbors' values are, what each peer costs in bytes and in time.
+"""Metrics of training: the consensus distance, the staleness of neighbors' values, and bytes and wait time per peer.
 
 metrics = fogdist.metrics.Metrics(model)
 for step, batch in enumerate(progress := tqdm(batches)):
@@ -30,19 +30,20 @@ __all__ = ["Metrics", "Writer"]
 
 
 class Writer(Protocol):
-    """What `Metrics.write` needs of ``torch.utils.tensorboard.SummaryWriter``."""
+    """The part of ``torch.utils.tensorboard.SummaryWriter`` that `Metrics.write` uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
         """Adds a number."""
 
 
 class Metrics:
-    """Counts what this rank exchanges from now on, and asks how training goes.
+    """Counts the bytes and times of this rank's exchanges from now on, and computes metrics of the training.
 
-    While an object lives, each operation looks at the clock when it begins and when a message comes: below 1 us an operation.
+    While an object exists, each operation reads the clock when it begins and when a message arrives, which costs less
+    than 1 us per operation.
 
     Args:
-        model: Whose consensus distance is reported, as in `fogdist.consensus_distance`; by default none.
+        model: The model whose consensus distance is reported, as in `fogdist.consensus_distance`; by default none.
         group: The group of ranks; by default that of `fogdist.init`.
 
     Raises:
@@ -65,7 +66,7 @@ class Metrics:
         self._before = self._traffic()
 
     def close(self) -> None:
-        """Counts nothing more. An object that is dropped does the same."""
+        """Stops counting, which also happens when the object is garbage-collected."""
         if self._open:
             self._open = False
             _extension.load().observe(False)
@@ -83,24 +84,25 @@ class Metrics:
             self.close()
 
     def collect(self, *, distance: bool = True) -> dict[str, float]:
-        """Returns what happened since the last call, or since the object was made.
+        """Returns the metrics of the time since the last call, or since the object was made.
 
         Args:
-            distance: Whether the consensus distance is computed, which is collective and moves twice the model's bytes;
-                not without a model.
+            distance: Whether to compute the consensus distance, which is collective and moves twice the model's bytes.
+                Without a model it is never computed.
 
         Returns:
             Numbers by name:
 
             - "consensus_distance": see `fogdist.consensus_distance`;
-            - "seconds": how long the time is that the others are about;
-            - "sent_bytes", "received_bytes": of data, in operations of this group and its windows;
-            - "wait_fraction": the part of the time for which an operation waited for its last message while it had all
-              others; operations that overlap count each;
-            - "slowest_peer": the rank that this rank waited for longest so, -1 if for none;
-            - "staleness": by how many exchanges the neighbor's news that is oldest is behind, where ranks go at their own pace;
+            - "seconds": the length of the time that the metrics cover;
+            - "sent_bytes", "received_bytes": bytes of data in operations of this group and its windows;
+            - "wait_fraction": the fraction of the time in which an operation waited only for its last message;
+            operations
+              that overlap are all counted;
+            - "slowest_peer": the rank that this rank waited for longest in this way, -1 if it waited for none;
+            - "staleness": the largest staleness of an in-neighbor, in exchanges, where ranks go at their own pace;
             - "peer/R/sent_bytes", "peer/R/received_bytes", "peer/R/wait_seconds", "peer/R/staleness": the same for rank R.
-              Its "wait_seconds" are those for which its message alone was missing.
+              "wait_seconds" is the time in which only its message was missing.
 
         Raises:
             RuntimeError: After `fogdist.shutdown` or `close`; torch.distributed.DistBackendError if the consensus distance
@@ -132,7 +134,7 @@ class Metrics:
         return dict(values)
 
     def postfix(self) -> dict[str, str]:
-        """What `collect` returned last, in the few words that fit behind a progress bar (``tqdm.set_postfix``)."""
+        """Returns the metrics of the last `collect` in a short form for a progress bar (``tqdm.set_postfix``)."""
         words = {}
         if "consensus_distance" in self._values:
             words["apart"] = f"{self._values['consensus_distance']:.2g}"
@@ -145,12 +147,12 @@ class Metrics:
         return words
 
     def write(self, writer: Writer, step: int, *, prefix: str = "fog") -> None:
-        """Writes what `collect` returned last as scalars ``prefix/name``.
+        """Writes the metrics of the last `collect` as scalars ``prefix/name``.
 
         Args:
-            writer: ``torch.utils.tensorboard.SummaryWriter``, or what has its `add_scalar`.
-            step: The step that the scalars are of.
-            prefix: Put before their names.
+            writer: A ``torch.utils.tensorboard.SummaryWriter``, or an object with its `add_scalar`.
+            step: The step of the scalars.
+            prefix: The prefix of their names.
         """
         for name, value in self._values.items():
             writer.add_scalar(f"{prefix}/{name}", value, step)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
 _RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
-# Names of the unnamed gossips of a pair. They come again, as the backend remembers each one.
+# The number of generated names for the unnamed gossips of a pair. They repeat, because the backend remembers each name.
 _GOSSIP_NAMES = 64
 
 
@@ -240,7 +240,7 @@ def pair_gossip_nonblocking(
 ) -> int:
     """Starts `pair_gossip` and returns its handle.
 
-    Of unnamed gossips with one rank 64 may be in flight: a further one first waits for the oldest of them.
+    Up to 64 unnamed gossips with one rank may be in flight. A further one first waits for the oldest of them.
     """
     average, work, unnamed = _start_gossip(tensor, target_rank, self_weight, pair_weight, name, group)
     handle = handles().add(work, average.finish, *average.sources)
@@ -304,9 +304,9 @@ def _average(
     name: str | None,
     group: dist.ProcessGroup | None,
 ) -> Tensor | list[Tensor]:
-    """Exchanges, and waits for it: without a handle, as nobody can ask for this operation meanwhile."""
+    """Exchanges and waits, without a handle, because the caller has no use for one."""
     if not in_place and isinstance(tensors, Tensor):
-        # As most calls: what the rest does for it, in fewer steps, which small exchanges are made of.
+        # The most frequent case does the same as the code below in fewer steps, because these dominate small exchanges.
         context, source = current(group), weighted(tensors)
         exchange = context.topology.exchanges.weighted(
             self_weight, src_weights, dst_weights, enable_topo_check
@@ -354,7 +354,7 @@ def _prepare(
     name: str | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[ProcessGroupFog, Average, Exchange, str]:
-    """Returns what an average needs, all of it checked: by the ranks together, if that is asked for."""
+    """Checks the arguments of an average, collectively if requested, and returns them in the backend's form."""
     context = current(group)
     average = Average(tensors, in_place)
     exchange = context.topology.exchanges.weighted(self_weight, src_weights, dst_weights, enable_topo_check)
@@ -372,12 +372,12 @@ def _start_gossip(
     name: str | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[Average, dist.Work, str]:
-    """Returns the operation in flight with its tensors, and how it is called if the user gave no name, else ""."""
+    """Returns the tensors, the operation in flight, and its generated name, "" if the user gave a name."""
     context = current(group)
     average = Average(tensors, in_place=False)
     exchange = context.topology.exchanges.gossip(target_rank, self_weight, pair_weight)
     ((peer, _),) = exchange.sources
-    # A name of the pair's own: in the group's order of calls, ranks that do not gossip would count too.
+    # The pair has its own names, because in the group's order of calls ranks that do not gossip would count too.
     pair = f"pair_gossip {min(context.rank, peer)} {max(context.rank, peer)}"
     given = key(name)
     unnamed = "" if given else f"{pair} #{context.gossips.begun[peer] % _GOSSIP_NAMES}"
@@ -399,7 +399,7 @@ def _gather(
     name: str | None,
     group: dist.ProcessGroup | None,
 ) -> tuple[dist.Work, Tensor]:
-    """Returns the operation in flight, and the tensor that it reads."""
+    """Returns the operation in flight and the tensor that it reads."""
     context = current(group)
     source = has_dimensions(plain(dense(tensor)))
     exchange = context.topology.exchanges.gathering(src_ranks, dst_ranks, enable_topo_check)

@@ -65,7 +65,7 @@ def _along_topology(tensor: Tensor, group_name: str = "") -> Tensor:
 def _against_topology(tensor: Tensor, group_name: str = "") -> Tensor:
     context = _context(group_name)
     forward = context.topology.along
-    # The mean's weight belongs to the receiver of forward, so it is what that one scales with here.
+    # The weight of the mean belongs to the receiver of the forward pass, which scales its gradient by it here.
     share = 1.0 / (len(forward.sources) + 1) if forward.mean else 1.0
     reverse = Exchange(
         RANKS,
@@ -82,7 +82,7 @@ def _context(group_name: str) -> Context:
     if not group_name:
         return current()
     try:
-        # What torch's own operators that take a name resolve it with.
+        # The function by which torch's own operators resolve a group's name.
         resolve: Callable[[str], dist.ProcessGroup] = vars(dist.distributed_c10d)["_resolve_process_group"]
         group = resolve(group_name)
     except (RuntimeError, KeyError):
@@ -128,8 +128,8 @@ def _forward_topology(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.fog.neighbor_allreduce_along_topology(gradient, *ctx.arguments), None
 
 
-# The last is the adjoint of the second. It is an operation of its own because only a running rank knows its
-# topology: what torch.compile makes of a derivative holds constants from the time of tracing.
+# The last one is the adjoint of the second. It is a separate operator because the topology is known only at run time:
+# a derivative that torch.compile traces would hold the topology of the time of tracing as constants.
 for _schema, _kernel, _backward in (
     (
         (

@@ -1,4 +1,4 @@
-"""BlueFog's optimizers: each is an algorithm of `fogdist.algorithms`, by the names that its users know."""
+"""The optimizers of BlueFog under their BlueFog names; each is an algorithm of `fogdist.algorithms`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MIXING: dict[CommunicationType, type[Mixing]] = {
 
 
 class _Communicating(Algorithm):
-    """An algorithm whose mixing is told by a `CommunicationType`."""
+    """An algorithm whose mixing is chosen by a `CommunicationType`."""
 
     warns_apart: ClassVar[bool] = False
 

@@ -1,6 +1,6 @@
-"""Many small tensors in few messages: tensors of one dtype and device, side by side in flat buffers.
+"""Packs many small tensors into few messages: flat buffers of tensors with one dtype and device.
 
-Every operation here works on elements, so the result is that of one operation a tensor.
+All operations on the buffers are elementwise, so the results are those of separate operations on the tensors.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Large enough that a message's start-up does not count, small enough that the first messages travel while the
-# next are packed, or their gradients computed: benchmarks/overlap.py says how much is hidden. A larger tensor is a
-# bucket by itself.
+# Large enough that the start-up time of a message does not matter, and small enough that the first messages travel
+# while the next ones are packed or their gradients are computed; benchmarks/overlap.py measures the overlap. A larger
+# tensor is a bucket by itself.
 BUCKET_CAP_MB = 4
 BUCKET_BYTES = BUCKET_CAP_MB * 2**20
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Places in a list of tensors whose elements travel together."""
+    """Indices of tensors in a list whose elements are sent together."""
 
     places: tuple[int, ...]
     dtype: torch.dtype
@@ -35,15 +35,15 @@ def make_buckets(
     alignment: int = 1,
     groups: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """Returns the buckets of `tensors`: each tensor in exactly one, those of a bucket in the order given.
+    """Returns the buckets of `tensors`. Each tensor is in exactly one bucket, and buckets keep the given order.
 
     The same shapes and dtypes in the same order give the same buckets on every rank.
 
     Args:
         tensors: Any tensors.
-        max_bytes: A bucket takes no further tensor that would make it larger.
-        alignment: Bytes of which each tensor takes a multiple.
-        groups: A number for each tensor; a bucket has tensors of one number only. By default all are of one.
+        max_bytes: The largest size of a bucket with more than one tensor.
+        alignment: The size of each tensor is rounded up to a multiple of this number of bytes.
+        groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
     """
     buckets: list[Bucket] = []
     open_places: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
@@ -60,7 +60,7 @@ def make_buckets(
 
 
 def on_device(tensor: Tensor) -> str:
-    """Returns " on cuda" and the like, and "" for the CPU. Ranks compare it, because transports depend on the type of device."""
+    """Returns " on cuda" or similar, "" for the CPU. Ranks compare it, as transports depend on the type of device."""
     return "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
 
 
@@ -70,7 +70,7 @@ def signature_of(tensor: Tensor) -> str:
 
 
 def cap_bytes(bucket_cap_mb: float) -> int:
-    """Returns a user's size of buckets, which is in MiB as in torch's DistributedDataParallel, in bytes.
+    """Converts the size of buckets from MiB, as in torch's DistributedDataParallel, to bytes.
 
     Raises:
         TypeError: Not a number.
@@ -97,5 +97,5 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether two lists hold the same tensors, each itself, in the same order."""
+    """Returns whether two lists hold the same tensor objects in the same order."""
     return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))

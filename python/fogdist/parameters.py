@@ -1,4 +1,4 @@
-"""The same values on all ranks: parameters and optimizer state of one rank, or parameters averaged over all ranks."""
+"""Broadcasts of parameters and optimizer state, and averages of parameters over all ranks."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def broadcast_optimizer_state(
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """Stands in a state dict for a tensor that is broadcast by itself."""
+    """A placeholder in a state dict for a tensor that is broadcast separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -137,7 +137,7 @@ def _take_tensors(state: Any, tensors: list[Tensor]) -> Any:
 
 
 def _make_tensors(state: Any, tensors: list[Tensor]) -> Any:
-    """Returns `state` with new tensors in its slots, which are appended to `tensors` in order of taking."""
+    """Returns `state` with new tensors in its slots, which are appended to `tensors` in `_take_tensors`' order."""
     if isinstance(state, _TensorSlot):
         tensors.append(torch.empty(state.shape, dtype=state.dtype, device="cpu"))
         return tensors[-1]

@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a shard, such as the parameters of FSDP2: DTensors."""
+"""DTensors, of which each rank has a shard, such as the parameters of FSDP2."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which this rank has a shard."""
-    # To import the module takes a second, and who has not imported it has no DTensor.
+    """Returns whether a tensor is a DTensor."""
+    # Importing the module takes a second. If it has not been imported, there is no DTensor.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -20,13 +20,13 @@ def local_of(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor, in its own memory, and other tensors as they are."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # or else to_local() is differentiated, and returns a view
+    with torch.no_grad():  # otherwise autograd records to_local(), which returns a view then
         local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return local
 
 
 def sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
-    """Returns a DTensor with the shard `local`, placed as `tensor` is if that is one, else `local` itself."""
+    """Returns a DTensor with the shard `local` and the placement of `tensor`; `local` if `tensor` is no DTensor."""
     if not is_sharded(tensor):
         return local
     like: Any = tensor

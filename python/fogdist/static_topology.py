@@ -1,4 +1,4 @@
-"""A topology seen from one of its nodes: the neighbors, and the exchange with all of them.
+"""A topology from the point of view of one of its nodes: the neighbors, and the exchange with all of them.
 
 The nodes are the ranks of a group, or its machines.
 """
@@ -16,9 +16,9 @@ from fogdist.topology.validation import check_flags, edge_weight
 
 @dataclass(frozen=True)
 class StaticTopology:
-    """The topology that exchanges without weights of their own follow, seen from one node.
+    """The topology that exchanges without explicit weights follow, from the point of view of one node.
 
-    It keeps the exchanges that calls make of their arguments, so these go with it when another one is set.
+    It holds the cache of exchanges, which is discarded with it when another topology is set.
 
     Attributes:
         graph: A private copy of the user's graph.
@@ -27,7 +27,7 @@ class StaticTopology:
         in_neighbors: Predecessors of this node without itself, in the graph's order.
         out_neighbors: Successors of this node without itself, in the graph's order.
         along: The exchange with all of them.
-        exchanges: This node's exchanges, with all of them or as calls ask for.
+        exchanges: The cache of this node's exchanges.
     """
 
     graph: nx.DiGraph
@@ -39,7 +39,7 @@ class StaticTopology:
 
     @property
     def mean_weights(self) -> tuple[float, dict[int, float]]:
-        """This node's weight in its average, and those of its in-neighbors, ascending by node."""
+        """The node's weight in its average, and the weights of its in-neighbors in ascending order of nodes."""
         sources = sorted(self.along.sources)
         if not self.along.mean:
             return self.along.self_weight, dict(sources)
@@ -63,14 +63,14 @@ def see_topology(
     argument: str = "topology",
     nodes: Nodes = RANKS,
 ) -> StaticTopology:
-    """Returns a topology as one of its nodes sees it.
+    """Returns a topology from the point of view of one of its nodes.
 
     Args:
         graph: Its nodes must be 0 ... size-1.
-        is_weighted: Whether its weights are to be used. All of them are checked then, not only this node's,
-            so that all ranks come to the same error.
-        node: The node that looks.
-        size: Number of nodes that there should be.
+        is_weighted: Whether its weights are used. All weights are then checked, not only this node's, so that all
+            ranks raise the same error.
+        node: The node.
+        size: The expected number of nodes.
         argument: Name of the caller's argument, for messages.
         nodes: The kind of nodes.
 
@@ -106,7 +106,7 @@ def see_topology(
 
 
 def _weighing(weight: object) -> str:
-    # Without is_weighted a graph may carry anything as a weight.
+    # Without is_weighted the weights may be anything, so they are not read.
     return (
         f"of weight {float(weight)!r}"
         if isinstance(weight, numbers.Real)

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-# Between two looks whether operations are done, in seconds.
+# The seconds between two checks whether operations are complete.
 _SLEEP = 50e-6
 
 
 class StreamJoin:
-    """The streams on which parts of a whole become ready.
+    """The streams on which the parts of a result become ready.
 
     Args:
-        device: Of the parts.
+        device: The device of the parts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,13 +30,13 @@ class StreamJoin:
         self._streams: list[torch.Stream] = []
 
     def add(self) -> None:
-        """Takes note that a part is ready on the current stream."""
+        """Records that a part is ready on the current stream."""
         stream = current_stream(self._device)
         if stream is not None and stream not in self._streams:
             self._streams.append(stream)
 
     def join(self) -> None:
-        """Lets the current stream wait for the parts, and forgets them. The host does not wait."""
+        """Makes the current stream wait for the recorded parts, and forgets them. The host does not wait."""
         streams, self._streams = self._streams, []
         current = current_stream(self._device)
         if current is not None:
@@ -59,11 +59,11 @@ class Mark:
             self._event.record(current_stream(device))
 
     def is_reached(self) -> bool:
-        """Whether the device has done all that came before."""
+        """Returns whether the device has completed the work before the mark."""
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Returns when it has: the host waits."""
+        """Makes the host wait until the device has completed the work before the mark."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -79,6 +79,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def wait_until_complete(works: Sequence[dist.Work]) -> None:
-    """Waits until operations are complete, even if `wait` only orders the work of a device; does not report failures."""
+    """Waits until operations are complete, even if `wait` only orders device work. It does not report failures."""
     while not all(work.is_completed() for work in works):
         time.sleep(_SLEEP)

@@ -1,6 +1,6 @@
-"""The collective check that all ranks ask for the same dynamic exchange.
+"""The collective check that the ranks' arguments describe the same dynamic exchange.
 
-The check is a sum of fixed size. Only ranks that disagree send each other their arguments, for the message.
+The check is a sum of fixed size. The ranks gather their arguments, for the message, only if they disagree.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ def verify(context: Context, exchange: Exchange, tensors: Sequence[Tensor], name
 
     Args:
         context: The group.
-        exchange: The exchange that this rank asks for.
+        exchange: The exchange that this rank requests.
         tensors: The tensors that this rank sends.
         name: Name of the operation, or "".
 
     Raises:
-        ValueError: On all ranks alike, with every edge that only one of its ends asks for, every edge between
-            tensors that do not fit, and every machine whose ranks ask for different things.
+        ValueError: On all ranks alike. The message lists the edges that only one end requests, the edges whose tensors
+        do
+            not match, and the machines whose ranks request different exchanges.
     """
     name = f"{name}.check" if name else ""
     places = context.machines if exchange.nodes is MACHINES else None
@@ -51,11 +52,11 @@ def claims(
     """Returns the claims of a rank. They do not contain the call itself, because messages are matched by the call.
 
     Args:
-        exchange: The exchange that it asks for.
-        tensors: The tensors that it sends.
+        exchange: The exchange that the rank requests.
+        tensors: The tensors that the rank sends.
         rank: The rank.
-        size: Of the group.
-        machines: The ranks of each machine, where machines exchange.
+        size: The size of the group.
+        machines: The ranks of each machine, for an exchange between machines.
     """
     operation = exchange.nodes.operation
     fits = mark(operation, _fitting(exchange, tensors))
@@ -103,7 +104,7 @@ def _problems(
                 f"{node} {j} receives from {node} {i} ({source}), "
                 f"but {node} {i} does not send to {node} {j} ({destination})"
             )
-    # Where machines exchange all ranks do.
+    # In an exchange between machines all ranks take part.
     pairs = sorted(sent & received) if machines is None else [(0, rank) for rank in range(1, len(asked))]
     for i, j in pairs:
         if asked[i]["fits"] != asked[j]["fits"]:

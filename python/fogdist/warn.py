@@ -1,4 +1,4 @@
-"""Warnings that show the line of the user's script, however many functions of fogdist and torch lie between."""
+"""Warnings that show the line of the user's script, regardless of the functions of fogdist and torch in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PASSED_OVER = frozenset({"fogdist", "torch", "contextlib"})
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns, with the place of the innermost function that is neither fogdist's nor torch's."""
+    """Issues a warning at the innermost call outside of fogdist and torch."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _package(frame.f_globals) in _PASSED_OVER:
         level, frame = level + 1, frame.f_back

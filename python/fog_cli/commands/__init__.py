@@ -1,1 +1,1 @@
-"""The subcommands of `fog`, one a file: `add` describes it to argparse, `run` does it."""
+"""The subcommands of `fog`, one per module: `add` defines the arguments for argparse, `run` executes the command."""

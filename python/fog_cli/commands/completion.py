@@ -1,4 +1,4 @@
-"""`fog completion`: what a shell needs to complete the words of `fog`."""
+"""`fog completion`: prints the script with which a shell completes the arguments of `fog`."""
 
 from __future__ import annotations
 

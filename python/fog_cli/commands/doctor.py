@@ -1,4 +1,4 @@
-"""`fog doctor`: what works here, what does not, and what to do."""
+"""`fog doctor`: reports the parts of fog that work on this machine, those that fail, and how to fix them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _ADVICE = {
     "MPI": _MPI_ADVICE,
     "environment": "docs/environment.md lists the variables; correct or unset this one",
 }
-# One host works without these.
+# Ranks of a single host do not need these.
 _NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
-# Of the machine: what makes ranks fail.
+# Findings about the machine that can cause the ranks of the self-test to fail.
 _SUSPECTS = ("descriptors", "memory", "shared memory", "ranks share memory", "loopback")
 
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def findings(self_test: bool, limit: float) -> Iterator[Finding]:
-    """Looks at everything, one thing after the other."""
+    """Runs all checks in order and yields their findings."""
     yield Finding("versions", "fogdist", "ok", version())
     usable = True
     for finding in loaded(run_program("facts", limit=limit)):
@@ -106,14 +106,15 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
         yield finding
         if finding.state != "ok" and finding.name in _SUSPECTS:
             suspects.append(finding.name)
-        usable = usable and finding.state != "bad"  # ranks would wait for each other until their time is over
+        usable = usable and finding.state != "bad"  # the ranks of a self-test would only time out
     if not self_test:
         return
     if not usable:
         yield Finding("self-test", "two ranks", "bad", "not tried: see above")
         return
     yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
-    # As if the two were on hosts of their own: all goes over MPI. By RMA if that works, else by messages.
+    # FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts, so all data goes over MPI: by RMA if it
+    # works, otherwise by messages.
     variables = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
     by_rma = list(
         tried(run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables), "MPI RMA", needed=False)
@@ -125,14 +126,16 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
     ended = run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables)
     by_messages = list(tried(ended, "MPI messages", suspects, needed=False))
     yield from by_messages
-    if all(finding.state == "ok" for finding in by_messages):  # else that is the news
+    if all(
+        finding.state == "ok" for finding in by_messages
+    ):  # otherwise the failure of the messages is reported alone
         yield from (
             dataclasses.replace(finding, advice=_RMA_ADVICE) for finding in by_rma if finding.state != "ok"
         )
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
-    """What the program `facts` says."""
+    """Yields the findings that the program `facts` reported."""
     for name, text, error in _steps([ended]):
         if name == "unknown variables":
             yield Finding(
@@ -167,13 +170,13 @@ def loaded(ended: Ended) -> Iterator[Finding]:
 def tried(
     ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), needed: bool = True
 ) -> Iterator[Finding]:
-    """What the ranks of a self-test say.
+    """Yields the findings that the ranks of a self-test reported.
 
     Args:
-        ended: The ranks.
-        where: Begins the names of findings.
-        suspects: Names of findings about the machine that may be the reason if something fails.
-        needed: Whether one host needs it.
+        ended: The results of the ranks' processes.
+        where: The beginning of the names of the findings.
+        suspects: Names of findings about the machine that may be the cause of a failure.
+        needed: Whether ranks of a single host need these steps.
     """
     advice = {
         True: "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says",
@@ -191,7 +194,7 @@ def tried(
 
 
 def _steps(ended: Sequence[Ended]) -> Iterator[tuple[str, str, str | None]]:
-    """Each step that the processes began, with its text, and its error: the first process's to have one."""
+    """Yields each step that a process began: its name, its text, and the error of the first process with an error."""
     names = dict.fromkeys(line["name"] for process in ended for line in process.lines)
     for name in names:
         texts, errors = [], []

@@ -1,4 +1,4 @@
-"""`fog dump`: what the ranks of this host have in flight, and whom they wait for."""
+"""`fog dump`: prints the operations that the ranks of this host have in flight, and the ranks that they wait for."""
 
 from __future__ import annotations
 

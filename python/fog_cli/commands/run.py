@@ -121,17 +121,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Command, dict[str, str]]:
-    """Checks what the command line asks for.
+    """Checks the command line and builds the launcher's command.
 
     Args:
-        arguments: Of the parser.
+        arguments: The parsed arguments.
         environment: The variables of this process.
 
     Returns:
-        The launcher's command, and all its variables but its own.
+        The launcher's command, and the environment for it, without the variables that the command adds itself.
 
     Raises:
-        UsageError: It cannot be done.
+        UsageError: The arguments are invalid.
     """
     if arguments.num_proc < 1:
         raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
@@ -170,7 +170,7 @@ def _words(option: str, text: str) -> list[str]:
     """The words of an option's value, split as a shell does it."""
     try:
         return shlex.split(text)
-    except ValueError as error:  # a quotation mark without its partner
+    except ValueError as error:  # an unbalanced quotation mark
         raise UsageError(f"{option}: got {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
 
 
@@ -178,7 +178,7 @@ def choose_launcher(asked: str, hosts: Sequence[Host], given: bool, environment:
     """Returns "torchrun", "mpiexec" or "srun".
 
     Raises:
-        UsageError: torchrun is asked for and a host is not this one, or srun outside of an allocation.
+        UsageError: torchrun is requested with other hosts than this one, or srun outside of an allocation.
     """
     others = [host.name for host in hosts if not is_local(host.name)]
     allocated = "SLURM_JOB_ID" in environment
@@ -204,11 +204,11 @@ def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str
 
     Args:
         words: A script, a module or a program, and its arguments.
-        is_module: Whether the first word is a module.
-        environment: The ranks' variables, for PATH.
+        is_module: Whether the first word is the name of a module.
+        environment: The ranks' environment, whose PATH is searched.
 
     Raises:
-        UsageError: There is no such thing.
+        UsageError: There is no such script or program.
     """
     if words and words[0] == "--":
         words = words[1:]
@@ -232,7 +232,7 @@ def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str
         raise UsageError(f"{first}: there is no such script or program")
     if re.fullmatch(r"python[\d.]*", Path(first).name) and len(words) > 1 and not words[1].startswith("-"):
         _check_script(words[1])
-    # The one that has fog, whether its environment is activated or not.
+    # This interpreter has fog installed, even if its virtual environment is not activated.
     return [sys.executable if first in ("python", "python3") else first, *words[1:]]
 
 
@@ -243,7 +243,8 @@ def _check_script(path: str) -> None:
 
 def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
     """The ranks' environment."""
-    # As torchrun does it: ranks that share cores are slower with a thread a core each. Lines are to be seen at once.
+    # OMP_NUM_THREADS=1 is torchrun's default too: ranks that share cores are slower with one thread per core each.
+    # PYTHONUNBUFFERED makes the output of the ranks visible at once.
     variables = {"OMP_NUM_THREADS": "1"} if arguments.num_proc > 1 else {}
     variables |= {"PYTHONUNBUFFERED": "1"} | dict(environment)
     if arguments.network_interface:

@@ -1,4 +1,4 @@
-"""`fog timeline`: one file of the ranks' timelines."""
+"""`fog timeline`: merges the timelines of the ranks into one file."""
 
 from __future__ import annotations
 

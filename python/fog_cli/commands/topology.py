@@ -1,4 +1,4 @@
-"""`fog topology`: what a topology costs and how fast ranks agree on it."""
+"""`fog topology`: prints the cost of a topology and how fast its ranks reach consensus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Sequences of rounds: {sequences}.
 docs/topologies.md says which to choose.
 """
 
-# Static ones are those of fogdist.topology.by_name, which imports numpy and networkx; a test compares the two.
+# The names of fogdist.topology.by_name, repeated here because importing it imports numpy and networkx. A test compares
+# the two lists.
 STATIC = (
     "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus", "d-equistatic",
     "u-equistatic", "star", "full",
@@ -76,10 +77,10 @@ def add(subparsers: Any) -> None:
 
 
 def byte_count(text: str) -> int:
-    """Returns the bytes of "4K" or "64Mi".
+    """Returns the number of bytes that a text such as "4K" or "64Mi" stands for.
 
     Raises:
-        argparse.ArgumentTypeError: It is no size.
+        argparse.ArgumentTypeError: The text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?[iI]?)B?", text)
     if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _leave_out_torch() -> None:
-    """Has `fogdist.topology` imported without the rest of fogdist, which imports torch: this command needs neither."""
+    """Makes `fogdist.topology` importable without the rest of fogdist, which imports torch and so takes seconds."""
     if "fogdist" in sys.modules:
         return
     specification = importlib.util.find_spec("fogdist")
@@ -131,7 +132,7 @@ def make(name: str, ranks: int, seed: int) -> Topology:
     """Returns a topology by its name.
 
     Raises:
-        TopologyError: It does not exist for so many ranks.
+        TopologyError: The topology does not exist for this number of ranks.
     """
     from fogdist import topology
 
@@ -151,7 +152,7 @@ def make(name: str, ranks: int, seed: int) -> Topology:
 
 
 def describe(topology: Topology, size: int) -> list[str]:
-    """Returns the lines that say what a topology costs for tensors of `size` bytes."""
+    """Returns lines of text with the cost of a topology for tensors of `size` bytes."""
     exact, near = topology.rounds_to_exact_consensus, topology.rounds_to(1e-6)
     period = {None: "never repeats", 1: "the same in each step"}.get(
         topology.period, f"repeats after {topology.period} steps"
@@ -181,7 +182,7 @@ def describe(topology: Topology, size: int) -> list[str]:
 
 
 def edges(topology: Topology, most: int = 16) -> list[str]:
-    """Returns who sends to whom, of `most` rounds at most."""
+    """Returns lines of text with the edges of the first rounds, of at most `most` rounds."""
     rounds = min(topology.period or most, most)
     lines = []
     for t in range(rounds):

@@ -1,1 +1,1 @@
-"""Programs that commands start as processes of their own; only these import torch."""
+"""Programs that the commands start as separate processes; only these import torch."""

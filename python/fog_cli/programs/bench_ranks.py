@@ -21,7 +21,7 @@ _WARM_UP, _LEAST, _MOST = 2, 5, 200
 
 
 def _neighbors_by_gloo(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """What neighbor_allreduce does, as one writes it with c10d: isend and irecv, then the mean."""
+    """Computes the result of neighbor_allreduce with plain c10d calls: isend and irecv, then the mean."""
     receivers, senders = fogdist.out_neighbor_ranks(), fogdist.in_neighbor_ranks()
     received = [torch.empty_like(x) for _ in senders]
     works = [dist.irecv(buffer, rank, group) for buffer, rank in zip(received, senders, strict=True)]
@@ -42,7 +42,7 @@ def _put(window: Any, x: torch.Tensor) -> None:
 
 
 def _median(action: Callable[[], object], seconds: float) -> float:
-    """Seconds that one call takes, the slowest rank's median. All ranks make the same number of calls."""
+    """Returns the median seconds of one call on the slowest rank. All ranks make the same number of calls."""
     for _ in range(_WARM_UP):
         action()
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What can be loaded here, for `fog doctor`: each thing after the one it needs, since any of them may crash or hang."""
+"""Loads the libraries that fog needs, for `fog doctor`: in order of dependency, as each of them may crash or hang."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _mpi() -> str:
 
 
 def main() -> None:
-    """Tells what there is."""
+    """Loads each library and reports the result."""
     step("Python", lambda: f"{sys.version.split()[0]}, {sys.executable}")
     if step("torch", _torch):
         step("CUDA", _cuda)

@@ -1,7 +1,7 @@
-"""Starts ranks on this host by torchrun's machinery: `python -m fog_cli.programs.local_ranks N COMMAND ...`.
+"""Starts ranks on this host as torchrun does: `python -m fog_cli.programs.local_ranks N COMMAND ...`.
 
-`torch.distributed.launcher` is what torchrun itself calls. Called here, and not as the program torchrun, it also says
-which rank failed first, whose exit status is passed on.
+torchrun itself calls `torch.distributed.launcher`. Calling it directly also tells which rank failed first, whose exit
+status this program returns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> int:
             run_id=str(uuid.uuid4()),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # a host's own name need not resolve
+            local_addr="localhost",  # the name of the host may not resolve
             max_restarts=0,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=folder),

@@ -1,7 +1,7 @@
-"""Becomes a rank's own program, and puts the rank before each line of output: `python -m fog_cli.programs.rank COMMAND`.
+"""Runs a rank's command and prefixes each line of its output with the rank: `python -m fog_cli.programs.rank COMMAND`.
 
-It starts a second process that reads both streams, and then runs the command in its own place: the launcher sees the
-process id, the exit status and the signals of the command itself.
+It starts a second process that reads both output streams, and then replaces itself with the command, so that the
+launcher sees the process ID, the exit status and the signals of the command itself.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
-# What launchers say: torchrun, MPICH and Intel MPI, Open MPI, Slurm. fog_pg.environment describes them, but importing
-# that imports torch.
+# The variables of torchrun, of MPICH and Intel MPI, of Open MPI and of Slurm. fog_pg.environment has them too, but
+# importing it imports torch.
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-# Of <sys/prctl.h>.
+# The value in <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _MOST_READ = 1 << 16
-# A line is held until it ends, but not beyond this size.
+# A line is buffered until it ends, but only up to this number of bytes.
 _LONGEST = 1 << 20
 
 
 def rank_of(environment: Mapping[str, str]) -> str:
-    """The rank that the launcher gave, "?" if it gave none."""
+    """Returns the rank that the launcher set in the environment, "?" if there is none."""
     return next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "?")
 
 
 def die_with_parent() -> None:
-    """Has the system send SIGTERM to this process, and to what it becomes, when its parent ends."""
+    """Makes the system send SIGTERM to this process, also after it has called exec, when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it has ended meanwhile
+    if os.getppid() != parent:  # it ended before the call of prctl
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 class LinePrefixer:
-    """Turns what is read into whole lines with a prefix. A carriage return ends a line too, as in progress bars."""
+    """Splits data into whole lines and prefixes them. A carriage return ends a line too, as in progress bars."""
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
         self._rest = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes; without data, what is left at the end."""
+        """Returns the lines that `data` completes. Empty `data` marks the end and returns the rest."""
         text = self._rest + data
-        # A "\r" at the very end may be the first half of "\r\n".
+        # A "\r" at the end of the data may be the first half of "\r\n".
         held = b"\r" if data and text.endswith(b"\r") else b""
         text = text[: len(text) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *whole, rest = text.split(b"\n")
@@ -77,32 +77,32 @@ def copy_lines(streams: Mapping[int, int], prefix: bytes) -> None:
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
-    """Writes all of it with no other rank's lines in between: ranks share a pipe, where only short writes are one."""
+    """Writes all data under a lock: ranks share a pipe, and only short writes to a pipe are atomic."""
     locked = False
-    with contextlib.suppress(OSError):  # what cannot be locked is not shared
+    with contextlib.suppress(OSError):  # a descriptor that cannot be locked is not shared
         fcntl.lockf(descriptor, fcntl.LOCK_EX)
         locked = True
     try:
         while data:
             data = data[os.write(descriptor, data) :]
     except OSError:
-        return  # whoever read it is gone, but the rank goes on
+        return  # the reader has closed the pipe; the rank continues
     finally:
         if locked:
             fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
 
 def _start_copying(prefix: bytes) -> None:
-    """Puts pipes in the place of both streams, and a process at their ends that is no child of this one."""
+    """Replaces both output streams by pipes, and starts a process to read them that is no child of this process."""
     pipes = {1: os.pipe(), 2: os.pipe()}
     child = os.fork()
     if child == 0:
         if os.fork() == 0:
-            os.setsid()  # launchers kill the whole group of a rank
+            os.setsid()  # launchers kill the process group of a rank
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(
                     number, signal.SIG_IGN
-                )  # they are for the rank, whose last words are to be seen
+                )  # the signals are for the rank; its last output must still be copied
             for _, writer in pipes.values():
                 os.close(writer)
             with contextlib.suppress(BaseException):

@@ -1,4 +1,4 @@
-"""How the programs of `fog doctor` tell it what they have done: lines of JSON on standard output."""
+"""The report of the programs of `fog doctor`: lines of JSON on standard output."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 
 def tell(**values: Any) -> None:
-    """Prints one line, at once: this process may never come to its end."""
+    """Prints one line and flushes it at once, because this process may crash or hang later."""
     sys.stdout.write(json.dumps(values) + "\n")
     sys.stdout.flush()
 
 
 def step(name: str, action: Callable[[], Any]) -> bool:
-    """Does something and tells `begin`, then `text` (what it returned) or `error`; returns whether it went well."""
+    """Calls `action` and reports `begin`, then `text` (its result) or `error`. Returns whether it succeeded."""
     tell(name=name, begin=True)
     try:
         text = action()

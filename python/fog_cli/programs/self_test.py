@@ -1,4 +1,4 @@
-"""Two ranks that try what fog does, for `fog doctor`, in the environment of torchrun: the program takes "host" or "mpi"."""
+"""One of two ranks of the self-test of `fog doctor`, in torchrun's environment. Its argument is "host" or "mpi"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fog_cli.programs.report import step, tell
 if TYPE_CHECKING:
     import torch
 
-# Of each operation, in seconds: longer than a busy machine needs.
+# The timeout of each operation, in seconds, long enough for a busy machine.
 _TIMEOUT = 20
 
 
@@ -27,7 +27,7 @@ def _expect_all(what: str, found: torch.Tensor, wanted: float) -> None:
 
 
 class _Tests:
-    """The tests of one rank of two; torch is imported when they begin."""
+    """The tests of one of the two ranks. torch is imported when they begin."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ["RANK"])
@@ -110,7 +110,7 @@ class _Tests:
 
 
 def main() -> int:
-    """Runs the tests in order; the first that fails is the last, as the ranks may have parted ways."""
+    """Runs the tests in order and stops at the first failure, after which the ranks may no longer match."""
     tests = _Tests()
     steps: list[tuple[str, Callable[[], object]]] = [
         ("start", tests.start),
@@ -125,7 +125,7 @@ def main() -> int:
     steps += [("end", tests.end)]
     for name, action in steps:
         if not step(name, action):
-            # Without goodbye to the other rank, which may never come.
+            # A regular exit would wait for the other rank, which may never come.
             os._exit(1)
     tell(name="all", text="done")
     return 0

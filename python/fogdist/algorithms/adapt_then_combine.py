@@ -1,4 +1,4 @@
-"""Adapt then combine as gradients become ready: rounds counted in backward passes, and steps that are made within them."""
+"""Adapt then combine with rounds that are counted in backward passes, and optionally steps within these passes."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ class AdaptThenCombine(DecentralizedSGD):
         """Makes the optimizer's step and then the average, if one is due.
 
         Args:
-            *arguments: A closure, or nothing. LBFGS evaluates it as often as it likes, all else evaluates it once,
-                before the rest.
-            **options: The closure as `closure`, and what else the optimizer's own step takes; with
-                `step_in_backward`, which makes steps before they are known, nothing else.
+            *arguments: A closure, or nothing. LBFGS may evaluate it several times; all other optimizers evaluate it
+                once, at the beginning.
+            **options: The closure as `closure`, and other options of the optimizer's own step. No other options are
+                allowed with `step_in_backward`, which makes steps before the options are known.
 
         Returns:
-            What the closure returned, else what the optimizer's own step returns.
+            The result of the closure if there is one, otherwise the result of the optimizer's own step.
 
         Raises:
             TypeError: With `step_in_backward`, there are other options than the closure.
-            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass. Where the step
-                was not made in that pass it is left out, but parameters are averaged; training may go on.
+            RuntimeError: With `step_in_backward`, gradients were changed after the backward pass. Steps that were not
+                made in that pass are skipped, but parameters are averaged, so training can continue.
         """
         others = sorted(set(options) - {"closure"})
         if self._in_backward and others:
@@ -89,7 +89,7 @@ class AdaptThenCombine(DecentralizedSGD):
         return super().step(*arguments, **options)
 
     def adapt(self) -> Any:
-        """The step of all parameters whose step the backward pass has not made."""
+        """Makes the step of all parameters that the backward pass did not update."""
         if self._backward is None:
             if not isinstance(self._fog_wrapped, LBFGS):
                 return super().adapt()
@@ -100,7 +100,7 @@ class AdaptThenCombine(DecentralizedSGD):
                 raise RuntimeError("a gradient scaler must not be used with step_in_backward=True")
             self._backward.check()
         except RuntimeError:
-            # The next iteration begins anew, and no rank waits for the rest of the average.
+            # The next iteration starts from a clean state, and no rank waits for the rest of the average.
             self.count_step()
             self.combine()
             self.rounds += 1
@@ -120,7 +120,7 @@ class AdaptThenCombine(DecentralizedSGD):
         return self._counter.count_step() >= self.local_steps
 
     def combine(self) -> None:
-        """Averages all buckets, or those that are not on their way."""
+        """Averages all buckets that are not in flight already."""
         backward, self._backward = self._backward, None
         if backward is None:
             super().combine()
@@ -136,7 +136,7 @@ class AdaptThenCombine(DecentralizedSGD):
         self._counter.watch(self.buckets.tensors)
 
     def _fog_give_up(self) -> None:
-        """Counts no backward pass any more."""
+        """Also stops counting backward passes."""
         super()._fog_give_up()
         self._counter.stop()
         self._backward = None
@@ -152,9 +152,11 @@ class AdaptThenCombine(DecentralizedSGD):
             warn_too_many_passes("backward", self.local_steps)
 
     def _complete(self, parameter: Tensor) -> None:
-        """Makes the step of a bucket whose last gradient is that of `parameter`, and starts its average."""
+        """Makes the step of the bucket that the gradient of `parameter` completes, and starts its average."""
         if self._backward is None:
-            self.weights().check_taken(self.mixing)  # before a step is made that would not be averaged
+            self.weights().check_taken(
+                self.mixing
+            )  # checked before a step is made that could not be averaged
             self.refresh()
             self._backward = BackwardSteps(self.buckets)
         for number in self._backward.complete(parameter):

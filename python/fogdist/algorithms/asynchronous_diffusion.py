@@ -29,10 +29,10 @@ class AsynchronousDiffusion(WindowAlgorithm):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._heard = {}
         super().__init__(*arguments, **options)
-        self._mean = self.context.topology.mean_weights  # windows keep the topology as it is
+        self._mean = self.context.topology.mean_weights  # the topology cannot change while there are windows
 
     def take(self, window: Window) -> None:
-        """See the class."""
+        """See `WindowAlgorithm`."""
         own, others = self._shift(window, *(self._given_weights() or self._mean))
         window.update(self_weight=own, neighbor_weights=others)
 
@@ -41,10 +41,10 @@ class AsynchronousDiffusion(WindowAlgorithm):
         self._given_weights()
 
     def _given_weights(self) -> tuple[float, dict[int, float]] | None:
-        """The weights that the user has set for the average, if any.
+        """Returns the weights that the user has set for the average, if any.
 
         Raises:
-            TypeError: `src_weights` is no dict.
+            TypeError: `src_weights` is not a dict.
         """
         if self.self_weight is None:
             return None
@@ -58,14 +58,14 @@ class AsynchronousDiffusion(WindowAlgorithm):
     def _shift(
         self, window: Window, self_weight: float, weights: dict[int, float]
     ) -> tuple[float, dict[int, float]]:
-        """Returns these weights with those of slots that nothing was written to given to the rank itself.
+        """Returns the weights after moving the weights of slots without writes to the rank itself.
 
-        Such a slot has what its owner's tensor was when the window was made. That has changed since, by training or by
-        `broadcast_parameters`.
+        A slot without writes has the values of this rank's tensor from the construction of the window, which training
+        or `broadcast_parameters` has changed since.
         """
         heard = self._heard.setdefault(window, set())
         if len(heard) < len(window.in_neighbors):
-            # An update sets versions to 0, so what was seen once is kept.
+            # An update sets versions to 0, so ranks that were heard once are remembered.
             heard.update(rank for rank in window.in_neighbors if window.version(rank) > 0)
         unwritten = set(window.in_neighbors) - heard
         if unwritten.isdisjoint(weights):
@@ -97,7 +97,7 @@ class WinPut(AsynchronousDiffusion):
     )
 
     def send(self, window: Window) -> int:
-        """See the class."""
+        """See `WindowAlgorithm`."""
         return window.put_nonblocking(
             window.tensor, dst_weights=self.dst_weights, skip_lost=bool(self.skip_lost)
         )
@@ -132,7 +132,7 @@ class PullGet(AsynchronousDiffusion):
     own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "src_weights", "skip_lost"})
 
     def send(self, window: Window) -> int:
-        """See the class."""
+        """See `WindowAlgorithm`."""
         sources: Iterable[int] | Mapping[int, float] | None = self.src_weights
         given = self._given_weights()
         if given is not None:
@@ -140,23 +140,25 @@ class PullGet(AsynchronousDiffusion):
         return window.get_nonblocking(src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost))
 
     def begin(self) -> None:
-        """Checks the weights only: values that it would get now would be old in `step`."""
+        """Only checks the weights. Values from a get at this time would be outdated in `step`."""
         self.check_weights()
 
     def finish(self) -> None:
-        """Gets the current values of the neighbors, and averages with them."""
+        """Gets the current values of the neighbors and averages with them."""
         self.keep_pace()
         super().begin()
         self.take_all()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """The windows' mutexes are held."""
+        """Holds the mutexes of the windows."""
         return self._locking()
 
     @contextmanager
     def _locking(self) -> Iterator[None]:
-        # Whoever gets holds one mutex, and waits for nothing else meanwhile.
+        # This cannot deadlock: a rank that gets holds one mutex and waits for nothing else.
         with ExitStack() as stack:
-            for window in self.windows if self._pace is not None else []:  # not after they were freed
+            for window in (
+                self.windows if self._pace is not None else []
+            ):  # empty after the windows were freed
                 stack.enter_context(window.lock())
-            yield  # a lock's end waits for the device, if it is one that steps
+            yield  # releasing a lock waits for the device of the parameters

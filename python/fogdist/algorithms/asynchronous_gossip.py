@@ -50,9 +50,9 @@ class AsynchronousGossip(Algorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`; the trained parameters must stay the same ones.
-        seed: Of the choice of neighbors; ranks may choose by different ones.
+        seed: The seed for the choice of neighbors; ranks may use different seeds.
         local_steps: As in `Algorithm`: steps without gossip, in which the inbox is taken all the same.
-        max_staleness: As in `fogdist.training.WindowAlgorithm`, of the neighbors' steps.
+        max_staleness: As in `fogdist.training.WindowAlgorithm`, counted in steps.
         group: As in `Algorithm`.
         bucket_cap_mb: As in `Algorithm`.
 
@@ -116,9 +116,9 @@ class AsynchronousGossip(Algorithm):
                 self._windows = _Windows(context, self.name, list(self._shares), self.values)
 
     def finish(self) -> None:
-        """Takes the last moves of all neighbors into the parameters and frees the windows. Collective.
+        """Applies the last moves of all neighbors to the parameters and frees the windows. Collective.
 
-        Steps are local ones from then on.
+        All later steps are local.
 
         Raises:
             torch.distributed.DistBackendError: A rank does not come.
@@ -150,12 +150,12 @@ class AsynchronousGossip(Algorithm):
         super().load_state_dict(state_dict)
 
     def _fog_give_up(self) -> None:
-        """Ends the windows, each rank for itself; moves that have not been taken are lost."""
+        """Also closes the windows without waiting; moves that have not been applied are lost."""
         super()._fog_give_up()
         self._windows = None
 
     def advance(self) -> Any:
-        """See the class."""
+        """See `Algorithm.advance`."""
         result = self.adapt()
         is_due = self.count_step()
         windows = self._windows
@@ -164,7 +164,8 @@ class AsynchronousGossip(Algorithm):
         windows.tell()
         windows.pace.wait(self.max_staleness)
         windows.collect()
-        # By the number of steps, and not by how many draws there were: those depend on the others' speed.
+        # The choice depends on the number of steps and not on the number of draws, which depends on the speed of
+        # others.
         ready = windows.ready() if is_due else []
         if ready:
             peer = random.Random(f"{self._seed} {self._rank} {self.steps}").choice(ready)
@@ -182,12 +183,12 @@ class AsynchronousGossip(Algorithm):
 
 
 class _Windows:
-    """What neighbors see of a rank, and where they leave what is for it: two windows of each vector of parameters, and a `Pace`.
+    """The windows of a rank: for each vector of parameters one that neighbors read and an inbox, and a `Pace`.
 
     Args:
         context: The group.
-        name: Its name, the same on all ranks.
-        peers: Ranks to gossip with.
+        name: The name of the algorithm, the same on all ranks.
+        peers: The ranks to gossip with.
         values: The flat vectors.
     """
 
@@ -198,14 +199,14 @@ class _Windows:
         self._rank = context.rank
         self._values = [window(x, f"values.{place}") for place, x in enumerate(values)]
         self._inboxes = [window(x, f"inbox.{place}") for place, x in enumerate(values)]
-        # Moves that were sent to each peer; of these, what it has told to have taken; and those of it that each inbox has got.
+        # Three counts for each peer: moves sent to it, those of them that it has applied, and moves received from it.
         self._sent = dict.fromkeys(peers, 0)
         self._told = dict.fromkeys(peers, 0)
         self._taken = {peer: [0] * len(values) for peer in peers}
-        # Whose moves are in the values that this rank shows, for the others to get.
+        # The number of each rank's moves in the values that this rank shows; other ranks get it.
         self._receipts = window(torch.zeros(context.size, dtype=torch.float64, device="cpu"), "receipts")
         self.pace = Pace(context, name, peers, peers)
-        # These are numbers on the CPU, which must not overtake what a device has yet to do.
+        # These numbers are on the CPU and must not overtake pending work of a device.
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
         self._moves: list[tuple[int, dist.Work]] = []
@@ -214,7 +215,7 @@ class _Windows:
         """Adds the contents of the inboxes to the values."""
         for place, inbox in enumerate(self._inboxes):
             for peer, taken in self._taken.items():
-                if inbox.slot_p(peer) != 0.0:  # as many moves are there
+                if inbox.slot_p(peer) != 0.0:  # the number of moves in the slot
                     inbox.p = 0.0
                     inbox.update(1.0, [(peer, 1.0)], reset=True, with_p=True)
                     taken[place] += int(inbox.p)
@@ -225,7 +226,7 @@ class _Windows:
         return [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
 
     def move(self, peer: int, share: float) -> None:
-        """Moves the values towards a peer's, and leaves it the opposite; does nothing if the peer is lost by now."""
+        """Moves the values towards a peer's and sends it the opposite move. Does nothing if the peer is lost."""
         gets = [shown.get([(peer, 1.0)]) for shown in self._values]
         arrived = [self._arrives(get, peer) for get in gets]
         if not all(arrived):
@@ -238,19 +239,20 @@ class _Windows:
         self._sent[peer] += 1
 
     def publish(self) -> None:
-        """Shows the peers this rank's values, and then that their moves are in these.
+        """Shows this rank's values to the peers, and then the numbers of their moves in the values.
 
-        What a device does is told of with the next step, when it is mostly done, so that the host need not wait.
+        For values on a device, the numbers follow with the next step, when the device is usually done, so that the host
+        does not wait.
         """
         for shown in self._values:
             if shown.tensor.device.type != "cpu":
-                shown.update(1.0, [])  # else it is not what neighbors get
+                shown.update(1.0, [])  # neighbors get only values that an update has written
         self._marks = [Mark(device) for device in self._devices]
         if not self._devices:
             self.tell()
 
     def tell(self) -> None:
-        """Tells the peers whose moves are in the values, once devices have come so far and this rank's own are sent."""
+        """Publishes the numbers of moves in the values, after devices have computed them and this rank's moves left."""
         for mark in self._marks:
             mark.wait()
         for peer, move in self._moves:
@@ -264,12 +266,12 @@ class _Windows:
         wait_until_complete([move for _, move in self._moves])
 
     def free(self) -> None:
-        """Frees the windows but that of `pace`; collective."""
+        """Frees all windows except that of `pace`; collective."""
         for window in (*self._values, *self._inboxes, self._receipts):
             window.free()
 
     def _arrives(self, work: dist.Work, peer: int) -> bool:
-        """Waits for an operation on a peer; returns whether that was not lost."""
+        """Waits for an operation on a peer. Returns False if the peer is lost."""
         try:
             work.wait()
         except dist.DistBackendError:

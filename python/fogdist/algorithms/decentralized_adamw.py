@@ -1,4 +1,4 @@
-"""Decentralized AdamW: ranks average the moments of their gradients too, and divide by an estimate for the mean gradient."""
+"""Decentralized AdamW: ranks also average their moments, and divide by an estimate for the mean gradient."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DecentralizedAdamW(Algorithm):
         super().__init__(optimizer, model, **options)
 
     def plain_state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.plain_state_dict`: a plain AdamW goes on with the averaged moments."""
+        """See `Algorithm.plain_state_dict`: a plain AdamW continues with the averaged moments."""
         saved = super().plain_state_dict()
         pieces = self._pieces()
         for parameter, key in keys_of(saved, self._fog_wrapped).items():
@@ -85,7 +85,7 @@ class DecentralizedAdamW(Algorithm):
         return saved
 
     def advance(self) -> Any:
-        """See the class."""
+        """See `Algorithm.advance`."""
         if self._step_options:
             raise TypeError(
                 f"step() takes nothing but a closure, got {', '.join(sorted(self._step_options))}"
@@ -101,8 +101,8 @@ class DecentralizedAdamW(Algorithm):
             self.rounds += 1
 
     def _adapt(self, is_due: bool) -> None:
-        """Takes the gradients into the moments, averages these if ranks communicate, and moves the parameters."""
-        self.buckets.reattach()  # a hook may have given parameters other memory
+        """Updates the moments with the gradients, averages them if ranks communicate, and updates the parameters."""
+        self.buckets.reattach()  # a hook may have replaced the memory of parameters
         groups = [self._fog_wrapped.param_groups[place] for place in self.buckets.group_of]
         moments = self.vectors["first_moment"], self.vectors["second_moment"]
         self.numbers["updates"] += 1
@@ -119,7 +119,7 @@ class DecentralizedAdamW(Algorithm):
         self.average([*self.vectors["first_moment"], *self.vectors["second_moment"]], in_place=True)
 
     def _move(self, groups: list[dict[str, Any]]) -> None:
-        """Changes the parameters along what the moments are now."""
+        """Updates the parameters with the current moments."""
         ranks = self.context.size
         changes = []
         vectors = (self.values, *(self.vectors[name] for name in self.state_vectors), groups)

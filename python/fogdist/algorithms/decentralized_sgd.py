@@ -44,11 +44,11 @@ class DecentralizedSGD(OverlappingAlgorithm):
     weighted mean: `PushSumSGD` corrects that.
 
     Args:
-        optimizer: As in `Algorithm`; with "atc" LBFGS serves too.
+        optimizer: As in `Algorithm`; with "atc" LBFGS is allowed too.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
-        **options: `mixing`, `local_steps`, `group` and `bucket_cap_mb` of `Algorithm`. Without averages, in local
-            steps, the three orders are one.
+        **options: `mixing`, `local_steps`, `group` and `bucket_cap_mb` of `Algorithm`. In local steps, without
+            averages, the three orders are the same.
 
     Raises:
         ValueError: `order` is none of the three; and as `Algorithm`.
@@ -83,23 +83,23 @@ class DecentralizedSGD(OverlappingAlgorithm):
         return Algorithm.advance(self) if self.order == "atc" else super().advance()
 
     def combine(self) -> None:
-        """The average that follows the local steps of "atc"."""
+        """Averages after the local steps of "atc"."""
         self._mixer.begin(self.buckets, self.mixing, self.this_round())
         self._mixer.finish()
 
     def begin(self) -> None:
-        """Begins the exchange ("awc"), or makes it ("cta")."""
+        """Begins the exchange ("awc") or makes all of it ("cta")."""
         self._mixer.begin(self.buckets, self.mixing, self.this_round())
         if self.order == "cta":
             self._mixer.finish()
 
     def _fog_give_up(self) -> None:
-        """Drops the exchange in flight, too."""
+        """Also drops the exchange in flight."""
         super()._fog_give_up()
         self._mixer = Mixer()
 
     def finish(self) -> None:
-        """Ends the exchange of the parameters that it began with, even if some were frozen or added since."""
+        """Completes the exchange of the parameters that it began with, even if some were frozen or added since."""
         self._mixer.finish()
 
 

@@ -1,4 +1,4 @@
-"""DiLoCo and its relatives that gossip: many local steps, then an outer optimizer over their changes."""
+"""DiLoCo and its gossip variants: many local steps, then a step of an outer optimizer along their changes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class DiLoCo(Algorithm):
         super().__init__(optimizer, model, **options)
 
     def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
-        """The mixing where none is given."""
+        """Returns the mixing that is used if none is given."""
         return GlobalAverage()
 
     def initial(self, name: str) -> list[Tensor]:
@@ -85,7 +85,7 @@ class DiLoCo(Algorithm):
         return self.buckets.copies()
 
     def _targets(self) -> list[Tensor]:
-        """Where outer_lr of the way that the local steps went leads: a + outer_lr D."""
+        """Returns a + outer_lr D: the parameters before the local steps plus outer_lr times their change."""
         return [
             anchor.lerp(x, self.outer_lr)
             for anchor, x in zip(self.vectors["anchor"], self.values, strict=True)
@@ -97,10 +97,10 @@ class DiLoCo(Algorithm):
         self._accelerate(mixed, mixed)
 
     def _accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
-        """Goes to `mixed` and on along what `targets` have changed since the last round."""
+        """Sets the parameters to `mixed` plus momentum along the change of `targets` since the last round."""
         anchors = self.vectors[
             "previous"
-        ]  # their memory is free after this: new memory costs more than the sums
+        ]  # writes into memory that is free afterwards, because new memory costs more than the sums
         for x, v, target, before in zip(self.values, mixed, targets, anchors, strict=True):
             torch.sub(v, before.sub_(target), alpha=self.outer_momentum, out=x)
             before.copy_(x)

@@ -31,7 +31,7 @@ class ExactDiffusion(Algorithm):
     state_vectors: ClassVar[tuple[str, ...]] = ("correction",)
     needs_rates: ClassVar[bool] = True
     is_lazy: ClassVar[bool] = True
-    """Whether V is (I + W) / 2, or else W."""
+    """Whether V is (I + W) / 2; otherwise V is W."""
 
     def combine(self) -> None:
         """See the class."""

@@ -1,4 +1,4 @@
-"""Gossip-PGA: gossip with neighbors, and now and then the exact average."""
+"""Gossip-PGA: gossip with neighbors, and periodically the exact average."""
 
 from __future__ import annotations
 

@@ -111,9 +111,9 @@ class GradientAllreduce(DistributedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # What a gradient scaler's step() asks for before it looks for overflows in the gradients, and the only
-        # moment between these and the backward pass. It has to find the average there, as it keeps what it found for
-        # the next scale, which must stay the same on all ranks.
+        # A gradient scaler's step() reads this attribute before it checks the gradients for overflows, and no other
+        # code of this class runs between the backward pass and that check. The scaler must check the average, because
+        # the result determines the next scale, which must be the same on all ranks.
         if not (self._is_alone or self._is_synchronized) and self._counter.passes_of_step >= self.local_steps:
             self.synchronize()
             self._scaler_synchronized = True
@@ -124,11 +124,11 @@ class GradientAllreduce(DistributedOptimizer):
         """Averages the gradients, unless `synchronize` did, and makes the optimizer's step.
 
         Args:
-            *arguments: A closure once, before the gradients are averaged; or nothing.
-            **options: The closure as `closure`, and what else the optimizer's own step takes.
+            *arguments: A closure, evaluated once, before the gradients are averaged; or nothing.
+            **options: The closure as `closure`, and other options of the optimizer's own step.
 
         Returns:
-            What the closure returned, else what the optimizer's own step returns.
+            The result of the closure if there is one, otherwise the result of the optimizer's own step.
 
         Raises:
             RuntimeError: A gradient scaler's `unscale_` was called without `synchronize` before it; another distributed
@@ -144,7 +144,7 @@ class GradientAllreduce(DistributedOptimizer):
         return result if closure is None else loss
 
     def synchronize(self) -> None:
-        """Averages the gradients now; the next `step` uses them as they are then. Collective.
+        """Averages the gradients now; the next `step` uses the gradients as they are at that time. Collective.
 
         Raises:
             RuntimeError: Another distributed optimizer has taken over the model.
@@ -162,7 +162,7 @@ class GradientAllreduce(DistributedOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Around a `step` after `synchronize`, as scripts for Horovod and BlueFog have it.
+        """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.
 
         `step` knows by itself that the gradients are averaged, so this only checks that they are.
 
@@ -176,21 +176,21 @@ class GradientAllreduce(DistributedOptimizer):
         yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients; an average of them in flight is discarded, which all ranks must do alike."""
+        """Clears the gradients and discards an average of them in flight, which all ranks must do alike."""
         if self._average.has_begun:
             self._average.discard()
             self._counter.reset()
         self._fog_wrapped.zero_grad(set_to_none=set_to_none)
 
     def _fog_give_up(self) -> None:
-        """Counts no backward pass any more, and drops the average in flight."""
+        """Also stops counting backward passes and drops the average in flight."""
         super()._fog_give_up()
         self._counter.stop()
         self._average.forget()
         self._ownership.release()
 
     def _hold(self, parameters: list[Tensor]) -> None:
-        """Takes the parameters, from their last owner if they have one; collective, as ranks compare them."""
+        """Takes the parameters over from their previous owner, if any. Collective, because ranks compare them."""
         ownership = Ownership(self._fog_view(), takes_over=True)
         with ownership.released_on_error():
             ownership.take({parameter: repr(self._fog_names[parameter]) for parameter in parameters})
@@ -199,14 +199,14 @@ class GradientAllreduce(DistributedOptimizer):
         self._ownership = ownership
 
     def _begin(self, parameters: list[Tensor]) -> None:
-        """Starts an average of the gradients of the parameters, whichever are trained now."""
+        """Starts an average of the gradients of the parameters that are currently trained."""
         if not are_same(self._ownership.tensors, parameters):
             self._hold(parameters)
         self._average.begin(parameters)
 
     def _check_scaler(self) -> None:
         came_late, self._scaler_synchronized = self._scaler_synchronized, False
-        # A scaler that has unscaled gradients already leaves no scale.
+        # A scaler that has already unscaled the gradients sets no scale.
         was_unscaled = (
             getattr(self, "found_inf", None) is not None and getattr(self, "grad_scale", None) is None
         )

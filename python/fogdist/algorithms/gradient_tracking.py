@@ -52,7 +52,7 @@ class GradientTracking(Algorithm):
         ValueError: `order` is none of them; and as `Algorithm`. In `step`: a gradient is sparse.
     """
 
-    # `tracker` is W y after a round, and y after a local step; with "aug-dgm" y.
+    # `tracker` is W y after a round and y after a local step; with "aug-dgm" it is always y.
     state_vectors: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
 
     order: TrackingOrder
@@ -74,7 +74,7 @@ class GradientTracking(Algorithm):
 
     def advance(self) -> Any:
         """See the class."""
-        # Of an overflow the last gradient stands in for this one.
+        # After an overflow, the last gradient replaces this one.
         gradients = self.vectors["gradient"] if self.overflowed else self.gradients()
         tracked = [
             tracker.add(gradient).sub_(before)

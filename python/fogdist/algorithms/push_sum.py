@@ -42,7 +42,7 @@ class PushSumSGD(Algorithm):
         return self.numbers["p"]
 
     def advance(self) -> Any:
-        """See the class; if it fails the model has z again."""
+        """See `Algorithm.advance`. If it fails, the model has z again."""
         p, self._is_biased = self.p, False
         try:
             return super().advance()

@@ -1,4 +1,4 @@
-"""Quasi-global momentum: momentum along where the averages went, not where the rank's own gradients point."""
+"""Quasi-global momentum: momentum along the change of the averages instead of the rank's own gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SlowMo: momentum of the averages of many steps, over any algorithm of averages."""
+"""SlowMo: momentum of the change over many steps, on top of averages with any mixing."""
 
 from __future__ import annotations
 

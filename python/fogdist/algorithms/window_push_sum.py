@@ -12,12 +12,12 @@ from fogdist.training.view import setting
 from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
 
-# What a rank keeps of p at least when ranks are not in step, as a part of its mean over about the last _MEMORY
-# exchanges. A rank that is much faster than its neighbors would give away its mass again and again before anything
-# comes, and as gradients are added to x, x / p would move by the step times 1 / p.
+# The least part of p that a rank keeps if ranks are not in step, relative to the mean of p over about the last _MEMORY
+# exchanges. Otherwise a rank that is much faster than its neighbors would give away its mass repeatedly before it
+# receives any. Gradients are added to x, so x / p would then move by the step times 1 / p.
 LEAST_PART = 0.5
 _MEMORY = 100
-# By how much shares may differ from adding up to 1: weights are often made in float32.
+# The tolerance for the sum of the shares, because weights are often computed in float32.
 _TOLERANCE = 1e-6
 
 
@@ -69,14 +69,14 @@ class WindowPushSum(WindowAlgorithm):
         return list(self._p.values())
 
     def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
-        """What is kept and what is given away of a bucket with weight `p`, as fractions of it.
+        """Returns the fractions of a bucket with weight `p` that the rank keeps and sends.
 
         Args:
-            p: Of the bucket.
-            mean_p: Its mean of late.
+            p: The bucket's weight.
+            mean_p: The recent mean of p.
 
         Raises:
-            TypeError: `dst_weights` is no dict, or a weight not a real number.
+            TypeError: `dst_weights` is not a dict, or a weight is not a real number.
             ValueError: A weight is negative or not finite, nothing is kept, or they do not add up to 1.
         """
         kept = check_weight(cast("float", self.self_weight), "self_weight")
@@ -106,8 +106,8 @@ class WindowPushSum(WindowAlgorithm):
 
     def send(self, window: Window) -> int:
         """See the class."""
-        # The window holds z with a p of 1, so x = p z is sent by weights of p times the shares. What autograd
-        # saved for the backward pass, the parameters among it, stays as it is.
+        # The window holds z with a p of 1, so weights of p times the shares send x = p z. This does not change the
+        # parameters, which autograd may have saved for the backward pass.
         p = self._p[window]
         kept, given = self._shares(p, self._mean_p[window])
         handle = window.accumulate_nonblocking(
@@ -131,7 +131,7 @@ class WindowPushSum(WindowAlgorithm):
         self._biased.add(window)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Parameters are x inside, and z afterwards."""
+        """Sets the parameters to x within the block and to z afterwards."""
         return self._on_biased()
 
     def _open(self) -> None:
@@ -143,7 +143,7 @@ class WindowPushSum(WindowAlgorithm):
     @contextmanager
     def _on_biased(self) -> Iterator[None]:
         self.buckets.reattach()
-        windows = self.windows if self._pace is not None else []  # not after they were freed
+        windows = self.windows if self._pace is not None else []  # empty after the windows were freed
         for window in windows:
             if window not in self._biased:
                 self._biased.add(window)
@@ -151,7 +151,7 @@ class WindowPushSum(WindowAlgorithm):
         try:
             yield
         finally:
-            self.buckets.reattach()  # an optimizer may have replaced data, too
+            self.buckets.reattach()  # an optimizer may have replaced the data of parameters
             for window in windows:
                 self._biased.discard(window)
                 _scale(window, 1.0 / self._p[window])

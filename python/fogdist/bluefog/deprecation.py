@@ -1,4 +1,4 @@
-"""How the door says what is called otherwise now: once a process, so that a training loop is not full of it."""
+"""Warnings about renamed functions, issued once per process so that they do not fill the output of a training loop."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from functools import cache
 
 @cache
 def warn_once(message: str) -> None:
-    """Gives a DeprecationWarning, if it has not been given before."""
+    """Issues a DeprecationWarning, unless the same one was issued before."""
     warnings.warn(message, DeprecationWarning, stacklevel=3)

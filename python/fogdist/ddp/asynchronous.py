@@ -1,7 +1,7 @@
-"""Mixing at each rank's own pace: the neighbors' last values lie in one-sided windows, and no rank waits.
+"""Mixing at each rank's own pace: one-sided windows hold the neighbors' last values.
 
-Values carry the number of their iteration as their p, so a neighbor knows their age. `Pace` tells whether a rank pauses
-and how many iterations it has made.
+The p of the values is the number of their iteration, so a neighbor knows their age. `Pace` tells the neighbors
+whether a rank has paused and how many iterations it has made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class AsynchronousMixing:
-    """Windows of the flat buffers of a model, and when this rank reads and writes them.
+    """Mixes the flat buffers of a model through windows.
 
     In each iteration a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of its round, makes
     the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
-    values have not arrived yet, who is paused or lost, goes to this rank's own x.
+    values have not arrived yet, or which is paused or lost, is added to the weight of this rank's own x.
 
     Args:
         context: The group.
@@ -68,12 +68,12 @@ class AsynchronousMixing:
         self._first_round = 0
         self._generation = 0
         self._puts: list[dist.Work] = []
-        self._is_counted = True  # the last iteration, for neighbors to see
+        self._is_counted = True  # whether neighbors can see the last iteration in the count
         self._open(rounds)
 
     @property
     def has_begun(self) -> bool:
-        """No: there is nothing that the next step has to wait for."""
+        """Always False: the next step has no exchange to wait for."""
         return False
 
     @property
@@ -91,18 +91,18 @@ class AsynchronousMixing:
             self.discard()
 
     def accept_changes(self) -> None:
-        """Nothing: parameters may change at any time."""
+        """Does nothing, because parameters may change at any time."""
 
     @torch.no_grad()
     def mix(self) -> None:
         """Mixes with the values that neighbors have put; waits for neighbors that are too far behind."""
         self.discard()
         if self._pace.is_paused:
-            # Neighbors went on meanwhile, and need not wait until this rank has caught up.
+            # The neighbors continued during the pause. They should not wait until this rank has caught up.
             self._iteration = self._pace.catch_up()
         for rank in self._in:
             if self._windows[0].is_gone(rank) and not self._may_miss(rank):
-                self._windows[0].get([(rank, 1.0)]).wait()  # raises, and says how it went
+                self._windows[0].get([(rank, 1.0)]).wait()  # raises the error of the lost neighbor
         self._pace.wait(self._bound, self._patience)
         plan = self._rounds.plan(self.round)
         own, neighbors = plan.self_weight, []
@@ -117,19 +117,19 @@ class AsynchronousMixing:
                 window.update(own, neighbors, timeout=self._timeout)
 
     def finish(self) -> None:
-        """Nothing: no rank waits for another one's step."""
+        """Does nothing, because no rank waits for the step of another one."""
 
     def after_step(self) -> None:
         """Puts the flat buffers to the out-neighbors."""
         destinations = [rank for rank, _ in self._rounds.plan(self.round).destinations]
         self._iteration += 1
         self._put(destinations)
-        self.begin()  # on one host everything is there already
+        self.begin()  # on one host all puts have arrived already
 
     def discard(self) -> None:
         """Waits until the put values have left: from then on the flat buffers may change.
 
-        Flat buffers on a device may be changed by what the device is given then; the host goes on at once.
+        For flat buffers on a device, work that is enqueued after this call may change them; the host does not wait.
         """
         puts, self._puts = self._puts, []
         for put in puts:
@@ -196,7 +196,7 @@ class AsynchronousMixing:
     def _put(self, destinations: list[int]) -> None:
         self._is_counted = False
         for window in self._windows:
-            window.p = self._iteration + 1.0  # 0 stands for none
+            window.p = self._iteration + 1.0  # 0 means that no values have arrived
         for skip_lost in (False, True):
             peers = [(rank, 1.0) for rank in destinations if self._may_miss(rank) == skip_lost]
             if peers:
@@ -206,11 +206,11 @@ class AsynchronousMixing:
                 ]
 
     def _may_miss(self, rank: int) -> bool:
-        # Who has paused may be through with its work, and end.
+        # A rank that has paused may have finished its work, and its process may end.
         return self._skip_lost or not self._pace.takes_part(rank)
 
     def _staleness(self, rank: int) -> int | None:
-        """Iterations that an in-neighbor's values are behind; None if it takes no part now."""
+        """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
         put = min(window.slot_p(rank) for window in self._windows)
         if put == 0.0 or not self._pace.takes_part(rank) or self._windows[0].is_gone(rank):
             return None

@@ -168,17 +168,17 @@ class DecentralizedDataParallel(nn.Module):
         if not trained:
             raise ValueError("module must have parameters that require gradients, got none")
         if isinstance(optimizer, Optimizer):
-            _optimizer_of(optimizer, module, [])  # what is wrong with it is said before ranks communicate
+            _optimizer_of(optimizer, module, [])  # raises for an invalid optimizer before ranks communicate
         elif not callable(optimizer):
             raise TypeError(
                 "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
                 f"{type(optimizer).__name__}"
             )
         self._is_alone = self._context.is_alone
-        self._is_exchanging = True  # not in no_sync()
-        self._has_mixed = False  # since the step in progress began
-        self._only_makes_state = False  # the step in progress is a checkpoint's
-        self._is_iteration = False  # the step in progress exchanges
+        self._is_exchanging = True  # False in no_sync()
+        self._has_mixed = False  # whether the step in progress has mixed already
+        self._only_makes_state = False  # whether a checkpoint makes the step in progress
+        self._is_iteration = False  # whether the step in progress exchanges
         self._release: Callable[[], None] | None = None
         self._ties = _ties_of(module)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
@@ -259,7 +259,7 @@ class DecentralizedDataParallel(nn.Module):
         """Calls the module.
 
         Raises:
-            RuntimeError: Parameters that were one tensor no longer are; or as the class says.
+            RuntimeError: Parameters that shared one tensor no longer do; or as the class.
         """
         for (members, key, _, name), (others, other, _, tied) in self._ties:
             if members.get(key) is not others.get(other):
@@ -277,7 +277,7 @@ class DecentralizedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this block forward passes and steps do not exchange: for accumulation, or for local steps."""
+        """Disables the exchanges of forward passes and steps in a block, for gradient accumulation or local steps."""
         before, self._is_exchanging = self._is_exchanging, False
         try:
             yield
@@ -347,20 +347,19 @@ class DecentralizedDataParallel(nn.Module):
         self._mixing.after_global_average()
 
     def synchronize(self) -> None:
-        """Mixes without a step: for a loop that leaves out `step` after a training forward pass.
+        """Mixes without a step, for a training loop that skips `step` after a training forward pass.
 
-        Nothing is done in mode "async", nor without such a pass since the last step.
+        It does nothing in mode "async", or if there was no such pass since the last step.
         """
         if self._release is not None and self._mixing.has_begun:
             self._check_places()
             self._mixing.mix()
 
     def pause(self) -> None:
-        """Tells the neighbors to go on without this rank until its next step; for mode "async".
+        """Tells the neighbors to continue without this rank until its next step; for mode "async".
 
-        They take its values no more and do not wait for it (`max_staleness`): call it where a rank ends
-        early, or stops to validate; its process may even end then. `global_average` does so by itself. Not
-        collective.
+        The neighbors no longer use its values and do not wait for it (`max_staleness`). Call it where a rank ends early
+        or stops to validate; its process may even end then. `global_average` calls it by itself. Not collective.
         """
         if self._release is not None:
             self._mixing.pause()
@@ -368,17 +367,17 @@ class DecentralizedDataParallel(nn.Module):
     def staleness(self) -> dict[int, int | None]:
         """Returns how old the values are that this rank would mix with now, for each in-neighbor.
 
-        In iterations: those this rank has done, less those that the neighbor had done when it put the last
-        values that have arrived. Negative where the neighbor is ahead; None where nothing has arrived yet, or
-        the neighbor is paused or lost. Values may be newer than this says, if they arrive at this moment.
-        Empty in mode "sync", where nothing is stale.
+        The staleness is the number of iterations that this rank has made, less the number that the neighbor had made
+        when it put the last values that have arrived. It is negative if the neighbor is ahead, and None if no values
+        have arrived yet or the neighbor is paused or lost. Values that arrive during the call may be newer than the
+        result says. The dict is empty in mode "sync", where no values are stale.
         """
         return self._mixing.staleness() if self._release is not None else {}
 
     def close(self) -> None:
-        """Ends mixing: module and optimizer go on alone. Collective among neighbors in mode "async".
+        """Ends mixing: module and optimizer continue alone. Collective among neighbors in mode "async".
 
-        Not needed at the end of a program.
+        A program need not call it at its end.
         """
         if self._release is not None:
             release, self._release = self._release, None
@@ -400,10 +399,10 @@ class DecentralizedDataParallel(nn.Module):
     ) -> Any:
         """Loads a state dict of the module; every rank loads the same.
 
-        In mode "async" neighbors' values of before are still there: call `global_average` afterwards.
+        In mode "async" the windows still hold the neighbors' earlier values: call `global_average` afterwards.
 
         Raises:
-            ValueError: `assign` is True: parameters must stay the tensors that they are.
+            ValueError: `assign` is True, which would replace the parameters by other tensors.
         """
         if assign:
             raise ValueError("assign must be False: parameters have to stay in the memory that is exchanged")
@@ -424,12 +423,13 @@ class DecentralizedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint.state_dict what names leave out, by what follows it."""
+        """Tells torch.distributed.checkpoint.state_dict which part of the path to a parameter its name leaves out."""
         parts = self.module
         return dict.fromkeys([*parts._modules, *parts._parameters, *parts._buffers], "module")
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what the wrapper itself lacks: the names of its parameters lead to them (`get_parameter`).
+        # Called only for attributes that the wrapper lacks. The module has them, so that the names of parameters can be
+        # followed from the wrapper (`get_parameter`).
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -439,7 +439,7 @@ class DecentralizedDataParallel(nn.Module):
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # As torch.func.functional_call puts tensors in their places, by the names that `named_parameters` has.
+        # torch.func.functional_call replaces tensors by the names that `named_parameters` yields.
         module = self.__dict__.get("_modules", {}).get("module")
         if module is not None and isinstance(value, Tensor):
             for members in (module._parameters, module._buffers):
@@ -483,13 +483,13 @@ class DecentralizedDataParallel(nn.Module):
             self._begin_if_due()
 
     def _begin_if_due(self) -> None:
-        # Not for a closure that the optimizer evaluates once more in its step.
+        # A closure that the optimizer evaluates again within its step does not begin another exchange.
         if self._is_exchanging and not self._has_mixed and not self._mixing.has_begun:
             self._check_places()
             self._mixing.begin()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mixes, or has the closure do so once gradients are there; returns arguments for the step."""
+        """Mixes, or makes the closure mix after it has computed gradients. Returns the arguments for the step."""
         self._has_mixed = False
         if self._scaled_steps is not None:
             self._scaled_steps.begin()
@@ -526,14 +526,14 @@ class DecentralizedDataParallel(nn.Module):
         if self._only_makes_state:
             self._mixing.accept_changes()
             return
-        if not self._has_mixed:  # the closure was not evaluated
+        if not self._has_mixed:  # the optimizer did not evaluate the closure
             self._mix()
         self._has_mixed = False
         if self._is_iteration:
             self._mixing.after_step()
 
     def _check_places(self) -> None:
-        """Raises RuntimeError for replaced parameters, which mixing misses."""
+        """Raises RuntimeError for replaced parameters, which mixing would not reach."""
         for members, key, tensor, name in self._slots:
             if members.get(key) is not tensor:
                 raise RuntimeError(
@@ -601,7 +601,7 @@ def _has_average(tensor: Tensor) -> bool:
 
 
 def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:
-    """Pairs of places in which the module holds one parameter."""
+    """Returns pairs of places where the module holds the same parameter."""
     first: dict[Tensor, _Slot] = {}
     slots = _slots_of(module, set(module.parameters()))
     pairs = [(first.setdefault(slot[2], slot), slot) for slot in slots]
@@ -609,7 +609,7 @@ def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:
 
 
 def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[_Slot]:
-    """Where the module holds the tensors: dict, key in it, tensor and full name."""
+    """Returns the places where the module holds the tensors: dict, key in it, tensor and full name."""
     return [
         (members, key, tensor, f"{path}.{key}" if path else key)
         for path, part in module.named_modules()
@@ -620,7 +620,7 @@ def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[_Slot]:
 
 
 def _hook_up(wrapper: DecentralizedDataParallel, optimizer: Optimizer) -> list[RemovableHandle]:
-    # The optimizer may outlive the wrapper: its hooks must not keep that alive.
+    # The optimizer may outlive the wrapper, so its hooks must not keep the wrapper alive.
     reference = weakref.ref(wrapper)
 
     def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -645,7 +645,7 @@ def _remove(handles: Iterable[_Removable]) -> None:
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Makes a module around the wrapper find what the wrapper wrote by the module's own names."""
+    """Adds "module." to the names of entries that the wrapper wrote by the module's names, for an outer module."""
     own = [key for key in state_dict if key.startswith(prefix)]
     values = [state_dict.pop(key) for key in own]
     for key, value in zip(own, values, strict=True):

@@ -1,4 +1,4 @@
-"""Mixing in step with the neighbors: one exchange an iteration, on its way during forward and backward."""
+"""Mixing in step with the neighbors: one exchange per iteration, which runs during forward and backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class SynchronousMixing:
     """Exchanges of the parameters and buffers of a model, one after the other.
 
     Parameters are sent from where they are, so they must not change between `begin` and `mix`. Buffers do
-    change in a forward pass: they are sent from a copy, and what mixing changed in it is added to them.
+    change in a forward pass: they are sent from a copy, and the change that mixing makes to the copy is added to them.
 
     Args:
         context: The group.
         parameters: The parameters; an exchange's result may become their memory.
-        buffers: The module's buffers that are to be mixed, if any.
+        buffers: The module's buffers to mix, if any.
         mixing: The peers and weights of each round.
         name: The same on all ranks, and unique among the mixings of the group.
     """
@@ -32,7 +32,7 @@ class SynchronousMixing:
         self._context = context
         self._name = name
         self._mixing = mixing
-        self.round = 0  # of the next exchange
+        self.round = 0  # the round of the next exchange
         self._begun = 0
         self._parameters = parameters
         self._buffers = buffers
@@ -46,7 +46,7 @@ class SynchronousMixing:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Starts the next round's exchange, of the values that there are now."""
+        """Starts the next round's exchange, with the current values."""
         round = Round.of(self._context, self.round, self._name)
         self._parameters.reattach()
         self._mixer.begin(self._parameters, self._mixing, round)
@@ -72,12 +72,12 @@ class SynchronousMixing:
             flat.add_(average.sub_(copy))
 
     def finish(self) -> None:
-        """Mixes if an exchange is in flight, here or on another rank only; collective."""
+        """Completes the exchange that this rank or only other ranks have begun, if any; collective."""
         most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
         self._context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=f"{self._name}.begun").wait()
         if self.has_begun:
             self.mix()
-        # Those who have begun one more than this rank cannot end it alone.
+        # Ranks that have begun one exchange more than this rank cannot complete it alone.
         while self._begun < most.item():
             self.mix()
 
@@ -93,22 +93,22 @@ class SynchronousMixing:
             finish()
 
     def follow(self, mixing: Mixing) -> None:
-        """Exchanges by other rounds from the next one on, which is their round 0."""
+        """Uses another mixing from the next exchange on, which is its round 0."""
         self._mixing, self.round = mixing, 0
 
     def after_step(self) -> None:
-        """Nothing: the next exchange begins at the next forward pass."""
+        """Does nothing, because the next exchange begins at the next forward pass."""
 
     def staleness(self) -> dict[int, int | None]:
-        """Nothing is stale."""
+        """Returns an empty dict, because no values are stale."""
         return {}
 
     def pause(self) -> None:
-        """Nothing: ranks take their steps together."""
+        """Does nothing, because ranks make their steps together."""
 
     def close(self) -> None:
         """Waits for the exchange in flight, if any."""
         self.discard()
 
     def after_global_average(self) -> None:
-        """Does nothing: the next exchange sends the values of its time."""
+        """Does nothing, because the next exchange sends the values that are current then."""

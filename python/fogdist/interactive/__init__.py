@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "running", "start"]
 
-# Of all ranks to start: an import of torch each, on a machine that may be busy.
+# The time for all ranks to start: each imports torch, on a machine that may be busy.
 START_TIMEOUT = 120.0
 
 _running: WeakSet[Cluster] = WeakSet()
@@ -44,13 +44,13 @@ _running: WeakSet[Cluster] = WeakSet()
 class Cluster:
     """Ranks that run a notebook's cells. `start` makes it.
 
-    The processes live until `stop`, the end of a ``with`` block, the end of this process, however it ends, or until
-    nothing refers to the object any more, as where the cell that made it is run again.
+    The processes live until `stop`, the end of a ``with`` block or the end of this process, however it ends, or until
+    the object is garbage-collected, as when the cell that made it is run again.
 
     Args:
         size: The number of ranks.
-        environment: Variables for the ranks, beside those of this process.
-        timeout: Seconds until all ranks are there.
+        environment: Variables for the ranks, in addition to those of this process.
+        timeout: Seconds until all ranks must have started.
 
     Raises:
         ImportError: ipyparallel is not installed.
@@ -68,7 +68,7 @@ class Cluster:
         self._environment = dict(environment or {})
         self._timeout = timeout
         self._is_suspended = False
-        # What the finalizer, which must not refer to the object, ends: one, or none after stop().
+        # A list of one Processes, empty after stop(). The finalizer ends it and must not refer to this object.
         self._processes: list[Processes] = []
         self._finalizer = weakref.finalize(self, _end, self._processes)
         self._start()
@@ -80,12 +80,12 @@ class Cluster:
 
     @property
     def is_running(self) -> bool:
-        """Whether there are processes: not after `stop`."""
+        """Whether there are processes; False after `stop`."""
         return bool(self._processes)
 
     @property
     def is_suspended(self) -> bool:
-        """Whether ranks are stopped: after `suspend` and before `resume`."""
+        """Whether the ranks are suspended, which is between `suspend` and `resume`."""
         return self._is_suspended
 
     @property
@@ -105,7 +105,7 @@ class Cluster:
         return [process.pid for process in self._open().ranks]
 
     def check(self) -> None:
-        """Raises RuntimeError if a rank has ended or ranks are suspended; cells ask for it before they run."""
+        """Raises RuntimeError if a rank has ended or ranks are suspended; called before each cell runs."""
         processes = self._open()
         ended = [f"rank {rank} {how}" for rank in range(self._size) if (how := processes.end_of(rank))]
         if ended:
@@ -114,7 +114,7 @@ class Cluster:
             raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        """Ends the cell that ranks are running by a KeyboardInterrupt, as the notebook's stop button does.
+        """Raises KeyboardInterrupt in the cell that ranks are running, as the notebook's stop button does.
 
         An operation of fog that waits for other ranks ends by it too. The group may not know then which
         operation is next: `restart`, or ``fogdist.shutdown()`` and ``fogdist.init()`` in a cell. A rank that runs no cell goes on.
@@ -137,13 +137,13 @@ class Cluster:
         if self._is_suspended:
             raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
         for rank in chosen:
-            processes.ranks[rank].send_signal(signal.SIGINT)  # does nothing if it has ended
+            processes.ranks[rank].send_signal(signal.SIGINT)  # does nothing if the rank has ended
 
     def suspend(self) -> None:
-        """Stops the ranks where they are, so that they use no core; `resume` has them go on.
+        """Stops the processes of the ranks, so that they use no core; `resume` continues them.
 
-        Ranks that run no cell use none anyway: fog waits asleep. The timeout of an operation in flight goes on
-        meanwhile. Does nothing if they are suspended.
+        Ranks that run no cell use no core in any case, because fog sleeps while it waits. The timeout of an operation
+        in flight keeps running. Does nothing if the ranks are suspended already.
 
         Raises:
             RuntimeError: After `stop`.
@@ -152,7 +152,7 @@ class Cluster:
         self._is_suspended = True
 
     def resume(self) -> None:
-        """Has the ranks go on after `suspend`; otherwise it does nothing.
+        """Continues the ranks after `suspend`; otherwise it does nothing.
 
         Raises:
             RuntimeError: After `stop`.
@@ -161,17 +161,17 @@ class Cluster:
         self._is_suspended = False
 
     def restart(self) -> None:
-        """Ends the ranks and starts as many new ones, of a job of their own; ``%%px`` goes to these.
+        """Ends the ranks and starts the same number of new ones, as a new job; ``%%px`` then runs on these.
 
         Raises:
-            RuntimeError: As the class; then there are no ranks.
+            RuntimeError: As the class. There are no ranks then.
             TimeoutError: As the class.
         """
         self.stop()
         self._start()
 
     def stop(self) -> None:
-        """Ends the ranks, by force after some seconds; does nothing if there are none."""
+        """Ends the ranks, by force after some seconds. Does nothing if there are none."""
         self._is_suspended = False
         _end(self._processes)
 
@@ -199,7 +199,7 @@ class Cluster:
         return self._processes[0]
 
     def _signal_groups(self, number: signal.Signals) -> None:
-        """Sends a signal to each rank and what it has started, such as workers that load data."""
+        """Sends a signal to each rank and its child processes, such as data-loader workers."""
         processes = self._open()
         for rank, process in enumerate(processes.ranks):
             if processes.end_of(rank) is None:
@@ -212,15 +212,16 @@ def start(
     """Starts ranks on this host, each a process that runs the cells that begin with ``%%px``.
 
     Each has the environment that torchrun gives its workers (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`,
-    `MASTER_PORT` and others), so that ``fogdist.init()`` in such a cell works. What a rank prints is shown with its number.
+    `MASTER_PORT` and others), so that ``fogdist.init()`` in such a cell works. The output of each rank is shown with
+    its number.
 
     Args:
         size: The number of ranks.
-        environment: Variables for the ranks, beside those of this process.
-        timeout: Seconds until all ranks are there.
+        environment: Variables for the ranks, in addition to those of this process.
+        timeout: Seconds until all ranks must have started.
 
     Returns:
-        The cluster. Keep it: the ranks end with it. It is a context manager, which ends them with its block.
+        The cluster. Keep it, because the ranks end with it. As a context manager it ends them at the end of its block.
 
     Raises:
         ImportError: ipyparallel is not installed: ``pip install 'fogdist[notebook]'``.
@@ -258,7 +259,7 @@ def _check(size: object, environment: object, timeout: object) -> None:
 
 
 def _view_of(client: Any, reference: weakref.ref[Cluster]) -> Any:
-    """Returns a view of all ranks, for ``%%px`` where this is a notebook, that says why where a cell cannot run."""
+    """Returns a view of all ranks that reports why a cell cannot run; in a notebook, it is the view of ``%%px``."""
     from IPython import get_ipython
 
     view = client[:]

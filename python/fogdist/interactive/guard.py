@@ -1,8 +1,9 @@
-"""Ends the processes of a cluster when its notebook closes a pipe, on purpose or because it is gone.
+"""Ends the processes of a cluster when its notebook closes a pipe, on purpose or because the notebook has ended.
 
-A script by itself, without an import of fogdist: `fogdist.interactive` starts it with a folder as its argument and sends it a
-process ID per line. At the end of the input it asks the processes and their children to end, kills those that do not, also
-those that are stopped, and removes the folder. It is no child of the notebook's kernel: a kernel that shuts down kills its children.
+This is a script that does not import fogdist. `fogdist.interactive` starts it with a folder as its argument and sends
+it one process ID per line. At the end of the input it sends SIGTERM to the processes and their children, including
+stopped ones, kills those that do not end, and removes the folder. It is not a child of the notebook's kernel, because a
+kernel that shuts down kills its children.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import signal
 import sys
 import time
 
-# Seconds to end after SIGTERM, and then after SIGKILL.
+# The seconds that processes have to end after SIGTERM, and again after SIGKILL.
 GRACE = 5.0
 
 
 def children(pid: int) -> list[int]:
-    """The process IDs of a process's children; none where it is gone."""
+    """Returns the process IDs of a process's children; none if the process has ended."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -30,7 +31,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(handle: int) -> bool:
-    """Whether the process of a pidfd has not ended; one that nobody has reaped has ended."""
+    """Returns whether the process of a pidfd is running. A zombie counts as ended."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return not poll.poll(0)
@@ -44,16 +45,18 @@ def end(handles: list[int], how: signal.Signals) -> None:
         how: The signal.
     """
     for handle in handles:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             signal.pidfd_send_signal(handle, how)
-            signal.pidfd_send_signal(handle, signal.SIGCONT)  # one that is stopped does not end
+            signal.pidfd_send_signal(
+                handle, signal.SIGCONT
+            )  # a stopped process handles SIGTERM only after SIGCONT
     deadline = time.monotonic() + GRACE
     while any(map(is_alive, handles)) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def main() -> None:
-    """See the module."""
+    """Runs the guard; see the module."""
     if os.fork() > 0:
         os._exit(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

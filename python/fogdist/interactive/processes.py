@@ -1,4 +1,4 @@
-"""The processes of a cluster: one engine of ipyparallel a rank, its controller, and a guard that ends them all."""
+"""The processes of a cluster: an ipyparallel engine for each rank, a controller, and a guard that ends them all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from fogdist.interactive import engine, guard
 
-# Engines that are stopped do not answer, and are not lost: a process beside each engine tells of its end.
+# Suspended engines do not answer heartbeats but are not lost, so the heartbeats are off. A separate process watches
+# each engine and reports its end.
 _CONTROLLER = [
     "-m",
     "ipyparallel.controller",
@@ -40,8 +41,8 @@ class Processes:
 
     Args:
         size: The number of ranks. The engine with ID i is rank i.
-        environment: Variables of the ranks beside those of this process.
-        timeout: Seconds until all ranks are there.
+        environment: Variables of the ranks, in addition to those of this process.
+        timeout: Seconds until all ranks must have started.
 
     Attributes:
         ranks: The process of each rank.
@@ -70,10 +71,11 @@ class Processes:
             bufsize=0,
             start_new_session=True,
         )
-        self._guard.wait()  # it goes on as a process of its own
+        self._guard.wait()  # it has forked; the guard continues as a separate process
         try:
             self._controller = self._spawn("controller", _CONTROLLER, {})
-            # Here and not in rank 0: a group that was destroyed can be made again whatever the other ranks are doing.
+            # The store is in this process and not in rank 0, so that ranks can make a destroyed group again at any
+            # time.
             self._store = dist.TCPStore(
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
             )
@@ -90,16 +92,16 @@ class Processes:
             raise
 
     def end_of(self, rank: int) -> str | None:
-        """How a rank's process ended; None as long as it runs."""
+        """Returns how a rank's process ended; None while it runs."""
         return _end_of(self.ranks[rank])
 
     def end(self) -> None:
         """Ends all processes, by force after some seconds, and removes their files."""
         if self.client is not None:
-            with contextlib.suppress(Exception):  # also one whose controller is gone
+            with contextlib.suppress(Exception):  # the controller may have ended
                 self.client.close(linger=0)
         cast("BinaryIO", self._guard.stdin).close()
-        cast("BinaryIO", self._guard.stdout).read()  # until it has ended, too
+        cast("BinaryIO", self._guard.stdout).read()  # returns when the guard has ended
         cast("BinaryIO", self._guard.stdout).close()
         for process in self.ranks if self._controller is None else [*self.ranks, self._controller]:
             if process.poll() is None:
@@ -109,7 +111,7 @@ class Processes:
         self._store = None
 
     def _variables(self, rank: int, size: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """What torchrun gives its workers."""
+        """Returns the environment variables that torchrun sets for its workers."""
         assert self._store is not None
         variables = {
             "RANK": str(rank),
@@ -140,24 +142,24 @@ class Processes:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "IPYTHONDIR": self._folder, **variables},
-                start_new_session=True,  # the notebook's own interrupts are not for it
+                start_new_session=True,  # so that an interrupt of the notebook does not reach it
             )
         with contextlib.suppress(BrokenPipeError):
             cast("BinaryIO", self._guard.stdin).write(f"{process.pid}\n".encode())
         return process
 
     def _connection(self, kind: str) -> dict[str, Any]:
-        """What an engine or a client needs to know of the controller."""
+        """Waits for the controller's connection file of an engine or a client, and returns its contents."""
         path = Path(self._folder, "security", f"ipcontroller-{kind}.json")
         while True:
             with contextlib.suppress(
                 FileNotFoundError, json.JSONDecodeError
-            ):  # not written, or not to its end
+            ):  # not written yet, or not completely
                 return cast("dict[str, Any]", json.loads(path.read_text()))
             self._pause("ipyparallel's controller")
 
     def _pause(self, what: str) -> None:
-        """Waits a little; raises if that is for nothing."""
+        """Sleeps a little. Raises if a process has ended or the timeout has passed."""
         names = ["controller", *(f"rank {rank}" for rank in range(len(self.ranks)))]
         for name, process in zip(names, [cast("Any", self._controller), *self.ranks], strict=True):
             if (how := _end_of(process)) is not None:
@@ -169,7 +171,7 @@ class Processes:
 
 
 def import_ipyparallel() -> Any:
-    """Returns ipyparallel; ImportError, which says how to install it, if it is not there."""
+    """Returns ipyparallel. Raises ImportError with the command to install it if it is missing."""
     try:
         import ipyparallel
     except ImportError as error:

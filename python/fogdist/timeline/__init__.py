@@ -1,8 +1,8 @@
-"""The timeline: what each rank's operations, windows and training passes did when, as a file that Perfetto shows.
+"""The timeline: when each rank's operations, windows and training passes ran, as a file that Perfetto shows.
 
-``FOG_TIMELINE=prefix`` (or ``BLUEFOG_TIMELINE``) records from the first process group on; `start` and `stop` do it for a part of
-a program. Each rank writes ``prefix<rank>.json``, and `merge` makes one file of them, with one clock. While a timeline is
-off, an operation looks at one flag.
+``FOG_TIMELINE=prefix`` (or ``BLUEFOG_TIMELINE``) records from the first process group on; `start` and `stop` record a
+part of a program. Each rank writes ``prefix<rank>.json``, and `merge` combines these files into one, with one clock.
+While no timeline is recorded, an operation only checks one flag.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Merging: the ranks' timelines in one file, on one clock.
+"""Merges the timelines of the ranks into one file with one clock.
 
-Ranks of one machine share a clock. The offset between two machines is found in the messages themselves: none arrives before it
-was sent, so each message one way gives a lower bound of the offset and each message the other way an upper one, and the middle of
-the tightest two is off by half of what a small message takes, there and back, at most. That is done for stretches of time, as
-clocks drift. Machines that exchanged nothing keep their wall clocks. (Cristian, "Probabilistic clock synchronization",
-Distributed Computing 3, 1989, has the bounds.)
+Ranks of one machine share a clock. The offset between two machines is computed from the messages: a message cannot
+arrive before it was sent, so each message in one direction gives a lower bound of the offset and each message in the
+other direction an upper bound. The middle of the tightest two bounds is wrong by at most half the round-trip time of a
+small message. Because clocks drift, the offset is computed for stretches of time. Machines that exchanged no messages
+keep their wall clocks. (The bounds are those of Cristian, "Probabilistic clock synchronization", Distributed Computing
+3, 1989.)
 """
 
 from __future__ import annotations
@@ -23,34 +24,35 @@ import numpy as np
 
 Event = dict[str, Any]
 
-# Stretches of time with an offset each, in microseconds.
+# The length of the stretches of time that have one offset each, in microseconds.
 _STRETCH = 10e6
-# How often the drift is fitted: the first time from bounds that it has blurred.
+# The number of fits of the drift. The first one is inexact, because the drift itself blurs the bounds.
 _FITS = 3
 
 
 @dataclass
 class _Trace:
-    """What one rank has recorded."""
+    """The timeline of one rank."""
 
     path: Path
     rank: int
     size: int
     clock: str
-    wall: float  # microseconds of the wall clock when this one was 0
+    wall: float  # microseconds of the wall clock when this trace's clock was 0
     events: list[Event]
-    # When the operation began here, and its slice, by the key that it has on all ranks.
+    # The time when an operation began on this rank, and its slice, by the operation's key, which is the same on all
+    # ranks.
     operations: dict[str, tuple[float, Event]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Offset:
-    """The offset of a clock from the first one's, by time.
+    """The offset of a clock from the first clock as a function of time.
 
     Attributes:
-        times: In microseconds of that clock, rising.
-        values: What is to be added there, in microseconds; between them the offset is a line.
-        width: How far the bounds lie apart, at most; infinite where no message showed them.
+        times: Times in microseconds of that clock, ascending.
+        values: The offsets to add at these times, in microseconds; interpolated linearly between them.
+        width: The largest distance between the bounds; infinite without messages.
     """
 
     times: tuple[float, ...]
@@ -58,24 +60,24 @@ class Offset:
     width: float
 
     def at(self, time: float) -> float:
-        """The offset at a time of that clock."""
+        """Returns the offset at a time of that clock."""
         return float(np.interp(time, self.times, self.values))
 
 
 def merge(
     traces: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], output: str | os.PathLike[str]
 ) -> int:
-    """Writes one timeline of those of several ranks, on one clock that begins at 0.
+    """Merges the timelines of several ranks into one, with one clock that begins at 0.
 
-    An arrow goes from each operation's sender whose message came last to the receiver. A file whose rank was killed is taken as far
-    as it goes.
+    In each operation an arrow goes to the receiver from the sender whose message arrived last. The incomplete file of a
+    killed rank is read as far as possible.
 
     Args:
-        traces: The ranks' files; or the prefix that they were recorded with, after which come a number and ".json".
+        traces: The files of the ranks; or their common prefix, which a number and ".json" follow.
         output: The file to write, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
 
     Returns:
-        How many ranks there are.
+        The number of ranks.
 
     Raises:
         ValueError: There are no such files, one is not a timeline of fog, or two are of the same rank.
@@ -95,7 +97,7 @@ def merge(
 
 
 def files_of(prefix: str | os.PathLike[str]) -> list[Path]:
-    """The timelines that were recorded with a prefix, by rank.
+    """Returns the timelines that were recorded with a prefix, by rank.
 
     Raises:
         ValueError: There are none.
@@ -122,7 +124,7 @@ def _events(path: Path) -> Iterator[Event]:
         try:
             event = json.loads(text)
         except json.JSONDecodeError as error:
-            if number == len(lines):  # its rank was killed while it wrote
+            if number == len(lines):  # the rank was killed while it wrote this line
                 return
             raise ValueError(f"traces: {path}, line {number}: {error}") from None
         if not isinstance(event, dict):
@@ -146,7 +148,7 @@ def _read(path: Path) -> _Trace:
 
 
 def _messages(sender: _Trace, receiver: _Trace) -> Iterator[tuple[float, float]]:
-    """When a rank began an operation, and when its message came to another one, each on the rank's own clock."""
+    """Yields the times when the sender began an operation and its message arrived, each on the rank's own clock."""
     for key, (begun, event) in receiver.operations.items():
         wait = event["args"]["wait_us"].get(str(sender.rank))
         sent = sender.operations.get(key)
@@ -155,7 +157,7 @@ def _messages(sender: _Trace, receiver: _Trace) -> Iterator[tuple[float, float]]
 
 
 def clock_offsets(traces: Sequence[_Trace]) -> dict[str, Offset]:
-    """The offset of each clock from that of the first trace."""
+    """Returns the offset of each clock from the clock of the first trace."""
     clocks: dict[str, list[_Trace]] = defaultdict(list)
     for trace in traces:
         clocks[trace.clock].append(trace)
@@ -163,7 +165,7 @@ def clock_offsets(traces: Sequence[_Trace]) -> dict[str, Offset]:
     wall = {clock: float(np.median([trace.wall for trace in its])) for clock, its in clocks.items()}
     offsets = {clock: Offset((0.0,), (wall[clock] - wall[first],), np.inf) for clock in clocks}
     offsets[first] = Offset((0.0,), (0.0,), 0.0)
-    # From clock to clock along the tightest bounds.
+    # Continues from known clocks to others along the tightest bounds.
     known: set[str] = set()
     queue: list[tuple[float, str, Offset]] = [(0.0, first, offsets[first])]
     while queue:
@@ -181,11 +183,11 @@ def clock_offsets(traces: Sequence[_Trace]) -> dict[str, Offset]:
 
 
 def _offset_between(ones: Iterable[_Trace], others: Iterable[_Trace], known: Offset) -> Offset | None:
-    """The offset of the others' clock, from messages with those whose offset is known; None if these don't bound it."""
+    """Returns the offset of the others' clock from messages with a known clock; None if they do not bound it."""
     others = list(others)
     lower: list[
         tuple[float, float]
-    ] = []  # when a message was, by the others' clock, and how it bounds the offset
+    ] = []  # the time of a message by the others' clock, and its bound of the offset
     upper: list[tuple[float, float]] = []
     for one in ones:
         for other in others:
@@ -193,7 +195,7 @@ def _offset_between(ones: Iterable[_Trace], others: Iterable[_Trace], known: Off
             upper += [(sent, came + known.at(came) - sent) for sent, came in _messages(other, one)]
     if not lower or not upper:
         return None
-    # The bounds of a stretch are those of one number only once the clocks' drift, a line, is taken from them.
+    # The bounds within a stretch belong to a single number only after the linear drift of the clocks is subtracted.
     (low_times, lows), (high_times, highs) = np.array(lower).T, np.array(upper).T
     begin = min(low_times[0], high_times[0])
     slope = 0.0
@@ -209,14 +211,14 @@ def _offset_between(ones: Iterable[_Trace], others: Iterable[_Trace], known: Off
         if len(stretches) > 1 and fits + 1 < _FITS:
             slope += float(np.polyfit(times, middles, 1)[0])
     values = middles + slope * (times - begin)
-    # Before the first stretch's middle and after the last one's, the line goes on.
+    # Extrapolates the line before the middle of the first stretch and after the middle of the last one.
     times = np.array([times[0] - _STRETCH, *times, times[-1] + _STRETCH])
     values = np.array([values[0] - slope * _STRETCH, *values, values[-1] + slope * _STRETCH])
     return Offset(tuple(times), tuple(values), abs(float(width)))
 
 
 def _tightest(times: np.ndarray, bounds: np.ndarray) -> dict[int, float]:
-    """The largest bound of each stretch."""
+    """Returns the largest bound of each stretch."""
     found: dict[int, float] = {}
     for stretch, bound in zip((times // _STRETCH).astype(int).tolist(), bounds.tolist(), strict=True):
         found[stretch] = max(bound, found.get(stretch, -np.inf))

@@ -1,4 +1,4 @@
-"""Recording: begins and ends this rank's timeline, and adds what Python does to what the engine records by itself."""
+"""Begins and ends this rank's timeline, and adds activities of Python to the operations that the engine records."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from fog_pg import _extension
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Of activities that have begun: by tensor's name, the innermost last; each with the time when it began.
+# The open activities by the tensor's name, the innermost last, each with the time when it began.
 _open: dict[str, list[tuple[str, int]]] = {}
 
 
 def start(prefix: str) -> str:
-    """Records what this rank does from now on, until `stop` or the program's end.
+    """Starts recording this rank's timeline, until `stop` or the end of the program.
 
     Args:
-        prefix: The file is `prefix`, the rank and ".json"; an older one is overwritten. A prefix that ends in a
+        prefix: The file name is `prefix`, the rank and ".json"; an existing file is overwritten. A prefix that ends in
+        a
             separator is a folder, which must exist.
 
     Returns:
         The file's path.
 
     Raises:
-        TypeError: `prefix` is no string.
-        ValueError: There is a timeline already, the file cannot be written, or torch.distributed has no process group yet.
+        TypeError: `prefix` is not a string.
+        ValueError: A timeline is being recorded, the file cannot be written, or there is no process group yet.
     """
     if not isinstance(prefix, (str, os.PathLike)):
         raise TypeError(f"prefix must be a str or a path, got {type(prefix).__name__}")
@@ -46,29 +47,29 @@ def start(prefix: str) -> str:
 
 
 def stop() -> None:
-    """Ends the timeline and completes its file; does nothing without one."""
+    """Ends the timeline and completes its file. Does nothing if no timeline is being recorded."""
     if (extension := _loaded()) is not None:
         extension.stop_timeline()
 
 
 def is_on() -> bool:
-    """Whether a timeline is being recorded."""
+    """Returns whether a timeline is being recorded."""
     extension = _loaded()
     return extension is not None and bool(extension.timeline_is_on())
 
 
 def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
-    """Begins an activity; activities of one name nest.
+    """Begins an activity. Activities on the same track nest.
 
     Args:
         tensor_name: The track on which the activity is shown.
-        activity_name: What the slice is called.
+        activity_name: The name of the slice.
 
     Returns:
-        Whether there is a timeline; without one nothing is done.
+        Whether a timeline is being recorded; if not, the call does nothing.
 
     Raises:
-        TypeError: A name is no string.
+        TypeError: A name is not a string.
     """
     _check_names(tensor_name, activity_name)
     if not is_on():
@@ -78,13 +79,13 @@ def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
 
 
 def timeline_end_activity(tensor_name: str) -> bool:
-    """Ends the activity that began last on that track.
+    """Ends the innermost activity on a track.
 
     Args:
         tensor_name: As in `timeline_start_activity`.
 
     Returns:
-        Whether one was open.
+        Whether an activity was open.
     """
     activities = _open.get(tensor_name)
     if not activities:
@@ -96,7 +97,7 @@ def timeline_end_activity(tensor_name: str) -> bool:
 
 @contextmanager
 def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
-    """A block that is an activity; arguments and errors as in `timeline_start_activity`."""
+    """Records a block as an activity; arguments and errors as in `timeline_start_activity`."""
     _check_names(tensor_name, activity_name)
     begin = time.monotonic_ns()
     try:
@@ -106,7 +107,7 @@ def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
 
 
 def shown_as(name: str) -> Callable[[_Function], _Function]:
-    """Decorates a function of training: its calls are slices of that name on the track "training"."""
+    """Decorates a function so that its calls are slices of that name on the track "training"."""
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
@@ -137,5 +138,5 @@ def _add(track: str, name: str, begin: int) -> None:
 
 
 def _loaded() -> ModuleType | None:
-    """The extension, if anything has loaded it: there is no timeline without it."""
+    """Returns the extension if it is loaded, None if not; without it there is no timeline."""
     return sys.modules.get("fog_pg._C")

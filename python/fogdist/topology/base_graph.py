@@ -93,7 +93,7 @@ def base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
 
 
 def _topology(name: str, size: int, rounds: list[_Round]) -> Topology:
-    # A single rank has the average at once, and still a round to take part in.
+    # A single rank has the average at once, but a topology needs at least one round.
     return Topology(name, [_matrix(size, edges) for edges in rounds or [{}]])
 
 
@@ -166,8 +166,8 @@ def _simple_base(ranks: Sequence[int], k: int) -> list[_Round]:
     parts = _parts(ranks, k + 1)
     members = [[rank for block in part for rank in block] for part in parts]
 
-    # First each part takes its own average. A part that is done early mixes on, which changes nothing where
-    # the average is exact and helps where, as in training, ranks drift meanwhile.
+    # First each part averages. A part that is done early continues mixing, which does not change an exact average, but
+    # helps in training, where ranks drift in the meantime.
     cubes = [_hyper_hypercube(part, k) for part in members]
     rounds = [_merge(cube[t % len(cube)] for cube in cubes if cube) for t in range(len(cubes[0]))]
 
@@ -196,8 +196,8 @@ def _hand_over(blocks: list[Sequence[int]], smaller: list[list[int]], k: int) ->
     size = sum(map(len, blocks))
     weight = Fraction(size, len(blocks) * (size + len(below)))
     edges = {(rank, block[place]): weight for place, rank in enumerate(below) for block in blocks}
-    # The others of the block are left without a peer. They average among themselves, which exact consensus
-    # does not need and training profits from.
+    # The other ranks of the block have no peer. They average among themselves, which exact consensus does not
+    # need but training profits from.
     idle = [rank for block in blocks for rank in block[len(below) :]]
     for start in range(0, len(idle), k + 1):
         edges |= _mean(idle[start : start + k + 1])

@@ -20,7 +20,7 @@ _GRAPHS_A_ROW = 4
 _MOST_ROUNDS = 200
 _MOST_LABELS = 32
 
-# Distances below are the rounding of an exact average, drawn at the bottom.
+# Distances below this are rounding errors of an exact average, and are drawn at the bottom.
 _FLOOR = 1e-16
 
 
@@ -77,12 +77,12 @@ def _draw_graph(axes: Axes, W: np.ndarray) -> None:
     size = len(W)
     angles = np.pi / 2 - 2 * np.pi * np.arange(size) / size
     places = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    # Points squared; ranks on the circle stay apart.
+    # The area in points squared, small enough that ranks on the circle do not overlap.
     area = min(260.0, (330.0 / size) ** 2)
     for i, j in np.argwhere(W):
         if i == j or (W[j, i] and i > j):
             continue
-        # Bent towards the middle, the more the shorter: a line does not run through the ranks it passes.
+        # Shorter lines are bent more towards the middle, so that they do not cross the ranks in between.
         clockwise = (j - i) % size / size
         bend = 0.3 * (1 - 2 * clockwise)
         axes.annotate(

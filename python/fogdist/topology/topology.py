@@ -25,8 +25,8 @@ Matrix = NDArray[np.float64]
 # The rounds from which the properties of an endless sequence are computed, because it has no period.
 _ENDLESS_ROUNDS = 256
 
-# A distance below this is the rounding of an exact average. An average that is only approached has to pass
-# through the distances between the two numbers; one that is reached falls from above to below in one round.
+# A smaller distance is the rounding error of an exact average. An average that is only approached passes through the
+# distances between the two numbers; the distance of an exact one falls below them in one round.
 _EXACT_BELOW = 1e-13
 _NEAR_BELOW = 1e-6
 
@@ -136,7 +136,7 @@ class Topology:
         self.size = size
         self.period = period
         self._make = matrix
-        # Ranks ask for a round several times in a row: the last one is kept.
+        # Ranks often request the same round several times in a row, so the last one is cached.
         self._last: tuple[int, Matrix] | None = None
 
     def __repr__(self) -> str:
@@ -305,7 +305,7 @@ class Topology:
         return None
 
     def _disagreement(self, product: Matrix) -> float:
-        """How far a product of mixing matrices is from the matrix of the exact average."""
+        """Returns the distance of a product of mixing matrices from the matrix of the exact average."""
         return float(np.abs(product - 1.0 / self.size).max())
 
     def _unit_starts(self) -> Matrix:

@@ -20,7 +20,7 @@ def check_int(value: SupportsIndex, argument: str, *, minimum: int | None = None
         TopologyError: `value` is below `minimum`.
     """
     try:
-        if isinstance(value, bool):  # where an older version of the function had a flag
+        if isinstance(value, bool):  # an older version of the function had a flag in this position
             raise TypeError
         number = operator.index(value)
     except TypeError:
@@ -33,7 +33,7 @@ def check_int(value: SupportsIndex, argument: str, *, minimum: int | None = None
 
 
 def check_flags(**flags: bool) -> None:
-    """Raises TypeError for a flag that is not a bool: most likely something else stood at its place once.
+    """Raises TypeError for a flag that is not a bool, probably because an older version had another argument there.
 
     Args:
         **flags: Name of an argument and what was given for it.

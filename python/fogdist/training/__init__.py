@@ -1,10 +1,10 @@
-"""The frame of training: what is mixed, how, by which recursion, and when.
+"""The frame of training algorithms: the tensors that are mixed, the mixing, the recursions and their timing.
 
-`buckets` has parameters as views of flat memory, which exchanges use where it is. `mixing` says whom ranks average
-with, round by round, and `mixer` makes one exchange of buckets a round. `algorithm` is the frame of recursions, around
-the optimizer's step; `overlapping` begins them with a forward pass, `window_algorithm` over one-sided windows,
-`backward_steps` and `gradient_exchange` as gradients become ready. `view` is the user's optimizer with communication
-around it. The rest says when: hooks, passes, a gradient scaler's steps.
+`buckets` makes parameters views of flat memory, which exchanges use in place. `mixing` defines the peers and weights of
+each round, and `mixer` makes one exchange of buckets per round. `algorithm` is the frame of recursions around the
+optimizer's step. `overlapping` begins a round with a forward pass, `window_algorithm` runs it over one-sided windows,
+and `backward_steps` and `gradient_exchange` act as gradients become ready. `view` wraps the user's optimizer and adds
+communication. The other modules determine the timing: hooks, passes, and the steps of a gradient scaler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The frame of all algorithms: steps of the user's optimizer, and what is exchanged around them."""
+"""The frame of all algorithms: steps of the user's optimizer, and the exchanges around them."""
 
 from __future__ import annotations
 
@@ -109,16 +109,16 @@ class Algorithm(DistributedOptimizer):
     state_numbers: ClassVar[Mapping[str, float]] = {}
     """Numbers that are kept, in `numbers`, with their first values."""
     needs_rates: ClassVar[bool] = False
-    """Whether the recursion has the learning rate in it: then a bucket has parameters of one group only."""
+    """Whether the recursion uses the learning rate; a bucket then has parameters of one group only."""
     runs_alone: ClassVar[bool] = True
-    """Whether one rank alone runs the recursion; if not, its steps are the optimizer's own."""
+    """Whether a group of one rank runs the recursion; if not, its steps are the optimizer's own."""
     takes_lbfgs: ClassVar[bool] = False
-    """Whether the optimizer may evaluate its closure several times a step, each rank as often as it likes."""
+    """Whether the optimizer may evaluate its closure several times per step, not equally often on all ranks."""
     saves_state: ClassVar[bool] = True
-    """Whether `state_dict` has the algorithm's state."""
+    """Whether `state_dict` contains the algorithm's state."""
     warns_apart: ClassVar[bool] = True
-    """Whether ranks are told if they start from different parameters."""
-    # Asks a gradient scaler to call step() whether gradients overflowed or not: neighbors wait for this rank.
+    """Whether ranks warn if they start from different parameters."""
+    # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
     _step_supports_amp_scaling = True
 
     self_weight: float | None = setting(None)
@@ -193,16 +193,17 @@ class Algorithm(DistributedOptimizer):
         self._step_options = {}
         self._has_state = False
         self._loaded = {}
-        # What is refused here alone has no number: ranks would count differently from then on.
+        # Taken only after all local checks: if one rank alone raised after taking a number, ranks would count
+        # differently.
         self._number = context.next_number()
         self._fog_title = self.name
         if self.is_running:
             self._hold([self.name, *items])
 
-    # --- what a subclass says ---
+    # --- for subclasses to override ---
 
     def advance(self) -> Any:
-        """One step: adapts, and combines if it is due."""
+        """Makes one step: adapts, and combines if it is due."""
         result = self.adapt()
         if self.count_step():
             self.combine()
@@ -223,14 +224,14 @@ class Algorithm(DistributedOptimizer):
         self.average(self.values, in_place=True)
 
     def initial(self, name: str) -> list[Tensor]:
-        """The first values of one of `state_vectors`, before the first step with these parameters; by default 0."""
+        """Returns the values of one of `state_vectors` before the first step with these parameters; default: zeros."""
         return self.buckets.zeros()
 
-    # --- what it says that with ---
+    # --- for subclasses to use ---
 
     @property
     def values(self) -> list[Tensor]:
-        """The parameters as flat vectors: a write to them changes the parameters."""
+        """Returns the parameters as flat vectors; writing to them changes the parameters."""
         return self.buckets.flats
 
     def write(self, vectors: Sequence[Tensor]) -> None:
@@ -247,7 +248,7 @@ class Algorithm(DistributedOptimizer):
         return self.buckets.gradients()
 
     def rates(self) -> list[float]:
-        """The learning rate that each vector has now; for an algorithm with `needs_rates`."""
+        """Returns the current learning rate of each vector; for an algorithm with `needs_rates`."""
         groups = self._fog_wrapped.param_groups
         return [float(groups[place]["lr"]) for place in self.buckets.group_of]
 
@@ -262,18 +263,19 @@ class Algorithm(DistributedOptimizer):
         """Returns this round's weighted averages, by the algorithm's own mixing or another one.
 
         Args:
-            tensors: This rank's values, in one exchange; with the shapes and dtypes of the neighbors'.
-            mixing: By default that of the algorithm.
-            in_place: Whether the averages go into the tensors themselves.
+            tensors: This rank's values, with the same shapes and dtypes as the neighbors'. They are sent in one
+            exchange. mixing: By default the algorithm's mixing. in_place: Whether the averages are written into the
+            tensors themselves.
         """
         other = self.mixing if mixing is None else self.context.carried_out(mixing)
         chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, self.this_round(), in_place)()
 
     def step_along(self, directions: Sequence[Tensor]) -> Any:
-        """The optimizer's own step with `directions` in place of the gradients, which are there again after it.
+        """Makes the optimizer's own step with `directions` in place of the gradients, which are restored afterwards.
 
-        A parameter without a gradient, whose direction is zero, stays without one: nothing decays it.
+        A parameter without a gradient whose direction is zero is left without one, so that weight decay does not change
+        it.
 
         Args:
             directions: Vectors like `values`; the optimizer may overwrite them.
@@ -294,16 +296,16 @@ class Algorithm(DistributedOptimizer):
             self.buckets.reattach()
 
     def this_round(self) -> Round:
-        """The round that ranks are in, with the weights that the user has set for it.
+        """Returns the current round, with the weights that the user has set for it.
 
         Raises:
-            ValueError: The mixing uses none by one of their names.
+            ValueError: A weight is set that the mixing does not use.
         """
         self.weights().check_taken(self.mixing)
         return Round.of(self.context, self.rounds, self.name, self.weights())
 
     def weights(self) -> DynamicWeights:
-        """The weights that the user has set for the next round."""
+        """Returns the weights that the user has set for the next round."""
         return DynamicWeights(
             self.self_weight,
             self.src_weights,
@@ -315,7 +317,7 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def context(self) -> Context:
-        """The group as it is now."""
+        """The current context of the group."""
         return current(self._group)
 
     @property
@@ -325,15 +327,15 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def algorithm_name(self) -> str:
-        """The name of the algorithm's class: the class itself is named as the user's optimizer."""
+        """The name of the algorithm's class; the object's own class has the name of the user's optimizer."""
         return type(self._fog_view()).__mro__[1].__name__
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a recursion to run, or else steps are the optimizer's own."""
+        """Whether steps run the recursion; otherwise they are the optimizer's own."""
         return self.runs_alone or not self.is_alone
 
-    # --- an optimizer ---
+    # --- the interface of an optimizer ---
 
     @shown_as("step")
     def step(self, *arguments: Any, **options: Any) -> Any:
@@ -343,11 +345,11 @@ class Algorithm(DistributedOptimizer):
         communicates.
 
         Args:
-            *arguments: A closure once, before anything is done; or nothing.
-            **options: The closure as `closure`, and what else the optimizer's own step takes.
+            *arguments: A closure, evaluated once, before anything is done; or nothing.
+            **options: The closure as `closure`, and other options of the optimizer's own step.
 
         Returns:
-            What the closure returned, else what the optimizer's own step returns.
+            The result of the closure if there is one, otherwise the result of the optimizer's own step.
 
         Raises:
             ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.
@@ -372,7 +374,7 @@ class Algorithm(DistributedOptimizer):
                 else:
                     result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
         finally:
-            self._step_options = {}  # a closure may hold a batch
+            self._step_options = {}  # frees a closure, which may hold a batch
         return result if closure is None else loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -417,7 +419,7 @@ class Algorithm(DistributedOptimizer):
         The algorithm's state begins here too, at the first step: not before the user has loaded or broadcast
         what ranks start from.
         """
-        # What was loaded, or what was remembered of the parameters that are still here.
+        # The loaded state, or the state of the parameters that are kept.
         known = self._loaded
         if self._holds(*self._trained()):
             self.buckets.reattach()
@@ -437,12 +439,12 @@ class Algorithm(DistributedOptimizer):
     # --- inside ---
 
     def _fog_give_up(self) -> None:
-        """Lets another owner have the parameters; see the class. A subclass ends what it has hung on the model, and windows."""
+        """Releases the parameters to another owner; see the class. A subclass also ends its hooks and windows."""
         super()._fog_give_up()
         self.buckets.release()
 
     def _trained(self) -> tuple[list[Tensor], list[int]]:
-        """The parameters that are not frozen now, and the number of the group of each, as far as that counts."""
+        """Returns the parameters that are not frozen, and the group number of each; all 0 if groups do not matter."""
         pairs = [
             (parameter, place if self.needs_rates else 0)
             for place, group in enumerate(self._fog_wrapped.param_groups)
@@ -455,7 +457,7 @@ class Algorithm(DistributedOptimizer):
         return are_same(self.buckets.tensors, parameters) and self._group_numbers == numbers
 
     def _hold(self, items: Sequence[str]) -> None:
-        """Moves the parameters into buckets; collective: ranks compare `items` and what the buckets hold."""
+        """Moves the parameters into buckets. Collective: ranks compare `items` and the layout of the buckets."""
         parameters, numbers = self._trained()
         buckets = FlatBuckets(
             parameters,
@@ -472,7 +474,7 @@ class Algorithm(DistributedOptimizer):
                 if self.warns_apart and not self._has_state:
                     _warn_if_apart(context, parameters)
             buckets.take_over()
-        # Not before ranks agree: they would not compare again.
+        # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
 
     def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
@@ -481,7 +483,8 @@ class Algorithm(DistributedOptimizer):
         return {name: dict(self.buckets.pieces(vectors)) for name, vectors in self.vectors.items()}
 
     def _is_own(self, name: str) -> bool:
-        # Also for an optimizer that knows scalers: algorithms read gradients, which it would unscale within its step.
+        # Also for optimizers that support scalers: they would unscale within their step, but algorithms read the
+        # gradients before it.
         return name in self._scaler_marks or super()._is_own(name)
 
 
@@ -510,7 +513,7 @@ def check_factor(value: float, argument: str, *, below: float = math.inf, positi
 
 
 def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
-    """Whether each tensor has an element that is not 0; the host waits for each device once at most."""
+    """Returns whether each tensor has a nonzero element. The host waits for each device at most once."""
     answers = [tensor.any() for tensor in tensors]
     of_device: dict[torch.device, list[int]] = {}
     for place, answer in enumerate(answers):
@@ -524,7 +527,7 @@ def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
 
 
 def _warn_if_apart(context: Context, parameters: Sequence[Tensor]) -> None:
-    """Warns if ranks do not start from one point."""
+    """Warns if ranks start from different parameters."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         values: Any = plain(local_of(parameter.detach())).reshape(-1).view(torch.uint8).cpu().numpy()

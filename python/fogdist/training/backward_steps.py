@@ -1,4 +1,4 @@
-"""Steps of an optimizer that are made while a backward pass goes on, of some parameters at a time."""
+"""Steps of an optimizer during a backward pass, for some of its parameters at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fogdist.training.buckets import FlatBuckets
 def step_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> Any:
     """Makes an optimizer's step for some of its parameters and returns its result.
 
-    The others are out of their groups meanwhile, which keep their options, order and identity.
+    The other parameters are removed from their groups for this time. Options, order and identity of the groups stay.
     """
     groups = optimizer.param_groups
     held = [group["params"] for group in groups]
@@ -29,10 +29,10 @@ def step_of(optimizer: Optimizer, parameters: Collection[Tensor]) -> Any:
 
 
 class BackwardSteps:
-    """The steps of one backward pass, a bucket of parameters at a time.
+    """The steps of one backward pass, one bucket of parameters at a time.
 
     Args:
-        buckets: Where the parameters are.
+        buckets: The buckets that hold the parameters.
     """
 
     def __init__(self, buckets: FlatBuckets) -> None:
@@ -40,28 +40,28 @@ class BackwardSteps:
         self._waiting_for = [set(buckets.tensors_of(number)) for number in range(len(buckets.flats))]
         self._joins = [StreamJoin(flat.device) for flat in buckets.flats]
         self._stepped: set[int] = set()
-        # Where all ranks must send in one order: what is still to come of it, the next one last.
+        # If all ranks must send in one order: the buckets that are still to be sent, the next one last.
         self._to_come = buckets.sending_order[::-1]
         self._applied: dict[Tensor, tuple[Tensor | None, int]] = {}
 
     @property
     def applied(self) -> Collection[Tensor]:
-        """The parameters whose step was made."""
+        """The parameters whose step has been made."""
         return self._applied.keys()
 
     @property
     def left(self) -> list[int]:
-        """The buckets whose step was not made."""
+        """The buckets whose step has not been made."""
         return [number for number in self._buckets.sending_order if number not in self._stepped]
 
     def complete(self, parameter: Tensor) -> list[int]:
-        """Takes note that a gradient is complete; returns the buckets whose step is to be made, in order.
+        """Records that a gradient is complete. Returns the buckets whose step can be made, in order.
 
-        That is the bucket that had been waiting for this gradient only; on devices when those before it in
-        `FlatBuckets.sending_order` are complete too, and then those after it that had been waiting for it.
+        On the CPU this is the bucket that this gradient completes. On devices a bucket must also wait for those before
+        it in `FlatBuckets.sending_order`, so one gradient can release several buckets.
 
         Raises:
-            RuntimeError: The parameter's step was made already.
+            RuntimeError: The parameter's step has been made already.
         """
         if parameter in self._applied:
             raise RuntimeError(
@@ -91,7 +91,7 @@ class BackwardSteps:
             self._applied[parameter] = gradient, 0 if gradient is None else gradient._version
 
     def check(self) -> None:
-        """Raises RuntimeError if a gradient was changed after it was used, as by clipping or a gradient scaler."""
+        """Raises RuntimeError if a gradient was changed after its use, for example by clipping or a gradient scaler."""
         for parameter, (gradient, version) in self._applied.items():
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
                 raise RuntimeError(

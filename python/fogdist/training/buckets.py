@@ -1,4 +1,4 @@
-"""Tensors that live side by side in flat buffers: an exchange of a buffer copies nothing in or out of it.
+"""Tensors that are stored side by side in flat buffers, so that an exchange of a buffer needs no copies.
 
 `fogdist.packing` packs tensors for one message and unpacks them again; here they stay packed.
 """
@@ -20,15 +20,15 @@ from fogdist.packing import BUCKET_BYTES, make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
 from fogdist.training.ownership import Ownership
 
-# A cache line, and what vector instructions like: each tensor begins at a multiple of so many bytes.
+# The alignment of each tensor in bytes: a cache line, which suits vector instructions too.
 ALIGNMENT = 64
-# To give a tensor other memory takes some microseconds of Python, to copy so many bytes no less.
+# Copying this number of bytes takes as long as giving a tensor other memory, which is some microseconds of Python.
 _WORTH_SWAPPING = 128 << 10
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor is in its flat: its first element there, and how the elements lie."""
+    """The place of a tensor in its flat buffer: the offset of its first element, and its strides."""
 
     offset: int
     shape: torch.Size
@@ -101,7 +101,7 @@ class FlatBuckets:
         names: Sequence[str] | None = None,
         groups: Sequence[int] | None = None,
     ) -> None:
-        """Moves more tensors into buckets of their own, after those that there are; arguments and errors of the class."""
+        """Moves more tensors into additional buckets after the existing ones; arguments and errors of the class."""
         if names is not None and len(names) != len(tensors):
             raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
         known = len(self._labels)
@@ -134,16 +134,16 @@ class FlatBuckets:
             self._ownership.take(taken)
 
     def released_on_error(self) -> AbstractContextManager[None]:
-        """Releases the tensors if the construction of an owner fails; it would otherwise keep them while the error lives."""
+        """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
         return nullcontext() if self._ownership is None else self._ownership.released_on_error()
 
     def take_over(self) -> None:
-        """Ends the owners that had the tensors before. Not before ranks agree: until then `release` gives them back."""
+        """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
         if self._ownership is not None:
             self._ownership.take_over()
 
     def release(self) -> None:
-        """Lets other owners have the tensors, which stay where they are: those that had them, before `take_over`."""
+        """Releases the tensors, whose memory stays. Before `take_over` they go back to their previous owners."""
         if self._ownership is not None:
             self._ownership.release()
 
@@ -154,22 +154,22 @@ class FlatBuckets:
 
     @property
     def sending_order(self) -> list[int]:
-        """The places of the buffers in `flats`, in the order in which ranks are to send them.
+        """The indices of the buffers in `flats`, in the order in which ranks must send them.
 
-        Where all are on the CPU any order is right, as messages have names. On other devices it is that in which a
-        backward pass completes gradients, the last parameters first.
+        If all buffers are on the CPU, any order works because messages have names. On other devices it is the order in
+        which a backward pass completes gradients, the last parameters first.
         """
         places = range(len(self._flats))
         return list(reversed(places)) if self.is_ordered else list(places)
 
     @property
     def is_ordered(self) -> bool:
-        """Whether all ranks must send in `sending_order`: not if all buffers are on the CPU."""
+        """Whether all ranks must send in `sending_order`; False if all buffers are on the CPU."""
         return any(flat.device.type != "cpu" for flat in self._flats)
 
     @property
     def group_of(self) -> list[int]:
-        """The group of each buffer's tensors, by its place in `flats`."""
+        """The group number of each buffer's tensors, in the order of `flats`."""
         return list(self._groups)
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -178,18 +178,18 @@ class FlatBuckets:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, each once, in the order in which they were given."""
+        """All tensors, each once, in the order of the arguments."""
         return list(self._labels)
 
     def tensors_of(self, bucket: int) -> list[Tensor]:
-        """Returns the tensors of a bucket, by its place in `flats`."""
+        """Returns the tensors of a bucket, which is given by its index in `flats`."""
         return list(self._tensors[bucket])
 
     def bucket_of(self, tensor: Tensor) -> int:
-        """Returns the place in `flats` of the buffer that a tensor is in.
+        """Returns the index in `flats` of the buffer that holds a tensor.
 
         Raises:
-            ValueError: It is in none.
+            ValueError: No buffer holds it.
         """
         if tensor not in self._bucket_of:
             raise ValueError(
@@ -198,15 +198,15 @@ class FlatBuckets:
         return self._bucket_of[tensor]
 
     def label_of(self, tensor: Tensor) -> str:
-        """Returns the name of a tensor for messages: its name, quoted, or its place."""
+        """Returns the quoted name of a tensor for messages, or its index if it has no name."""
         return self._labels[tensor]
 
     def views(self, flat_like: Tensor, bucket: int) -> list[Tensor]:
-        """Returns views of another buffer as the bucket's tensors are views of theirs.
+        """Returns views of another buffer with the layout of the bucket's tensors.
 
         Args:
             flat_like: One-dimensional, contiguous, as long as the bucket's buffer; of any dtype and device.
-            bucket: Place in `flats`.
+            bucket: Index in `flats`.
 
         Raises:
             ValueError: `flat_like` has another shape, or is not contiguous.
@@ -224,12 +224,12 @@ class FlatBuckets:
         ]
 
     def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields each tensor with its elements in vectors that are like `flats`, in its shape and strides."""
+        """Yields each tensor with the view of its elements in vectors like `flats`, with its shape and strides."""
         for number, flat in enumerate(flats):
             yield from zip(self._tensors[number], self.views(flat, number), strict=True)
 
     def copies(self) -> list[Tensor]:
-        """Returns the values of the buffers in memory of the caller's own."""
+        """Returns copies of the buffers."""
         return [flat.clone() for flat in self._flats]
 
     def zeros(self) -> list[Tensor]:
@@ -266,19 +266,19 @@ class FlatBuckets:
         ]
 
     def reattach(self) -> bool:
-        """Takes tensors back whose `data` was replaced, with their new values; they get their strides again.
+        """Moves tensors whose `data` was replaced back into the buckets, with their new values and their old strides.
 
-        The values of shards, which are not in the buckets' memory, are copied in.
+        It copies in the values of shards, which are not in the buckets' memory.
 
-        Loading a state dict does not need it, as that copies in place; ``tensor.data = ...`` does, and what is
-        made of it: ``vector_to_parameters``, ``module.to(memory_format=...)``. It costs a microsecond or so a tensor
-        where nothing was replaced.
+        Loading a state dict does not need it, because that copies in place. ``tensor.data = ...`` does, and so do
+        functions that use it: ``vector_to_parameters``, ``module.to(memory_format=...)``. Without replaced tensors it
+        costs about a microsecond per tensor.
 
         Returns:
-            Whether any was.
+            Whether any tensor was replaced.
 
         Raises:
-            ValueError: A tensor has another dtype, device or shape now; nothing is done then.
+            ValueError: A tensor has another dtype, device or shape now. Nothing is changed then.
         """
         astray = []
         for members, views in zip(self._tensors, self._views, strict=True):
@@ -297,7 +297,7 @@ class FlatBuckets:
         return bool(astray)
 
     def load(self, bucket: int) -> None:
-        """Copies the values of shards into one bucket, after they were changed where they are."""
+        """Copies the values of shards into one bucket, after the shards were changed in place."""
         if self._sharded:
             for tensor, view in zip(self._tensors[bucket], self._views[bucket], strict=True):
                 if tensor in self._sharded:
@@ -311,16 +311,16 @@ class FlatBuckets:
                     local_of(tensor).copy_(view)
 
     def swap(self, bucket: int, flat_like: Tensor) -> bool:
-        """Makes another buffer that of a bucket, and its values the tensors', if that is safe and pays.
+        """Replaces a bucket's buffer, and so the tensors' values, by another one, if this is safe and saves time.
 
-        It is safe if nothing but the bucket's tensors is in the old buffer. Otherwise copy the values.
+        It is safe if only the bucket's tensors use the old buffer. Otherwise the caller must copy the values.
 
         Args:
-            bucket: Place in `flats`.
-            flat_like: As in `views`. If the answer is True it belongs to the bucket, and the old buffer to the caller.
+            bucket: Index in `flats`.
+            flat_like: As in `views`. If the result is True, it belongs to the bucket and the old buffer to the caller.
 
         Returns:
-            Whether it was done; else nothing was.
+            Whether the buffer was replaced; if not, nothing has changed.
 
         Raises:
             ValueError: As `views`.
@@ -354,12 +354,12 @@ class FlatBuckets:
         _check(tensor, self._labels[tensor])
 
     def _move(self, tensors: Sequence[Tensor]) -> None:
-        """Copies tensors to their places and makes them views of these."""
+        """Copies tensors to their places in the buffers and makes them views of these."""
         moved = set(tensors)
         with torch.no_grad():
             for members, views in zip(self._tensors, self._views, strict=True):
                 pairs = [(t, v) for t, v in zip(members, views, strict=True) if t in moved]
-                # All values before any tensor: some may be views of each other's places.
+                # Copies all values before it changes any tensor, as tensors may be views of each other's old memory.
                 values = [
                     t.detach().clone() if _is_within(t, views) else local_of(t.detach()) for t, _ in pairs
                 ]
@@ -387,7 +387,7 @@ def _check(tensor: Tensor, label: str) -> None:
 
 
 def _check_apart(labels: dict[Tensor, str]) -> None:
-    """Raises ValueError if two tensors have memory in common: apart they would no longer change together."""
+    """Raises ValueError if two tensors share memory: after the move they would no longer change together."""
     spans = sorted(
         (
             (str(part.device), part.data_ptr(), part.data_ptr() + _extent(part), label)
@@ -405,7 +405,7 @@ def _check_apart(labels: dict[Tensor, str]) -> None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last one."""
+    """Returns the number of bytes from a tensor's first element to the end of its last one."""
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
@@ -413,7 +413,7 @@ def _extent(tensor: Tensor) -> int:
 def _places(tensors: Sequence[Tensor]) -> list[_Place]:
     places, offset = [], 0
     for tensor in tensors:
-        # What clone() would give: the tensor's own strides if they are dense.
+        # The strides that clone() would give: the tensor's own strides if they are dense.
         stride = torch.empty_like(tensor, device="meta").stride()
         places.append(_Place(offset, tensor.shape, tuple(stride)))
         offset = _aligned(offset + tensor.numel(), tensor.dtype)
@@ -430,11 +430,11 @@ def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:
 
 
 def _tensors_in(flat: Tensor) -> int | None:
-    """How many tensors are in a buffer's memory; None where this torch does not tell."""
+    """Returns the number of tensors that use a buffer's memory; None if this version of torch does not tell."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return None
-    return count(flat.untyped_storage()._cdata) - 1  # less the storage that is asked for here
+    return count(flat.untyped_storage()._cdata) - 1  # without the storage object that this call makes
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Changes of parameters while their values are on the way to other ranks: an average then overwrites them."""
+"""Warns of changes to parameters during an exchange of their values, because the average overwrites the changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChangeWatch:
         self._versions = [_version(tensor) for tensor in buckets.tensors]
 
     def end(self, buckets: FlatBuckets) -> None:
-        """Call it before an average replaces them; takes replaced memory back (`FlatBuckets.reattach`).
+        """Call it before an average replaces the values. It calls `FlatBuckets.reattach`.
 
         Without `begin` before it, it does nothing.
 
@@ -46,7 +46,7 @@ class ChangeWatch:
             )
 
     def forget(self) -> None:
-        """Changes since `begin` were right."""
+        """Accepts the changes since `begin`."""
         self._versions = None
 
 
@@ -55,7 +55,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def forward_changes_parameters(model: nn.Module) -> bool:
-    """Whether a forward pass changes parameters: embeddings with a largest norm rescale what they look up."""
+    """Returns whether a forward pass changes parameters, as embeddings with `max_norm` rescale rows."""
     return any(
         isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
         for module in model.modules()

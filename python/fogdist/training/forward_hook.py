@@ -1,7 +1,7 @@
-"""What an optimizer hangs on a model to hear of its training passes.
+"""The hook by which an optimizer is notified of a model's training passes.
 
-Other modules import this one when they make a hook: it imports torch._dynamo, as torch itself does when it
-makes a first optimizer, which `import fogdist` alone should not pay for.
+Other modules import this module only when they make a hook. It imports torch._dynamo, which takes long, as torch does
+itself when it makes the first optimizer; `import fogdist` alone should not do that.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class ForwardHook:
         handle = model.register_forward_pre_hook(ForwardHook(self._fog_before_step))
         weakref.finalize(self, handle.remove).atexit = False
 
-    What a training pass is, `is_training_pass` says. The hook belongs to one model and one
-    optimizer: it does not keep the optimizer alive, and a copy of it, in a copied, pickled or saved model, does
-    nothing. ``torch.compile`` leaves it out of its graphs and calls it as it is.
+    `is_training_pass` defines training passes. The hook belongs to one model and one optimizer. It does not keep the
+    optimizer alive, and a copy of it in a copied, pickled or saved model does nothing. ``torch.compile`` does not trace
+    it and calls it as it is.
 
     Args:
-        method: A bound method, called in place of the hook; None for a hook that does nothing.
+        method: The bound method to call; None for a hook that does nothing.
         *arguments: Its arguments; it gets none of those of the pass.
     """
 
@@ -50,7 +50,7 @@ class ForwardHook:
 
 
 def register_before_forward(model: Module, hook: ForwardHook) -> RemovableHandle:
-    """Has a hook that sends parameters called before forward passes, or after them where these change parameters."""
+    """Registers a hook that sends parameters: before forward passes, or after them if they change parameters."""
     if forward_changes_parameters(model):
         return model.register_forward_hook(hook)
     return model.register_forward_pre_hook(hook)

@@ -18,17 +18,17 @@ from fogdist.shards import is_sharded
 from fogdist.streams import StreamJoin
 from fogdist.warn import warn_user
 
-# The backend remembers each name that it has seen: numbers in names come again after so many.
+# The backend remembers each name that it has seen, so the numbers in names repeat after this many steps.
 _NUMBERS = 64
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """One bucket on its way.
+    """A bucket whose average is in flight.
 
     Attributes:
-        handle: Of the allreduce of the bucket's buffer.
-        sent: The gradients that were packed, with their versions; None where there was none.
+        handle: The handle of the allreduce of the bucket's buffer.
+        sent: The packed gradients with their versions; None for a parameter without a gradient.
     """
 
     handle: int
@@ -36,18 +36,18 @@ class _InFlight:
 
 
 class GradientExchange:
-    """One average of the gradients of a list of parameters after the other.
+    """Successive averages of the gradients of a list of parameters.
 
-    All ranks average the same buckets, whichever parameters have a gradient there; a missing gradient counts
-    as zero. On the CPU a bucket is sent as soon as it is complete; on other devices, where operations have no
-    names and must come in one order on all ranks, once those before it are. The names of messages contain the
-    number of the step: a rank that averages once more within a step than the others gets an error, and not the
-    values that they average in the next step.
+    All ranks average the same buckets, even if different parameters have gradients; a missing gradient counts as zero.
+    On the CPU a bucket is sent as soon as it is complete. On other devices operations have no names and must have the
+    same order on all ranks, so a bucket also waits for those before it. The names of messages contain the number of the
+    step, so a rank that averages once more within a step than the others gets an error instead of the values of the
+    next step.
 
     Args:
         name: The same on all ranks.
-        names: Of the parameters, for messages.
-        bucket_bytes: A bucket takes no further gradient that would make it larger.
+        names: The names of the parameters, for messages.
+        bucket_bytes: The largest size of a bucket with more than one gradient.
         group: The group of ranks; by default that of `init`.
 
     Attributes:
@@ -68,15 +68,15 @@ class GradientExchange:
         self._parameters: list[Tensor] | None = None
         self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._buckets: list[Bucket] = []
-        # Of each bucket the gradients side by side, and after them, on the CPU, one element a parameter: 1 where
-        # this rank has a gradient, else 0. Its average tells whether any rank has one. To read it from a device
-        # the host would have to wait for that, so there ranks tell each other beside the buckets.
+        # A buffer for each bucket has the gradients side by side. On the CPU one element per parameter follows, which
+        # is 1 if this rank has a gradient and 0 if not; its average tells whether any rank has one. The host would have
+        # to wait to read it from a device, so for devices the ranks exchange this apart from the buckets.
         self._flats: list[Tensor] = []
         self._is_ordered = False
         self._complete: set[int] = set()
         self._next = 0
         self._joins: list[StreamJoin] = []
-        # Of buckets on devices, by parameter: whether any rank has a gradient.
+        # For buckets on devices, by parameter: whether any rank has a gradient.
         self._is_anywhere: list[bool] = []
         self._bucket_of: dict[Tensor, int] = {}
         self._waiting_for: list[set[Tensor]] = []
@@ -90,10 +90,10 @@ class GradientExchange:
     def hold(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Makes buckets for the gradients of `parameters`, which it returns in the order of the buckets.
 
-        Collective when they are others than the last time.
+        Collective if they differ from those of the last call.
 
         Raises:
-            ValueError: Ranks hold different ones (on all ranks alike).
+            ValueError: Ranks hold different parameters (on all ranks alike).
         """
         # Backward passes complete the last parameters first.
         last_first = list(reversed(parameters))
@@ -132,7 +132,7 @@ class GradientExchange:
         self._next = 0
 
     def add(self, parameter: Tensor) -> None:
-        """Takes note that the gradient of `parameter` is complete; sends its bucket if it is the last one."""
+        """Records that the gradient of `parameter` is complete. Sends its bucket if this completes it."""
         number = self._bucket_of[parameter]
         self._joins[number].add()
         self._waiting_for[number].discard(parameter)
@@ -147,7 +147,7 @@ class GradientExchange:
             self._next += 1
 
     def outdate(self, parameter: Tensor) -> None:
-        """Takes note that `parameter` got more gradient: all ranks send its bucket again in `finish`."""
+        """Records that the gradient of `parameter` changed after it was sent; all ranks resend it in `finish`."""
         if self._bucket_of[parameter] in self._in_flight:
             self._outdated.add(self._bucket_of[parameter])
 
@@ -171,13 +171,13 @@ class GradientExchange:
         self._begun_in_step = 0
 
     def discard(self) -> None:
-        """Sends the remaining buckets, as other ranks may have done already, waits, and drops the average."""
+        """Sends the remaining buckets, because other ranks may have sent them, waits, and drops the average."""
         self._send_missing()
         for _, average in self._completed():
             wait(average.handle)
 
     def forget(self) -> None:
-        """Drops the average in flight, if any, and waits for nothing: nobody is going to use it."""
+        """Drops the average in flight, if any, without waiting, because it is no longer needed."""
         for _, average in self._completed():
             handles().forget(average.handle)
 
@@ -187,9 +187,9 @@ class GradientExchange:
                 self._send(number)
 
     def _outdated_anywhere(self) -> list[int]:
-        """Returns the buckets that some rank has to send again, so that all do.
+        """Returns the buckets that some rank must resend, which all ranks then resend.
 
-        With buckets on devices it also finds which parameters have a gradient anywhere.
+        For buckets on devices, it also finds which parameters have a gradient on any rank.
         """
         if not self._buckets:
             return []
@@ -204,7 +204,7 @@ class GradientExchange:
         return [number for number, flag in enumerate(anywhere[:count]) if flag]
 
     def _presence(self) -> list[bool]:
-        """Whether each parameter's gradient was sent, or would be sent now."""
+        """Returns whether each parameter's gradient was sent, or would be sent now."""
         assert self._parameters is not None
         present = [parameter.grad is not None for parameter in self._parameters]
         for number, bucket in enumerate(self._buckets):
@@ -213,7 +213,7 @@ class GradientExchange:
         return present
 
     def _completed(self) -> list[tuple[int, _InFlight]]:
-        """Returns all that is in flight, in order; the next average may begin."""
+        """Ends the average and returns its buckets in flight, in order. The next average may begin then."""
         in_flight, self._in_flight = self._in_flight, {}
         self._outdated.clear()
         self.has_begun = False
@@ -263,7 +263,7 @@ class GradientExchange:
                 sent is not None and (gradient is not sent[0] or gradient._version != sent[1])
             ):
                 self._warn_changed()
-            if not anywhere:  # as in one process: no gradient, no step of this parameter
+            if not anywhere:  # as with a single process, a parameter without a gradient is not updated
                 continue
             if gradient is None:
                 parameter.grad = piece.view(parameter.shape).clone()
@@ -279,7 +279,7 @@ class GradientExchange:
         return f"{self._name}.{self._step}.{self._begun_in_step}"
 
     def _split(self, number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """A bucket's parameters, the places of their gradients in its buffer, and the elements after them."""
+        """Returns a bucket's parameters, the views of their gradients in its buffer, and the elements after them."""
         assert self._parameters is not None
         parameters = [self._parameters[place] for place in self._buckets[number].places]
         flat, lengths = self._flats[number], [p.numel() for p in parameters]

@@ -1,4 +1,4 @@
-"""One exchange per round of parameters in flat buckets: it begins before they are used and ends before a step."""
+"""Exchanges of parameters in flat buckets, one per round: each begins before a forward pass and ends before a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fogdist.training.mixing import Finish, Mixing, Round
 
 
 class Mixer:
-    """Exchanges of flat buckets, one after the other.
+    """Successive exchanges of flat buckets.
 
     Neighbors read the buckets in place, so the buckets must not change between `begin` and `finish`. They may be read,
     because they get the average in `finish` only.
@@ -34,7 +34,7 @@ class Mixer:
     def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> None:
         """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`.
 
-        Parameters whose memory was replaced must be in the buckets again (`FlatBuckets.reattach`).
+        Call `FlatBuckets.reattach` before, as the memory of parameters may have been replaced.
         """
         for number in buckets.sending_order:
             self.add(buckets, number, mixing, round)
@@ -43,7 +43,7 @@ class Mixer:
 
     @torch.no_grad()
     def add(self, buckets: FlatBuckets, number: int, mixing: Mixing, round: Round) -> None:
-        """Begins the exchange of one of the buckets, as `begin` does of all of them; in any order."""
+        """Begins the exchange of one bucket, as `begin` does for all of them. The order of the buckets is free."""
         if mixing.exchanges:
             self._in_flight[number] = mixing.begin([buckets.flats[number]], round.part(number))
         self._buckets, self._round = buckets, round
@@ -51,16 +51,16 @@ class Mixer:
     @shown_as("end of an exchange")
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the exchange in flight, after which the buckets have the average.
+        """Waits for the exchange in flight and writes the average into the buckets.
 
         Raises:
-            torch.distributed.DistBackendError: It failed; the buckets are as they were.
+            torch.distributed.DistBackendError: The exchange failed; the buckets keep their values.
         """
         buckets = self._buckets
         averages = self._arrive()
         if buckets is None:
             return
-        # Not before: neighbors read the values that were sent until then.
+        # Checked only now, because neighbors read the values until the exchange is complete.
         self._changes.end(buckets)
         for number, average in averages.items():
             if not buckets.swap(number, average):
@@ -73,7 +73,7 @@ class Mixer:
         self._arrive()
 
     def accept_changes(self) -> None:
-        """Parameters that were changed since `begin` were changed rightly: `finish` does not warn of them."""
+        """Accepts the changes of parameters since `begin`, so that `finish` does not warn of them."""
         if self._buckets is not None:
             self._changes.begin(self._buckets)
 

@@ -31,11 +31,11 @@ from fogdist.training.plans import Plans, TopologyLike, as_topology
 if TYPE_CHECKING:
     from fog_pg._C import NeighborPlan
 
-# Waits for an exchange in flight and returns its results, one for each tensor that was given.
+# A function that waits for an exchange in flight and returns its results, one for each given tensor.
 Finish: TypeAlias = "Callable[[], list[Tensor]]"
 
 
-# The backend remembers every name, so those of rounds come again.
+# The backend remembers every name, so the names of rounds repeat.
 _ROUND_NAMES = 64
 
 
@@ -51,7 +51,7 @@ class DynamicWeights:
     enable_topo_check: bool = False
 
     def check_taken(self, mixing: Mixing) -> None:
-        """Raises ValueError for weights that are set and that a mixing would not use."""
+        """Raises ValueError if weights are set that a mixing would not use."""
         for field in fields(self):
             value = getattr(self, field.name)
             is_set = bool(value) if field.default is False else value is not None
@@ -82,7 +82,7 @@ class Round:
     def of(
         cls, context: Context, number: int, owner: str, weights: DynamicWeights = DynamicWeights()
     ) -> Round:
-        """Returns a round of the object that all ranks name `owner`.
+        """Returns a round of the object with the name `owner`, which is the same on all ranks.
 
         The names of messages contain the round, so a rank never mixes with the values of another round.
         """
@@ -113,8 +113,8 @@ class Mixing(abc.ABC):
 
         Args:
             tensors: This rank's values, on any devices; they must not change before the exchange is finished.
-            round: Which round, of which group.
-            in_place: Whether the averages go into the tensors themselves.
+            round: The round, with its group.
+            in_place: Whether the averages are written into the tensors themselves.
 
         Returns:
             A function that waits for the averages and returns them: the tensors themselves with `in_place`, else new
@@ -124,7 +124,7 @@ class Mixing(abc.ABC):
     def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """Begins the sums of push-sum of a round: each rank sends shares that add up to its own values.
 
-        Arguments and result are those of `begin`. By default averages are such sums.
+        Arguments and result are those of `begin`. By default it calls `begin`, whose averages are such sums.
         """
         return self.begin(tensors, round, in_place)
 
@@ -132,21 +132,21 @@ class Mixing(abc.ABC):
         """Returns the lines of text that must be the same on all ranks of a group, which compare them.
 
         Raises:
-            ValueError: It does not fit the group.
+            ValueError: The mixing does not fit the group.
         """
         return [f"mixing: {self!r}"]
 
 
-# What algorithms take as `mixing`.
+# The types that algorithms accept as `mixing`.
 MixingLike: TypeAlias = "Mixing | TopologyLike"
 
 
 class Neighbors(Mixing):
-    """Neighbors: those of a topology's rounds, or those that the group and the user's weights say.
+    """Averages with the neighbors of a topology's rounds, of the user's dynamic weights, or of the group's topology.
 
     Args:
-        topology: Round t of the algorithm is round t of this; a graph is the same in all rounds. None for the
-            dynamic weights of `Round.weights`, and where these are None for the group's topology.
+        topology: Round t of the algorithm is round t of the topology; a graph is used in all rounds. None for the
+            dynamic weights of `Round.weights` or, if these are None, for the group's topology.
 
     Attributes:
         topology: The same as rounds, or None.
@@ -166,7 +166,7 @@ class Neighbors(Mixing):
         return f"Neighbors({'' if self.topology is None else self.topology.name})"
 
     def items(self, context: Context) -> list[str]:
-        """See `Mixing.items`: the weights of all rounds, of an endless topology the first ones."""
+        """See `Mixing.items`. The items are the weights of all rounds, or of the first ones of an endless topology."""
         return self._of(context).items()
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
@@ -178,8 +178,8 @@ class Neighbors(Mixing):
     def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin_push`: a rank and its out-neighbors get equal shares of its values.
 
-        A topology says whom a rank sends to; its weights, which are those of receivers, do not count here.
-        Dynamic weights are taken as they are: `self_weight` and `dst_weights` must sum to 1.
+        A topology defines only the ranks to send to. Its weights are those of receivers and do not count here.
+        Dynamic weights are used as they are: `self_weight` and `dst_weights` must sum to 1.
         """
         given = round.weights.self_weight, round.weights.src_weights, round.weights.dst_weights
         if self.topology is None and given != (None, None, None):
@@ -187,7 +187,7 @@ class Neighbors(Mixing):
         return _planned(tensors, self._of(round.context).push_plan(round.number), round, in_place)
 
     def _of(self, context: Context) -> Plans:
-        """Returns the plans of a group; a mixing may be used in several, one after the other."""
+        """Returns the plans of a group. A mixing may be used in several groups, one after the other."""
         if self._plans is None or self._plans.context is not context:
             self._plans = Plans(self.topology, context, "mixing")
         return self._plans
@@ -201,7 +201,7 @@ class Neighbors(Mixing):
 
 
 class Machines(Mixing):
-    """The average over this machine's ranks, and with those of neighbor machines.
+    """The average over the ranks of this machine and of the neighbor machines.
 
     Neighbor machines are those of the machine topology (`fogdist.set_machine_topology`), or of the user's dynamic
     weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
@@ -238,7 +238,7 @@ class GlobalAverage(Mixing):
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         if not in_place:
-            # In memory that may become the parameters'.
+            # Copies in memory that may become the parameters' memory.
             tensors = [
                 empty_flat(each.numel(), each.dtype, each.device).view(each.shape).copy_(each)
                 for each in tensors
@@ -269,7 +269,7 @@ def as_mixing(mixing: MixingLike) -> Mixing:
     """Returns the user's argument `mixing` as a Mixing.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a mixing, topology or graph.
         ValueError: A graph's weights do not sum to 1 at a rank.
     """
     if mixing is None or isinstance(mixing, (nx.DiGraph, Topology)):
@@ -311,7 +311,7 @@ def _planned(tensors: Sequence[Tensor], plan: NeighborPlan, round: Round, in_pla
 
 
 def _by_device(tensors: Sequence[Tensor], name: str, start: Callable[[list[Tensor], str], int]) -> Finish:
-    """Starts one exchange for the tensors of each device: of numbers on the CPU beside parameters elsewhere, say."""
+    """Starts one exchange per device, for example for numbers on the CPU and parameters on another device."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
@@ -331,7 +331,7 @@ def _by_device(tensors: Sequence[Tensor], name: str, start: Callable[[list[Tenso
 
 
 def _forgotten_unless_called(finish: Finish, pending: Sequence[int]) -> Finish:
-    """Frees the handles when `finish` is dropped: an optimizer may be, with an exchange in flight."""
+    """Frees the handles when `finish` is dropped, because an optimizer may be dropped with an exchange in flight."""
     weakref.finalize(finish, _forget, handles(), pending).atexit = False
     return finish
 

@@ -16,7 +16,7 @@ from fogdist.training.algorithm import Algorithm
 from fogdist.training.passes import warn_too_many_passes
 from fogdist.training.view import Models
 
-# Before a training forward pass, or where that changes parameters after it; before it in any case; after it.
+# The time of the hook: before a training forward pass, or after it if it changes parameters; always before; after.
 When = Literal["with forward", "before forward", "after forward"]
 
 
@@ -30,7 +30,7 @@ class OverlappingAlgorithm(Algorithm):
     """
 
     counts_passes: ClassVar[bool] = False
-    """Whether `local_steps` counts forward passes, so that J passes and one step, and J times both, make one round."""
+    """Whether `local_steps` counts forward passes. J passes then make one round, with one step or with a step each."""
 
     is_in_round: bool
     _passes: list[int]
@@ -49,15 +49,15 @@ class OverlappingAlgorithm(Algorithm):
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Waits for it, and gives the parameters its result."""
+        """Waits for the round's exchange and writes the result into the parameters."""
         raise NotImplementedError
 
     def stepping(self) -> AbstractContextManager[None]:
-        """What the optimizer's own step is made in."""
+        """Returns the context in which the optimizer's own step runs."""
         return nullcontext()
 
     def hook_forward(self, when: When) -> None:
-        """Has rounds begin with the models' forward passes; called once, last of all, by the subclass."""
+        """Makes rounds begin with the models' forward passes. A subclass calls it at the end of its constructor."""
         if self.is_alone:
             return
         from fogdist.training.forward_hook import ForwardHook, register_before_forward
@@ -75,17 +75,17 @@ class OverlappingAlgorithm(Algorithm):
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""
         if not self._saw_forward:
-            # So a rank without data for one step still answers the others.
+            # A rank without data for this step still takes part in the round.
             self._passes = [count + 1 for count in self._passes]
             self._begin_if_due()
         self._saw_forward = False
         self.synchronize_now()
-        self.steps += 1  # also if the step raises: the neighbors' counts go on, too
+        self.steps += 1  # counted even if the step raises, because the neighbors count it too
         with self.stepping():
             return self.adapt()
 
     def synchronize(self) -> None:
-        """Ends an exchange in flight, parameters included; `step` does so by itself."""
+        """Completes an exchange in flight and writes its result into the parameters; `step` does so by itself."""
         if self.is_in_round:
             with torch.no_grad():
                 self.synchronize_now()
@@ -94,7 +94,7 @@ class OverlappingAlgorithm(Algorithm):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Around a `step` after `synchronize`, as scripts for Horovod and BlueFog have it.
+        """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.
 
         `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was
         called.
@@ -109,17 +109,17 @@ class OverlappingAlgorithm(Algorithm):
         yield
 
     def refresh(self) -> None:
-        """See `Algorithm.refresh`; while a round is in flight the buckets stay as they are."""
+        """See `Algorithm.refresh`. The buckets do not change while a round is in flight."""
         if not self.is_in_round:
             super().refresh()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`; a round in flight is ended first."""
+        """See `Algorithm.load_state_dict`. It completes a round in flight first."""
         self.synchronize()
         super().load_state_dict(state_dict)
 
     def synchronize_now(self) -> None:
-        """Ends the round in flight, if there is one."""
+        """Completes the round in flight, if any."""
         if self.is_in_round:
             self.is_in_round = False
             self._passes = [0] * len(self._passes)
@@ -129,7 +129,7 @@ class OverlappingAlgorithm(Algorithm):
                 self.rounds += 1
 
     def _fog_give_up(self) -> None:
-        """Takes the hooks off the models. What is in flight ends by itself: nobody need come to wait for it here."""
+        """Removes the hooks from the models. An exchange in flight completes without being waited for here."""
         super()._fog_give_up()
         self.is_in_round = False
         for hook in self._hooks:
@@ -150,4 +150,6 @@ class OverlappingAlgorithm(Algorithm):
         with torch.no_grad():
             self.refresh()
             self.begin()
-        self.is_in_round = True  # not before: weights that were refused may be mended
+        self.is_in_round = (
+            True  # set only now: if `begin` raised for wrong weights, the user may correct them
+        )

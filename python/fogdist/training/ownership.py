@@ -1,4 +1,4 @@
-"""Who trains a tensor: one distributed optimizer, algorithm or wrapper at a time, as two would each mix it."""
+"""Ownership of tensors: only one optimizer, algorithm or wrapper may train a tensor, as two would both mix it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Of each tensor with an owner: the ownership, and the owner. It counts while both are alive.
+# The ownership and the owner of a tensor, which count only while both are alive.
 _Holder = tuple["weakref.ref[Ownership]", "weakref.ref[object]"]
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @runtime_checkable
 class Replaceable(Protocol):
-    """An owner that gives its tensors up where another one takes over."""
+    """An owner that releases its tensors when another one takes over."""
 
     def _fog_give_up(self) -> None: ...
 
 
 class Ownership:
-    """The tensors that an owner has, while it and this object live; other owners are refused them, or take them over.
+    """The tensors of an owner while it and this object live. Other owners cannot get them, or take them over.
 
     Args:
-        owner: It may have the tensors in several ownerships itself.
+        owner: The owner, which may have the same tensors in several ownerships.
         takes_over: Whether `owner` may have tensors of an owner that is `Replaceable`, which `take_over` then ends.
     """
 
@@ -35,22 +35,22 @@ class Ownership:
         self._owner = weakref.ref(owner)
         self._takes_over = takes_over
         self._tensors: list[Tensor] = []
-        self._displaced: dict[Tensor, _Holder] = {}  # who had the tensors, until `take_over`
+        self._displaced: dict[Tensor, _Holder] = {}  # the previous holders, until `take_over`
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors, in the order in which they were taken."""
+        """All tensors, in the order of the calls of `take`."""
         return list(self._tensors)
 
     def check_free(self, labels: Mapping[Tensor, str]) -> None:
-        """Raises ValueError if a tensor has another living owner, which may not be replaced.
+        """Raises ValueError if a tensor has another living owner that may not be replaced.
 
         Args:
             labels: The tensors, with their names for the message.
         """
         if self._held(labels) is None:
             return
-        gc.collect()  # an owner that was dropped may be in a cycle of references
+        gc.collect()  # a dropped owner may be part of a reference cycle
         label = self._held(labels)
         if label is not None:
             raise ValueError(
@@ -73,7 +73,7 @@ class Ownership:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Releases the tensors if the construction of an owner fails; it would otherwise keep them while the error lives."""
+        """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
         try:
             yield
         except BaseException:
@@ -81,7 +81,7 @@ class Ownership:
             raise
 
     def take_over(self) -> None:
-        """Ends the owners that had the tensors before. Not before ranks agree: until then `release` gives them back."""
+        """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
         displaced, self._displaced = self._displaced, {}
         ended: list[object] = [self._owner()]
         for _, reference in displaced.values():
@@ -91,7 +91,7 @@ class Ownership:
                 other._fog_give_up()
 
     def release(self) -> None:
-        """Lets other owners have the tensors: those that had them, before `take_over`."""
+        """Releases the tensors. Before `take_over` they go back to their previous owners."""
         displaced, self._displaced = self._displaced, {}
         for tensor in self._tensors:
             if tensor in _holders and _holders[tensor][0]() is self:

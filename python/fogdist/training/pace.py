@@ -16,22 +16,23 @@ from fogdist.context import Context
 # neighbor is about 8 times slower. Where ranks share cores, a rank that gets none for a while delays its neighbors
 # before they have run far ahead of it: docs/training.md.
 MAX_STALENESS = 8
-# While a rank waits: the sleeps between two looks, doubled from the first to the last. In seconds.
+# The sleeps between two checks of a waiting rank, in seconds, doubled from the first to the last.
 _FIRST_SLEEP = 50e-6
 _LAST_SLEEP = 2e-3
-# A neighbor that has been quiet for so long, and for so many times as long as its own exchanges take, is not waited for
-# any more: it evaluates, has come to its end, or is stuck. Its next exchange brings it back.
+# A rank stops waiting for a neighbor that has made no exchange for this time, and for _QUIET_TIMES times its longest
+# recent exchange: it may be evaluating, have ended or be stuck. It is waited for again after its next exchange.
 _QUIET_SECONDS = 1.0
-# What is left of the longest exchange after one more: an evaluation between two of them is forgotten soon.
+# The factor by which the longest exchange decays with each exchange, so that the time of an evaluation is forgotten
+# soon.
 _FORGETTING = 0.9
 _QUIET_TIMES = 5.0
 _QUIET_MOST_SECONDS = 15.0
-# Those that are in use, for whoever asks how old neighbors' values are.
+# All objects in use, for `staleness_of`.
 _in_use: weakref.WeakSet[Pace] = weakref.WeakSet()
 
 
 def staleness_of(context: Context) -> dict[int, int]:
-    """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
+    """Returns, for each in-neighbor, the largest staleness over all algorithms of the group."""
     staleness: dict[int, int] = {}
     for pace in _in_use:
         if pace.context is context:
@@ -57,7 +58,7 @@ class Pace:
     as long ago. Only a pause is sent as a message, because a rank that has paused may end.
 
     Args:
-        context: The group. Collective among neighbors: the topology's, as of windows.
+        context: The group. The construction is collective among neighbors.
         name: The same on all ranks.
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
@@ -76,30 +77,32 @@ class Pace:
         self._peers = sorted({*in_neighbors, *out_neighbors})
         self._name = f"{name} on rank {context.rank}"
         self._timeout = timeout
-        # What neighbors see: how many exchanges, and the longest time between two of late.
+        # The values that neighbors see: the number of exchanges, and the longest recent time between two of them.
         shown = torch.zeros(2, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
             shown, f"{name}.pace", self._peers, self._peers, zero_init=True, timeout=timeout
         )
-        self._window.p = 0.0  # 1 while it is paused
+        self._window.p = 0.0  # 1 while this rank is paused
         self._shown = shown.numpy()
         self._made = 0
         self._last = time.monotonic()
         self._in = in_neighbors
-        self._counts = dict.fromkeys(self._peers, 0)  # of the neighbors' exchanges, as last seen
-        self._seen = dict.fromkeys(self._peers, 0)  # this rank's own, when it saw the last of these
-        self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two of them
-        self._asked: dict[int, dist.Work] = {}  # for news that has not come yet
+        self._counts = dict.fromkeys(self._peers, 0)  # the neighbors' exchanges, as last seen
+        self._seen = dict.fromkeys(
+            self._peers, 0
+        )  # this rank's exchanges when it saw the neighbor's last one
+        self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two exchanges of the neighbor
+        self._asked: dict[int, dist.Work] = {}  # gets that have not completed yet
         self._passed_over: set[int] = set()
         _in_use.add(self)
 
     @property
     def is_paused(self) -> bool:
-        """Whether this rank takes no part now."""
+        """Whether this rank has paused."""
         return self._window.p > 0.0
 
     def takes_part(self, rank: int) -> bool:
-        """Whether a neighbor has not paused, as far as it has said."""
+        """Returns False if a neighbor has said that it paused."""
         return self._window.slot_p(rank) == 0.0
 
     def staleness(self) -> dict[int, int]:
@@ -111,10 +114,10 @@ class Pace:
         }
 
     def advance(self, made: int | None = None) -> None:
-        """Counts an exchange, once its data is on its way; a rank that has paused takes part again.
+        """Counts an exchange after its data was sent. A rank that had paused takes part again.
 
         Args:
-            made: How many there are now; by default one more.
+            made: The new number of exchanges; by default one more than before.
         """
         now = time.monotonic()
         if self._made:
@@ -129,9 +132,9 @@ class Pace:
         """Waits for neighbors that are too far behind; called before their values are used.
 
         Args:
-            max_staleness: The largest staleness that is not waited for; None for no bound.
-            patience: Where given, it bounds by how many exchanges a neighbor is behind, news or not, and nobody is
-                passed over: seconds after which that is an error.
+            max_staleness: The largest staleness at which this rank does not wait; None for no bound.
+            patience: If given, the bound applies to the number of exchanges that a neighbor is behind, even if the
+                neighbor makes progress, and no neighbor is passed over. It is an error after this number of seconds.
 
         Raises:
             torch.distributed.DistBackendError: A neighbor stays behind for `patience` seconds.
@@ -142,32 +145,32 @@ class Pace:
                     self._wait_for(rank, max_staleness, patience)
 
     def pause(self) -> None:
-        """Tells the neighbors not to wait for this rank until its next exchange; it may end then."""
+        """Tells the neighbors not to wait for this rank until its next exchange. The process may end after it."""
         self._say(paused=True)
 
     def catch_up(self) -> int:
-        """Counts as many exchanges as whoever of this rank and its neighbors has made most; returns how many."""
+        """Sets this rank's count to the largest count of its own and its neighbors', and returns it."""
         for rank in self._peers:
             self._look(rank, _QUIET_SECONDS)
         self._made = max([self._made, *self._counts.values()])
         return self._made
 
     def free(self) -> None:
-        """Ends it: no rank waits for this rank from now on. Collective among neighbors."""
+        """Frees the window; no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
         _in_use.discard(self)
         self._window.free(self._timeout)
 
     def _say(self, *, paused: bool) -> None:
         self._window.p = 1.0 if paused else 0.0
-        with contextlib.suppress(dist.DistBackendError):  # of a neighbor that is lost
+        with contextlib.suppress(dist.DistBackendError):  # a neighbor is lost
             peers = [(rank, 1.0) for rank in self._peers]
             self._window.put(
                 self._window.tensor, peers, with_p=True, skip_lost=True, timeout=self._timeout
             ).wait()
 
     def _look(self, rank: int, seconds: float) -> None:
-        """Gets news of a neighbor, if it comes within so many seconds; else the next look may find it."""
+        """Reads a neighbor's count. If the get does not complete in this time, the next call waits for it again."""
         asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)], timeout=self._timeout)
         deadline = time.monotonic() + seconds
         while not asked.is_completed():
@@ -177,7 +180,7 @@ class Pace:
             time.sleep(_FIRST_SLEEP)
         try:
             asked.wait()
-        except dist.DistBackendError:  # it is lost, or did not answer
+        except dist.DistBackendError:  # the neighbor is lost, or did not answer
             return
         count, longest = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
         if count > self._counts[rank]:
@@ -190,7 +193,7 @@ class Pace:
             most = patience
             if most is None:
                 most = min(max(_QUIET_SECONDS, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
-                if rank in self._passed_over:  # nothing is waited for, but its next exchange is noticed
+                if rank in self._passed_over:  # does not wait, but notices its next exchange
                     most = 0.0
             left = begin + most - time.monotonic()
             self._look(rank, max(left, 0.0))
@@ -208,4 +211,6 @@ class Pace:
                 )
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
-            self._last = time.monotonic()  # neighbors need not think that this rank's own steps are so long
+            self._last = (
+                time.monotonic()
+            )  # so that this wait does not count as the duration of this rank's exchange

@@ -1,4 +1,4 @@
-"""Ranges for a profiler and the timeline: when a model's forward pass runs, and when its gradients are computed."""
+"""Ranges for profilers and the timeline that show when forward passes run and when gradients are computed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from fogdist.timeline import timeline_end_activity, timeline_start_activity
 
 
 class PassMarks:
-    """Ranges of training passes in the trace of ``torch.profiler`` and in the timeline: one a forward pass, one from there to the step.
+    """Marks training passes in the trace of ``torch.profiler`` and in the timeline.
 
-    Operations of fog and the optimizer's step are in the trace by themselves.
+    One range covers the forward pass and one the time from its end to the step. Operations of fog and the optimizer's
+    step are in the trace in any case.
 
     Args:
         models: Their forward passes count in training mode with gradients enabled.

@@ -1,7 +1,7 @@
 """Training passes: whether a forward pass belongs to one, and the number of backward passes.
 
-One exchange every J passes covers accumulation (J backward passes, then one step) and local steps (J times a
-backward pass and a step) alike.
+An exchange every J passes covers gradient accumulation (J backward passes, then one step) as well as local steps (a
+backward pass and a step, J times).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fogdist.warn import warn_user
 
 
 def is_training_pass(module: Module) -> bool:
-    """Whether a forward pass of a module now is one that a step of its optimizer follows.
+    """Returns whether a forward pass of the module now would be a training pass.
 
-    It is in training mode with gradients enabled, outside of transforms of ``torch.func``.
+    A training pass runs in training mode with gradients enabled, outside of transforms of ``torch.func``.
     """
     return module.training and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
 
@@ -36,10 +36,10 @@ def warn_too_many_passes(kind: str, allowed: int) -> None:
 
 
 class BackwardPasses:
-    """Counts backward passes by the parameters' gradients.
+    """Counts backward passes by hooks on the parameters' gradients.
 
-    A pass is counted once however many parameters it reaches. A step() counts as a pass even if no gradient
-    came on this rank, so that a rank without data for one step still takes part in what the others do.
+    A pass counts once, regardless of the number of parameters that it reaches. A step() counts as a pass even without
+    gradients on this rank, so that a rank without data for one step still takes part in the exchange.
 
     Args:
         on_gradient: A bound method, called with each parameter whose gradient was accumulated, after counting
@@ -51,43 +51,43 @@ class BackwardPasses:
         self._since_last_step: dict[Tensor, int] = {}
         self._is_paused = False
         self._on_gradient = weakref.WeakMethod(on_gradient)
-        self._lock = threading.RLock()  # autograd has a thread for each device
+        self._lock = threading.RLock()  # autograd runs one thread per device
         self._hooks: dict[Tensor, RemovableHandle] = {}
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Counts the gradients of `parameters` too, where it does not yet."""
+        """Also counts the gradients of `parameters`, except those that it counts already."""
         for parameter in parameters:
             if parameter not in self._hooks:
                 self._hooks[parameter] = _hook(parameter, self)
 
     def passes_of(self, parameter: Tensor) -> int:
-        """Returns the passes since the last communication; since the last step, those of this parameter."""
+        """Returns the passes since the last communication. Since the last step, only this parameter's passes count."""
         return self._until_last_step + self._since_last_step.get(parameter, 0)
 
     @property
     def passes_of_step(self) -> int:
-        """All passes since the last communication if step() comes now."""
+        """The number of passes since the last communication if step() is called now."""
         return self._until_last_step + max(1, max(self._since_last_step.values(), default=0))
 
     def count_step(self) -> int:
-        """Closes the passes of one step() and returns all passes since the last communication."""
+        """Counts a step() and returns the number of passes since the last communication."""
         self._until_last_step = self.passes_of_step
         self._since_last_step.clear()
         return self._until_last_step
 
     def reset(self) -> None:
-        """Starts from zero: a communication was done."""
+        """Sets the number of passes to 0 after a communication."""
         self._until_last_step = 0
         self._since_last_step.clear()
 
     def stop(self) -> None:
-        """Takes the hooks off the parameters; nothing is counted any more."""
+        """Removes the hooks from the parameters and stops counting."""
         _remove(self._hooks)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts nothing inside."""
+        """Stops counting within a block."""
         self._is_paused = True
         try:
             yield
@@ -105,7 +105,7 @@ class BackwardPasses:
 
 
 def _hook(parameter: Tensor, counter: BackwardPasses) -> RemovableHandle:
-    # The parameter outlives its optimizer: its hook must not keep the optimizer alive.
+    # The parameter may outlive its optimizer, so its hook must not keep the optimizer alive.
     reference = weakref.ref(counter)
 
     def count(accumulated: Tensor) -> None:

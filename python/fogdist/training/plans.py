@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 TopologyLike: TypeAlias = "nx.DiGraph | Topology | None"
 
-# What ranks compare of a topology at most, and what is kept of it: an endless topology is a function of t
-# that differs early or not at all, and periods are mostly a few rounds.
+# The most rounds of a topology that ranks compare and that are cached. Periods are mostly a few rounds, and endless
+# topologies that differ usually differ in an early round.
 _COMPARED_ROUNDS = 64
 _KEPT_PLANS = 1024
 
@@ -27,7 +27,7 @@ class Plans:
 
     Args:
         topology: A graph, whose weights are used and must sum to 1 at each receiver; or one graph a round; or
-            None for whatever the group's topology is when a round is asked for.
+            None for the group's topology at the time of each round.
         context: The group.
         argument: The user's name of `topology`.
 
@@ -48,7 +48,7 @@ class Plans:
             raise ValueError(
                 f"{argument} must have as many nodes as ranks, {context.size}, got {self.topology.size}"
             )
-        # A short sequence comes again and again: what a rank does in its rounds is worked out once.
+        # Short sequences repeat often, so the plan of each round is computed once.
         self._plans: dict[tuple[int, bool], NeighborPlan] = {}
 
     def items(self) -> list[str]:
@@ -72,8 +72,8 @@ class Plans:
     def push_plan(self, t: int) -> NeighborPlan:
         """Returns this rank's sums of push-sum in round t.
 
-        The rank keeps and sends equal shares, which add up to 1. A topology says whom it sends to; its
-        weights, which are those of receivers, do not count here.
+        The rank keeps and sends equal shares, which add up to 1. A topology defines only the ranks to
+        send to. Its weights are those of receivers and do not count here.
         """
         if self.topology is None:
             static = self.context.topology
@@ -110,7 +110,7 @@ class Plans:
 
 
 def as_topology(value: TopologyLike, argument: str) -> Topology | None:
-    """Returns a graph as a topology that has it in all rounds, and others as they are.
+    """Returns a graph as a topology that has it in all rounds, and topologies and None unchanged.
 
     Raises:
         TypeError: Neither a graph nor a topology nor None, or a weight not a real number.
@@ -127,10 +127,10 @@ def as_topology(value: TopologyLike, argument: str) -> Topology | None:
 
 
 def topology_of(context: Context) -> Topology:
-    """Returns the topology that the group has now, with the weights that its exchanges have.
+    """Returns the group's current topology, with the weights that its exchanges use.
 
     Raises:
-        ValueError: It was set with weights that do not sum to 1 at a rank.
+        ValueError: Its weights do not sum to 1 at a rank.
     """
     graph = context.topology.graph
     return Topology.from_graph(

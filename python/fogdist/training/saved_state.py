@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from fogdist.shards import local_of, sharded_as
 
-# What a state dict holds of an algorithm stands beside what the optimizer keeps, under names that begin so.
+# The prefix of the names under which a state dict has the algorithm's state, next to the optimizer's own entries.
 _PREFIX = "fog_"
 _NAME = f"{_PREFIX}algorithm"
-# Holds state of parameters for which the optimizer has none, by name and by the parameter's place. It is kept apart
-# because an optimizer such as Adam makes its own state only for parameters without any.
+# The entry for parameters without optimizer state; it is keyed by name and by the parameter's index. It is separate
+# because an optimizer such as Adam initializes its state only for parameters whose state is empty.
 _APART = f"{_PREFIX}apart"
 
 
@@ -32,7 +32,7 @@ def save_state(
         optimizer: The optimizer.
         algorithm: The algorithm's name.
         pieces: The tensors that the algorithm keeps for each parameter, by name.
-        numbers: The numbers that it keeps.
+        numbers: The numbers that the algorithm keeps.
     """
     state = {key: dict(value) if isinstance(value, dict) else value for key, value in saved["state"].items()}
     apart: dict[str, dict[str, Tensor]] = {}
@@ -41,7 +41,7 @@ def save_state(
         if saved["state"].get(key):
             state[key].update({_PREFIX + name: piece for name, piece in own.items()})
         elif own:
-            state[key] = {}  # torch.distributed.checkpoint wants an entry of each
+            state[key] = {}  # torch.distributed.checkpoint needs an entry for each parameter
             for name, piece in own.items():
                 apart.setdefault(name, {})[str(place)] = piece
     groups = [dict(group) for group in saved["param_groups"]]
@@ -56,13 +56,13 @@ def load_state(
     """Loads the optimizer's part of a state dict, and returns the algorithm's part.
 
     Args:
-        state_dict: Of `save_state`, or of a plain optimizer.
+        state_dict: A state dict from `save_state` or of a plain optimizer.
         optimizer: The optimizer.
         algorithm: The algorithm's name.
-        names: The names of the tensors that it keeps for each parameter.
+        names: The names of the tensors that the algorithm keeps for each parameter.
 
     Returns:
-        By name, copies of what is kept of each parameter, as far as there is something; and the numbers.
+        Copies of the tensors of each parameter that has any, by name; and the numbers.
 
     Raises:
         ValueError: The state dict is another algorithm's, or as `load_state_dict` of the optimizer.
@@ -75,7 +75,7 @@ def load_state(
         )
     apart = numbers.pop(_APART, {})
     state = {key: _without_prefix(value) for key, value in state_dict["state"].items()}
-    # A parameter of which only the algorithm knew something has no state for the optimizer.
+    # Parameters for which only the algorithm had state must have no entry in the optimizer's state.
     state = {key: value for key, value in state.items() if value or not isinstance(value, dict)}
     optimizer.load_state_dict(
         {**state_dict, "state": state, "param_groups": [_without_prefix(group) for group in groups]}

@@ -1,4 +1,4 @@
-"""Steps of a gradient scaler: each is made, whether gradients overflowed or not, as neighbors wait for its exchange."""
+"""Gradient scalers: makes them call `step` even after an overflow, because neighbors wait for the exchange in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Whether a scaler leaves scale and overflow to the optimizer, and where it puts them then.
+# The attribute by which an optimizer asks a scaler to leave unscaling to it, and the attributes that the scaler then
+# sets.
 _SUPPORT = "_step_supports_amp_scaling"
 _MARKS = ("grad_scale", "found_inf")
 
@@ -22,7 +23,7 @@ def unscale(optimizer: Optimizer, scale: Tensor) -> None:
         for gradient in gradients:
             gradient.mul_(1.0 / float(scale))
         return
-    # As torch's scaler does. The host waits for nothing.
+    # The arithmetic of torch's scaler, without waiting for the device.
     inverse = scale.double().reciprocal().float()
     of_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
@@ -33,12 +34,12 @@ def unscale(optimizer: Optimizer, scale: Tensor) -> None:
 
 
 class ScaledSteps:
-    """Makes a ``torch.amp.GradScaler`` call `step` in any case; a step after an overflow moves nothing.
+    """Makes a ``torch.amp.GradScaler`` always call `step`. A step after an overflow does not change parameters.
 
-    A scaler leaves out the step of a rank whose gradients overflowed, unless the optimizer says that it sees
-    to that: then it leaves scale and overflow in attributes of the optimizer, which here are taken away while
-    the step lasts. So the rank leaves out its own update, and still takes part in what its neighbors
-    do. An optimizer that says so by itself, as fused ones do, is left alone.
+    A scaler skips the step of a rank whose gradients overflowed, unless the optimizer declares that it handles
+    overflows itself. Then the scaler stores scale and overflow in attributes of the optimizer, which this class removes
+    during the step. So the rank skips its own update but still takes part in the exchange with its neighbors.
+    Optimizers that declare it themselves, such as fused ones, are left as they are.
 
     Args:
         optimizer: The optimizer that makes the steps; not kept alive.
@@ -54,7 +55,7 @@ class ScaledSteps:
 
     def begin(self) -> None:
         """Call it before a step: unscales gradients, or hides them from the step if they overflowed."""
-        self._marks, self._gradients = {}, []  # of a step that raised, if there are any: others are there now
+        self._marks, self._gradients = {}, []  # drops those of a step that raised
         optimizer = self._optimizer()
         if not self._is_on or optimizer is None:
             return
@@ -62,7 +63,7 @@ class ScaledSteps:
         self._marks = {name: members.pop(name) for name in _MARKS if name in members}
         scale, overflow = self._marks.get("grad_scale"), self._marks.get("found_inf")
         if overflow is not None and float(overflow) != 0:
-            # What has no gradient is not updated, whatever algorithm it is.
+            # No optimizer updates a parameter without a gradient.
             self._gradients = [
                 (parameter, parameter.grad)
                 for group in optimizer.param_groups
@@ -75,7 +76,7 @@ class ScaledSteps:
             unscale(optimizer, scale)
 
     def end(self) -> None:
-        """Call it after a step: gradients and the scaler's attributes are there again."""
+        """Call it after a step: restores the gradients and the scaler's attributes."""
         marks, self._marks = self._marks, {}
         gradients, self._gradients = self._gradients, []
         optimizer = self._optimizer()
@@ -85,7 +86,7 @@ class ScaledSteps:
             parameter.grad = gradient
 
     def remove(self) -> None:
-        """Leaves the optimizer as it was."""
+        """Restores the optimizer as it was."""
         optimizer = self._optimizer()
         if self._is_on and optimizer is not None:
             vars(optimizer).pop(_SUPPORT, None)

@@ -1,7 +1,7 @@
-"""What is done around an optimizer's steps, by hooks of them: once a step, however many `step` methods are in it.
+"""Hooks that run exactly once before and after each step of an optimizer, even if its `step` calls another `step`.
 
-torch puts hooks into the `step` of every class that it makes an optimizer of. So they are called twice where
-the `step` of a class calls that of its base class, of which there is an optimizer too.
+torch wraps `step` of every class of which an optimizer is made so that it calls the hooks. They would run twice if the
+`step` of a class calls that of its base class and an optimizer of the base class exists too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def hook_steps(
     before: Callable[[tuple[Any, ...], dict[str, Any]], Any],
     after: Callable[[], None],
 ) -> list[RemovableHandle]:
-    """Has functions called before and after each step of an optimizer, not around steps inside of a step.
+    """Registers functions to call before and after each step of an optimizer, but not around steps within a step.
 
     Args:
         optimizer: The optimizer that makes the steps.
-        before: Given the positional and the keyword arguments of the step, the optimizer first; returns None
-            or others, as a tuple of both.
-        after: Not called for a step that raises.
+        before: Called with the positional and the keyword arguments of the step, the optimizer first. Returns None, or
+            a tuple of both to replace them.
+        after: Called after the step, unless it raises.
 
     Returns:
         The hooks' handles.
@@ -36,7 +36,7 @@ def hook_steps(
     def before_step(stepped: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal depth
         if depth > 0 and not _is_within_step(stepped, sys._getframe(1)):
-            depth = 0  # a step has raised, and its hook after it was not called
+            depth = 0  # an earlier step raised, so that its second hook was not called
         depth += 1
         return before(args, kwargs) if depth == 1 else None
 
@@ -50,22 +50,22 @@ def hook_steps(
 
 
 def replace_step(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Any:
-    """Makes a step in place of the optimizer's own: with its hooks around it, and counted by schedulers.
+    """Makes a step in place of the optimizer's own, with the optimizer's hooks, and counted by schedulers.
 
     Args:
-        optimizer: The optimizer that does not make its step.
-        step: Given the optimizer.
+        optimizer: The optimizer, whose own step is not made.
+        step: The step to make, called with the optimizer.
 
     Returns:
-        What `step` returns.
+        The result of `step`.
     """
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        vars(optimizer)["_opt_called"] = True  # as a scheduler's own wrapper of `step` does
+        vars(optimizer)["_opt_called"] = True  # a scheduler's wrapper of `step` sets the same mark
     return Optimizer.profile_hook_step(step)(optimizer)
 
 
 def _is_within_step(optimizer: Optimizer, caller: FrameType) -> bool:
-    """Whether torch's function around `step` that calls hooks is in progress for the optimizer already."""
+    """Returns whether torch's wrapper of `step` that calls hooks is running for this optimizer already."""
     frame = caller.f_back
     while frame is not None:
         if frame.f_code is caller.f_code and frame.f_locals.get("self") is optimizer:

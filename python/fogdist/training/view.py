@@ -79,21 +79,21 @@ class DistributedOptimizer(Optimizer):
     """Base of the distributed optimizers; made by `wrap` only.
 
     Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All
-    others are read from, written to and deleted in the wrapped optimizer. An optimizer that has one of the view's
-    when it is wrapped is refused: its own methods, called on the view, would get the view's.
+    others are read from, written to and deleted in the wrapped optimizer. An optimizer that already has an attribute of
+    such a name is refused: its own methods, called on the view, would read the view's attribute.
 
-    Frameworks wrap a view in turn, in an object of a class that they derive from the view's (Lightning does), so
-    the methods here run on it too. What it writes is its own, but for what lives in the view.
+    Frameworks such as Lightning wrap a view in an object of a class that they derive from the view's class, so the
+    methods here run on that object too. Attributes that it sets are its own, except those that live in the view.
     """
 
-    # What subclasses declare, with or without a value.
+    # The names that subclasses declare, with or without a value.
     _fog_declared: ClassVar[frozenset[str]] = frozenset()
-    # Written by learning-rate schedulers, which put a counter around `step` of the optimizer they are given.
+    # Set by learning-rate schedulers, which wrap `step` of their optimizer in a counter.
     _scheduler_marks: ClassVar[frozenset[str]] = frozenset({"step", "_opt_called"})
-    # Written by gradient scalers; an optimizer that does not know them must not see them.
+    # Set by gradient scalers. An optimizer that does not support them must not see them.
     _scaler_marks: ClassVar[frozenset[str]] = frozenset({"grad_scale", "found_inf"})
 
-    _fog_view: ClassVar[weakref.ref[DistributedOptimizer]]  # of its class, so that of wrappers' classes too
+    _fog_view: ClassVar[weakref.ref[DistributedOptimizer]]  # wrappers' derived classes have it too
     _fog_wrapped: Optimizer
     _fog_models: tuple[Module, ...]
     _fog_names: dict[Tensor, str]
@@ -110,7 +110,7 @@ class DistributedOptimizer(Optimizer):
         cls._fog_declared = frozenset(declared).union(*inherited)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is found neither in the view nor in its classes.
+        # Called only for attributes that neither the view nor its classes have.
         if name in _RENAMED:
             return getattr(self, _RENAMED[name])
         view = self._fog_view()
@@ -195,7 +195,7 @@ class DistributedOptimizer(Optimizer):
         return loss
 
     def _fog_give_up(self) -> None:
-        """Lets another owner have the parameters. A subclass ends what it has hung on the model, too."""
+        """Releases the parameters to another owner. A subclass also removes its hooks from the model."""
         self._fog_is_replaced = True
         self.turn_off_timeline()
 
@@ -207,13 +207,13 @@ class DistributedOptimizer(Optimizer):
             )
 
     def _fog_holder(self, name: str) -> Optimizer:
-        """Which object an attribute is written to: this one, the view that it wraps, or what the view wraps."""
+        """Returns the object to write an attribute to: this one, the view that it wraps, or the user's optimizer."""
         view = self._fog_view()
-        assert view is not None  # whatever wraps it holds it
+        assert view is not None  # an object that wraps the view keeps it alive
         if view is self:
             return self if self._is_own(name) else self._fog_wrapped
         for copied in [each for each in vars(self) if self._fog_is_declared(each)]:
-            del vars(self)[copied]  # a wrapper that takes over attributes would see this one as it was then
+            del vars(self)[copied]  # a wrapper that copies attributes would otherwise see an outdated value
         return view if self._fog_is_declared(name) or name in self._scaler_marks else self
 
     def _is_own(self, name: str) -> bool:
@@ -225,19 +225,19 @@ class DistributedOptimizer(Optimizer):
         return name.startswith("_fog") or name in self._fog_declared
 
     def _fog_local_step(self, *arguments: Any, **options: Any) -> Any:
-        """The wrapped optimizer's own step, in the way in which a gradient scaler wants it if that has called.
+        """Makes the wrapped optimizer's own step; called by a gradient scaler, it unscales, or skips after an overflow.
 
         Args:
-            *arguments, **options: Its arguments.
+            *arguments, **options: The arguments of the step.
         """
         return None if self._fog_unscale() else self._fog_wrapped.step(*arguments, **options)
 
     def _fog_unscale(self) -> bool:
-        """Divides gradients by a gradient scaler's scale, if one has called; returns whether they overflowed.
+        """Divides gradients by the scale of a gradient scaler, if one called `step`. Returns whether they overflowed.
 
-        A scaler leaves its scale and whether gradients overflowed in attributes where an optimizer says
-        ``_step_supports_amp_scaling``. So a rank whose gradients did not survive skips its own update only, and
-        its neighbors, whose gradients did, still hear from it.
+        A scaler stores scale and overflow in attributes of an optimizer that has ``_step_supports_amp_scaling``, and
+        always calls `step`. So a rank whose gradients overflowed skips only its own update and still sends to its
+        neighbors.
         """
         scale, overflow = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         if scale is not None:
@@ -246,7 +246,7 @@ class DistributedOptimizer(Optimizer):
 
     @contextmanager
     def _fog_scaler_forgotten_on_error(self) -> Iterator[None]:
-        """Around a step: a scaler multiplies its next scale by one that is still there."""
+        """Removes a scaler's attributes if the block raises; the scaler would multiply the next scale by them."""
         try:
             yield
         except BaseException:
@@ -254,7 +254,7 @@ class DistributedOptimizer(Optimizer):
             raise
 
     def _fog_forget_scaler(self) -> None:
-        """Removes what a gradient scaler has left: it does so itself only where `step` returns."""
+        """Removes the attributes of a gradient scaler, which removes them itself only if `step` returns."""
         for mark in self._scaler_marks:
             if hasattr(self, mark):
                 delattr(self, mark)
@@ -300,7 +300,7 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     held = names(models)
     check_ownership(optimizer, held)
     kind = type(optimizer)
-    # Named as the user's class, which is what its repr and logs should say.
+    # It has the name of the user's class, which its repr and logs should show.
     body = {"__module__": view.__module__, "__doc__": view.__doc__}
     made: type[_View] = type(kind.__name__, (view, kind), body)
     distributed = object.__new__(made)  # without the __init__ of the user's class
@@ -316,10 +316,10 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
 
 
 def _hidden(view: type[DistributedOptimizer], optimizer: Optimizer) -> list[str]:
-    """The attributes of an optimizer, of its own or its classes', that `view` would hide from its users and methods."""
+    """Returns the attributes of an optimizer or its classes that `view` would hide from its users and methods."""
     own = set(vars(optimizer)).union(*(vars(base) for base in type(optimizer).__mro__))
     ours = view._fog_declared.union(*(vars(base) for base in view.__mro__))
-    # What torch gives every optimizer is what a view is there to override.
+    # A view is meant to override the attributes that every torch optimizer has.
     expected = {*dir(Optimizer), "_step_supports_amp_scaling"}
     return sorted(name for name in own & ours - expected if not name.startswith("__"))
 
@@ -328,8 +328,8 @@ def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Ma
     """Returns whether a call of `step` would only make an optimizer's state.
 
     ``torch.distributed.checkpoint`` makes such a call, ``step(closure=None)``, on an optimizer without state that
-    it saves or loads, with learning rates and gradients of zero. It is no step of the training, and may be one
-    rank's alone: nothing must be exchanged.
+    it saves or loads, with learning rates and gradients of zero. It is not a training step, and other ranks may not
+    make it, so it must not exchange anything.
 
     Args:
         optimizer: A plain optimizer.
@@ -347,7 +347,7 @@ def closure_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[
     """Returns the closure that `step` was called with, None for none, and its other options.
 
     Raises:
-        TypeError: There are other arguments without a name.
+        TypeError: There are other positional arguments.
     """
     if len(arguments) + ("closure" in options) > 1:
         raise TypeError(
@@ -359,7 +359,7 @@ def closure_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[
 
 
 def reject_lbfgs(optimizer: Optimizer) -> None:
-    """Raises ValueError for an LBFGS, whose step evaluates its closure as often as it likes on each rank."""
+    """Raises ValueError for an LBFGS, whose step evaluates its closure a different number of times on each rank."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "optimizer must evaluate its closure once a step, got an LBFGS, which evaluates it several "

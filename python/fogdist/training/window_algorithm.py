@@ -18,7 +18,8 @@ from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 from fogdist.windows import Window
 
-# Of these an algorithm has some; the others would change nothing, so they raise.
+# The attributes that users may set. An algorithm uses some; setting one of the others raises, as it would have no
+# effect.
 _ATTRIBUTES = WEIGHTS | {"skip_lost"}
 
 
@@ -59,7 +60,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     warns_apart: ClassVar[bool] = False
     counts_passes: ClassVar[bool] = True
     zero_init: ClassVar[bool] = False
-    """Whether slots start as zeros; else as the parameters."""
+    """Whether slots start as zeros; otherwise they start as the parameters."""
 
     force_barrier: bool = setting(False)
     max_staleness: int | None = setting(MAX_STALENESS)
@@ -97,7 +98,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
                 self._pace = Pace(self.context, self._prefix, *neighbors)
         self.hook_forward("after forward")
 
-    # --- what a subclass says ---
+    # --- for subclasses to override ---
 
     def send(self, window: Window) -> int:
         """Begins the exchange of one window; returns its handle."""
@@ -110,7 +111,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     def check_weights(self) -> None:
         """Raises ValueError or TypeError for weights that `send` or `take` would refuse."""
 
-    # --- what users call ---
+    # --- for users to call ---
 
     def unregister_window(self) -> None:
         """Frees the windows and takes the algorithm off the model; collective.
@@ -122,7 +123,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
                 same.
         """
         if self._pace is not None:
-            self._pace.pause()  # neighbors need not wait for this rank while it waits for them
+            self._pace.pause()  # so that neighbors do not wait for this rank while it waits for them
         for hook in self._hooks:
             hook.remove()
         error = self._wait()
@@ -141,7 +142,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             raise error
 
     def _fog_give_up(self) -> None:
-        """Ends the windows, too, each rank for itself: ranks agreed that this is over, and nobody sends any more."""
+        """Also closes the windows without waiting: ranks have agreed on the new owner, so no rank sends any more."""
         super()._fog_give_up()
         for handle in self._handles:
             handles().forget(handle)
@@ -160,7 +161,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             return
         missing = [parameter for parameter in self._trained()[0] if parameter not in self.buckets]
         names = [self._fog_names[parameter] for parameter in missing]
-        # By these the layout of the buckets is the same, too.
+        # If these items are the same on all ranks, the layout of the buckets is too.
         items = [
             f"{name!r}: {signature_of(local_of(each))}" for name, each in zip(names, missing, strict=True)
         ]
@@ -191,10 +192,10 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self.buckets.reattach()
 
     def begin(self) -> None:
-        """Sends, or asks for, the values of this round."""
+        """Sends or requests the values of this round."""
         self.check_weights()  # before anything is sent, and before a barrier that others would wait in
         if self.force_barrier:
-            # All have ended their last exchange: what is sent now cannot get into it.
+            # All ranks have completed the previous exchange, so values that are sent now cannot get into it.
             barrier(group=self._group)
         for window in self.windows:
             self._handles.append(self.send(window))
@@ -202,7 +203,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self._pace.advance()
 
     def finish(self) -> None:
-        """Waits for it, and takes the received values."""
+        """Waits for the round's exchange and takes the received values."""
         self.keep_pace()
         self.take_all()
 
@@ -212,7 +213,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         if error is not None:
             raise error
         if self.force_barrier:
-            barrier(group=self._group)  # all have been sent
+            barrier(group=self._group)  # all ranks have sent their values
         self.buckets.reattach()
         for window in self.windows:
             self.take(window)
@@ -232,16 +233,16 @@ class WindowAlgorithm(OverlappingAlgorithm):
         super().__setattr__(name, value)
 
     own_weights: ClassVar[frozenset[str]] = frozenset()
-    """Which of the attributes that users set before an exchange it has."""
+    """The attributes that users set before an exchange and that this algorithm uses."""
 
     def _open(self) -> None:
-        """Makes windows of the buckets that have none."""
+        """Makes windows for the buckets that have none."""
         for number, flat in list(enumerate(self.buckets.flats))[len(self.windows) :]:
             window = Window(flat, self._group, name=f"{self._prefix}.{number}", zero_init=self.zero_init)
             self.windows.append(window)
 
     def _wait(self) -> RuntimeError | None:
-        """Waits for what was begun, all of it; returns the first error."""
+        """Waits for all operations in flight and returns the first error."""
         handles, self._handles = self._handles, []
         error = None
         for handle in handles:

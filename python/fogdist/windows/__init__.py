@@ -1,7 +1,7 @@
 """One-sided windows: memory of each rank that its neighbors write to and read without the rank's cooperation.
 
-`window` has the object, `named` the functions of BlueFog that use it. docs/windows.md describes the promises when ranks
-race.
+`window` defines the object, and `named` BlueFog's functions, which use it. docs/windows.md describes the guarantees for
+concurrent operations.
 """
 
 from __future__ import annotations

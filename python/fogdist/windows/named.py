@@ -1,8 +1,8 @@
-"""The window operations of BlueFog: windows by name. Each is thin over `fogdist.Window`.
+"""The window operations of BlueFog, which take windows by name. Each is a thin layer over `fogdist.Window`.
 
-Every function takes the keyword `group`: by default the group of `init`. Names are those of one group's
-windows. Operations that end in "_nonblocking" return a handle for `win_wait` and `win_poll`, or for
-`fogdist.wait` and `fogdist.poll`: windows and collectives share them.
+Every function takes the keyword `group`, by default the group of `init`. A name refers to a window of that group.
+Operations that end in "_nonblocking" return a handle for `win_wait` and `win_poll`, or for `fogdist.wait` and
+`fogdist.poll`, because windows and collectives share their handles.
 
 The weight of push-sum, p, travels with puts and accumulates and is combined by updates of all windows while
 `turn_on_win_ops_with_associated_p` is in effect.
@@ -25,14 +25,14 @@ _with_p = False
 
 
 class UnknownWindowError(KeyError, ValueError):
-    """A name that no open window of the group has.
+    """No open window of the group has this name.
 
     It is a ValueError, as every bad argument value in fogdist, and a KeyError too because some of BlueFog's
     functions raised that.
     """
 
     def __str__(self) -> str:
-        return str(self.args[0])  # a KeyError would show it in quotes
+        return str(self.args[0])  # a KeyError would show the message in quotes
 
 
 def win_create(
@@ -48,7 +48,7 @@ def win_create(
         group: The group of ranks; by default that of `init`.
 
     Returns:
-        True; False, and nothing is done, if the group has a window of this name.
+        True; False if the group has a window of this name already, in which case nothing is done.
 
     Raises:
         TypeError: As `Window`.
@@ -64,7 +64,7 @@ def win_create(
 
 
 def win_free(name: str | None = None, *, group: dist.ProcessGroup | None = None) -> bool:
-    """Frees a window, or all of the group; collective: it waits until the neighbors do so too.
+    """Frees a window, or all windows of the group. Collective: it waits until the neighbors free it too.
 
     Args:
         name: By default all windows, in the order in which they were made.
@@ -113,7 +113,7 @@ def neighbor_win_put(
         ValueError: No window has this name; another shape or dtype than the window's; ranks that are not
             out-neighbors; a weight that is not finite; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a neighbor was lost or did not
-            answer; the group goes on. If it was known to be lost, nothing was sent to anybody.
+            answer; the group can still be used. If it was known to be lost, nothing was sent.
     """
     _window(name, group).put(
         tensor,
@@ -163,7 +163,7 @@ def neighbor_win_accumulate(
 ) -> bool:
     """Adds weighted tensors to this rank's slots at its out-neighbors; otherwise as `neighbor_win_put`.
 
-    Every addition is in exactly one of the owner's updates with `reset`, with the mutex or without.
+    Every addition is in exactly one of the owner's updates with `reset`, with or without the mutex.
     """
     _window(name, group).accumulate(
         tensor,
@@ -365,7 +365,7 @@ def win_lock(name: str, *, group: dist.ProcessGroup | None = None) -> AbstractCo
 
 
 def get_win_version(name: str, *, group: dist.ProcessGroup | None = None) -> dict[int, int]:
-    """Returns {in-neighbor: how many puts and gets its slot here has taken since the last `win_update`}.
+    """Returns {in-neighbor: number of puts and gets into its slot on this rank since the last `win_update`}.
 
     Accumulates do not count.
 
@@ -391,10 +391,10 @@ def win_associated_p(name: str, *, group: dist.ProcessGroup | None = None) -> fl
 
 
 def turn_on_win_ops_with_associated_p() -> None:
-    """Has puts, accumulates and updates of all windows treat p as they treat the tensor, from now on.
+    """Makes puts, accumulates and updates of all windows treat p like the tensor from now on.
 
-    A share of p goes along with each share of the tensor, in one piece, so that the sums over all ranks of the
-    two change alike, and ``tensor / p`` goes to the average on every rank of a strongly connected topology
+    A share of p is sent atomically with each share of the tensor, so that the sums of both over all ranks change
+    alike, and ``tensor / p`` converges to the average on every rank of a strongly connected topology
     (push-sum: Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", FOCS 2003).
     """
     global _with_p
@@ -402,7 +402,7 @@ def turn_on_win_ops_with_associated_p() -> None:
 
 
 def turn_off_win_ops_with_associated_p() -> None:
-    """Has window operations leave p as it is, as at first."""
+    """Makes window operations leave p unchanged, which is the default."""
     global _with_p
     _with_p = False
 

@@ -26,7 +26,7 @@ from fogdist.topology.validation import check_flags
 if TYPE_CHECKING:
     from fog_pg import _C
 
-# Ranks with weights, as callers give them; ranks alone weigh 1.
+# Ranks with weights, as callers pass them. Ranks without weights have the weight 1.
 Weights = Iterable[SupportsIndex] | Mapping[int, float]
 
 
@@ -99,15 +99,15 @@ class Window:
         neighbors = sorted({*self._in, *self._out})
         self._transports = {rank: self._window.transport_to(rank) for rank in neighbors}
         self._closed_because = ""
-        # The dict of all contexts that the group will have, see fogdist.init.
+        # All contexts that the group gets by calls of fogdist.init share this dict.
         self._windows = context.windows
         self._windows[name] = self
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that it was made of."""
+        """The tensor that the window was made of."""
         return self._tensor
 
     @property
@@ -122,16 +122,18 @@ class Window:
 
     @property
     def out_neighbors(self) -> list[int]:
-        """Ranks that this one writes to; ascending."""
+        """The ranks that this one writes to, in ascending order."""
         return list(self._out)
 
     @property
     def transport(self) -> str:
-        """How this rank's operations reach its neighbors; `transports` has it for each of them.
+        """How this rank's operations reach its neighbors; `transports` lists each neighbor.
 
-        Of a tensor on the CPU: "shared memory" if this rank has mapped all neighbors' memory; for neighbors on other
-        hosts "rma" where the network writes and reads there by itself, else "messages", also where the system refused;
-        with " and " between where they differ. Of a device: "staged", through host memory.
+        For a tensor on the CPU: "shared memory" if this rank has mapped the memory of all neighbors; for neighbors on
+        other hosts "rma" if the network itself reads and writes there, otherwise "messages". "messages" also stands for
+        neighbors whose memory the system refused to map. Different transports are joined by " and ". For a tensor on a
+        device:
+        "staged", which means through host memory.
         """
         return self._transport
 
@@ -142,7 +144,7 @@ class Window:
 
     @property
     def p(self) -> float:
-        """This rank's weight of push-sum, 1.0 at first. It travels where an operation is called `with_p`."""
+        """This rank's weight of push-sum, 1.0 at first. Operations with `with_p` send it."""
         return self._open().p
 
     @p.setter
@@ -150,7 +152,7 @@ class Window:
         self._open().p = check_weight(p, "p")
 
     def version(self, rank: int) -> int:
-        """Returns how many puts and gets the slot of an in-neighbor has taken since the last `update`.
+        """Returns the number of puts and gets into the slot of an in-neighbor since the last `update`.
 
         Raises:
             ValueError: `rank` is not an in-neighbor.
@@ -262,10 +264,10 @@ class Window:
         skip_lost: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
-        """Overwrites slots here with the weighted tensors of in-neighbors; their versions rise by one.
+        """Overwrites slots of this rank with the weighted tensors of in-neighbors; their versions increase by one.
 
-        No half-done `update` is seen, but other arithmetic on the neighbor's tensor is, as it goes on, unless
-        the neighbor holds the mutex meanwhile and this has `require_mutex`.
+        It never reads a half-done `update`. It may read a part of other changes to the neighbor's tensor, unless the
+        neighbor holds the mutex during the change and this call has `require_mutex`.
 
         Args:
             src_weights: {in-neighbor: weight}, or in-neighbors that all weigh 1; by default all of them.
@@ -291,7 +293,7 @@ class Window:
         """Starts `get` and returns its handle."""
         return handles().add(self._get(src_weights, require_mutex, skip_lost, timeout), _true)
 
-    # --- this rank's own part ---
+    # --- local operations ---
 
     def update(
         self,
@@ -310,12 +312,11 @@ class Window:
             self_weight: Weight of this rank's tensor. By default the plain mean of the tensor and all slots,
                 or the weights of the topology if it was set with `is_weighted`.
             neighbor_weights: {in-neighbor: weight}; given exactly if `self_weight` is. Slots that it leaves out
-                do not count. Neighbors may be lost: their slots are here.
-            reset: True to take the values out of these slots, which are zeros afterwards, and their p if
-                `with_p`.
-            clone: True to return a new tensor and leave the window's as it is.
-            require_mutex: True to hold the mutexes of these slots meanwhile: it waits for neighbors that hold
-                them over several operations of their own.
+                do not count. Neighbors may be lost, because their slots are in this rank's memory.
+                reset: True to leave zeros in these slots, and also in their p if `with_p`.
+                clone: True to return a new tensor and not to change the window's tensor.
+                require_mutex: True to hold the mutexes of these slots during the operation. It waits for neighbors that
+                    hold them over several operations.
             with_p: True to combine p by the same weights.
             timeout: For mutexes, and for a neighbor that reads the tensor; by default the group's.
 
@@ -348,7 +349,7 @@ class Window:
     def collect(
         self, *, require_mutex: bool = False, with_p: bool = False, timeout: timedelta | None = None
     ) -> Tensor:
-        """Adds all slots to the tensor and leaves zeros there: `update` with weights of 1 and `reset`."""
+        """Adds all slots to the tensor and leaves zeros in the slots: `update` with weights of 1 and `reset`."""
         return self._update(1.0, self._all_in, True, False, require_mutex, with_p, timeout)
 
     @contextlib.contextmanager
@@ -395,7 +396,7 @@ class Window:
         with self._holding(sorted({*self._in, *self._out}), True, timeout):
             yield
 
-    # --- its end ---
+    # --- end of the window ---
 
     def free(self, *, timeout: timedelta | None = None) -> None:
         """Closes the window when all neighbors have called it; collective. Does nothing if the window is closed.
@@ -418,9 +419,9 @@ class Window:
         window.free() if timeout is None else window.free(timeout)
 
     def abandon(self, reason: str) -> None:
-        """Closes the window without waiting for anybody.
+        """Closes the window without waiting for other ranks.
 
-        What neighbors of this host still write to it goes nowhere, and on other hosts is an error there.
+        Later writes of neighbors on this host have no effect; on other hosts, they are an error of the writer.
 
         Args:
             reason: The event that ended it, for messages: "was ...".
@@ -468,7 +469,7 @@ class Window:
         data = dense(tensor)
         if not type(require_mutex) is type(with_p) is type(skip_lost) is bool:
             check_flags(require_mutex=require_mutex, with_p=with_p, skip_lost=skip_lost)
-        if isinstance(self_weight, dict):  # where dst_weights was before BlueFog 0.2.2
+        if isinstance(self_weight, dict):  # the position of dst_weights before BlueFog 0.2.2
             raise TypeError(f"self_weight must be a real number, got {self_weight!r}: is it dst_weights?")
         keeps = check_weight(self_weight, "self_weight")
         destinations = self._all_out
@@ -517,11 +518,11 @@ class Window:
     def _peers(
         self, weights: Weights, neighbors: Sequence[int], argument: str, what: str
     ) -> list[tuple[int, float]]:
-        """Returns neighbors with weights, ascending: how sums are rounded does not depend on a dict's order."""
+        """Returns neighbors with weights in ascending order, so that rounding does not depend on a dict's order."""
         if isinstance(weights, dict) and all(
             type(rank) is int and rank in neighbors and type(weight) is float and math.isfinite(weight)
             for rank, weight in weights.items()
-        ):  # as nearly always: no time for more in a put of a few microseconds
+        ):  # the most frequent case, kept fast because a put takes only a few microseconds
             return sorted(weights.items())
         ranks = check_neighbor_ranks(weights, self._rank, self._size, argument)
         strangers = [rank for rank in ranks if rank not in neighbors]
@@ -535,7 +536,7 @@ class Window:
 
     @contextlib.contextmanager
     def _holding(self, ranks: Sequence[int], own: bool, timeout: timedelta | None) -> Iterator[None]:
-        # An object whose end is that of the hold: Ctrl-C may come before the `try`.
+        # The object releases the mutexes when it is destroyed, because Ctrl-C may come before the `try`.
         hold = self._open().hold(ranks, own=own, timeout=timeout)
         try:
             yield

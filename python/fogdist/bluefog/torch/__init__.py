@@ -1,6 +1,6 @@
-"""`bluefog.torch`: fogdist's names, those that it does not have, and those that BlueFog called in other ways.
+"""`bluefog.torch`: the names of fogdist, names that only BlueFog has, and names with another call form in BlueFog.
 
-What is not in a module here is `fogdist`'s; names of BlueFog 0.1 and 0.2 are in `fogdist.legacy`.
+Names that no module here defines are `fogdist`'s; names of BlueFog 0.1 and 0.2 are in `fogdist.legacy`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [*_NAMES]  # noqa: PLE0604  strings, all of them
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return _NAMES[name]
-    # What an older name stands for takes the older arguments too, where it is here.
+    # Functions of this package also take the arguments of the older names.
     return legacy.find(name, "bluefog.torch", _NAMES)
 
 

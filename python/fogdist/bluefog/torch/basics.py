@@ -1,4 +1,4 @@
-"""What BlueFog says about itself and its background thread, of which there is none here."""
+"""BlueFog's functions about its build and its background thread, which fogdist does not have."""
 
 from __future__ import annotations
 

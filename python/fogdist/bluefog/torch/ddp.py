@@ -83,12 +83,12 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
         trained = [p for p in model.parameters() if p.requires_grad]
         after_gradient = self._step_of_backward.after_gradient
         hooks = [p.register_post_accumulate_grad_hook(after_gradient) for p in trained]  # type: ignore[no-untyped-call]
-        # The model may outlive the wrapper.
+        # The model may outlive the wrapper, so the hooks must go with it.
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks]).atexit = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        self._step_of_backward.is_queued = False  # of a backward pass that raised
+        self._step_of_backward.is_queued = False  # reset after a backward pass that raised
         return super().forward(*args, **kwargs)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
@@ -175,7 +175,7 @@ class _StepOfBackward:
     def after_gradient(self, _: Tensor) -> None:
         if not (self.is_queued or self.is_accumulating):
             self.is_queued = True
-            # As torch's own data-parallel modules hear of the end of a backward pass.
+            # torch's own data-parallel modules use the same callback for the end of a backward pass.
             torch.autograd.Variable._execution_engine.queue_callback(self._step)
 
     def _step(self) -> None:

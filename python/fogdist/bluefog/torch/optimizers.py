@@ -1,7 +1,7 @@
 """Optimizers of BlueFog under the names, and with the arguments, that they had before.
 
-BlueFog 0.1 took parameters by name and no model. Without one nobody knows when a forward pass is made: `step` exchanges
-on the spot then, nothing hides that, and the recursion is the same, as the gradient was taken at the old parameters.
+BlueFog 0.1 took parameters by name and no model. Without a model, forward passes cannot be noticed, so `step` makes the
+whole exchange and compute does not hide it. The recursion is the same, as the gradient is that of the old parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "DistributedNeighborAllreduceOptimizer",
 ]
 
-# A module or several, or pairs as `model.named_parameters()` has them.
+# A module, several modules, or pairs as from `model.named_parameters()`.
 Given = Module | Iterable[Module] | Iterable[tuple[str, Tensor]]
 
 
@@ -146,12 +146,12 @@ def _choosable(combining: Any) -> Any:
 
 
 def _choose(reference: weakref.ref[Any], kind: fogdist.CommunicationType) -> None:
-    optimizer: Any = reference()  # which whoever calls this holds
+    optimizer: Any = reference()  # the caller keeps it alive
     optimizer.communication_type = kind
 
 
 class _Parameters(Module):
-    """Parameters that came without the model they belong to."""
+    """A module for parameters that were passed without their model."""
 
     def __init__(self, named: list[tuple[str, Tensor]]) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def _models(
     named_parameters: Iterable[tuple[str, Tensor]] | None,
     num_steps_per_communication: int,
 ) -> tuple[Module | list[Module], bool]:
-    """Returns what holds the parameters, and whether they came by name."""
+    """Returns the modules that hold the parameters, and whether the parameters were passed by name."""
     if model is not None and named_parameters is not None:
         raise TypeError("model and named_parameters must not both be given")
     if isinstance(model, Module):
