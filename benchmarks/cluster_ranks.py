@@ -369,7 +369,7 @@ class ClusterRank:
                 is_of_machines=True,
             )
         if way == "wagma":
-            return algorithm(algorithms.WAGMA)  # type: ignore[attr-defined]
+            return algorithm(algorithms.WAGMA)
         raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
 
     def _dynamic(self, trainer: Trainer, *, is_of_machines: bool = False) -> Trainer:

@@ -183,6 +183,8 @@ def _algorithm(
         def finish() -> None:
             if isinstance(optimizer, algorithms.AsynchronousGossip):
                 optimizer.finish()
+            if isinstance(optimizer, algorithms.WAGMA):
+                optimizer.unregister_window()
             average(setup.model)
 
         return Trainer(setup.model, optimizer, finish=finish)
@@ -252,6 +254,12 @@ MODES: dict[str, Mode] = {
         is_asynchronous=True,
         can_be_dynamic=False,
         topology="ring",
+    ),
+    "wagma": Mode(
+        _algorithm(algorithms.WAGMA, has_mixing=False),
+        "averages in groups that do not wait for late ranks; ranks: a power of 2",
+        follows_topology=False,
+        can_be_dynamic=False,
     ),
     "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "gossip with periodic exact averages"),
     "quasi_global_momentum": Mode(

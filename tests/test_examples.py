@@ -582,8 +582,8 @@ def test_images_per_second_of_iterations(load: Callable[[str], ModuleType]) -> N
 # --- all modes in one start -----
 
 
-def train_digits_in_every_mode() -> dict[str, dict[str, Any]]:
-    """Returns the report of train_digits.py for each mode; complete on rank 0."""
+def train_digits_in_modes(is_wagma: bool) -> dict[str, dict[str, Any]]:
+    """Returns the report of train_digits.py for each mode, or for wagma alone; complete on rank 0."""
     sys.path.insert(0, str(ROOT / "examples"))
     training, modes, example = map(importlib.import_module, ("training", "modes", "train_digits"))
     found: dict[str, dict[str, Any]] = {}
@@ -615,7 +615,9 @@ def train_digits_in_every_mode() -> dict[str, dict[str, Any]]:
         mock.patch.multiple(example, start=start, report=report, end=lambda args: None),
         mock.patch.object(training.Progress, "advance", advance_together),
     ):
-        for name in [name for name, mode in modes.MODES.items() if not mode.takes_adamw_only]:
+        for name, mode in modes.MODES.items():
+            if mode.takes_adamw_only or (name == "wagma") != is_wagma:
+                continue
             with mock.patch.object(sys, "argv", ["train_digits.py", "--mode", name, "--steps", "60"]):
                 example.main.__wrapped__()
             gc.collect()  # on all ranks, the trained model goes together with its windows
@@ -624,7 +626,7 @@ def train_digits_in_every_mode() -> dict[str, dict[str, Any]]:
 
 def test_every_mode_learns(worlds: WorldPool) -> None:
     """With an odd number of ranks, pairs leave one rank over."""
-    found, *_ = worlds(3).run(train_digits_in_every_mode, timeout=240)
+    found, *_ = worlds(3).run(train_digits_in_modes, False, timeout=240)
     assert len(found) > 20
     for name, results in found.items():
         assert results["final"] > 0.7, (name, results)
@@ -634,6 +636,12 @@ def test_every_mode_learns(worlds: WorldPool) -> None:
             assert results["steps"] == [60] * 3, (name, results)
     equal = {name for name, results in found.items() if results["consensus distance"] < 1e-6}
     assert {"ddp", "gradient_allreduce"} <= equal and "none" not in equal
+
+
+def test_wagma_learns(worlds: WorldPool) -> None:
+    """Its number of ranks is a power of 2."""
+    found, *_ = worlds(4).run(train_digits_in_modes, True, timeout=240)
+    assert found["wagma"]["final"] > 0.7 and found["wagma"]["steps"] == [60] * 4, found
 
 
 # --- residual networks ---

@@ -28,12 +28,14 @@ from fogdist.algorithms.gradient_tracking import GradientTracking
 from fogdist.algorithms.push_sum import PushSumSGD
 from fogdist.algorithms.quasi_global import QuasiGlobalMomentum
 from fogdist.algorithms.slow_momentum import SlowMo
+from fogdist.algorithms.wait_avoiding import WAGMA
 from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing, Round
 
 __all__ = [
     "D2",
+    "WAGMA",
     "AdaptThenCombine",
     "Algorithm",
     "AsynchronousGossip",
