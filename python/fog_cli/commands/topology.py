@@ -91,7 +91,7 @@ def byte_count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the numbers."""
-    _leave_out_torch()
+    leave_out_torch()
     from fogdist.topology import TopologyError, plot, summary
 
     try:
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _leave_out_torch() -> None:
+def leave_out_torch() -> None:
     """Has `fogdist.topology` imported without the rest of fogdist, which imports torch: this command needs neither."""
     if "fogdist" in sys.modules:
         return
