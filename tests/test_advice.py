@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import pytest
 from fog_cli import advice, main
 from fog_cli.advice import Network, Setting, Traffic, Transfer, Way, best, exchange_seconds, reasons, settings
 from fog_cli.commands import advise as command
+from hosts import emulated_hosts
 from scripts import ROOT
 
 MB = 2**20
@@ -205,9 +207,9 @@ def test_groups_of_consecutive_ranks() -> None:
     assert groups([0, 1, 0, 1]) is None and groups([0, 0, 1]) is None
 
 
-def test_sites_need_transfers_of_both_ways() -> None:
+def test_both_ways_between_two_hosts_count_together() -> None:
     pairs = [Transfer(1, 0, 100.0, 1.0), Transfer(1, 1, 100.0, 3.0)]
-    assert advice.sites_of(2, pairs) == [0, 0]  # they are one pair
+    assert advice.sites_of(2, pairs) == [0, 0]
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -287,3 +289,55 @@ def test_counts() -> None:
         7 * 10**9,
         2000,
     ]
+
+
+# --- the sweep ----------------------------------------------------------------------------------------------
+
+
+def test_sweep_judges_the_choice_by_measured_steps() -> None:
+    sweep = importlib.import_module("advise")  # of benchmarks/, which `hosts` makes importable
+
+    def point(rounds: int, local_steps: int, step: float, is_choice: bool = False) -> dict[str, Any]:
+        about = {"topology": "t", "rounds": rounds, "local_steps": local_steps, "bucket_mb": 1.0}
+        return {**about, "predicted_step_s": 1.0, "step_s": step, "is_choice": is_choice}
+
+    # Allowed are steps up to 1.05 s: the best takes 2 * 1.04 s, the choice 2 * 1.25 s and is beyond them.
+    found = sweep.judged(
+        [point(1, 4, 1.0), point(2, 1, 1.04), point(1, 1, 2.0), point(2, 1, 1.25, True)], 1.0
+    )
+    assert found["step_over_fastest"] == pytest.approx(0.25)
+    assert found["time_to_agreement_over_best"] == pytest.approx(1.25 / 1.04 - 1)
+    assert not found["is_met"] and not found["choice_is_within_tolerance"]
+    assert found["prediction_error"]["largest"] == pytest.approx(0.5)
+    found = sweep.judged([point(1, 4, 1.0), point(2, 1, 1.04, True), point(2, 1, 1.0)], 1.0)
+    assert found["is_met"] and found["time_to_agreement_over_best"] == pytest.approx(0.04)
+
+
+def test_sweep_of_two_hosts(tmp_path: Path) -> None:
+    with emulated_hosts(2, "1gbit"):
+        pass
+    numbers, log = tmp_path / "advise.json", tmp_path / "log"
+    options = ["--clusters", "two sites", "--hosts", "2", "--local-steps", "1", "2", "--buckets", "16"]
+    with log.open("wb") as file:
+        status = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "advise.py", *options, "--rounds", "1", "--json", numbers],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+            timeout=100,
+            check=False,
+        ).returncode
+    assert status == 0, log.read_text()
+    written = json.loads(numbers.read_text())
+    (cluster,) = written["clusters"]
+    assert not written["failures"] and cluster["reasons"]
+    assert sum(point["is_choice"] for point in cluster["points"]) == 1
+    assert {(point["topology"], point["local_steps"]) for point in cluster["points"]} >= {
+        ("all-reduce", 1),
+        ("ring", 2),
+    }
+    assert min(point["step_s"] for point in cluster["points"]) >= 0.15
+    # Between the two hosts is the line of the two sites: 1/25 of what their own links have.
+    (link,) = {round(each / cluster["between_bits_per_s"]) for each in cluster["measured"]["host_bits_per_s"]}
+    assert link == 1
