@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-advise clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -56,6 +56,7 @@ help:
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
+	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
 	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make benchmark-loss       steps to a loss, of virtual ranks   (ARGS=\"--ranks 16 --more-ranks 64\")"
@@ -169,6 +170,10 @@ benchmark-overlap: build
 benchmark-cluster: build
 	@echo "== benchmark on an emulated cluster"
 	@$(IN_VENV) python benchmarks/cluster.py $(ARGS)
+
+benchmark-advise: build
+	@echo "== benchmark of the advice"
+	@$(IN_VENV) python benchmarks/advise.py $(ARGS)
 
 benchmark-timeline: build
 	@echo "== benchmark of the timeline"

@@ -27,7 +27,8 @@ _WALKS = 10
 
 
 class _Launcher:
-    def __init__(self) -> None:
+    def __init__(self, output: int) -> None:
+        self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._started: set[_Process] = set()  # the launcher and its descendants that are known so far
         self._signal: int | None = None
@@ -49,7 +50,7 @@ class _Launcher:
             start_new_session=True,
         )
         self._started |= _identified([process.pid])
-        for source, target in ((process.stdout, 1), (process.stderr, 2)):
+        for source, target in ((process.stdout, self._output), (process.stderr, 2)):
             self._copies.append(threading.Thread(target=_copy, args=(source, target), daemon=True))
             self._copies[-1].start()
         self._pass_on()
@@ -150,12 +151,13 @@ def _copy(source: IO[bytes], target: int) -> None:
                 rest = rest[os.write(target, rest) :]
 
 
-def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
+def run(words: Sequence[str], environment: Mapping[str, str], output: int = 1) -> int:
     """Runs a launcher to its end.
 
     Args:
         words: The launcher's command.
         environment: The launcher's environment.
+        output: The descriptor to which the launcher's standard output is copied.
 
     Returns:
         The launcher's exit status; 128 plus the signal's number if a signal ended it or this process received one.
@@ -164,7 +166,7 @@ def run(words: Sequence[str], environment: Mapping[str, str]) -> int:
         OSError: The launcher cannot be started.
     """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
-    launcher = _Launcher()
+    launcher = _Launcher(output)
     try:
         for number in _SIGNALS:
             if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored

@@ -44,6 +44,21 @@ def add(subparsers: Any) -> None:
         usage="fog run -np N [options] [-m] script.py [arguments of the script]",
         allow_abbrev=False,
     )
+    add_placing(parser)
+    parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
+    )
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="script.py ...",
+        help="the script or program, and its arguments",
+    )
+
+
+def add_placing(parser: argparse.ArgumentParser) -> None:
+    """Describes the options that say where ranks are and how they start; other commands have them, too."""
     parser.add_argument(
         "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
     )
@@ -94,18 +109,8 @@ def add(subparsers: Any) -> None:
         metavar="PATH",
         help="the mpiexec to use; default: the one of the package mpich, then the one on PATH",
     )
-    parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
     parser.add_argument(
         "--verbose", action="store_true", help="show the launcher's command and set FOG_LOG_LEVEL=debug"
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
-    )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="script.py ...",
-        help="the script or program, and its arguments",
     )
 
 
@@ -252,7 +257,7 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
         variables |= dict.fromkeys(names, arguments.network_interface)
     if arguments.verbose:
         variables["FOG_LOG_LEVEL"] = "debug"
-    if arguments.timeline_filename:
+    if getattr(arguments, "timeline_filename", None):
         variables["FOG_TIMELINE"] = arguments.timeline_filename
     for entry in arguments.variables:
         name, is_given, value = entry.partition("=")

@@ -92,7 +92,7 @@ def byte_count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the numbers."""
-    _leave_out_torch()
+    leave_out_torch()
     from fogdist.topology import TopologyError, plot, summary
 
     try:
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _leave_out_torch() -> None:
+def leave_out_torch() -> None:
     """Makes `fogdist.topology` importable without the rest of fogdist, which imports torch and so takes seconds."""
     if "fogdist" in sys.modules:
         return

@@ -1,0 +1,317 @@
+"""Whether `fog advise` chooses well: its choice beside all settings of a grid, each measured on emulated clusters.
+
+    python benchmarks/advise.py                       # some 8 minutes, as root
+    python benchmarks/advise.py --clusters fast --hosts 2 --local-steps 1 4
+
+Run it as root on Linux: hosts are network namespaces (emulated_hosts.py), with one rank each and real TCP. The
+accelerator is a sleep, and the model is ResNet-50 by the sizes of its layers, dilated (workloads.py). Clusters:
+
+    fast       25 Gbit/s a host, as in scenario a of benchmarks/cluster.py
+    slow       3 Gbit/s a host
+    two sites  25 Gbit/s a host, and 1 Gbit/s between two sites
+
+In each, the ranks first measure their links and a step without exchange, as `fog advise` has them do, and the choice is
+made from that. Then each setting of the grid (topology x local steps x bucket size) trains by
+DecentralizedSGD(order="awc"), in a random order. Its step is that of its median round, of an exchange and its local
+steps. The choice is made from the same grid.
+
+The choice is judged twice against the best of the grid: by its measured step, against the fastest of all settings; and by
+the rule of `fog advise` with measured steps in the place of predicted ones: the time to a tenth of the disagreement,
+against the least of all settings that are within the tolerance. The next larger number of local steps of the grid is a
+factor of four in the second number. Where the processor was short, most of what was measured is the processor's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+
+import networkx  # noqa: F401  before ranks are forked
+import torch
+from cluster import LEAST_IDLE, idle_time
+from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host, rate_text
+from fog_cli import advice
+from fog_cli.programs.advise_ranks import measure
+from fogdist import algorithms, topology
+from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
+from workloads import FLOAT_BYTES, MODELS, SCENARIOS, Dilation, Scenario, emulated, sizes_of
+
+from fog_pg._extension import load as load_extension
+
+RESULTS = Path(__file__).parent / "results" / "advise.json"
+REAL = SCENARIOS["a"]
+CLUSTERS: dict[str, Scenario] = {
+    "fast": REAL,
+    "slow": replace(REAL, rate=3e9),
+    "two sites": replace(REAL, between=1e9),
+}
+COMPUTE_SECONDS = 0.2
+LEAST_STEPS = 8
+LOCAL_STEPS = [1, 4, 16]
+# MiB of the real model; dilated like its parameters.
+BUCKETS_MB = [4.0, 25.0]
+TOLERANCE, GOAL = 0.05, 0.10
+PHASE_SECONDS = 120.0
+TRANSFER_SECONDS = 0.1
+
+
+class AdvisedRank(ClusterRank):
+    """A rank; the parent calls its methods by name."""
+
+    def links(self) -> dict[str, Any]:
+        """Measures the links; collective."""
+        return measure(TRANSFER_SECONDS)
+
+    def train(self, code: str | None, local_steps: int, bucket_mb: float, rounds: int) -> float:
+        """Makes a setting, one round that does not count, and so many rounds; returns seconds of a step.
+
+        It is that of the median round: other programs may have the processor for a moment.
+
+        Args:
+            code: The argument `mixing`, as `fog advise` prints it; None for no exchange.
+            local_steps: Of the setting.
+            bucket_mb: Of the setting.
+            rounds: Exchanges, each with its local steps.
+        """
+        model = emulated_model(self.job, self.device, 1.0)
+        sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        optimizer: torch.optim.Optimizer = sgd
+        if code is not None:
+            mixing = eval(code, {"topology": topology, "GlobalAverage": algorithms.GlobalAverage})
+            options: dict[str, Any] = {"local_steps": local_steps, "bucket_cap_mb": bucket_mb}
+            optimizer = algorithms.DecentralizedSGD(sgd, model, order="awc", mixing=mixing, **options)
+        trainer = Trainer(model, optimizer)
+        if local_steps > 1:
+            # The local steps of the round that does not count need not be computed: they exchange nothing.
+            for _ in range(local_steps - 1):
+                optimizer.step()
+        self._step(trainer)
+        times = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            for _ in range(local_steps):
+                self._step(trainer)
+            times.append((time.perf_counter() - begin) / local_steps)
+        return statistics.median(times)
+
+
+def serve(connection: Any, host: str, rank: int, size: int, job: Job) -> None:
+    """The life of a forked rank."""
+    die_with_parent()
+    move_to_host(host)
+    os.environ.update(ACROSS["UCX"])
+    torch.set_num_threads(1)
+    obey(connection, rank, AdvisedRank(rank, size, job))
+
+
+def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures one cluster: its links, the choice, and the grid."""
+    scenario = CLUSTERS[name]
+    dilation: Dilation = emulated(scenario, options.compute)
+    between = None if scenario.between is None else rate_text(dilation.rate(scenario.between))
+    job = Job(scenario.model, dilation, options.compute, timeout=PHASE_SECONDS)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    rate = rate_text(dilation.rate(scenario.rate))
+    with emulated_hosts(hosts, rate, centers=2 if between else 1, between=between) as names:
+        ranks = ForkedWorld(name, hosts, PHASE_SECONDS)
+        try:
+            ranks.fork(keep_store, names[0])
+            ranks.port()
+            for rank in range(hosts):
+                ranks.fork(serve, names[rank], rank, hosts, job)
+            ranks.ask("start")
+            facts = ranks.ask("facts")[1][0]
+            measured = ranks.ask("links")[1][0]
+            compute = max(ranks.ask("train", None, 1, 1.0, LEAST_STEPS)[1])
+            network = advice.Network.of(measured)
+            size = FLOAT_BYTES * sum(sizes_of(MODELS[scenario.model], dilation))
+            settings = advice.settings(
+                network,
+                compute,
+                size,
+                local_steps=options.local_steps,
+                buckets_mb=[dilation.cap_mb(each) for each in options.buckets],
+            )
+            choice = advice.best(settings, compute, TOLERANCE)
+            points = []
+            for each in random.Random(f"{options.seed} {name}").sample(settings, len(settings)):
+                rounds = max(options.rounds, LEAST_STEPS // each.local_steps)
+                idle = idle_time()
+                took = ranks.ask(
+                    "train",
+                    each.way.code,
+                    each.local_steps,
+                    each.bucket_mb,
+                    rounds,
+                    patience=20 * rounds * each.local_steps * options.compute,
+                )[1]
+                end = idle_time()
+                share = (end[0] - idle[0]) / max(1.0, end[1] - idle[1])
+                points.append(
+                    {
+                        "topology": each.way.name,
+                        "rounds": each.way.rounds,
+                        "local_steps": each.local_steps,
+                        "bucket_mb": each.bucket_mb,
+                        "predicted_step_s": each.step,
+                        "step_s": max(took),
+                        "cpu_idle": share,
+                        "cpu_bound": share < LEAST_IDLE,
+                        "is_choice": each is choice,
+                    }
+                )
+            ranks.ask("leave")
+            ranks.end()
+        finally:
+            ranks.close()
+    return {
+        "cluster": name,
+        "hosts": hosts,
+        "model": scenario.model,
+        "rate_bits_per_s": dilation.rate(scenario.rate),
+        "between_bits_per_s": scenario.between and dilation.rate(scenario.between),
+        "parameter_bytes": size,
+        "compute_s": compute,
+        "measured": {
+            "sites": list(network.site_of),
+            "host_bits_per_s": [8 * each for each in network.host_rates],
+            "between_bits_per_s": [8 * each for each in network.trunks.values()],
+            "latency_s": network.latency,
+        },
+        "reasons": advice.reasons(settings, choice, compute, TOLERANCE),
+        **judged(points, compute),
+        "points": points,
+        "facts": facts,
+    }
+
+
+def judged(points: list[dict[str, Any]], compute: float) -> dict[str, Any]:
+    """Compares the choice with the best of the grid, by measured steps."""
+    (choice,) = (point for point in points if point["is_choice"])
+
+    def agreement(point: dict[str, Any]) -> float:
+        seconds: float = point["rounds"] * point["local_steps"] * point["step_s"]
+        return seconds
+
+    fastest = min(points, key=lambda point: point["step_s"])
+    allowed = (1 + TOLERANCE) * max(compute, fastest["step_s"])
+    within = [point for point in points if point["step_s"] <= allowed]
+    soonest = min(within, key=agreement)
+    errors = [abs(point["predicted_step_s"] / point["step_s"] - 1) for point in points]
+    keys = ("topology", "local_steps", "bucket_mb", "predicted_step_s", "step_s")
+    step, by_rule = choice["step_s"] / fastest["step_s"] - 1, agreement(choice) / agreement(soonest) - 1
+    return {
+        "choice": {key: choice[key] for key in keys},
+        "fastest": {key: fastest[key] for key in keys},
+        "best_by_rule": {key: soonest[key] for key in keys},
+        "step_over_fastest": step,
+        "time_to_agreement_over_best": by_rule,
+        "choice_is_within_tolerance": choice["step_s"] <= allowed,
+        "prediction_error": {"median": statistics.median(errors), "largest": max(errors)},
+        "is_met": step <= GOAL and by_rule <= GOAL,
+    }
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """Prints one cluster."""
+    print(
+        f"\n{result['cluster']}: {result['hosts']} hosts, {result['rate_bits_per_s'] / 1e6:.0f} Mbit/s, "
+        f"compute {1e3 * result['compute_s']:.0f} ms, {len(result['points'])} settings"
+    )
+    for title, key in (("chosen", "choice"), ("fastest", "fastest"), ("best by the rule", "best_by_rule")):
+        each = result[key]
+        print(
+            f"  {title:18}{each['topology']:16} local steps {each['local_steps']:>3}, buckets {each['bucket_mb']:.3g} MiB: "
+            f"{1e3 * each['step_s']:.0f} ms a step, predicted {1e3 * each['predicted_step_s']:.0f}"
+        )
+    error = result["prediction_error"]
+    short = sum(point["cpu_bound"] for point in result["points"])
+    verdict = "met" if result["is_met"] else "missed"
+    if short:
+        verdict = f"not shown, as the processor was short in {short} settings ({verdict} by the number)"
+    print(
+        f"  step {result['step_over_fastest']:+.1%} of the fastest, time to agreement "
+        f"{result['time_to_agreement_over_best']:+.1%} of the best: goal of 10 % {verdict}"
+        f"; predictions off by {error['median']:.1%} (median), {error['largest']:.0%} at most"
+    )
+    sys.stdout.flush()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the checked command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--clusters", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS), metavar="NAME")
+    add("--hosts", type=int, default=4, help="number of hosts, even (default: %(default)s)")
+    add("--rounds", type=int, default=2, help="least number of exchanges of a setting (default: %(default)s)")
+    add("--local-steps", type=int, nargs="+", default=LOCAL_STEPS, help="of the grid")
+    add("--buckets", type=float, nargs="+", default=BUCKETS_MB, help="MiB of the real model, of the grid")
+    add("--compute", type=float, default=COMPUTE_SECONDS, metavar="SECONDS", help="of an emulated step")
+    add("--seed", type=int, default=0, help="of the order of the settings")
+    add("--json", type=Path, default=RESULTS, help="file for the results (default: %(default)s)")
+    arguments = parser.parse_args()
+    if arguments.hosts < 2 or arguments.hosts % 2 or arguments.hosts > 32:
+        parser.error(f"--hosts: got {arguments.hosts}; must be even, from 2 to 32")
+    if arguments.rounds < 1 or min(arguments.local_steps) < 1:
+        parser.error("--rounds and --local-steps must be 1 or more")
+    if not arguments.compute > 0 or not min(arguments.buckets) > 0:
+        parser.error("--compute and --buckets must be positive")
+    return arguments
+
+
+def main() -> None:
+    """Measures one cluster after the other, and writes the results after each."""
+    options = parse_arguments()
+    if reason := missing():
+        sys.exit(f"emulated hosts: {reason}")
+    load_extension()
+    gc.collect()
+    gc.freeze()
+    about: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "kernel": platform.release(),
+        "load average before": os.getloadavg()[0],
+        "seed": options.seed,
+        "rounds": options.rounds,
+        "tolerance": TOLERANCE,
+    }
+    results: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for name in options.clusters:
+        try:
+            found = sweep(name, options.hosts, options)
+        except Unavailable as error:
+            sys.exit(f"emulated hosts: {error}")
+        except WorldFailed as failure:
+            failures.append(str(failure))
+            print(failure, file=sys.stderr)
+            continue
+        about |= found.pop("facts")
+        print_result(found)
+        results.append(found)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(
+            json.dumps({"facts": about, "failures": failures, "clusters": results}, indent=1) + "\n"
+        )
+    if failures:
+        sys.exit("\n".join(["These clusters failed:", *failures]))
+
+
+if __name__ == "__main__":
+    main()

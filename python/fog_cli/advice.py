@@ -1,0 +1,450 @@
+"""What `fog advise` recommends, from measured links and compute: pure functions, without torch.
+
+A step of decentralized SGD in the order "awc" begins its exchange with the forward pass and ends it in `step`, so only
+what an exchange takes longer than the compute is added:
+
+    step     = compute + max(0, exchange - compute) / local steps        (the mean over the rounds of a topology)
+    exchange = buckets x messages x latency                               messages: one after the other, of a rank
+             + max over all links of (bytes over the link / its rate)     links: see `Network`
+             + bucket x (messages + 1) / rate of sums                     the last bucket is summed when all have come
+
+The rule: of the settings whose step takes at most `tolerance` longer than compute alone, or if there are none, than the
+fastest setting, the one that needs the least time to a tenth of the ranks' disagreement, which is
+rounds x local steps x step. Of settings that are equally good within 2 %, the one that sends the least.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fogdist.topology import Topology
+
+# Hosts are of one site if transfers between them get more than this part of the best rate.
+SAME_SITE = 0.5
+# Disagreement, relative to the start, to which the rounds are counted, and the most that are.
+GOAL, MOST_ROUNDS = 0.1, 2000
+EQUALLY_GOOD = 1.02
+LOCAL_STEPS = tuple(1 << power for power in range(11))
+BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+# Of a sequence that never repeats, the rounds whose traffic is looked at.
+_ENDLESS_ROUNDS = 16
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One measured transfer: of all at one time from each host to the one `distance` hosts further.
+
+    Attributes:
+        distance: Number of hosts between the two, modulo the number of hosts.
+        source: The host that sent.
+        size: Bytes.
+        seconds: What it took, until the receiver had it.
+    """
+
+    distance: int
+    source: int
+    size: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between ranks, as far as the predictions need them. Rates are in bytes per second, each way.
+
+    Attributes:
+        host_of: The host of each rank, numbered from 0.
+        site_of: The site of each host. Hosts of one site reach each other at about the same rate.
+        latency: Seconds of an exchange of a small message between hosts.
+        latency_within: The same between ranks of a host.
+        host_rates: Of each host's link, which its ranks share.
+        local_rates: Of each host: what all its ranks together exchange among themselves.
+        trunks: What all hosts of a site together send to those of another one, by both sites.
+        sum_rate: At which a rank adds what it received to its own.
+    """
+
+    host_of: Sequence[int]
+    site_of: Sequence[int]
+    latency: float
+    latency_within: float
+    host_rates: Sequence[float]
+    local_rates: Sequence[float]
+    trunks: Mapping[tuple[int, int], float]
+    sum_rate: float
+
+    @classmethod
+    def of(cls, measured: Mapping[str, Any]) -> Network:
+        """Returns the network of what the ranks have measured; see `fog_cli.programs.advise_ranks.measure`."""
+        host_of = list(measured["host_of"])
+        hosts = max(host_of) + 1
+        transfers = [Transfer(*each) for each in measured["transfers"]]
+        sites = sites_of(hosts, transfers)
+        inside: dict[int, float] = dict.fromkeys(range(hosts), 0.0)
+        anywhere = dict(inside)
+        crossing: dict[tuple[int, int, int], list[Transfer]] = {}
+        for each in transfers:
+            target = (each.source + each.distance) % hosts
+            pair = sites[each.source], sites[target]
+            for host in (each.source, target):
+                rate = each.size / each.seconds
+                anywhere[host] = max(anywhere[host], rate)
+                if pair[0] == pair[1]:
+                    inside[host] = max(inside[host], rate)
+            if pair[0] != pair[1]:
+                crossing.setdefault((*pair, each.distance), []).append(each)
+        trunks: dict[tuple[int, int], float] = {}
+        for (a, b, _), together in crossing.items():
+            rate = sum(each.size for each in together) / max(each.seconds for each in together)
+            trunks[a, b] = max(trunks.get((a, b), 0.0), rate)
+        return cls(
+            host_of,
+            sites,
+            measured["latency_s"],
+            measured["latency_within_s"],
+            # A host that is a site by itself has a link of its own kind.
+            [inside[host] or anywhere[host] or math.inf for host in range(hosts)],
+            [rate or math.inf for rate in measured["local_rates"]],
+            trunks,
+            measured["sum_rate"],
+        )
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return len(self.site_of)
+
+    def equal_groups(self, of_sites: bool = False) -> int | None:
+        """Returns how many consecutive ranks each host (or site) has; None if they are not equally many."""
+        places = [self.site_of[host] if of_sites else host for host in self.host_of]
+        counts = [len(list(group)) for _, group in itertools.groupby(places)]
+        same = len(counts) == len(set(places)) and len(set(counts)) == 1
+        return counts[0] if same else None
+
+
+def sites_of(hosts: int, transfers: Sequence[Transfer]) -> list[int]:
+    """Returns the site of each host: those whose mean rate is the best are joined, down to `SAME_SITE` of the best rate."""
+    rates: dict[tuple[int, int], list[float]] = {}
+    for each in transfers:
+        pair = each.source, (each.source + each.distance) % hosts
+        rates.setdefault((min(pair), max(pair)), []).append(each.size / each.seconds)
+    if not rates:
+        return [0] * hosts
+    means = {pair: statistics.fmean(found) for pair, found in rates.items()}
+    least = SAME_SITE * max(means.values())
+    sites = [[host] for host in range(hosts)]
+
+    def between(a: Sequence[int], b: Sequence[int]) -> float:
+        return statistics.fmean(means.get((min(i, j), max(i, j)), 0.0) for i in a for j in b)
+
+    while len(sites) > 1:
+        rate, a, b = max(
+            (between(a, b), i, j) for (i, a), (j, b) in itertools.combinations(enumerate(sites), 2)
+        )
+        if rate <= least:
+            break
+        sites[a] += sites.pop(b)
+    number = {host: place for place, site in enumerate(sorted(sites, key=min)) for host in site}
+    return [number[host] for host in range(hosts)]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one round sends, in tensors.
+
+    Attributes:
+        between: By sending and receiving host.
+        within: By host: of its ranks among themselves.
+        messages: That a rank makes one after the other, for each bucket.
+    """
+
+    between: Mapping[tuple[int, int], float]
+    within: Mapping[int, float]
+    messages: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to average.
+
+    Attributes:
+        name: As in `fog topology`, or of docs/algorithms.md.
+        code: The argument `mixing` of fogdist's algorithms.
+        rounds: To a tenth of the disagreement.
+        traffic: Of each round of a period.
+    """
+
+    name: str
+    code: str
+    rounds: int
+    traffic: Sequence[Traffic]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way with local steps and a bucket size, and what is predicted of it.
+
+    Attributes:
+        way: The topology.
+        local_steps: Steps from one exchange to the next.
+        bucket_mb: MiB of a bucket.
+        exchange: Seconds of an exchange, the mean over the rounds.
+        limit: What most of that is spent with, in words.
+        step: Seconds.
+        agreement: Seconds to a tenth of the disagreement.
+        sent: Bytes a step that leave all hosts, plus those within hosts.
+    """
+
+    way: Way
+    local_steps: int
+    bucket_mb: float
+    exchange: float
+    limit: str
+    step: float
+    agreement: float
+    sent: float
+
+
+def ways(network: Network) -> list[Way]:
+    """Returns the ways that exist for so many ranks on such hosts."""
+    from fogdist import topology
+
+    size = len(network.host_of)
+    static = topology.Topology.from_graph
+    found = [_all_reduce(network)]
+    named: list[tuple[str, Topology]] = [
+        ('topology.by_name("{0}", {1})', static(name, topology.by_name(name, size)))
+        for name in ("exp2", "ring")
+    ]
+    named.append(("topology.one_peer_exponential({1})", topology.one_peer_exponential(size)))
+    if size & (size - 1):
+        # For powers of two it is the one-peer exponential graph's equal.
+        named.append(("topology.base_graph({1}, 1)", topology.base_graph(size, 1)))
+    if size > 3:
+        named.append(("topology.base_graph({1}, 2)", topology.base_graph(size, 2)))
+    for of_sites in (False, True):
+        group = network.equal_groups(of_sites)
+        if group is not None and 3 <= group < size:
+            code = f"topology.inner_outer_exponential({{1}}, {group})"
+            if code not in [each for each, _ in named]:
+                named.append((code, topology.inner_outer_exponential(size, group)))
+    for code, each in named:
+        way = along(each, code.format(each.name, size), network.host_of)
+        if way is not None:
+            found.append(way)
+    group = network.equal_groups()
+    if group is not None and 2 <= group < size:
+        found += _by_machines(network, group)
+    return found
+
+
+def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
+    """Returns the way along a topology; None if ranks do not come to agree by it."""
+    rounds = topology.rounds_to(GOAL, MOST_ROUNDS)
+    if rounds is None:
+        return None
+    traffic = []
+    for t in range(topology.period or _ENDLESS_ROUNDS):
+        between: dict[tuple[int, int], float] = {}
+        within: dict[int, float] = {}
+        matrix = topology.matrix(t)
+        most = 0
+        for i, row in enumerate(matrix.tolist()):
+            peers = [j for j, weight in enumerate(row) if weight and j != i]
+            most = max(most, len(peers))
+            for j in peers:
+                here, there = host_of[i], host_of[j]
+                if here == there:
+                    within[here] = within.get(here, 0.0) + 1
+                else:
+                    between[here, there] = between.get((here, there), 0.0) + 1
+        traffic.append(Traffic(between, within, most))
+    return Way(topology.name, code, rounds, traffic)
+
+
+def _all_reduce(network: Network) -> Way:
+    """Each host sends a slice to each other one, and gets the sum of one back; ranks of a host do the same."""
+    hosts = range(network.hosts)
+    counts = [list(network.host_of).count(host) for host in hosts]
+    pairs = {(a, b): 2 / len(hosts) for a in hosts for b in hosts if a != b}
+    within = {host: 2.0 * (count - 1) for host, count in enumerate(counts) if count > 1}
+    levels = (2 if len(hosts) <= 8 else 2 * math.ceil(math.log2(len(hosts)))) * (len(hosts) > 1)
+    return Way("all-reduce", "GlobalAverage()", 1, [Traffic(pairs, within, levels + 2 * bool(within))])
+
+
+def _by_machines(network: Network, group: int) -> list[Way]:
+    """The average within each host, and between hosts along their static exponential graph."""
+    import numpy as np
+    from fogdist import topology
+
+    graph = topology.Topology.from_graph("exp2", topology.by_name("exp2", network.hosts))
+    outer = along(graph, "", range(network.hosts))
+    averaged = np.full((group, group), 1 / group)
+    both = topology.Topology("hierarchical", [np.kron(graph.matrix(), averaged)])
+    rounds = both.rounds_to(GOAL, MOST_ROUNDS)
+    if outer is None or rounds is None:
+        return []
+    within = dict.fromkeys(range(network.hosts), 2.0 * (group - 1))
+    traffic = [Traffic(each.between, within, each.messages + 2) for each in outer.traffic]
+    code = f'Machines() after fogdist.set_machine_topology(topology.by_name("exp2", {network.hosts}))'
+    return [Way("hierarchical", code, rounds, traffic)]
+
+
+def exchange_seconds(traffic: Traffic, network: Network, size: float, bucket: float) -> tuple[float, str]:
+    """Returns what one exchange takes, and what most of it is spent with.
+
+    Args:
+        traffic: Of the round.
+        network: The links.
+        size: Bytes of the parameters.
+        bucket: Bytes of a bucket.
+    """
+    out: dict[int, float] = {}
+    into: dict[int, float] = {}
+    over: dict[tuple[int, int], float] = {}
+    for (here, there), tensors in traffic.between.items():
+        out[here] = out.get(here, 0.0) + tensors
+        into[there] = into.get(there, 0.0) + tensors
+        sites = network.site_of[here], network.site_of[there]
+        if sites[0] != sites[1]:
+            over[sites] = over.get(sites, 0.0) + tensors
+    loads = [
+        (tensors * size / network.host_rates[host], f"the link of host {host}")
+        for ends in (out, into)
+        for host, tensors in ends.items()
+    ]
+    loads += [
+        (tensors * size / network.trunks[sites], f"the link from site {sites[0]} to site {sites[1]}")
+        for sites, tensors in over.items()
+    ]
+    loads += [
+        (tensors * size / network.local_rates[host], f"the memory of host {host}")
+        for host, tensors in traffic.within.items()
+    ]
+    transfer, link = max(loads, default=(0.0, "nothing"), key=lambda load: load[0])
+    bucket = min(bucket, size)
+    latency = network.latency if traffic.between else network.latency_within
+    messages = math.ceil(size / bucket) * traffic.messages * latency
+    sums = bucket * (traffic.messages + 1) / network.sum_rate
+    longest = max((transfer, link), (messages, "latency"), (sums, "sums"), key=lambda part: part[0])[1]
+    return messages + transfer + sums, longest
+
+
+def settings(
+    network: Network,
+    compute: float,
+    size: float,
+    *,
+    local_steps: Sequence[int] = LOCAL_STEPS,
+    buckets_mb: Sequence[float] = BUCKETS_MB,
+    chosen: Sequence[Way] | None = None,
+) -> list[Setting]:
+    """Returns every setting with its prediction.
+
+    Args:
+        network: The links.
+        compute: Seconds of a step alone.
+        size: Bytes of the parameters.
+        local_steps: To try.
+        buckets_mb: MiB of a bucket, to try.
+        chosen: The ways to try; by default all that there are.
+    """
+    found = []
+    for way in ways(network) if chosen is None else chosen:
+        for megabytes in buckets_mb:
+            rounds = [exchange_seconds(each, network, size, megabytes * 2**20) for each in way.traffic]
+            exchange = statistics.fmean(seconds for seconds, _ in rounds)
+            late = statistics.fmean(max(0.0, seconds - compute) for seconds, _ in rounds)
+            tensors = statistics.fmean(
+                sum(each.between.values()) + sum(each.within.values()) for each in way.traffic
+            )
+            for steps in local_steps:
+                step = compute + late / steps
+                found.append(
+                    Setting(
+                        way,
+                        steps,
+                        megabytes,
+                        exchange,
+                        max(rounds)[1],
+                        step,
+                        way.rounds * steps * step,
+                        tensors * size / steps,
+                    )
+                )
+    return found
+
+
+def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
+    """Returns the setting that the module's rule chooses.
+
+    Args:
+        found: Not empty.
+        compute: Seconds of a step alone.
+        tolerance: How much longer a step may take, 0.05 for 5 %.
+    """
+    fastest = min(each.step for each in found)
+    beside = compute if fastest <= compute * (1 + tolerance) else fastest
+    fast = [each for each in found if each.step <= beside * (1 + tolerance)]
+    soonest = min(each.agreement for each in fast)
+    good = [each for each in fast if each.agreement <= EQUALLY_GOOD * soonest]
+    return min(good, key=lambda each: (each.sent, each.exchange, each.bucket_mb))
+
+
+def reasons(found: Sequence[Setting], choice: Setting, compute: float, tolerance: float) -> list[str]:
+    """Returns why a setting is recommended, a sentence each."""
+    over = choice.step / compute - 1
+    said = [
+        f"An exchange takes {_ms(choice.exchange)}, most of it for {choice.limit}; compute takes {_ms(compute)}, "
+        + ("which hides it." if over < 0.001 else f"and a step {over:.1%} longer.")
+    ]
+    fewer = [
+        each
+        for each in found
+        if each.way == choice.way
+        and each.local_steps < choice.local_steps
+        and each.bucket_mb == choice.bucket_mb
+    ]
+    if fewer:
+        near = max(fewer, key=lambda each: each.local_steps)
+        said.append(
+            f"Local steps: with {near.local_steps} instead of {choice.local_steps} a step would take "
+            f"{near.step / compute - 1:.0%} longer than compute; up to {tolerance:.0%} are allowed."
+        )
+    else:
+        said.append("No local steps are needed: ranks average in each step.")
+    denser = [each for each in found if each.way.rounds < choice.way.rounds]
+    if denser:
+        rival = min(denser, key=lambda each: (each.step > compute * (1 + tolerance), each.agreement))
+        same = min(
+            (each for each in denser if each.way == rival.way and each.local_steps == choice.local_steps),
+            key=lambda each: each.step,
+            default=rival,
+        )
+        said.append(
+            f"{rival.way.name} needs fewer rounds ({rival.way.rounds} instead of {choice.way.rounds}), but its exchange "
+            f"takes {_ms(same.exchange)}, most of it for {same.limit}: with {_exchanges(same.local_steps)} a step would take "
+            f"{_ms(same.step)}."
+        )
+    else:
+        said.append(f"No topology needs fewer rounds to a tenth of the disagreement ({choice.way.rounds}).")
+    same_way = [e for e in found if e.way == choice.way and e.local_steps == choice.local_steps]
+    slowest = max(same_way, key=lambda each: each.exchange)
+    if slowest.exchange > EQUALLY_GOOD * choice.exchange:
+        said.append(
+            f"Buckets of {choice.bucket_mb:g} MiB: with {slowest.bucket_mb:g} MiB an exchange would take "
+            f"{_ms(slowest.exchange)}."
+        )
+    return said
+
+
+def _exchanges(steps: int) -> str:
+    return "an exchange in each step" if steps == 1 else f"one in {steps} steps"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

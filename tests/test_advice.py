@@ -1,0 +1,343 @@
+"""`fog advise`: its model and its rule against cases computed by hand, and short runs of the command."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fog_cli import advice, main
+from fog_cli.advice import Network, Setting, Traffic, Transfer, Way, best, exchange_seconds, reasons, settings
+from fog_cli.commands import advise as command
+from hosts import emulated_hosts
+from scripts import ROOT
+
+MB = 2**20
+
+
+def flat(hosts: int, rate: float, latency: float = 1e-4) -> Network:
+    """Hosts of one rank, each with a link of that rate."""
+    return Network(range(hosts), [0] * hosts, latency, latency, [rate] * hosts, [math.inf] * hosts, {}, 1e15)
+
+
+def two_sites(hosts: int, rate: float, trunk: float) -> Network:
+    """The same, half of them in each of two sites."""
+    sites = [2 * host // hosts for host in range(hosts)]
+    trunks = {(0, 1): trunk, (1, 0): trunk}
+    return Network(range(hosts), sites, 1e-4, 1e-4, [rate] * hosts, [math.inf] * hosts, trunks, 1e15)
+
+
+def chosen(
+    network: Network, compute: float, size: float, tolerance: float = 0.05
+) -> tuple[Setting, list[str]]:
+    found = settings(network, compute, size)
+    choice = best(found, compute, tolerance)
+    return choice, reasons(found, choice, compute, tolerance)
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+
+def test_exchange_by_hand() -> None:
+    network = Network(
+        [0, 0, 1, 1], [0, 1], 1e-3, 1e-6, [100.0, 50.0], [1000.0, 500.0], {(0, 1): 40.0, (1, 0): 80.0}, 200.0
+    )
+    # 3 buckets of at most 40 bytes, 2 messages each; host 1 receives 2 tensors of 100 bytes at 50 bytes/s, in 4 s, and
+    # the link to its site carries them in 5 s; the last bucket is summed with two others in 40 * 3 / 200 s.
+    seconds, limit = exchange_seconds(Traffic({(0, 1): 2.0}, {0: 1.0}, 2), network, 100.0, 40.0)
+    assert seconds == pytest.approx(3 * 2 * 1e-3 + 5.0 + 0.6)
+    assert limit == "the link from site 0 to site 1"
+    # The other way: the site's link is faster than the host's, which sends.
+    seconds, limit = exchange_seconds(Traffic({(1, 0): 2.0}, {}, 1), network, 100.0, 1000.0)
+    assert seconds == pytest.approx(1e-3 + 4.0 + 1.0)
+    assert limit == "the link of host 1"
+    # Within a host the other latency counts: 100 * 3 / 500.
+    seconds, limit = exchange_seconds(Traffic({}, {1: 3.0}, 1), network, 100.0, 10.0)
+    assert seconds == pytest.approx(10 * 1e-6 + 0.6 + 0.1) and limit == "the memory of host 1"
+
+
+def test_step_is_compute_and_what_it_does_not_hide() -> None:
+    way = Way("two rounds", "", 3, [Traffic({(0, 1): 1.0}, {}, 0), Traffic({(0, 1): 4.0}, {}, 0)])
+    # Exchanges of 1 and 4 s beside 2 s of compute: 0 and 2 s are left, 1 s on average, in each second step.
+    (found,) = settings(flat(2, 10.0), 2.0, 10.0, local_steps=[2], buckets_mb=[1.0], chosen=[way])
+    assert found.exchange == pytest.approx(2.5)
+    assert found.step == pytest.approx(2.5)
+    assert found.agreement == pytest.approx(3 * 2 * 2.5)
+    assert found.sent == pytest.approx(2.5 * 10 / 2)
+
+
+def test_traffic_of_ways() -> None:
+    network = Network([0, 0, 1, 1], [0, 0], 1e-3, 1e-6, [1.0] * 2, [1.0] * 2, {}, 1.0)
+    found = {way.name: way for way in advice.ways(network)}
+    # 2 (H - 1) / H tensors leave each host, and its two ranks give each other what they have and get the sum.
+    assert found["all-reduce"].traffic == [Traffic({(0, 1): 1.0, (1, 0): 1.0}, {0: 2.0, 1: 2.0}, 4)]
+    # One tensor for both ranks; the exact average of all, as two hosts average with each other.
+    assert found["hierarchical"].traffic == [Traffic({(0, 1): 1.0, (1, 0): 1.0}, {0: 2.0, 1: 2.0}, 3)]
+    assert found["hierarchical"].rounds == found["all-reduce"].rounds == 1
+    # Round 0: to the next rank; round 1: to the next but one, which is on the other host.
+    first, second = found["one-peer-exp2"].traffic
+    assert first == Traffic({(0, 1): 1.0, (1, 0): 1.0}, {0: 1.0, 1: 1.0}, 1)
+    assert second == Traffic({(0, 1): 2.0, (1, 0): 2.0}, {}, 1)
+    assert found["one-peer-exp2"].rounds == 2
+
+
+# --- the rule -----------------------------------------------------------------------------------------------
+
+
+def test_fast_links_give_dense_averages_in_each_step() -> None:
+    choice, why = chosen(flat(8, 1e10), compute=0.1, size=1e8)
+    # 1e8 bytes * 2 * 7/8 at 1e10 bytes/s are 17.5 ms.
+    assert (choice.way.name, choice.local_steps) == ("all-reduce", 1)
+    assert 0.0175 <= choice.exchange < 0.03 and choice.step == 0.1
+    assert "which hides it" in why[0] and "the link of host" in why[0]
+    assert "No local steps are needed" in why[1] and "No topology needs fewer rounds" in why[2]
+
+
+def test_slower_links_give_one_peer_in_each_step() -> None:
+    # A tensor takes 0.08 s, all-reduce 0.14 s and the exponential graph of 8 ranks 0.24 s, beside 0.1 s.
+    choice, why = chosen(flat(8, 1.25e9), compute=0.1, size=1e8)
+    assert choice.way.traffic[0].messages == 1 and choice.way.rounds == 3 and choice.local_steps == 1
+    # All-reduce with 2 local steps would need 2 * 0.12 s, and is not allowed; 16 local steps are 1.6 s.
+    assert any(line.startswith("all-reduce needs fewer rounds (1 instead of 3)") for line in why)
+    # Who allows steps of 30 % more gets it: one round, of two steps of 0.12 s.
+    assert chosen(flat(8, 1.25e9), 0.1, 1e8, tolerance=0.3)[0].way.name == "all-reduce"
+
+
+def test_a_slow_link_between_sites_gives_local_steps_or_few_crossings() -> None:
+    network = two_sites(16, 1e10, 1e8)
+    choice, why = chosen(network, compute=0.1, size=1e8)
+    # One crossing takes 1 s, 10 steps: without local steps nothing stays near compute.
+    assert choice.local_steps > 1 and "the link from site" in why[0]
+    assert choice.step <= 0.105
+    assert "Local steps: with" in why[1] and f"instead of {choice.local_steps}" in why[1]
+    # The inner and outer graph crosses with one rank of each site at a time, ten times less than all-reduce.
+    crossings = {
+        way.name: sum(
+            each.between.get((a, b), 0) for each in way.traffic for a in range(8) for b in range(8, 16)
+        )
+        / len(way.traffic)
+        for way in advice.ways(network)
+    }
+    assert crossings["inner-outer-exp2"] == 1.0 and crossings["all-reduce"] == 8.0
+
+
+def test_where_nothing_is_near_compute_the_fastest_counts() -> None:
+    network = flat(4, 1e6)
+    found = settings(network, 0.1, 1e8, local_steps=[1, 2])
+    choice = best(found, 0.1, 0.05)
+    fastest = min(each.step for each in found)
+    assert fastest > 10 and choice.step <= 1.05 * fastest and choice.local_steps == 2
+
+
+def test_equally_good_settings_send_the_least() -> None:
+    ways = [
+        Way(name, "", 2, [Traffic({(0, 1): sent}, {}, 1)]) for name, sent in (("more", 2.0), ("less", 1.0))
+    ]
+    found = settings(flat(2, 1e9), 1.0, 1e6, chosen=ways)
+    assert best(found, 1.0, 0.05).way.name == "less"
+
+
+def test_bucket_size_weighs_messages_against_the_last_sum() -> None:
+    # m messages of 1 ms, and the last of m buckets of 64 MiB in all: 2 * 64 MiB / m at 1 GiB/s. The best m is
+    # sqrt(0.125 / 0.001) = 11.2; of 16, 8 and so on it is 8: 8 + 15.6 ms.
+    network = Network(range(2), [0, 0], 1e-3, 1e-3, [math.inf] * 2, [math.inf] * 2, {}, 1024.0 * MB)
+    way = Way("w", "", 1, [Traffic({(0, 1): 1.0}, {}, 1)])
+    found = settings(network, 1.0, 64.0 * MB, local_steps=[1], chosen=[way])
+    assert best(found, 1.0, 0.05).bucket_mb == 8
+    assert min(each.exchange for each in found) == pytest.approx(0.008 + 0.015625)
+    network = Network(range(2), [0, 0], 0.0, 0.0, [math.inf] * 2, [math.inf] * 2, {}, 1024.0 * MB)
+    found = settings(network, 1.0, 64.0 * MB, local_steps=[1], chosen=[way])
+    assert best(found, 1.0, 0.05).bucket_mb == min(advice.BUCKETS_MB)
+
+
+# --- what was measured --------------------------------------------------------------------------------------
+
+
+def measured(hosts: int, seconds: dict[tuple[int, int], float]) -> dict[str, Any]:
+    """Transfers of 100 bytes between all hosts; those that are not named take a second."""
+    transfers = [
+        [distance, source, 100.0, seconds.get((source, (source + distance) % hosts), 1.0)]
+        for distance in range(1, hosts)
+        for source in range(hosts)
+    ]
+    about = {"latency_s": 1e-3, "latency_within_s": 1e-6, "local_rates": [0.0] * hosts, "sum_rate": 1e9}
+    return {"host_of": list(range(hosts)), "transfers": transfers, **about}
+
+
+def test_equal_hosts_are_one_site() -> None:
+    network = Network.of(measured(4, {}))
+    assert network.site_of == [0] * 4 and not network.trunks
+    assert network.host_rates == [100.0] * 4 and network.local_rates == [math.inf] * 4
+    assert Network.of(measured(1, {})).site_of == [0]
+
+
+def test_a_link_between_sites_is_found_with_its_rate() -> None:
+    # A line of 50 bytes/s between hosts 0, 1 and 2, 3, shared by as many transfers as cross it at once, each way:
+    # one at the distances 1 and 3, two at 2.
+    crossing = {
+        (a, b): (4.0 if (b - a) % 4 == 2 else 2.0) for a in range(4) for b in range(4) if a // 2 != b // 2
+    }
+    network = Network.of(measured(4, crossing))
+    assert network.site_of == [0, 0, 1, 1]
+    assert network.trunks == {(0, 1): 50.0, (1, 0): 50.0}
+    assert network.host_rates == [100.0] * 4
+
+
+def test_a_host_with_a_slow_link_is_a_site() -> None:
+    network = Network.of(
+        measured(4, {pair: 10.0 for pair in [(1, x) for x in range(4)] + [(x, 1) for x in range(4)]})
+    )
+    assert network.site_of == [0, 1, 0, 0]
+    assert network.host_rates == [100.0, 10.0, 100.0, 100.0]
+    assert network.trunks == {(0, 1): 10.0, (1, 0): 10.0}
+
+
+def test_groups_of_consecutive_ranks() -> None:
+    def groups(host_of: list[int]) -> int | None:
+        hosts = max(host_of) + 1
+        return Network(host_of, [0] * hosts, 1, 1, [1.0] * hosts, [1.0] * hosts, {}, 1.0).equal_groups()
+
+    assert groups([0, 0, 1, 1]) == 2 and groups([0, 0, 0]) == 3
+    assert groups([0, 1, 0, 1]) is None and groups([0, 0, 1]) is None
+
+
+def test_both_ways_between_two_hosts_count_together() -> None:
+    pairs = [Transfer(1, 0, 100.0, 1.0), Transfer(1, 1, 100.0, 3.0)]
+    assert advice.sites_of(2, pairs) == [0, 0]
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import time, torch
+def make():
+    model = torch.nn.Linear(1000, 250, bias=False)
+    return model, lambda: time.sleep(0.05)
+"""
+
+
+def advise(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fog_cli", "advise", "-np", "2", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(SCRIPT)
+    done = advise("--model", str(script), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["parameter_bytes"] == 1_000_000 and 0.05 <= told["compute_s"] < 5
+    network = told["network"]
+    assert network["host_of"] == [0, 0] and network["site_of"] == [0] and not network["trunks"]
+    assert network["local_rates"][0] > 0 and network["latency_within"] > 0 and network["sum_rate"] > 0
+    assert {each["topology"] for each in told["settings"]} >= {"all-reduce", "ring", "one-peer-exp2"}
+    # A megabyte in 50 ms, from memory to memory: one round with all.
+    assert told["choice"]["rounds"] == 1 and told["choice"] in told["settings"]
+    assert told["reasons"] and "DecentralizedSGD" in told["code"]
+
+
+def test_text_of_the_command() -> None:
+    done = advise("--parameters", "1000", "--step-time", "0.5", "--most-local-steps", "4")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "2 ranks on 1 hosts, 0.004 MB of parameters"
+    assert any(line.startswith("Recommended: ") for line in lines)
+    assert sum(line.startswith("* ") for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "1"], "-np: got 1"),
+        (["-np", "2"], "Give --parameters and --step-time, or --model"),
+        (["-np", "2", "--parameters", "x", "--step-time", "1"], "--parameters: got 'x'"),
+        (["-np", "2", "--parameters", "0.1", "--step-time", "1"], "--parameters: got '0.1'"),
+        (["-np", "2", "--parameters", "1M", "--step-time", "0"], "--step-time: got 0"),
+        (["-np", "2", "--parameters", "1M", "--step-time", "nan"], "--step-time: got nan"),
+        (["-np", "2", "--model", "no.py"], "--model no.py: there is no such script"),
+        (["-np", "2", "--model", "no.py", "--step-time", "1"], "leave out"),
+        (["-np", "2", "--parameters", "1M", "--step-time", "1", "--tolerance", "0"], "--tolerance: got 0"),
+        (["-np", "2", "--parameters", "1M", "--step-time", "1", "--element-bytes", "3"], "--element-bytes"),
+        (["-np", "2", "--parameters", "1M", "--step-time", "1", "--most-local-steps", "0"], "--most-local"),
+        (["-np", "9", "-H", "a:1", "--parameters", "1M", "--step-time", "1"], "the hosts have 1 slots"),
+    ],
+)
+def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["advise", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_counts() -> None:
+    assert [command.count(text) for text in ("1000", "25.6M", "7B", "2k")] == [
+        1000,
+        25_600_000,
+        7 * 10**9,
+        2000,
+    ]
+
+
+# --- the sweep ----------------------------------------------------------------------------------------------
+
+
+def test_sweep_judges_the_choice_by_measured_steps() -> None:
+    sweep = importlib.import_module("advise")  # of benchmarks/, which `hosts` makes importable
+
+    def point(rounds: int, local_steps: int, step: float, is_choice: bool = False) -> dict[str, Any]:
+        about = {"topology": "t", "rounds": rounds, "local_steps": local_steps, "bucket_mb": 1.0}
+        return {**about, "predicted_step_s": 1.0, "step_s": step, "is_choice": is_choice}
+
+    # Allowed are steps up to 1.05 s: the best takes 2 * 1.04 s, the choice 2 * 1.25 s and is beyond them.
+    found = sweep.judged(
+        [point(1, 4, 1.0), point(2, 1, 1.04), point(1, 1, 2.0), point(2, 1, 1.25, True)], 1.0
+    )
+    assert found["step_over_fastest"] == pytest.approx(0.25)
+    assert found["time_to_agreement_over_best"] == pytest.approx(1.25 / 1.04 - 1)
+    assert not found["is_met"] and not found["choice_is_within_tolerance"]
+    assert found["prediction_error"]["largest"] == pytest.approx(0.5)
+    found = sweep.judged([point(1, 4, 1.0), point(2, 1, 1.04, True), point(2, 1, 1.0)], 1.0)
+    assert found["is_met"] and found["time_to_agreement_over_best"] == pytest.approx(0.04)
+
+
+def test_sweep_of_two_hosts(tmp_path: Path) -> None:
+    with emulated_hosts(2, "1gbit"):
+        pass
+    numbers, log = tmp_path / "advise.json", tmp_path / "log"
+    options = ["--clusters", "two sites", "--hosts", "2", "--local-steps", "1", "2", "--buckets", "16"]
+    with log.open("wb") as file:
+        status = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "advise.py", *options, "--rounds", "1", "--json", numbers],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+            timeout=100,
+            check=False,
+        ).returncode
+    assert status == 0, log.read_text()
+    written = json.loads(numbers.read_text())
+    (cluster,) = written["clusters"]
+    assert not written["failures"] and cluster["reasons"]
+    assert sum(point["is_choice"] for point in cluster["points"]) == 1
+    assert {(point["topology"], point["local_steps"]) for point in cluster["points"]} >= {
+        ("all-reduce", 1),
+        ("ring", 2),
+    }
+    assert min(point["step_s"] for point in cluster["points"]) >= 0.15
+    # Between the two hosts is the line of the two sites: 1/25 of what their own links have.
+    (link,) = {round(each / cluster["between_bits_per_s"]) for each in cluster["measured"]["host_bits_per_s"]}
+    assert link == 1
