@@ -328,7 +328,7 @@ def show(content: Mapping[str, Any]) -> None:
             seconds = "-" if row["seconds_to_loss"] is None else f"{row['seconds_to_loss']:.1f} s"
             kind = "modelled" if row["modelled"] else "measured"
             print(
-                f"  {row['scenario']:14}{row['way']:18}{row['ranks']:>6}  {row['split']:14}{seconds:>10}  {kind}"
+                f"  {row['scenario']:24}{row['way']:18}{row['ranks']:>6}  {row['split']:14}{seconds:>10}  {kind}"
             )
 
 
