@@ -2,7 +2,9 @@
 step, which benchmarks/cluster.py and its model measure, the time to the loss.
 
 The task: MNIST in 7 x 7 pixels, or scikit-learn's digits where there is no MNIST, and a perceptron with one hidden layer.
-All ways have the same model, start, batches, local optimizer and number of samples in a run; runs of one seed are paired.
+All ways have the same model, start, batches, local optimizer, number of samples in a run, and schedule: a cosine from the
+learning rate to 0. Each way and split has the rate of a grid with which its loss ended lowest for seeds that are not used
+after. Runs of one seed are paired.
 The loss is that of the mean of the ranks' models on test images. Ranks' data are alike ("iid"), or their labels are in
 proportions of a Dirichlet distribution ("dirichlet 0.1"). Nothing here takes time into account: a slow link costs nothing.
 """
@@ -19,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,17 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 MNIST = ROOT.parent / "shared" / "data" / "mnist"
 PIXELS, HIDDEN, CLASSES = 7, 16, 10
-BATCH, RATE, MOMENTUM, LOCAL_STEPS = 8, 0.05, 0.9, 8
+# With fewer samples than that on a rank, a batch has all of them.
+BATCH = 8
+MOMENTUM, LOCAL_STEPS = 0.9, 8
+RATES = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8)
+TUNING_RANKS, TUNING_SEEDS = 16, (101,)
 EVERY = 10
 # Relative to DDP's loss.
 GOAL = 0.01
 RANKS_PER_MACHINE = 2
-# With more ranks only these run, to save time. Topologies are kept as dense matrices, one of 12 rounds of 4,096 ranks takes 1.6 GB.
+# With more ranks only these run, to save time: a step of 1,024 ranks takes 25 ms. Topologies are kept as dense matrices:
+# one of 12 rounds of 4,096 ranks takes 1.6 GB, and 16 s to make.
 MANY_RANKS = 256
 MANY_RANKS_WAYS = ("ddp_fog", "one_peer_exp", "static_exp", "local_sgd")
 SPLITS: dict[str, Any] = {"iid": "iid", "dirichlet 0.1": 0.1, "sorted": "sorted"}
@@ -128,15 +136,9 @@ def make_model(seed: int) -> nn.Module:
 
 
 def run(
-    name: str,
-    ranks: int,
-    split: str,
-    seed: int,
-    steps: int,
-    task: Sequence[Any],
-    until: float | None = None,
+    name: str, ranks: int, split: str, seed: int, steps: int, task: Sequence[Any], rate: float = 0.1
 ) -> dict[str, Any]:
-    """Trains in one way, up to a loss of `until` if it is given; returns a point of the results."""
+    """Trains in one way; returns a point of the results."""
     _, inputs, labels, test, answers = task
     way = WAYS[name]
 
@@ -144,18 +146,19 @@ def run(
         return float(nn.functional.cross_entropy(stacked.model_of()(test), answers))
 
     begin = time.perf_counter()
+    batch = min(BATCH, len(inputs) // ranks)
     result = simulate.train(
         make_model(seed),
         nn.functional.cross_entropy,
-        simulate.Shards(inputs, labels, ranks=ranks, batch=BATCH, split=SPLITS[split], seed=seed),
+        simulate.Shards(inputs, labels, ranks=ranks, batch=batch, split=SPLITS[split], seed=seed),
         ranks=ranks,
         steps=steps,
         topology=None if way.topology is None else way.topology(ranks),
         algorithm=way.algorithm,
-        optimizer=partial(torch.optim.SGD, lr=RATE, momentum=way.momentum),
+        optimizer=partial(torch.optim.SGD, lr=rate, momentum=way.momentum),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         evaluate=evaluate,
         every=EVERY,
-        until=until,
         seed=seed,
     )
     return {
@@ -163,10 +166,23 @@ def run(
         "ranks": ranks,
         "split": split,
         "seed": seed,
+        "rate": rate,
+        "batch": batch,
         "steps": [step for step, _ in result.evaluated],
-        "losses": [round(value, 6) for _, value in result.evaluated],
+        "losses": [round(value, 5) for _, value in result.evaluated],
         "consensus": float(f"{float(result.consensus[-1]):.4g}"),
         "seconds": round(time.perf_counter() - begin, 2),
+    }
+
+
+def best_rates(tuning: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """Returns the learning rate of each way and split whose loss ended lowest in the mean of the tuning seeds."""
+    found: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for row in tuning:
+        losses = found.setdefault((row["way"], row["split"]), {})
+        losses.setdefault(row["rate"], []).append(math.inf if row["loss"] is None else row["loss"])
+    return {
+        key: min(losses, key=lambda rate: statistics.fmean(losses[rate])) for key, losses in found.items()
     }
 
 
@@ -191,24 +207,18 @@ def differences(points: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns the loss at equal samples relative to DDP's, of paired seeds, for each way, split and number of ranks."""
     final = {(p["way"], p["ranks"], p["split"], p["seed"]): p["losses"][-1] for p in points}
     groups: dict[tuple[str, int, str], list[float]] = {}
-    paired = {(ranks, split) for _, ranks, split, seed in final if seed != min(key[3] for key in final)}
     for (way, ranks, split, seed), loss in final.items():
-        if (ranks, split) not in paired:  # these end at the target
-            continue
         reference = final.get((REFERENCE, ranks, split, seed))
         if way != REFERENCE and reference is not None:
             groups.setdefault((way, ranks, split), []).append(loss / reference - 1)
     rows = []
     for (way, ranks, split), values in groups.items():
-        if len(values) > 1:
-            mean, lower, upper = interval(values)
-            rows.append(
-                {
-                    "way": way, "ranks": ranks, "split": split, "seeds": len(values),
-                    "mean": round(mean, 6), "lower": round(lower, 6), "upper": round(upper, 6),
-                    "within_goal": upper <= GOAL,
-                }
-            )  # fmt: skip
+        row = {"way": way, "ranks": ranks, "split": split, "seeds": len(values)}
+        mean, lower, upper = interval(values)
+        row["mean"] = round(mean, 6)
+        if len(values) > 1:  # one seed has no interval
+            row |= {"lower": round(lower, 6), "upper": round(upper, 6), "within_goal": upper <= GOAL}
+        rows.append(row)
     return rows
 
 
@@ -307,63 +317,84 @@ def show(content: Mapping[str, Any]) -> None:
                 print(f"  {way:18}" + "".join(f"{word:>8}" for word in words))
     print(f"\nloss at equal samples relative to DDP's: mean and 95 % interval (goal: at most {GOAL:+.0%})")
     for row in content["differences"]:
-        verdict = "yes" if row["within_goal"] else "no"
-        print(
-            f"  {row['way']:18}{row['ranks']:>5}  {row['split']:14}{row['mean']:>+8.2%}  "
-            f"[{row['lower']:+.2%}, {row['upper']:+.2%}]  {verdict}"
-        )
+        words = f"  {row['way']:18}{row['ranks']:>5}  {row['split']:14}{row['mean']:>+8.2%}  "
+        if "lower" in row:
+            verdict = "yes" if row["within_goal"] else "no"
+            words += f"[{row['lower']:+.2%}, {row['upper']:+.2%}]  {verdict}"
+        print(words)
     if content["time_to_loss"]:
         print("\ntime to the loss: steps here x seconds a step there")
         for row in content["time_to_loss"]:
             seconds = "-" if row["seconds_to_loss"] is None else f"{row['seconds_to_loss']:.1f} s"
             kind = "modelled" if row["modelled"] else "measured"
             print(
-                f"  {row['scenario']:14}{row['way']:18}{row['ranks']:>6}  {row['split']:14}{seconds:>10}  {kind}"
+                f"  {row['scenario']:24}{row['way']:18}{row['ranks']:>6}  {row['split']:14}{seconds:>10}  {kind}"
             )
 
 
 def plot(content: Mapping[str, Any], path: Path) -> None:
-    """Draws the loss over samples, and the steps to the target over ranks."""
+    """Draws the loss over samples, at equal samples beside DDP's, and the steps to the target over ranks."""
     from matplotlib.figure import Figure
 
     points, target = content["points"], content["facts"]["target"]
     splits = [s for s in SPLITS if any(p["split"] == s for p in points)]
     seeded = sorted({p["ranks"] for p in points if p["seed"] != points[0]["seed"]} or {points[0]["ranks"]})
     shown = seeded[0]
-    figure = Figure(figsize=(4.6 * (len(splits) + 1), 4.4), layout="constrained")
-    axes = figure.subplots(1, len(splits) + 1)
+    figure = Figure(figsize=(11, 4.2 * math.ceil((len(splits) + 2) / 2)), layout="constrained")
+    axes = list(figure.subplots(math.ceil((len(splits) + 2) / 2), 2).flat)
+    looks = {
+        way: {"color": f"C{place % 6}", "linestyle": "--" if place >= 6 else "-", "linewidth": 1.3}
+        for place, way in enumerate(WAYS)
+    }
     for axis, split in zip(axes, splits, strict=False):
-        for place, way in enumerate(WAYS):
+        ends = []
+        for way in WAYS:
             runs = [p for p in points if (p["way"], p["ranks"], p["split"]) == (way, shown, split)]
             if runs:
                 losses = [statistics.fmean(each) for each in zip(*(p["losses"] for p in runs), strict=True)]
-                samples = [step * BATCH * shown for step in runs[0]["steps"]]
-                style = "--" if place >= 6 else "-"
-                axis.semilogy(samples, losses, style, color=f"C{place % 6}", label=way, linewidth=1.3)
+                samples = [step * p["batch"] * shown for p in runs[:1] for step in p["steps"]]
+                axis.plot(samples, losses, label=way, **looks[way])
+                ends.append(losses[-1])
         axis.axhline(target, color="gray", linewidth=0.7)
+        # The start would hide how the ways differ in the end.
+        axis.set_ylim(0.95 * min(ends), 2.5 * min(ends))
         axis.set(
             title=f"{shown} ranks, {split}",
             xlabel="samples of all ranks",
             ylabel="test loss of the mean model",
         )
-        axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
+    beside, over = axes[len(splits) : len(splits) + 2]
+    ways = [way for way in WAYS if way != REFERENCE]
+    for place, split in enumerate(splits):
+        rows = [
+            r for r in content["differences"] if r["split"] == split and r["ranks"] == shown and "lower" in r
+        ]
+        means = [100 * r["mean"] for r in rows]
+        halves = [100 * (r["upper"] - r["mean"]) for r in rows]
+        heights = [ways.index(r["way"]) + 0.25 * place for r in rows]
+        beside.errorbar(means, heights, xerr=halves, fmt="o", markersize=4, capsize=3, label=split)
+    beside.axvspan(-100 * GOAL, 100 * GOAL, color="gray", alpha=0.3, label="goal")
+    beside.set_yticks(range(len(ways)), ways)
+    beside.invert_yaxis()
+    beside.set(
+        title=f"{shown} ranks, mean and 95 % interval", xlabel="loss at equal samples beside DDP's, in %"
+    )
+    beside.legend(fontsize=7)
     steps = median_steps(points, target)
-    for place, way in enumerate(WAYS):
+    for way in WAYS:
         pairs = sorted(
-            (r, c) for (w, r, s), c in steps.items() if w == way and s == "iid" and math.isfinite(c)
+            (r, c) for (w, r, s), c in steps.items() if w == way and s == splits[0] and math.isfinite(c)
         )
         if pairs:
-            axes[-1].plot(
-                *zip(*pairs, strict=True),
-                "--" if place >= 6 else "-",
-                marker="o",
-                markersize=3,
-                color=f"C{place % 6}",
-            )
-    axes[-1].set_xscale("log", base=2)
-    axes[-1].set(title="iid", xlabel="ranks", ylabel=f"steps to a loss of {target}", ylim=(0, None))
-    axes[-1].grid(alpha=0.3)
+            over.plot(*zip(*pairs, strict=True), marker="o", markersize=3, **looks[way])
+    counts = sorted({p["ranks"] for p in points if p["split"] == splits[0]})
+    over.set_xscale("log", base=2)
+    over.set_xticks(counts, [f"{count:,}" for count in counts])
+    over.minorticks_off()
+    over.set(title=splits[0], xlabel="ranks", ylabel=f"steps to a loss of {target}", ylim=(0, None))
+    for axis in axes:
+        axis.grid(alpha=0.3)
     figure.savefig(path)
 
 
@@ -379,12 +410,12 @@ def read_options() -> argparse.Namespace:
         nargs="*",
         type=int,
         default=[8, 64, 256, 1024, 4096],
-        help="with the first seed, iid, to the target",
+        help="runs with the first seed, iid",
     )
     add("--splits", nargs="+", choices=list(SPLITS), default=["iid", "dirichlet 0.1"])
     add("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    add("--steps", type=int, default=300)
-    add("--target", type=float, default=0.45)
+    add("--steps", type=int, default=400)
+    add("--target", type=float, default=0.4)
     add("--json", type=Path, metavar="FILE", default=RESULTS / "loss.json")
     add("--plot", type=Path, metavar="FILE", help="a picture, by its ending")
     add(
@@ -395,6 +426,11 @@ def read_options() -> argparse.Namespace:
         help="of cluster.json and model.json, if they are there",
     )
     add(
+        "--resume",
+        action="store_true",
+        help="goes on with the runs that --json has, which is written after each run",
+    )
+    add(
         "--table-only",
         action="store_true",
         help="reads the losses of --json, and joins them with the times anew",
@@ -402,29 +438,82 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes all runs."""
-    task = load()
-    jobs = [(r, s, seed) for r in options.ranks for s in options.splits for seed in options.seeds]
-    jobs += [(r, "iid", options.seeds[0]) for r in options.more_ranks]
-    points = []
-    begin = time.perf_counter()
-    for ranks, split, seed in jobs:
-        for way in options.ways:
-            if ranks > MANY_RANKS and way not in MANY_RANKS_WAYS:
-                continue
-            # The runs without pairs have nothing to show after the target.
-            until = None if ranks in options.ranks else options.target
-            points.append(run(way, ranks, split, seed, options.steps, task, until))
-        print(f"{time.perf_counter() - begin:6.0f} s: {ranks} ranks, {split}, seed {seed}", flush=True)
-    facts = {
-        "task": task[0], "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "learning_rate": RATE,
-        "momentum": MOMENTUM, "local_steps": LOCAL_STEPS, "target": options.target, "goal": GOAL,
-        "seeds": options.seeds, "machine": platform.machine(), "python": platform.python_version(),
-        "torch": torch.__version__, "fogdist": fogdist.__version__, "date": time.strftime("%Y-%m-%d"),
-        "seconds": round(time.perf_counter() - begin),
+def settings_of(options: argparse.Namespace, task: str) -> dict[str, Any]:
+    """Returns what the runs of one file have in common."""
+    return {
+        "task": task, "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "momentum": MOMENTUM,
+        "local_steps": LOCAL_STEPS, "steps": options.steps, "schedule": "cosine to 0", "rates": list(RATES),
+        "tuning_ranks": TUNING_RANKS, "tuning_seeds": list(TUNING_SEEDS), "target": options.target, "goal": GOAL,
     }  # fmt: skip
-    return {"facts": facts, "points": points, "theory": mixing_theory()}
+
+
+def train_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Makes all runs, and writes the file after each.
+
+    Raises:
+        ValueError: The file to go on with has other settings.
+    """
+    task = load()
+    settings = settings_of(options, task[0])
+    facts = {
+        **settings, "machine": platform.machine(), "python": platform.python_version(),
+        "torch": torch.__version__, "fogdist": fogdist.__version__, "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+    content: dict[str, Any] = {"facts": facts, "tuning": [], "points": []}
+    if options.resume and options.json.exists():
+        content = json.loads(options.json.read_text())
+        other = {
+            key: content["facts"].get(key)
+            for key, value in settings.items()
+            if content["facts"].get(key) != value
+        }
+        if other:
+            wanted = {key: settings[key] for key in other}
+            raise ValueError(f"{options.json} must be of runs with {wanted} to go on with it, got {other}")
+    tuning, points = content["tuning"], content["points"]
+
+    def key(row: Mapping[str, Any], *more: str) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("way", "ranks", "split", "seed", *more))
+
+    made = {key(row, "rate") for row in tuning}
+    for way, split, seed, rate in product(options.ways, options.splits, TUNING_SEEDS, RATES):
+        if (way, TUNING_RANKS, split, seed, rate) not in made:
+            point = run(way, TUNING_RANKS, split, seed, options.steps, task, rate)
+            last = point["losses"][-1]
+            kept = {name: point[name] for name in ("way", "ranks", "split", "seed", "rate")}
+            # JSON has no numbers for what runs that diverge come to.
+            tuning.append({**kept, "loss": last if math.isfinite(last) else None})
+            write(content, options.json)
+            print(f"{point['seconds']:6.1f} s: {way}, {split}, rate {rate}: loss {last:.4f}", flush=True)
+    rates = best_rates(tuning)
+    made = {key(point) for point in points}
+    jobs = [(r, s, seed) for r in options.ranks for s in options.splits for seed in options.seeds]
+    jobs += [(r, options.splits[0], options.seeds[0]) for r in options.more_ranks if r not in options.ranks]
+    for (ranks, split, seed), way in product(jobs, options.ways):
+        if (ranks > MANY_RANKS and way not in MANY_RANKS_WAYS) or (way, ranks, split, seed) in made:
+            continue
+        point = run(way, ranks, split, seed, options.steps, task, rates[way, split])
+        points.append(point)
+        write(content, options.json)
+        last = point["losses"][-1]
+        print(
+            f"{point['seconds']:6.1f} s: {way}, {ranks} ranks, {split}, seed {seed}: loss {last:.4f}",
+            flush=True,
+        )
+    return {**content, "theory": mixing_theory()}
+
+
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """Writes the results, a row a line; a run that is ended meanwhile leaves the file before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = ",\n".join(
+        f'"{key}": {json.dumps(value)}' if not isinstance(value, list)
+        else f'"{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n]"
+        for key, value in content.items()
+    )  # fmt: skip
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text("{\n" + parts + "\n}\n")
+    unfinished.replace(path)
 
 
 def main() -> None:
@@ -435,13 +524,7 @@ def main() -> None:
     content["time_to_loss"] = time_to_loss(
         median_steps(content["points"], content["facts"]["target"]), read_step_times(options.times)
     )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    parts = ",\n".join(
-        f'"{key}": {json.dumps(value)}' if not isinstance(value, list)
-        else f'"{key}": [\n' + ",\n".join(map(json.dumps, value)) + "\n]"
-        for key, value in content.items()
-    )  # fmt: skip
-    options.json.write_text("{\n" + parts + "\n}\n")
+    write(content, options.json)
     show(content)
     if options.plot is not None:
         plot(content, options.plot)

@@ -328,6 +328,21 @@ def test_evaluations_end_the_training_at_its_target():
     assert result.steps_to(0.0) is None
 
 
+def test_a_schedule_ends_at_its_rate():
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 3))
+
+    model = classifier()
+    still, moved = (
+        run(model, steps=steps, schedule=schedule, optimizer=OPTIMIZERS["sgd"]) for steps in (3, 6)
+    )
+    constant = run(model, steps=6, optimizer=OPTIMIZERS["sgd"])
+    # The ranks mix on at a rate of 0, and their mean stays.
+    mean = moved.model.stacked.mean(dim=0)
+    assert torch.allclose(mean, still.model.stacked.mean(dim=0), atol=1e-12)
+    assert not torch.allclose(mean, constant.model.stacked.mean(dim=0), atol=1e-6)
+
+
 # --- the benchmark ------------------------------------------------------------------------------------------
 
 
@@ -367,3 +382,43 @@ def test_steps_and_times_are_joined_by_way(monkeypatch: pytest.MonkeyPatch, tmp_
         ("ddp_gloo", 10, 5.0),
         ("one_peer_exp", None, None),
     ]
+
+
+def test_runs_go_on_from_the_file_of_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    benchmark = importlib.import_module("time_to_loss")
+    task = ("random", torch.randn(40, 49), torch.arange(40) % 10, torch.randn(9, 49), torch.arange(9))
+    monkeypatch.setattr(benchmark, "load", lambda: task)
+    monkeypatch.setattr(benchmark, "TUNING_RANKS", 4)
+    monkeypatch.setattr(benchmark, "RATES", (0.1, 1e38))  # the second one diverges
+    path = tmp_path / "loss.json"
+
+    def results(*arguments: str) -> dict[str, Any]:
+        fixed = [
+            "--ways",
+            "ddp_fog",
+            "local_sgd",
+            "--splits",
+            "iid",
+            "--ranks",
+            "4",
+            "--more-ranks",
+            "--json",
+        ]
+        monkeypatch.setattr("sys.argv", ["time_to_loss.py", *fixed, str(path), *arguments])
+        benchmark.main()
+        return json.loads(path.read_text())
+
+    whole = results("--steps", "10", "--seeds", "1", "2")
+    assert [(p["way"], p["rate"]) for p in whole["points"]] == [("ddp_fog", 0.1), ("local_sgd", 0.1)] * 2
+    assert {row["loss"] is None for row in whole["tuning"] if row["rate"] == 1e38} == {True}
+    part = {name: whole[name] for name in ("facts", "tuning")}
+    path.write_text(json.dumps({**part, "points": whole["points"][:1]}))
+    run, made = benchmark.run, []
+    monkeypatch.setattr(benchmark, "run", lambda *a: made.append(a[:4]) or run(*a))
+    again = results("--steps", "10", "--seeds", "1", "2", "--resume")
+    assert made == [("local_sgd", 4, "iid", 1), ("ddp_fog", 4, "iid", 2), ("local_sgd", 4, "iid", 2)]
+    assert [p["losses"] for p in again["points"]] == [p["losses"] for p in whole["points"]]
+    assert again["differences"] == whole["differences"]
+    with pytest.raises(ValueError, match=r"must be of runs with \{'steps': 20\} to go on with it, got"):
+        results("--steps", "20", "--resume")

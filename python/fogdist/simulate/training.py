@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fogdist.algorithms import DecentralizedSGD
 from fogdist.simulate.model import StackedModel
@@ -58,6 +59,7 @@ def train(
     topology: MixingLike = None,
     algorithm: Callable[..., Optimizer] = DecentralizedSGD,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _sgd,
+    schedule: Callable[[Optimizer], LRScheduler] | None = None,
     evaluate: Callable[[StackedModel], float] | None = None,
     every: int = 1,
     until: float | None = None,
@@ -86,6 +88,8 @@ def train(
             one with its options.
         optimizer: Makes the local optimizer of parameters, which must treat each element by itself; by default SGD with
             a learning rate of 0.1.
+        schedule: Makes the learning rate's scheduler of the distributed optimizer, which goes on after each step; None
+            for a constant rate.
         evaluate: Called before the first step and after every `every` steps, with the model in eval mode and without
             gradients; a loss, say, of ``stacked.model_of()``, the mean of all ranks.
         every: Steps from one evaluation to the next.
@@ -106,6 +110,7 @@ def train(
     stacked.check_statistics()
     options = {} if topology is None else {"mixing": topology}
     view = algorithm(optimizer([stacked.stacked]), stacked, group=VirtualRanks(ranks), **options)
+    scheduler = None if schedule is None else schedule(view)
     of_ranks = torch.func.vmap(loss, randomness="different")
     losses, distances = torch.zeros(2, steps, dtype=torch.float64)
     evaluated: list[tuple[int, float]] = []
@@ -129,6 +134,8 @@ def train(
                 raise ValueError(f"loss must return a scalar, got shape {tuple(each.shape[1:])}")
             torch.autograd.backward(each.sum())
             view.step()
+            if scheduler is not None:
+                scheduler.step()
             losses[made] = each.detach().mean()
             distances[made] = stacked.consensus_distance()
             made += 1
