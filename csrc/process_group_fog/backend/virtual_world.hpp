@@ -30,10 +30,9 @@ class VirtualWorld {
   }
   // Drives all engines until nothing moves and no message is on its way.
   void progress();
-  // Messages of operations, and their bytes, from rank to rank.
-  std::map<std::pair<int, int>, InProcessNetwork::Sent> sent() const;
-  // Messages that tell of failures, by the rank that sent them.
-  std::vector<uint64_t> failures_told() const;
+  // What ranks have sent to each other; message by message since record() was called.
+  Recording recorded() const;
+  void record();
   // This rank's process ends without a goodbye. The others see it at once, or, where it is not `noticed`, never.
   void lose(int rank, bool noticed);
 

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/in_process/recording.hpp"
 #include "transport/transport.hpp"
 
 namespace fog {
@@ -48,19 +49,14 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     const std::lock_guard<std::mutex> lock(mutex_);
     return in_flight_;
   }
-  // Of operations, with the bytes that they are of, from rank to rank.
-  struct Sent {
-    uint64_t messages = 0;
-    uint64_t bytes = 0;
-  };
-  std::map<std::pair<PeerId, PeerId>, Sent> sent() const {
+  // Has recorded() remember what leaves from now on, message by message.
+  void record() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return sent_;
+    recording_.start();
   }
-  // Messages that tell of failures, by sender.
-  std::vector<uint64_t> failures_told() const {
+  Recording recorded() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return failures_told_;
+    return recording_;
   }
 
  private:
@@ -70,9 +66,14 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     std::shared_ptr<std::vector<char>> data; // behind the header, or of a chunk
     uint64_t due = 0; // look of the receiver
     uint64_t number = 0; // of all
+    uint64_t message = Recording::kNone;
   };
 
   void put(PeerId from, PeerId to, Parcel parcel);
+  void arrived(uint64_t message) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    recording_.arrived(message);
+  }
   // What has come for `to`, each sender's in order.
   std::vector<std::pair<PeerId, Parcel>> take(PeerId to);
 
@@ -88,8 +89,7 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   uint64_t next_transfer_ = 1;
   uint64_t parcels_ = 0; // ever
   size_t in_flight_ = 0;
-  std::map<std::pair<PeerId, PeerId>, Sent> sent_;
-  std::vector<uint64_t> failures_told_;
+  Recording recording_;
 };
 
 } // namespace fog
