@@ -65,8 +65,9 @@ class Task:
         rank: Who computes, or sends.
         to: Who receives; NOWHERE for a computation.
         amount: Seconds of the computation, bytes of the message.
-        requires: Earlier tasks: computations of this rank, messages to it.
+        requires: Earlier tasks: computations of this rank, messages to it, or from it (then until they have come).
         leaves: Whether the message leaves its host. Where a rank stands for many alike it may go to itself, and leave.
+        rounds: How many messages it stands for, each after the one before; `amount` is of all of them.
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Task:
     amount: float
     requires: tuple[int, ...] = ()
     leaves: bool = True
+    rounds: float = 1.0
 
 
 @dataclass
@@ -102,12 +104,18 @@ class Graph:
         return len(self.tasks) - 1
 
     def send(
-        self, rank: int, to: int, size: float, requires: Sequence[int] = (), leaves: bool | None = None
+        self,
+        rank: int,
+        to: int,
+        size: float,
+        requires: Sequence[int] = (),
+        leaves: bool | None = None,
+        rounds: float = 1.0,
     ) -> int:
         """Adds a message; returns its place."""
         if leaves is None:
             leaves = self.hosts[rank] != self.hosts[to]
-        self.tasks.append(Task(rank, to, size, tuple(requires), leaves))
+        self.tasks.append(Task(rank, to, size, tuple(requires), leaves, rounds))
         return len(self.tasks) - 1
 
     def write(self, path: Path, parameters: Parameters) -> None:
@@ -116,7 +124,7 @@ class Graph:
             "parameters": asdict(parameters) | {"S": None if parameters.S == float("inf") else parameters.S},
             "hosts": self.hosts,
             "centers": self.centers,
-            "tasks": [[t.rank, t.to, t.amount, list(t.requires), int(t.leaves)] for t in self.tasks],
+            "tasks": [[t.rank, t.to, t.amount, list(t.requires), int(t.leaves), t.rounds] for t in self.tasks],
             "ends": self.ends,
         }
         path.write_text(json.dumps(content))
@@ -164,21 +172,21 @@ def replay(graph: Graph, parameters: Parameters) -> list[float]:
         if task.to == NOWHERE:
             at(now + task.amount, finish, place)
             return
-        end = work(task.rank, now, p.o + p.O * task.amount)
-        agreed = 2 * p.L if task.leaves and task.amount >= p.S else 0.0
+        end = work(task.rank, now, task.rounds * p.o + p.O * task.amount)
+        agreed = 2 * p.L * task.rounds if task.leaves and task.amount >= p.S * task.rounds else 0.0
         at(end + agreed, leave, place)
 
     def leave(place: int, now: float) -> None:
         task = tasks[place]
         if not task.leaves:
-            at(now + p.l + p.M * task.amount, receive, place)
+            at(now + p.l * task.rounds + p.M * task.amount, receive, place)
             return
         home, there = graph.hosts[task.rank], graph.hosts[task.to]
         start = occupy(("out", home), now, p.G * task.amount)
         if graph.centers[home] != graph.centers[there]:
             at(start, cross, place)
         else:
-            at(start + p.L, enter, place)
+            at(start + p.L * task.rounds, enter, place)
 
     def cross(place: int, now: float) -> None:
         task = tasks[place]
@@ -186,7 +194,7 @@ def replay(graph: Graph, parameters: Parameters) -> list[float]:
         slower = max(p.W, p.G) * task.amount
         start = occupy(("line", home), now, p.W * task.amount)
         # Its last byte comes no earlier than the line lets it through.
-        at(start + p.L + slower - p.G * task.amount, enter, place)
+        at(start + p.L * task.rounds + slower - p.G * task.amount, enter, place)
 
     def enter(place: int, now: float) -> None:
         task = tasks[place]
@@ -195,7 +203,7 @@ def replay(graph: Graph, parameters: Parameters) -> list[float]:
 
     def receive(place: int, now: float) -> None:
         task = tasks[place]
-        at(work(task.to, now, p.o + p.O * task.amount), finish, place)
+        at(work(task.to, now, task.rounds * p.o + p.O * task.amount), finish, place)
 
     def finish(place: int, now: float) -> None:
         done[place] = now

@@ -5,13 +5,14 @@ order messages leave and come; several runs with different delays have different
 is what the operation needs.
 
 Where hosts are alike up to a rotation (rings, exponential graphs, all of fog's sums) one host stands for all:
-`rotated` makes a schedule of one host, whose messages go to itself. So 16,384 ranks cost as much as one.
+`rotated` makes a schedule of one host, whose messages go to itself, and `spread` one of many hosts from that. So 16,384
+ranks cost as much as one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from loggops import Graph
@@ -37,6 +38,8 @@ class Message:
         size: Bytes.
         requires: Places of messages to the sender.
         leaves: Whether it leaves its host.
+        rounds: How many it stands for, as in `loggops.Task`.
+        hop: Of one that stands for those of all hosts: how many hosts further the receiver's is.
     """
 
     rank: int
@@ -44,6 +47,8 @@ class Message:
     size: float
     requires: tuple[int, ...]
     leaves: bool
+    rounds: float = 1.0
+    hop: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,7 @@ class Schedule:
 
     def scaled(self, factor: float) -> Schedule:
         """The same with other sizes; those without bytes keep none."""
-        return Schedule(
-            self.hosts,
-            tuple(Message(m.rank, m.to, m.size * factor, m.requires, m.leaves) for m in self.messages),
-        )
+        return Schedule(self.hosts, tuple(replace(m, size=factor * m.size) for m in self.messages))
 
     def append_to(self, graph: Graph, begins: Sequence[Sequence[int]]) -> list[list[int]]:
         """Adds the exchange to a graph.
@@ -79,7 +81,11 @@ class Schedule:
         places: list[int] = []
         for message in self.messages:
             requires = [*begins[message.rank], *(places[place] for place in message.requires)]
-            places.append(graph.send(message.rank, message.to, message.size, requires, message.leaves))
+            places.append(
+                graph.send(
+                    message.rank, message.to, message.size, requires, message.leaves, message.rounds
+                )
+            )
             waits[message.to].append(places[-1])
         return waits
 
@@ -210,12 +216,31 @@ def rotated(schedule: Schedule) -> Schedule | None:
                 continue
             made[key] = len(messages)
             messages.append(
-                Message(key[0], key[2], mean, tuple(sorted(made[k] for k in need)), members[0].leaves)
+                Message(key[0], key[2], mean, tuple(sorted(made[k] for k in need)), members[0].leaves, hop=key[1])
             )
         if len(later) == len(waiting):
             return None
         waiting = later
     return Schedule((0,) * local, tuple(messages))
+
+
+def spread(schedule: Schedule, hosts: int) -> Schedule:
+    """What `rotated` or a formula says of one host, of all."""
+    local = len(schedule.hosts)
+    messages = tuple(
+        replace(
+            message,
+            rank=host * local + message.rank,
+            to=(host + message.hop) % hosts * local + message.to,
+            # The host that sent it is as far behind.
+            requires=tuple(
+                place * hosts + (host - schedule.messages[place].hop) % hosts for place in message.requires
+            ),
+        )
+        for message in schedule.messages
+        for host in range(hosts)
+    )
+    return Schedule(tuple(rank // local for rank in range(hosts * local)), messages)
 
 
 def allreduce(size: int, count: int, *, ranks_per_host: int = 1) -> Schedule:
@@ -274,7 +299,7 @@ def hierarchical(machines: int, local: int, count: int, hop: int) -> Schedule:
     return recorded(size, start, ranks_per_host=local)
 
 
-def gloo_ring(size: int, count: int, ranks: int | None = None) -> Schedule:
+def gloo_ring(size: int, count: int, ranks: int | None = None, most_rounds: int = 256) -> Schedule:
     """Gloo's allreduce, as gloo/allreduce.cc has it by default: a ring, reduce-scatter and then allgather.
 
     Each of `size` parts of the tensor is cut into two segments or more, of at most 1 MiB; a rank sends a segment on as
@@ -284,21 +309,25 @@ def gloo_ring(size: int, count: int, ranks: int | None = None) -> Schedule:
         size: Ranks of the ring.
         count: Bytes.
         ranks: How many ranks of the ring there are in the schedule: all of them, or 1 that stands for all.
+        most_rounds: In a longer ring a message stands for several rounds, so that there are about so many.
     """
     ranks = size if ranks is None else ranks
     if size == 1:
         return Schedule((0,) * ranks, ())
     segments = max(2, -(-count // (size * GLOO_SEGMENT)))
-    part = count / (size * segments)
+    rounds = 2 * (size - 1)
+    merged = min(rounds, most_rounds)
+    each = rounds / merged
+    part = each * count / (size * segments)
     messages: list[Message] = []
     last: dict[tuple[int, int], int] = {}
-    for _ in range(2 * (size - 1)):
+    for _ in range(merged):
         sent: dict[tuple[int, int], int] = {}
         for segment in range(segments):
             for rank in range(ranks):
                 need = (last[rank, segment],) if (rank, segment) in last else ()
                 to = (rank + 1) % ranks
-                messages.append(Message(rank, to, part, need, leaves=True))
+                messages.append(Message(rank, to, part, need, leaves=True, rounds=each))
                 sent[to, segment] = len(messages) - 1
         last = sent
     return Schedule(tuple(range(ranks)) if ranks > 1 else (0,), tuple(messages))
@@ -312,16 +341,15 @@ def circulant(size: int, count: int) -> Schedule:
     """
     if size == 1:
         return Schedule((0,), ())
-    sizes = []
+    rounds: list[tuple[float, int]] = []
     left = size
     while left > 1:
         hop = (left + 1) // 2
-        sizes.append((left - hop) * count / size)
+        rounds.append(((left - hop) * count / size, hop))
         left = hop
     messages: list[Message] = []
-    for part in [*sizes, *reversed(sizes)]:
-        need = (len(messages) - 1,) if messages else ()
-        messages.append(Message(0, 0, part, need, leaves=True))
+    for part, hop in [*rounds, *((part, size - hop) for part, hop in reversed(rounds))]:
+        messages.append(Message(0, 0, part, tuple(range(len(messages))), leaves=True, hop=hop))
     return Schedule((0,), tuple(messages))
 
 
