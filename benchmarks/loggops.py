@@ -87,12 +87,14 @@ class Graph:
         centers: The data center of each host.
         tasks: All.
         ends: What marks the end of each step: by step, a task of each rank.
+        period: After so many steps all begins again.
     """
 
     hosts: list[int]
     centers: list[int] = field(default_factory=list)
     tasks: list[Task] = field(default_factory=list)
     ends: list[list[int]] = field(default_factory=list)
+    period: int = 1
 
     def __post_init__(self) -> None:
         if not self.centers:
@@ -126,6 +128,7 @@ class Graph:
             "centers": self.centers,
             "tasks": [[t.rank, t.to, t.amount, list(t.requires), int(t.leaves), t.rounds] for t in self.tasks],
             "ends": self.ends,
+            "period": self.period,
         }
         path.write_text(json.dumps(content))
 
@@ -226,6 +229,8 @@ def replay(graph: Graph, parameters: Parameters) -> list[float]:
 
 
 def step_seconds(graph: Graph, done: Sequence[float]) -> float:
-    """Seconds of a step once steps follow each other: the mean of all but the first, of the slowest rank."""
+    """Seconds of a step once steps follow each other: the mean of those after the first period, of the slowest rank."""
     ends = [max(done[place] for place in step) for step in graph.ends]
-    return ends[0] if len(ends) == 1 else (ends[-1] - ends[0]) / (len(ends) - 1)
+    if len(ends) <= graph.period:
+        return ends[-1] / len(ends)
+    return (ends[-1] - ends[graph.period - 1]) / (len(ends) - graph.period)

@@ -353,6 +353,14 @@ def circulant(size: int, count: int) -> Schedule:
     return Schedule((0,), tuple(messages))
 
 
+def doubling(size: int, count: int) -> Schedule:
+    """fog's allreduce of a few kilobytes, about: whole tensors in log2(n) rounds; one host that stands for all."""
+    messages: list[Message] = []
+    for turn in range((size - 1).bit_length()):
+        messages.append(Message(0, 0, count, tuple(range(turn)), leaves=True, hop=1 << turn))
+    return Schedule((0,), tuple(messages))
+
+
 def peers(size: int, count: int, fan_out: int) -> Schedule:
     """An exchange with so many neighbors each; one rank that stands for all."""
     return Schedule((0,), tuple(Message(0, 0, count, (), leaves=size > 1) for _ in range(fan_out)))

@@ -227,8 +227,11 @@ def main() -> None:
     engine.run()
 
     ends = [[replay.done[place] for place in step] for step in content["ends"]]
-    last = [max(step) for step in ends if None not in step]
-    step_s = None if not last else last[0] if len(last) == 1 else (last[-1] - last[0]) / (len(last) - 1)
+    last, period = [max(step) for step in ends if None not in step], content["period"]
+    if len(last) > period:
+        step_s = (last[-1] - last[period - 1]) / (len(last) - period)
+    else:
+        step_s = last[-1] / len(last) if last else None
     print(json.dumps({"step_s": step_s, "ends": ends, "lost": replay.lost}))
 
 

@@ -39,9 +39,13 @@ BASE_DEGREE = 2
 WAGMA_PERIOD = 10
 # Up to so many ranks fog's own code is run to see what it sends; beyond, hosts are alike and formulas say it.
 MOST_RECORDED = 64
-# Of a tensor on these: a larger one is sent in the same messages, but for the parts into which fog cuts those of 4 MiB or
-# more, so that sums and links work at the same time. That is left out.
-MOST_BYTES = 1 << 20
+# Of a tensor on these. Others are sent in the same messages, but for the parts into which fog cuts those of 4 MiB or more,
+# so that sums and links work at the same time. That is left out.
+RECORDED_BYTES = 1 << 20
+# Of tensors that fog does not cut, see collectives/cutovers.hpp.
+WHOLE_BYTES = 8192
+# With several data centers hosts are not alike: up to so many are replayed, and of more the line is counted apart.
+MOST_WHOLE = 32
 
 
 @dataclass(frozen=True)
@@ -87,34 +91,36 @@ class Cluster:
         return self.hosts * self.ranks_per_host
 
 
-@lru_cache(maxsize=4096)
-def _allreduce(ranks: int, size: int, per_host: int, alike: bool) -> Schedule:
+@lru_cache(maxsize=64)
+def _recorded(ranks: int) -> Schedule:
+    """fog's allreduce of RECORDED_BYTES; one host that stands for all."""
     if ranks > MOST_RECORDED:
-        if per_host > 1:
-            raise ValueError(f"per_host must be 1 with more than {MOST_RECORDED} ranks, got {per_host}")
-        one = schedules.circulant(ranks, size)
-        return one if alike else schedules.spread(one, ranks)
-    recorded = min(size, MOST_BYTES)
-    schedule = schedules.allreduce(ranks, recorded, ranks_per_host=per_host).scaled(size / recorded)
-    one = schedules.rotated(schedule)
+        return schedules.circulant(ranks, RECORDED_BYTES)
+    one = schedules.rotated(schedules.allreduce(ranks, RECORDED_BYTES))
     if one is None:
-        return schedule
-    return one if alike else schedules.spread(one, ranks // per_host)
+        raise RuntimeError(f"allreduce by {ranks} ranks: hosts are not alike")
+    return one
 
 
-@lru_cache(maxsize=256)
-def _hierarchical(hosts: int, local: int, size: int, turn: int | None) -> Schedule:
-    """Of all hosts in a round; without a round of one that stands for all."""
-    recorded = min(size, MOST_BYTES)
+def _allreduce(ranks: int, size: float, alike: bool) -> Schedule:
+    if size <= WHOLE_BYTES:
+        one = schedules.doubling(ranks, round(size))
+    else:
+        one = _recorded(ranks).scaled(size / RECORDED_BYTES)
+    return one if alike else schedules.spread(one, ranks)
+
+
+@lru_cache(maxsize=64)
+def _hierarchical(hosts: int, local: int, turn: int | None) -> Schedule:
+    """Of RECORDED_BYTES, of all hosts in a round; without a round of one that stands for all."""
     if turn is not None:
         hops = _hops(hosts)
-        schedule = schedules.hierarchical(hosts, local, recorded, hops[turn % len(hops)])
-        return schedule.scaled(size / recorded)
+        return schedules.hierarchical(hosts, local, RECORDED_BYTES, hops[turn % len(hops)])
     # Where hosts are alike neither the hop matters, nor that there are more of them.
-    alike = schedules.rotated(schedules.hierarchical(min(hosts, 4), local, recorded, 1))
+    alike = schedules.rotated(schedules.hierarchical(min(hosts, 4), local, RECORDED_BYTES, 1))
     if alike is None:
         raise RuntimeError("hierarchical_neighbor_allreduce: hosts are not alike")
-    return alike.scaled(size / recorded)
+    return alike
 
 
 def _hops(ranks: int) -> list[int]:
@@ -130,7 +136,7 @@ def _topology(way: str, ranks: int, centers: int) -> Topology:
         return topology.Topology.from_graph("exp2", topology.by_name("exp2", ranks))
     if way == "base_k":
         return topology.base_graph(ranks, BASE_DEGREE)
-    if way == "gossip_diloco" and centers > 1:
+    if way == "gossip_diloco" and centers > 1 and ranks >= 3 * centers:  # it needs three ranks of a center
         return topology.inner_outer_exponential(ranks, ranks // centers)
     # Of random pairs any hop is an example.
     return topology.one_peer_exponential(ranks)
@@ -184,7 +190,7 @@ def _sends(way: str, cluster: Cluster, turn: int, size: float, alike: bool) -> S
 def is_alike(way: str, cluster: Cluster) -> bool:
     """Whether one host stands for all."""
     if cluster.centers > 1:
-        return cluster.hosts > MOST_RECORDED
+        return cluster.hosts > MOST_WHOLE
     return not (way == "base_k" and cluster.hosts <= MOST_RECORDED)
 
 
@@ -196,11 +202,11 @@ def period(way: str, cluster: Cluster, alike: bool) -> int:
         return max(1, len(_fan_out(way, cluster.ranks)))
     if way in (*AT_BEGIN, *ASYNCHRONOUS, "gossip_diloco") and not alike:
         return len(_hops(cluster.ranks))
-    return 2
+    return 1
 
 
 def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False) -> Graph:
-    """Returns the graph of steps that follow each other, one more than a period.
+    """Returns the graph of steps that follow each other, of two periods.
 
     Args:
         way: One of WAYS.
@@ -227,10 +233,12 @@ def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False
     def allreduce(size: float) -> Schedule:
         if way == "ddp_gloo":
             return schedules.gloo_ring(cluster.ranks, round(size), 1 if alike else None)
-        return _allreduce(cluster.ranks, round(size), per_host, alike)
+        if per_host > 1:
+            raise ValueError(f"ranks_per_host must be 1 for an allreduce, got {per_host}")
+        return _allreduce(cluster.ranks, size, alike)
 
-    steps = period(way, cluster, alike) + 1
-    for step in range(steps):
+    graph.period = period(way, cluster, alike)
+    for step in range(2 * graph.period):
         lonely = cluster.ranks == 1 or way == "none"
         exchanges = 0 if lonely else len(w.buckets)
         local = w.local_steps if way in ("local_sgd", "gossip_diloco") else 1
@@ -255,7 +263,8 @@ def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False
             waits = [list(end) for end in ends]
             for size in w.buckets:
                 if way == "hierarchical":
-                    schedule = _hierarchical(cluster.hosts, per_host, round(size), step if not alike else None)
+                    turn = None if alike else step
+                    schedule = _hierarchical(cluster.hosts, per_host, turn).scaled(size / RECORDED_BYTES)
                 else:
                     schedule = _sends(way, cluster, step, size, alike)
                 came = schedule.append_to(graph, start)
