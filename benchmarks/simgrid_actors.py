@@ -18,6 +18,7 @@ Prints JSON: the seconds of a step, when each rank ended each step (null: never)
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import sys
 import tempfile
@@ -34,12 +35,16 @@ LOOK = 0.05
 
 
 class Replay:
-    """The tasks of a graph, and who waits for them."""
+    """The tasks of a graph, who waits for them, and the actors that do them.
+
+    All that changes numbers of tasks is between two calls of SimGrid, so that no other actor sees a half of it.
+    """
 
     def __init__(self, simgrid, content, skip_lost):
         self.simgrid = simgrid
         self.parameters = content["parameters"]
         self.tasks = content["tasks"]
+        self.places = content["hosts"]
         self.skip_lost = skip_lost
         self.missing = [len(task[3]) for task in self.tasks]
         self.needed_by = [[] for _ in self.tasks]
@@ -47,74 +52,122 @@ class Replay:
             for required in task[3]:
                 self.needed_by[required].append(place)
         self.done = [None] * len(self.tasks)
-        self.lost = 0
-        self.gone = {}  # ranks, and when their host is turned off
-        ranks = range(len(content["hosts"]))
+        self.left = len(self.tasks)
+        self.begun, self.flying, self.lost = set(), set(), set()
+        self.gone, self.cut = None, None  # a host that is off, one without links
+        ranks = range(len(self.places))
         self.hosts = {rank: simgrid.Host.by_name(f"rank{rank}") for rank in ranks}
         self.queues = {rank: deque() for rank in ranks}
         self.waiting = {rank: simgrid.Semaphore(0) for rank in ranks}
-        self.left = len(self.tasks)
+        self.timers, self.earlier = [], simgrid.Semaphore(0)
 
-    def begin(self, place):
-        """All that a task requires is done."""
+    def begin(self, *places):
+        """All that these tasks require is done, and their ranks are there."""
+        computes = False
+        for place in places:
+            rank, to, seconds = self.tasks[place][:3]
+            self.begun.add(place)
+            if to < 0:
+                heapq.heappush(self.timers, (self.simgrid.Engine.clock + seconds, place))
+                computes = True
+            else:
+                self.queues[rank].append(place)
+        for place in places:
+            if self.tasks[place][1] >= 0:
+                self.waiting[self.tasks[place][0]].release()
+        if computes:
+            self.earlier.release()
+
+    def finish(self, *places):
+        """Tasks are done, or passed over: what requires them may begin."""
+        ended, ready = list(places), []
+        while ended:
+            place = ended.pop()
+            if self.done[place] is not None:
+                continue
+            self.done[place] = self.simgrid.Engine.clock
+            self.left -= 1
+            for other in self.needed_by[place]:
+                self.missing[other] -= 1
+                if self.missing[other]:
+                    continue
+                if self.places[self.tasks[other][0]] != self.gone:
+                    ready.append(other)
+                elif self.note_lost(other):
+                    ended.append(other)
+        self.begin(*ready)
+
+    def is_gone(self, place):
+        """Whether a task's rank, or its receiver, is on a host that is off."""
         rank, to = self.tasks[place][:2]
-        if rank in self.gone and self.simgrid.Engine.clock >= self.gone[rank]:
-            return
-        if to < 0:
-            self.simgrid.Actor.create(f"compute{place}", self.hosts[rank], self.compute, place)
-        else:
-            self.queues[rank].append(place)
-            self.waiting[rank].release()
+        return self.gone is not None and self.gone in (self.places[rank], self.places[to] if to >= 0 else None)
 
-    def finish(self, place):
-        """A task is done: what requires it may begin."""
-        self.done[place] = self.simgrid.Engine.clock
-        self.left -= 1
-        for other in self.needed_by[place]:
-            self.missing[other] -= 1
-            if self.missing[other] == 0:
-                self.begin(other)
+    def is_cut(self, place):
+        """Whether a message needs links that are off."""
+        rank, to, _, _, leaves = self.tasks[place][:5]
+        return self.cut is not None and bool(leaves) and self.cut in (self.places[rank], self.places[to])
 
-    def lose(self, place):
-        """A message does not come."""
-        self.lost += 1
-        if self.skip_lost:
-            self.finish(place)
+    def note_lost(self, place):
+        """A message does not come, or a rank that is gone does not compute; whether it is passed over."""
+        if self.tasks[place][1] >= 0 and self.done[place] is None:
+            self.lost.add(place)
+        return self.skip_lost
+
+    def lose(self, *places):
+        """The same, and goes on."""
+        if all([self.note_lost(place) for place in places]):
+            self.finish(*places)
 
     def work(self, place):
         """Seconds of a processor for a message."""
         _, _, size, _, _, rounds = self.tasks[place]
         return rounds * self.parameters["o"] + size * self.parameters["O"]
 
+    def put(self, place):
+        """Sends a message; its rank's actor calls this."""
+        if self.is_gone(place) or self.is_cut(place):
+            self.lose(place)
+            return
+        self.flying.add(place)
+        box = self.simgrid.Mailbox.by_name(f"rank{self.tasks[place][1]}")
+        # A transfer of nothing would take no time at all, so it has a byte.
+        box.put_init(place, max(1, round(self.tasks[place][2]))).detach()
+
     # --- actors ---
 
-    def compute(self, place):
-        """Computes, beside all else that its rank does."""
-        self.simgrid.this_actor.sleep_for(self.tasks[place][2])
-        self.finish(place)
+    def clock(self):
+        """Ends computations, which go on beside all else that their ranks do."""
+        while True:
+            if self.timers:
+                self.earlier.acquire_timeout(max(0.0, self.timers[0][0] - self.simgrid.Engine.clock))
+            else:
+                self.earlier.acquire()
+            ended = []
+            while self.timers and self.timers[0][0] <= self.simgrid.Engine.clock + 1e-12:
+                place = heapq.heappop(self.timers)[1]
+                if not self.is_gone(place):
+                    ended.append(place)
+            self.finish(*ended)
 
     def sender(self, rank):
         """Sends what is ready, in turn."""
         while True:
             self.waiting[rank].acquire()
             place = self.queues[rank].popleft()
-            _, to, size, _, leaves, rounds = self.tasks[place]
+            _, _, size, _, leaves, rounds = self.tasks[place]
             self.simgrid.this_actor.execute(self.work(place))
-            extra = (rounds - 1) * (self.parameters["L"] if leaves else self.parameters["l"])
+            later = (rounds - 1) * (self.parameters["L"] if leaves else self.parameters["l"])
             if self.parameters["S"] is not None and leaves and size >= self.parameters["S"] * rounds:
-                extra += 2 * self.parameters["L"] * rounds
-            actor = self.simgrid.Actor.create(f"wire{place}", self.hosts[rank], self.wire, place, to, extra)
-            actor.daemonize()
+                later += 2 * self.parameters["L"] * rounds
+            if later:
+                self.simgrid.Actor.create(f"wire{place}", self.hosts[rank], self.wire, place, later).daemonize()
+            else:
+                self.put(place)
 
-    def wire(self, place, to, extra):
-        """Is on the way with a message."""
-        self.simgrid.this_actor.sleep_for(extra)
-        box = self.simgrid.Mailbox.by_name(f"rank{to}")
-        try:
-            # A transfer of nothing takes no time at all, so it has a byte.
-            box.put(place, max(1, round(self.tasks[place][2])))
-        except self.simgrid.NetworkFailureException:
-            self.lose(place)
+    def wire(self, place, seconds):
+        """Keeps a message for a while before it leaves."""
+        self.simgrid.this_actor.sleep_for(seconds)
+        self.put(place)
 
     def receiver(self, rank):
         """Takes what comes, in turn."""
@@ -124,17 +177,37 @@ class Replay:
             try:
                 place = box.get()
             except self.simgrid.NetworkFailureException:
-                continue  # its sender says so
+                continue  # `lose_links` knows of it
+            self.flying.discard(place)
             self.simgrid.this_actor.execute(self.work(place))
-            self.finish(place)
+            if not self.is_gone(place) and place not in self.lost:
+                self.finish(place)
 
     def watch(self, timeout):
         """Begins all, and ends the simulation."""
-        for place, count in enumerate(list(self.missing)):
-            if count == 0:
-                self.begin(place)
+        self.begin(*(place for place, count in enumerate(self.missing) if count == 0))
         while self.left and (timeout is None or self.simgrid.Engine.clock < timeout):
             self.simgrid.this_actor.sleep_for(LOOK if timeout is None else min(LOOK, timeout / 10))
+
+    def lose_links(self, host, when):
+        """Turns the links of a host off."""
+        self.simgrid.this_actor.sleep_for(when)
+        self.cut = host
+        lost = [place for place in sorted(self.flying) if self.is_cut(place)]
+        self.flying -= set(lost)
+        for way in ("out", "in"):
+            self.simgrid.Link.by_name(f"{way}{host}").turn_off()
+        self.lose(*lost)
+
+    def lose_host(self, host, when):
+        """Its ranks are gone, with what they were doing and what was on its way to them or from them."""
+        self.simgrid.this_actor.sleep_for(when)
+        self.gone = host
+        lost = [place for place in sorted(self.begun) if self.done[place] is None and self.is_gone(place)]
+        self.flying -= set(lost)
+        for way in ("out", "in"):
+            self.simgrid.Link.by_name(f"{way}{host}").turn_off()
+        self.lose(*lost)
 
 
 def platform(content) -> str:
@@ -214,25 +287,29 @@ def main() -> None:
     for rank, host in replay.hosts.items():
         simgrid.Actor.create(f"receive{rank}", host, replay.receiver, rank).daemonize()
         simgrid.Actor.create(f"send{rank}", host, replay.sender, rank).daemonize()
-    simgrid.Actor.create("watch", simgrid.Host.by_name("watch"), replay.watch, arguments.timeout)
-    if arguments.lose_host:
-        number, when = int(arguments.lose_host[0]), arguments.lose_host[1]
-        replay.gone = {rank: when for rank, host in enumerate(content["hosts"]) if host == number}
-        for rank in replay.gone:
-            replay.hosts[rank].set_state_profile(f"{when} 0\n", -1)
-    if arguments.lose_link:
-        number, when = int(arguments.lose_link[0]), arguments.lose_link[1]
-        for way in ("out", "in"):
-            simgrid.Link.by_name(f"{way}{number}").set_state_profile(f"{when} 0\n", -1)
+    simgrid.Actor.create("clock", simgrid.Host.by_name("watch"), replay.clock).daemonize()
+    watcher = simgrid.Host.by_name("watch")
+    simgrid.Actor.create("watch", watcher, replay.watch, arguments.timeout)
+    for option, actor in ((arguments.lose_host, replay.lose_host), (arguments.lose_link, replay.lose_links)):
+        if option:
+            simgrid.Actor.create("lose", watcher, actor, int(option[0]), option[1])
     engine.run()
 
-    ends = [[replay.done[place] for place in step] for step in content["ends"]]
+    ends = [
+        [
+            None
+            if replay.gone == content["hosts"][rank] and (replay.done[place] or 0) >= arguments.lose_host[1]
+            else replay.done[place]
+            for rank, place in enumerate(step)
+        ]
+        for step in content["ends"]
+    ]
     last, period = [max(step) for step in ends if None not in step], content["period"]
     if len(last) > period:
         step_s = (last[-1] - last[period - 1]) / (len(last) - period)
     else:
         step_s = last[-1] / len(last) if last else None
-    print(json.dumps({"step_s": step_s, "ends": ends, "lost": replay.lost}))
+    print(json.dumps({"step_s": step_s, "ends": ends, "lost": len(replay.lost)}))
 
 
 if __name__ == "__main__":
