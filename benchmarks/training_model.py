@@ -205,6 +205,7 @@ def period(way: str, cluster: Cluster, alike: bool) -> int:
     return 1
 
 
+@lru_cache(maxsize=512)
 def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False) -> Graph:
     """Returns the graph of steps that follow each other, of two periods.
 
@@ -213,6 +214,9 @@ def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False
         cluster: Where.
         workload: What.
         whole: Has all hosts, also where one can stand for all.
+
+    Returns:
+        The graph; it is kept and must not be changed.
     """
     if way not in WAYS:
         raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
