@@ -47,7 +47,9 @@ def _pyplot() -> Any:
     return plt
 
 
-def draw_efficiency(path: Path, measured: Sequence[dict[str, Any]], modelled: Sequence[dict[str, Any]]) -> None:
+def draw_efficiency(
+    path: Path, measured: Sequence[dict[str, Any]], modelled: Sequence[dict[str, Any]]
+) -> None:
     """Draws efficiency over hosts under weak scaling, a panel for each scenario.
 
     Args:
@@ -59,7 +61,12 @@ def draw_efficiency(path: Path, measured: Sequence[dict[str, Any]], modelled: Se
     usable = [p for p in measured if p["scaling"] == "weak" and not p.get("cpu_bound")]
     scenarios = [s for s in TITLES if any(p["scenario"] == s for p in [*usable, *modelled])]
     figure, panels = plt.subplots(
-        1, len(scenarios), figsize=(5.4 * len(scenarios), 5.6), squeeze=False, sharey=True, layout="constrained"
+        1,
+        len(scenarios),
+        figsize=(5.4 * len(scenarios), 5.6),
+        squeeze=False,
+        sharey=True,
+        layout="constrained",
     )
     for panel, scenario in zip(panels[0], scenarios, strict=True):
         for way, (title, color, marker) in WAYS.items():
@@ -67,7 +74,8 @@ def draw_efficiency(path: Path, measured: Sequence[dict[str, Any]], modelled: Se
                 (p for p in usable if p["scenario"] == scenario and p["way"] == way), key=lambda p: p["hosts"]
             )
             guessed = sorted(
-                (p for p in modelled if p["scenario"] == scenario and p["way"] == way), key=lambda p: p["hosts"]
+                (p for p in modelled if p["scenario"] == scenario and p["way"] == way),
+                key=lambda p: p["hosts"],
             )
             if guessed:
                 panel.plot(
@@ -140,7 +148,9 @@ def draw_stragglers(path: Path, measured: Sequence[dict[str, Any]]) -> bool:
         measured: Points of cluster.json.
     """
     points = [
-        p for p in measured if p["scaling"] == "weak" and p["scenario"] not in TITLES and not p.get("cpu_bound")
+        p
+        for p in measured
+        if p["scaling"] == "weak" and p["scenario"] not in TITLES and not p.get("cpu_bound")
     ]
     if not points:
         return False
@@ -169,7 +179,9 @@ def draw_stragglers(path: Path, measured: Sequence[dict[str, Any]]) -> bool:
         panel.set_title(scenario.replace("_", " "), fontsize="medium")
         panel.grid(axis="x", alpha=0.25)
     panels[0][0].set_xlim(0, 112)
-    figure.supxlabel("throughput of all ranks, % of the sum of their solo speeds (dotted: 90 and 95)", fontsize="medium")
+    figure.supxlabel(
+        "throughput of all ranks, % of the sum of their solo speeds (dotted: 90 and 95)", fontsize="medium"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -1,16 +1,23 @@
-"""Several hosts on one machine: network namespaces, joined by a bridge in one of their own.
+"""Several hosts on one machine: network namespaces, joined by bridges in namespaces of their own.
 
 A process in one of them reaches the others by TCP only, over links whose rate can be limited. Needs Linux, root, and
-the programs ip and tc of iproute2.
+the programs ip and tc of iproute2. The namespaces of a program that was killed are removed when the next one starts:
+their names contain the process that made them, and when it started.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 # What keeps an MPI from using memory that namespaces share, as hosts do not.
 ACROSS = {
@@ -19,9 +26,20 @@ ACROSS = {
 }
 # Of each host: its end of the link.
 INTERFACE = "eth0"
-# What a limited link sends at once. Four of TCP's largest packets: with one, a kernel that is busy wakes up too late for
-# each next one, and TCP by itself got 0.4 of 1 Gbit/s through; with four it gets all.
-BURST = "256kb"
+# What a limited link sends at once, in seconds at its rate: four of TCP's largest packets at 1 Gbit/s. With one, a kernel
+# that is busy wakes up too late for each next one, and TCP by itself got 0.4 of 1 Gbit/s through; with four it gets all.
+BURST_SECONDS = 2e-3
+# Of a slow link, in bytes: some packets.
+LEAST_BURST = 10_000
+# What a limited link keeps of what it cannot send yet: so much at its rate, and at least so many bytes, so that the
+# packets of 64 KiB of several connections find room in a slow one.
+QUEUE_SECONDS, LEAST_QUEUE = 0.05, 512 << 10
+
+# Of <sched.h> and <sys/mount.h>.
+_CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
+_MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 0x2
+_NAMESPACES = Path("/run/netns")
+_NAME = re.compile(r"fog-(?P<pid>\d+)(-(?P<start>\d+))?-(switch\d*|\d+)")
 
 
 class Unavailable(Exception):
@@ -43,49 +61,211 @@ def inside(name: str) -> list[str]:
     return ["ip", "netns", "exec", name]
 
 
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate in the words of tc: "400mbit", "1gbit"."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    number, unit = text[:-4], text[-4:].lower()
+    if unit not in units or not float(number) > 0:
+        raise ValueError(f"a rate must be a number of kbit, mbit or gbit, such as 1gbit; got {text}")
+    return float(number) * units[unit]
+
+
+def rate_text(bits: float) -> str:
+    """The inverse, to the next kbit."""
+    return f"{max(1, round(bits / 1e3))}kbit"
+
+
+def missing(*, shaped: bool = True) -> str | None:
+    """What emulated hosts need and this machine or user lacks; None if nothing.
+
+    Args:
+        shaped: Whether rates are to be limited.
+    """
+    if os.geteuid() != 0:
+        return "needs root to make network namespaces"
+    for program in ["ip", "tc"] if shaped else ["ip"]:
+        if shutil.which(program) is None:
+            return f"needs the program {program} of iproute2"
+    return None
+
+
 @contextlib.contextmanager
-def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
-    """Names of network namespaces that reach each other; they are gone afterwards.
+def emulated_hosts(
+    count: int,
+    rate: str | None = None,
+    *,
+    rates: Mapping[int, str] | None = None,
+    centers: int = 1,
+    between: str | None = None,
+    latency: float = 0.0,
+) -> Iterator[list[str]]:
+    """Names of network namespaces that reach each other; they are gone afterwards, with what runs in them.
 
     Args:
         count: How many.
-        rate: Limit of what each can send, in the words of tc: "400mbit".
+        rate: Limit of what each can send, and of what each can receive, in the words of tc: "400mbit".
+        rates: The same of single hosts, by number, instead.
+        centers: Data centers that consecutive hosts are divided into, equally many in each; each has a bridge.
+        between: Limit, each way, of the link from each center to the next.
+        latency: Seconds by which each host's link delays what it sends. Needs netem.
 
     Raises:
+        ValueError: Hosts cannot be divided so.
         Unavailable: They cannot be made here.
     """
-    if os.geteuid() != 0:
-        raise Unavailable("needs root to make network namespaces")
-    for program in ["ip"] if rate is None else ["ip", "tc"]:
-        if shutil.which(program) is None:
-            raise Unavailable(f"needs the program {program}")
-    names = [f"fog-{os.getpid()}-{number}" for number in range(count)]
-    switch = f"fog-{os.getpid()}-switch"
+    if count < 1 or centers < 1 or count % centers:
+        raise ValueError(f"count must be a multiple of centers, got {count} hosts in {centers} centers")
+    if reason := missing(shaped=bool(rate or rates or between or latency)):
+        raise Unavailable(reason)
+    remove_leftovers()
+    prefix = f"fog-{os.getpid()}-{_start_of(os.getpid())}"
+    names = [f"{prefix}-{number}" for number in range(count)]
+    switches = [f"{prefix}-switch{center}" for center in range(centers)]
     made = []
     try:
         try:
-            for name in [switch, *names]:
+            for name in [*switches, *names]:
                 ip("netns", "add", name)
                 made.append(name)
-            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            ip("-n", switch, "link", "set", "bridge", "up")
+            for switch in switches:
+                ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+                ip("-n", switch, "link", "set", "bridge", "up")
+            if latency and not has_netem(names[0]):
+                raise Unavailable("a latency needs netem, which this kernel does not have")
             for number, name in enumerate(names):
-                port = f"port{number}"
+                switch, port = switches[number * centers // count], f"port{number}"
                 peer = ["peer", "name", INTERFACE, "netns", name]
                 ip("-n", switch, "link", "add", port, "type", "veth", *peer)
                 ip("-n", switch, "link", "set", port, "master", "bridge", "up")
                 ip("-n", name, "address", "add", f"{address(number)}/24", "dev", INTERFACE)
                 ip("-n", name, "link", "set", INTERFACE, "up")
                 ip("-n", name, "link", "set", "lo", "up")
-                if rate is not None:
-                    limit = ["tbf", "rate", rate, "burst", BURST, "latency", "50ms"]
-                    _output("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *limit)
+                own = (rates or {}).get(number, rate)
+                if own is not None:
+                    _limit(name, INTERFACE, own, latency)
+                    _limit(switch, port, own)
+                elif latency:
+                    _delay(name, INTERFACE, latency, "root")
+            for center, (here, there) in enumerate(itertools.pairwise(switches)):
+                ends = f"next{center}", f"last{center}"
+                ip(
+                    "-n",
+                    here,
+                    "link",
+                    "add",
+                    ends[0],
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    ends[1],
+                    "netns",
+                    there,
+                )
+                for switch, end in zip((here, there), ends, strict=True):
+                    ip("-n", switch, "link", "set", end, "master", "bridge", "up")
+                    if between is not None:
+                        _limit(switch, end, between)
         except subprocess.CalledProcessError as error:
             raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
         yield names
     finally:
         for name in made:
-            ip("netns", "delete", name)
+            _remove(name)
+
+
+def has_netem(name: str) -> bool:
+    """Whether links can be given a latency, tried on a namespace's loopback."""
+    try:
+        _delay(name, "lo", 1e-3, "root")
+    except subprocess.CalledProcessError:
+        return False
+    _output("tc", "-n", name, "qdisc", "delete", "dev", "lo", "root")
+    return True
+
+
+def traffic(names: Sequence[str]) -> list[tuple[int, int]]:
+    """Bytes that each host has sent and received since it was made, counted by the bridges' ports."""
+    prefix = names[0].rsplit("-", 1)[0]
+    found: dict[int, tuple[int, int]] = {}
+    for switch in sorted(_NAMESPACES.glob(f"{prefix}-switch*")):
+        for link in json.loads(ip("-n", switch.name, "-s", "-json", "link", "show")):
+            if link["ifname"].startswith("port"):
+                counted = link["stats64"]
+                found[int(link["ifname"][4:])] = counted["rx"]["bytes"], counted["tx"]["bytes"]
+    return [found[number] for number in range(len(names))]
+
+
+def move_to_host(name: str) -> None:
+    """Moves this thread, and the threads and processes that it starts, to an emulated host, as `ip netns exec` does."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(status: int, what: str) -> None:
+        if status != 0:
+            raise OSError(ctypes.get_errno(), what)
+
+    namespace = os.open(_NAMESPACES / name, os.O_RDONLY)
+    check(libc.setns(namespace, _CLONE_NEWNET), "setns")
+    os.close(namespace)
+    # The network's devices are in /sys as well, which is that of the namespace in which it was mounted.
+    check(libc.unshare(_CLONE_NEWNS), "unshare")
+    check(libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None), "mount")
+    check(libc.umount2(b"/sys", _MNT_DETACH), "umount")
+    check(libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None), "mount of /sys")
+
+
+def remove_leftovers() -> list[str]:
+    """Removes the hosts of programs that have ended without doing so, and what runs in them; returns their names."""
+    removed = []
+    for entry in sorted(_NAMESPACES.glob("fog-*")):
+        parts = _NAME.fullmatch(entry.name)
+        if parts is None:
+            continue
+        start = _start_of(int(parts["pid"]))
+        # Another process may have got the number since.
+        is_gone = start is None or (parts["start"] is not None and start != int(parts["start"]))
+        if is_gone:
+            _remove(entry.name)
+            removed.append(entry.name)
+    return removed
+
+
+def _remove(name: str) -> None:
+    """Ends what runs in a namespace, and deletes it; it may be gone, or be left without its mount."""
+    with contextlib.suppress(subprocess.CalledProcessError):
+        for pid in map(int, ip("netns", "pids", name).split()):
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.CalledProcessError):
+        ip("netns", "delete", name)
+    with contextlib.suppress(OSError):
+        (_NAMESPACES / name).unlink()
+
+
+def _start_of(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did; None if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else int(fields[19])
+
+
+def _limit(name: str, device: str, rate: str, latency: float = 0.0) -> None:
+    """Limits what a device sends."""
+    bytes_per_second = parse_rate(rate) / 8
+    burst = max(LEAST_BURST, round(BURST_SECONDS * bytes_per_second))
+    queue = burst + max(LEAST_QUEUE, round(QUEUE_SECONDS * bytes_per_second))
+    words = ["rate", rate, "burst", str(burst), "limit", str(queue)]
+    _output("tc", "-n", name, "qdisc", "add", "dev", device, "root", "handle", "1:", "tbf", *words)
+    if latency:
+        _delay(name, device, latency, "parent", "1:1")
+
+
+def _delay(name: str, device: str, latency: float, *where: str) -> None:
+    delay = ["netem", "delay", f"{1e6 * latency:.0f}us", "limit", "100000"]
+    _output("tc", "-n", name, "qdisc", "add", "dev", device, *where, *delay)
 
 
 def _output(*words: str) -> str:

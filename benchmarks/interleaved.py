@@ -59,6 +59,7 @@ def take_turns(
     pause: float = 0.0,
     are_long: bool = False,
     apart: Mapping[str, MPI.Intracomm | None] | None = None,
+    before: Callable[[str], object] = lambda name: None,
 ) -> tuple[dict[str, Times], int]:
     """Times each way; all ranks call this together, with the same names.
 
@@ -77,6 +78,7 @@ def take_turns(
         apart: For ways that only some ranks go: their communicator, None on the other ranks. Before each turn all ranks
             sleep until everyone has come; then those whose turn it is meet at a barrier of their own, and the others
             sleep until the next turn. These do not count. Give all ways or none.
+        before: Called with the name of the way before the barrier of each turn; its time does not count.
 
     Returns:
         The times of one call of each way, on all ranks, and the number of iterations.
@@ -84,6 +86,7 @@ def take_turns(
     names = list(ways)
 
     def turn(name: str) -> tuple[float, float]:
+        before(name)
         if apart:
             sleep_until_all_come(mpi, LONG_NAP)
             those = apart[name]

@@ -126,7 +126,9 @@ class Graph:
             "parameters": asdict(parameters) | {"S": None if parameters.S == float("inf") else parameters.S},
             "hosts": self.hosts,
             "centers": self.centers,
-            "tasks": [[t.rank, t.to, t.amount, list(t.requires), int(t.leaves), t.rounds] for t in self.tasks],
+            "tasks": [
+                [t.rank, t.to, t.amount, list(t.requires), int(t.leaves), t.rounds] for t in self.tasks
+            ],
             "ends": self.ends,
             "period": self.period,
         }

@@ -308,7 +308,9 @@ def main() -> None:
     add("--simgrid-tasks", type=int, default=8000, help="the most tasks of a graph that it replays")
     arguments = parser.parse_args()
     if not arguments.cluster.exists():
-        sys.exit(f"{arguments.cluster} is not there: run benchmarks/cluster.py (make benchmark-cluster) first")
+        sys.exit(
+            f"{arguments.cluster} is not there: run benchmarks/cluster.py (make benchmark-cluster) first"
+        )
 
     content = json.loads(arguments.cluster.read_text())
     points = usable(content["points"])
@@ -354,9 +356,7 @@ def main() -> None:
     if python is None:
         print("SimGrid: not installed (apt-get install python3-simgrid); the model stands alone")
 
-    def simulated(
-        way: str, cluster: Cluster, workload: Workload, parameters: Parameters
-    ) -> float | None:
+    def simulated(way: str, cluster: Cluster, workload: Workload, parameters: Parameters) -> float | None:
         return simgrid_seconds(str(python), way, cluster, workload, parameters, arguments.simgrid_tasks)
 
     results = extrapolate(
@@ -374,9 +374,7 @@ def main() -> None:
         table(f"Scenario {scenario}, weak scaling: modelled efficiency, %", efficiencies)
         if differences:
             table(f"Scenario {scenario}: SimGrid's step over the model's, %", differences)
-    apart = [
-        abs(r["simgrid_step_s"] / r["step_s"] - 1) for r in results if r["simgrid_step_s"] is not None
-    ]
+    apart = [abs(r["simgrid_step_s"] / r["step_s"] - 1) for r in results if r["simgrid_step_s"] is not None]
     if apart:
         summary["simgrid"] = {
             "points": len(apart),

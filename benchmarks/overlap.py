@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import program
 import side_by_side
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts, parse_rate
 from interleaved import Times, take_turns
 from report import Row, write_json
 from training_step import training_step
@@ -326,15 +326,6 @@ def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
         fontsize="medium",
     )
     figure.savefig(path, dpi=120)
-
-
-def parse_rate(text: str) -> float:
-    """Bits per second of a rate in the words of tc: "400mbit", "1gbit"."""
-    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    number, unit = text[:-4], text[-4:].lower()
-    if unit not in units or not float(number) > 0:
-        raise ValueError(f"a rate must be a number of kbit, mbit or gbit, such as 1gbit; got {text}")
-    return float(number) * units[unit]
 
 
 def run_on_hosts(rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:

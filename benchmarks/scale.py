@@ -35,27 +35,23 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-import atexit
-import ctypes
 import gc
-import multiprocessing
 import random
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import fogdist
+import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import numpy as np
 import program
 import torch
 import torch.distributed as dist
+from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
 from goals import Goal, print_goals
 from interleaved import Times
 from report import Row, Table, size_text, write_json
@@ -68,19 +64,14 @@ GOALS = [Goal("start", ranks, 0, "fog", "gloo", 1.5) for ranks in (32, 64)]
 SIZES = [8, 4 << 10, 1 << 20]
 # Operations in a row: as many as take that long, at least and at most so many.
 ROW_SECONDS, LEAST, MOST = 2.0, 2, 20
-# What a phase may take by default; ranks that wait for each other give up first, and say for whom they waited.
-PHASE_SECONDS, PATIENCE_SECONDS = 60.0, 10.0
-_context = multiprocessing.get_context("fork")
+# What a phase may take by default.
+PHASE_SECONDS = 60.0
 
 # How names of shared memory begin: anonymous files but for fog's arenas, files of MPI, segments of System V.
 _SHARED = ("/memfd:fog_inbox", "/dev/shm/", "/dev/zero", "/SYSV")
 
 # An operation and the bytes of its tensor.
 Key = tuple[str, int]
-
-
-class WorldFailed(RuntimeError):
-    """Ranks of a world failed, or did not answer in time."""
 
 
 class Rank:
@@ -168,28 +159,13 @@ def exchange(x: torch.Tensor, peers: Sequence[int]) -> torch.Tensor:
     return torch.stack([x, *others]).mean(0)
 
 
-def die_with_parent() -> None:
-    """Nobody is left behind if this program is killed."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 def serve(
     connection: Connection, system: str, rank: int, size: int, store: dist.TCPStore, timeout: timedelta
 ) -> None:
     """The life of a forked rank."""
     die_with_parent()
     torch.set_num_threads(1)
-    me = Rank(system, rank, size, store, timeout)
-    while (word := connection.recv()) is not None:
-        name, *arguments = word
-        try:
-            connection.send(getattr(me, name)(*arguments))
-        except BaseException:
-            connection.send(f"rank {rank}: {traceback.format_exc(limit=-3)}")
-            os._exit(1)
-    dist.destroy_process_group()
-    atexit._run_exitfuncs()
-    os._exit(0)
+    obey(connection, rank, Rank(system, rank, size, store, timeout))
 
 
 def keep_store(connection: Connection) -> None:
@@ -201,74 +177,30 @@ def keep_store(connection: Connection) -> None:
     os._exit(0)
 
 
-class World:
+class World(ForkedWorld):
     """Ranks of one system, from their fork to their end.
 
     Args:
         system: Of torch.distributed.
-        size: How many ranks.
+        size: The number of ranks.
         limit: Seconds that a phase may take.
     """
 
     def __init__(self, system: str, size: int, limit: float) -> None:
-        self.system, self.size, self.limit = system, size, limit
-        self.processes: list[Any] = []
-        self.connections: list[Connection] = []
+        super().__init__(SYSTEMS[system], size, limit)
+        self.system = system
 
-    def fork(self) -> None:
+    def fork_all(self) -> None:
         """Makes the Store and the ranks, each with its connection."""
-        self._fork(keep_store)
-        if not self.connections[0].poll(self.limit):
-            raise WorldFailed(f"the Store of {self.size} ranks was not there after {self.limit:g} s")
-        port = self.connections[0].recv()
+        self.fork(keep_store)
+        port = self.port()
         timeout = timedelta(seconds=self.limit)
         for rank in range(self.size):
             try:
                 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
             except dist.DistError as error:
-                raise self._failed(f"connection {rank} with the Store", str(error)) from error
-            self._fork(serve, self.system, rank, self.size, store, timeout)
-
-    def _fork(self, function: Callable[..., None], *arguments: object) -> None:
-        here, there = _context.Pipe()
-        process = _context.Process(target=function, args=(there, *arguments), daemon=True)
-        process.start()
-        there.close()
-        self.processes.append(process)
-        self.connections.append(here)
-
-    def _failed(self, phase: str, what: str) -> WorldFailed:
-        return WorldFailed(f"{SYSTEMS[self.system]}, {self.size} ranks, {phase}: {what}")
-
-    def ask(self, *word: object) -> tuple[float, list[Any]]:
-        """Lets all ranks do something; returns when, and what each of them has answered.
-
-        Raises:
-            WorldFailed: A rank has failed, or the time of a phase is over; it names the ranks.
-        """
-        phase = " ".join(map(str, word))
-        ranks = dict(enumerate(self.connections[1:]))
-        begin = time.perf_counter()
-        end = begin + self.limit + PATIENCE_SECONDS
-        answers = []
-        try:
-            for rank in ranks.values():
-                rank.send(word)
-            while ranks:
-                ready = wait(list(ranks.values()), max(0.0, end - time.perf_counter()))
-                if not ready:
-                    named = ", ".join(map(str, list(ranks)[:20])) + (" ..." if len(ranks) > 20 else "")
-                    raise self._failed(
-                        phase,
-                        f"no answer of {len(ranks)} ranks within {self.limit + PATIENCE_SECONDS:g} s: {named}",
-                    )
-                for number in [number for number, rank in ranks.items() if rank in ready]:
-                    answers.append(ranks.pop(number).recv())
-                    if isinstance(answers[-1], str):
-                        raise self._failed(phase, answers[-1])
-        except (EOFError, OSError) as error:
-            raise self._failed(phase, f"a rank has gone: {error!r}") from error
-        return begin, answers
+                raise self.failed(f"connection {rank} with the Store", str(error)) from error
+            self.fork(serve, self.system, rank, self.size, store, timeout)
 
     def time(self, *word: object) -> float:
         """Milliseconds of a phase of all ranks together."""
@@ -276,36 +208,13 @@ class World:
         begins, ends = np.array(times).T
         return 1e3 * (ends.max() - (begins.min() if begins.any() else told))
 
-    def end(self) -> float:
-        """Lets all ranks end; milliseconds until the last one has."""
-        begin = time.perf_counter()
-        for rank in self.connections[1:]:
-            rank.send(None)
-        living = {process.sentinel: rank for rank, process in enumerate(self.processes[1:])}
-        while living:
-            ended = wait(list(living), max(0.0, begin + self.limit - time.perf_counter()))
-            if not ended:
-                raise self._failed("end", f"ranks {sorted(living.values())} live on after {self.limit:g} s")
-            for sentinel in ended:
-                del living[sentinel]
-        return 1e3 * (time.perf_counter() - begin)
-
-    def close(self) -> None:
-        """Ends whatever is left."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join(PATIENCE_SECONDS)
-        for connection in self.connections:
-            connection.close()
-
 
 @contextmanager
 def world_of(system: str, size: int, limit: float) -> Iterator[World]:
     """A world that is gone afterwards, whatever happens."""
     world = World(system, size, limit)
     try:
-        world.fork()
+        world.fork_all()
         yield world
     finally:
         world.close()

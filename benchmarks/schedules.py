@@ -82,9 +82,7 @@ class Schedule:
         for message in self.messages:
             requires = [*begins[message.rank], *(places[place] for place in message.requires)]
             places.append(
-                graph.send(
-                    message.rank, message.to, message.size, requires, message.leaves, message.rounds
-                )
+                graph.send(message.rank, message.to, message.size, requires, message.leaves, message.rounds)
             )
             waits[message.to].append(places[-1])
         return waits
@@ -155,9 +153,7 @@ def _joined(schedule: Schedule) -> Schedule:
     return Schedule(schedule.hosts, tuple(messages))
 
 
-def _record(
-    world: VirtualWorld, start: Start
-) -> dict[tuple[int, ...], tuple[int, set[tuple[int, ...]]]]:
+def _record(world: VirtualWorld, start: Start) -> dict[tuple[int, ...], tuple[int, set[tuple[int, ...]]]]:
     """For each message, by sender, receiver, operation and step: its bytes, and what had come to the sender."""
     world.record()
     works = [start(rank, group) for rank, group in enumerate(world.groups)]
@@ -206,17 +202,16 @@ def rotated(schedule: Schedule) -> Schedule | None:
             # What one of the hosts could do without, all can.
             need = set.intersection(*({keys[place] for place in member.requires} for member in members))
             mean = sum(member.size for member in members) / count
-            if (
-                len(members) != count
-                or any(abs(m.size - mean) > max(64, 0.01 * mean) for m in members)
-            ):
+            if len(members) != count or any(abs(m.size - mean) > max(64, 0.01 * mean) for m in members):
                 return None
             if any(k not in made for k in need):
                 later.append(key)
                 continue
             made[key] = len(messages)
             messages.append(
-                Message(key[0], key[2], mean, tuple(sorted(made[k] for k in need)), members[0].leaves, hop=key[1])
+                Message(
+                    key[0], key[2], mean, tuple(sorted(made[k] for k in need)), members[0].leaves, hop=key[1]
+                )
             )
         if len(later) == len(waiting):
             return None
@@ -248,9 +243,7 @@ def allreduce(size: int, count: int, *, ranks_per_host: int = 1) -> Schedule:
     import torch
 
     tensors = [torch.zeros(max(1, count // FLOAT_BYTES)) for _ in range(size)]
-    return recorded(
-        size, lambda rank, group: group.allreduce([tensors[rank]]), ranks_per_host=ranks_per_host
-    )
+    return recorded(size, lambda rank, group: group.allreduce([tensors[rank]]), ranks_per_host=ranks_per_host)
 
 
 def exchange(

@@ -100,7 +100,10 @@ class Replay:
     def is_gone(self, place):
         """Whether a task's rank, or its receiver, is on a host that is off."""
         rank, to = self.tasks[place][:2]
-        return self.gone is not None and self.gone in (self.places[rank], self.places[to] if to >= 0 else None)
+        return self.gone is not None and self.gone in (
+            self.places[rank],
+            self.places[to] if to >= 0 else None,
+        )
 
     def is_cut(self, place):
         """Whether a message needs links that are off."""
@@ -160,7 +163,9 @@ class Replay:
             if self.parameters["S"] is not None and leaves and size >= self.parameters["S"] * rounds:
                 later += 2 * self.parameters["L"] * rounds
             if later:
-                self.simgrid.Actor.create(f"wire{place}", self.hosts[rank], self.wire, place, later).daemonize()
+                self.simgrid.Actor.create(
+                    f"wire{place}", self.hosts[rank], self.wire, place, later
+                ).daemonize()
             else:
                 self.put(place)
 

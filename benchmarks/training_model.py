@@ -182,7 +182,9 @@ def _sends(way: str, cluster: Cluster, turn: int, size: float, alike: bool) -> S
         return schedules.peers(ranks, round(size), fans[turn % len(fans)])
     destinations = _neighbors(way, ranks, turn, cluster.centers)
     messages = tuple(
-        schedules.Message(rank, to, size, (), leaves=True) for rank in range(ranks) for to in destinations[rank]
+        schedules.Message(rank, to, size, (), leaves=True)
+        for rank in range(ranks)
+        for to in destinations[rank]
     )
     return Schedule(tuple(range(ranks)), messages)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
@@ -23,12 +22,9 @@ from scripts import ROOT
 # Last, so that no name of the tests' is taken for one of the benchmarks'.
 sys.path.append(str(ROOT / "benchmarks"))
 
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip, move_to_host
 from emulated_hosts import emulated_hosts as _emulated_hosts
 
-# Of <sched.h> and <sys/mount.h>.
-CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
-MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 0x2
 # Of <netinet/tcp.h>.
 TCP_USER_TIMEOUT = 18
 # On which the ranks of several hosts meet.
@@ -55,24 +51,6 @@ def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
         except Unavailable as reason:
             pytest.skip(f"several hosts: {reason}")
         yield names
-
-
-def move_to_host(name: str) -> None:
-    """Moves this thread, and the threads and processes that it starts, to an emulated host, as `ip netns exec` does."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def check(status: int, what: str) -> None:
-        if status != 0:
-            raise OSError(ctypes.get_errno(), what)
-
-    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
-    check(libc.setns(namespace, CLONE_NEWNET), "setns")
-    os.close(namespace)
-    # The network's devices are in /sys as well, which is that of the namespace in which it was mounted.
-    check(libc.unshare(CLONE_NEWNS), "unshare")
-    check(libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None), "mount")
-    check(libc.umount2(b"/sys", MNT_DETACH), "umount")
-    check(libc.mount(b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None), "mount of /sys")
 
 
 def silences() -> list[float]:

@@ -567,8 +567,34 @@ def profiled() -> None:
                 checks.true(f"shapes {events[0].input_shapes}", events[0].input_shapes == [[size, 3]])
 
 
+def profiled_phases() -> None:
+    tensor = torch.ones(1 << 18)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(tensor)
+        # The caller waits, so that its thread copies and computes: the profiler follows this thread only.
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+    phases = [event for event in profile.events() if event.name == f"{BACKEND}:allreduce combined"]
+    whole = [event for event in profile.events() if event.name == f"{BACKEND}:all_reduce"]
+    with Checks() as checks:
+        checks.true(f"{len(phases)} phases", len(phases) >= 1)
+        for phase in phases:
+            inside = any(
+                event.time_range.start
+                <= phase.time_range.start
+                <= phase.time_range.end
+                <= event.time_range.end
+                for event in whole
+            )
+            checks.true(f"{phase.time_range} is within the operation", inside)
+
+
 def test_profiler_ranges(worlds: WorldPool) -> None:
     worlds(2).run(profiled)
+
+
+def test_profiler_phases(worlds: WorldPool) -> None:
+    worlds(2).run(profiled_phases)
 
 
 # TORCH_DISTRIBUTED_DEBUG=DETAIL

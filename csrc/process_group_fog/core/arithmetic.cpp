@@ -44,7 +44,7 @@ using Accumulator = std::conditional_t<is_half<T>, float, T>;
 } // namespace
 } // namespace fog
 
-// What every CPU of the architecture has: SSE2, NEON.
+// Every CPU of the architecture has this instruction set: SSE2 on x86-64, NEON on ARM.
 #define FOG_ISA portable
 #define FOG_TARGET
 #define FOG_VECTOR_BYTES 16
@@ -54,7 +54,7 @@ using Accumulator = std::conditional_t<is_half<T>, float, T>;
 #undef FOG_VECTOR_BYTES
 
 #ifdef __x86_64__
-// Every CPU with AVX2 has F16C, as torch takes for granted too.
+// Every CPU with AVX2 also has F16C; torch relies on that too.
 #define FOG_ISA avx2
 #define FOG_TARGET __attribute__((target("avx2,f16c")))
 #define FOG_VECTOR_BYTES 32
@@ -74,7 +74,8 @@ struct Kernels {
   decltype(&portable::weighted_sum) weighted_sum;
 };
 
-// Those of the instruction set that torch has chosen for its own kernels, so ATEN_CPU_CAPABILITY=default is obeyed.
+// Selects the kernels for the instruction set that torch uses for its own, so ATEN_CPU_CAPABILITY=default has an
+// effect.
 Kernels choose_kernels() {
 #ifdef __x86_64__
   const std::string capability = at::get_cpu_capability();
@@ -90,7 +91,7 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// bool is one byte of 0 or 1.
+// A bool is one byte with the value 0 or 1, so its reductions are bitwise.
 RedOp bitwise(RedOp op) {
   switch (op) {
     case RedOp::SUM:
@@ -104,11 +105,11 @@ RedOp bitwise(RedOp op) {
   }
 }
 
-// Complex elements whose running result stays in the first-level cache while the inputs stream past it.
+// A block is this many complex elements: its running result stays in the first-level cache while the inputs stream by.
 constexpr size_t kBlock = 512;
 
-// What is not done part by part runs on c10's complex arithmetic. Loading a block of every input before the block is stored
-// makes it safe for `out` to be one of the inputs.
+// Handles the complex reductions that do not act on each part alone, with c10's complex arithmetic. A block of every
+// input is read before the result is stored, so `out` may be one of the inputs.
 template <typename T, typename Prepare, typename Combine, typename Finish>
 void combine_complex(void* out, Inputs inputs, size_t numel, Prepare prepare, Combine combine, Finish finish) {
   auto* result = static_cast<T*>(out);

@@ -1,9 +1,9 @@
-// The loops behind arithmetic.hpp, in vectors of FOG_VECTOR_BYTES for the instruction set that FOG_TARGET names.
+// The loops behind arithmetic.hpp. Their vectors have FOG_VECTOR_BYTES, for the instruction set in FOG_TARGET.
 //
-// arithmetic.cpp includes this file once for each instruction set; each has a namespace FOG_ISA of its own. What handles a
-// vector carries FOG_TARGET, and nothing else in the program does: a CPU without the instructions never meets them. An
-// element goes through the same operations in the same order in all of them, so all give the same bits. (Where two NaN meet
-// the CPU decides whose bits stay; that can differ.)
+// arithmetic.cpp includes this file once for each instruction set, each time with its own namespace FOG_ISA. The
+// functions that handle a vector carry FOG_TARGET, and no other code in the program does, so a CPU without the
+// instructions never executes them. Every instruction set applies the same operations to an element in the same order,
+// so all give the same bits, with one exception: if two NaN meet, the CPU decides which payload remains.
 
 #define FOG_INLINE FOG_TARGET inline __attribute__((always_inline))
 
@@ -16,7 +16,7 @@ struct VectorOf {
   typedef T type __attribute__((vector_size(kBytes)));
 };
 
-// One register full of A.
+// One register of elements of type A.
 template <typename A>
 using Vector = typename VectorOf<A, FOG_VECTOR_BYTES>::type;
 
@@ -28,7 +28,8 @@ using SignedWords = Vector<int32_t>;
 template <typename A>
 constexpr size_t kLanes = FOG_VECTOR_BYTES / sizeof(A);
 
-// The least that is taken from memory at once. Which elements are in which of the two registers is up to load() and store().
+// Two registers: the smallest unit that is loaded at once. load() and store() define which elements each register
+// holds.
 template <typename A>
 struct Pair {
   Vector<A> part[2];
@@ -49,7 +50,8 @@ FOG_INLINE void store_vector(void* to, V value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-// float in memory, double in registers. Compilers turn __builtin_convertvector() into something slow on x86.
+// The values are float in memory and double in registers. Compilers generate slow code for __builtin_convertvector() on
+// x86.
 
 FOG_INLINE Doubles load_as_double(const float* from) {
 #if defined(FOG_AVX2)
@@ -71,11 +73,11 @@ FOG_INLINE void store_as_float(float* to, Doubles value) {
 #endif
 }
 
-// 16-bit floats in memory, float in registers. That way the conversion is exact, back it rounds to nearest even. NaN becomes
-// the quiet NaN of c10::BFloat16, which has no sign, and of c10::Half, which keeps it. Words of 32 bits hold two elements
-// each; those in the low halves go to one register and those in the high halves to the other: no shuffles.
+// The values are 16-bit floats in memory and float in registers. Loading is exact; storing rounds to nearest even. A
+// NaN becomes the quiet NaN of c10::BFloat16, which has no sign, or of c10::Half, which keeps the sign. A 32-bit word
+// holds two elements. The low halves go to one register and the high halves to the other, so no shuffles are needed.
 
-// To the high half of each word; the low one is arbitrary.
+// Leaves the result in the high half of each word; the low half is arbitrary.
 FOG_INLINE Words round_to_bfloat16(Floats value) {
   const Words bits = (Words)value;
   const Words rounded = bits + 0x7FFF + ((bits >> 16) & 1);
@@ -100,7 +102,7 @@ FOG_INLINE Pair<float> load_float16(const void* from) {
 
 FOG_INLINE void store_float16(void* to, const Pair<float>& value) {
   for (int i = 0; i < 2; ++i) {
-    // The instruction keeps the first bits of NaN's payload: clear them. The quiet bit is set since load_float16().
+    // The instruction keeps the first bits of NaN's payload: clear them. load_float16() has set the quiet bit already.
     const Words bits = (Words)value.part[i];
     const Words payload = (Words)(value.part[i] != value.part[i]) & 0x003FFFFF;
     const __m128i halves = _mm256_cvtps_ph((__m256)(bits & ~payload), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -110,16 +112,16 @@ FOG_INLINE void store_float16(void* to, const Pair<float>& value) {
 
 #else
 
-// A float16 has 5 bits of exponent with bias 15 and 10 of fraction; a float 8 with bias 127 and 23.
+// A float16 has 5 bits of exponent with bias 15 and 10 bits of fraction; a float has 8 with bias 127 and 23.
 constexpr int kFractionShift = 23 - 10;
 constexpr uint32_t kRebias = (127 - 15) << 23;
 constexpr uint32_t kSmallestNormal = kRebias + (1 << 23); // bits of the float 2^-14
 
-// From the low half of each word, with zeros above it.
+// Converts the low half of each word; the high half must be zero.
 FOG_INLINE Floats widen_float16(Words bits) {
   const Words sign = (bits & 0x8000) << 16;
   const Words magnitude = (bits & 0x7FFF) << kFractionShift;
-  // A subnormal is a fraction with no leading one: take it for one at 2^-14, and take 2^-14 off again.
+  // A subnormal is a fraction without a leading one: read it as a normal number at 2^-14, then subtract 2^-14.
   const Words subnormal = (Words)((Floats)(magnitude + kSmallestNormal) - (Floats)(Words{} + kSmallestNormal));
   const Words normal = magnitude + kRebias;
   const auto compared = (SignedWords)magnitude;
@@ -132,7 +134,7 @@ FOG_INLINE Words round_to_float16(Floats value) {
   const Words bits = (Words)value;
   const Words magnitude = bits & 0x7FFFFFFF;
   const Words sign = (bits >> 16) & 0x8000;
-  // The last place of a float in [0.5, 1) is that of a subnormal float16, so the addition rounds to it.
+  // A float in [0.5, 1) has the same last place as a subnormal float16, so the addition rounds to it.
   const Words half = Words{} + 0x3F000000;
   const Words subnormal = (Words)((Floats)magnitude + (Floats)half) - half;
   const Words odd = (magnitude >> kFractionShift) & 1;
@@ -183,7 +185,7 @@ FOG_INLINE void store(T* to, const Pair<A>& value) {
   }
 }
 
-// What becomes of an input, of two running values, and of the result.
+// Functors for the steps of a reduction: prepare an input, combine two running values, finish the result.
 
 struct Keep {
   template <typename V>
@@ -198,7 +200,7 @@ struct Keep {
 
 template <typename A>
 struct Scale {
-  const double* factors; // one an input
+  const double* factors; // one per input
 
   FOG_INLINE Vector<A> operator()(size_t k, Vector<A> value) const {
     return static_cast<A>(factors[k]) * value;
@@ -214,8 +216,8 @@ struct Divide {
   }
 };
 
-// Of sums of T, which are added as unsigned numbers: what is left of the fraction is cut off, as C divides. No CPU has a vector
-// instruction for it, and the divisor need not be one of T.
+// Divides sums of T, which are added as unsigned numbers, and truncates like C. CPUs have no vector instruction for
+// this, and the divisor may not fit into T.
 template <typename T>
 struct DivideWhole {
   using Unsigned = std::make_unsigned_t<T>;
@@ -247,7 +249,7 @@ struct Product {
   }
 };
 
-// NaN stays: `a` that is NaN is taken, and so is `b`, with which no comparison holds.
+// Propagates NaN: takes `a` if it is NaN, and takes `b` if it is NaN because every comparison with it is false.
 struct Minimum {
   template <typename V>
   FOG_INLINE V operator()(V a, V b) const {
@@ -298,11 +300,12 @@ FOG_INLINE Pair<A> finish_pair(Finish finish, const Pair<A>& value) {
   return {{finish(value.part[0]), finish(value.part[1])}};
 }
 
-// Pairs in flight at once. More gain nothing, as seen on Zen 4 with 2 to 8 inputs: the caches or the conversions limit.
+// Pairs that are processed at once. More gained nothing on Zen 4 with 2 to 8 inputs: the caches or the conversions are
+// the limit.
 constexpr size_t kUnrolled = 2;
 
-// out = finish(combine over k of prepare(k, inputs[k])) for kPairs pairs at `offset`. The running results stay in registers, and
-// all inputs are read before the result is written: `out` may be one of them.
+// Computes out = finish(combine over k of prepare(k, inputs[k])) for kPairs pairs at `offset`. The running results stay
+// in registers, and all inputs are read before the result is written, so `out` may be one of them.
 template <typename T, typename A, size_t kPairs, typename Prepare, typename Combine, typename Finish>
 FOG_INLINE void combine_pairs(
     T* out, const void* const* inputs, size_t count, size_t offset, Prepare prepare, Combine combine, Finish finish) {
@@ -322,7 +325,7 @@ FOG_INLINE void combine_pairs(
   }
 }
 
-// The same for the last elements, less than a pair, by way of a whole one.
+// Does the same for the last elements, fewer than a pair, in a zero-padded copy.
 template <typename T, typename A, typename Prepare, typename Combine, typename Finish>
 FOG_INLINE void combine_rest(
     T* out, const void* const* inputs, size_t count, size_t offset, size_t numel, Prepare prepare, Combine combine, Finish finish) {
@@ -391,7 +394,7 @@ void reduce_floats(RedOp op, void* out, Inputs inputs, Factors scales, size_t nu
   }
 }
 
-// Also for bool, which is one byte of 0 or 1.
+// Also used for bool, which is one byte with the value 0 or 1.
 void reduce_bits(RedOp op, void* out, Inputs inputs, size_t bytes) {
   switch (op) {
     case RedOp::BAND:
@@ -407,7 +410,7 @@ void reduce_bits(RedOp op, void* out, Inputs inputs, size_t bytes) {
 
 template <typename T>
 void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel, size_t divisor) {
-  using Unsigned = std::make_unsigned_t<T>; // wraps around, to the bits that a signed number would have
+  using Unsigned = std::make_unsigned_t<T>; // wraps around, to the same bits as a signed number
   switch (op) {
     case RedOp::SUM:
       return plain<Unsigned>(out, inputs, numel, Sum());
@@ -426,7 +429,7 @@ void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel, size_t di
   }
 }
 
-// fog::reduce() but for bool and complex numbers.
+// Implements fog::reduce() for all dtypes except bool and complex.
 void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors scales, size_t numel, size_t divisor) {
   switch (dtype) {
     case c10::ScalarType::Byte:
@@ -466,7 +469,7 @@ void weighted(void* out, Inputs inputs, Factors weights, bool take_mean, size_t 
   scaled_sum<T, A>(out, inputs, weights, numel);
 }
 
-// fog::weighted_sum() but for complex numbers.
+// Implements fog::weighted_sum() for all dtypes except complex.
 void weighted_sum(c10::ScalarType dtype, void* out, Inputs inputs, Factors weights, bool mean, size_t numel) {
   switch (dtype) {
     case c10::ScalarType::Half:

@@ -9,7 +9,7 @@ namespace fog {
 std::exception_ptr backend_error(const std::string& text) {
   try {
     C10_THROW_ERROR(DistBackendError, text);
-  } catch (const std::bad_alloc&) { // not the error that was asked for: who asks tries again
+  } catch (const std::bad_alloc&) { // not the requested error; the caller may try again
     throw;
   } catch (...) {
     return std::current_exception();

@@ -1,4 +1,4 @@
-// Failures as the engine keeps and words them.
+// Failures, as the engine stores them and as error messages word them.
 #pragma once
 
 #include <exception>
@@ -10,18 +10,18 @@ namespace fog {
 
 struct Failure {
   c10d::ErrorType type = c10d::ErrorType::SUCCESS;
-  std::string reason; // empty: none
+  std::string reason; // empty if there is no failure
 };
 
-// What has become of a process.
+// The states of a process that is gone, as error messages word them.
 inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
 inline constexpr const char* kSilent = "was lost: its host does not answer";
 
-// A torch.distributed.DistBackendError. Throws std::bad_alloc if there is no memory for it.
+// Returns a torch.distributed.DistBackendError. Throws std::bad_alloc if there is no memory for it.
 std::exception_ptr backend_error(const std::string& text);
 
-// The exception's text without the C++ backtrace that c10::Error::what() may add.
+// Returns the exception's text without the C++ backtrace that c10::Error::what() may add.
 std::string message_of(const std::exception& error);
 
 } // namespace fog

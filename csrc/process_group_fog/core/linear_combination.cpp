@@ -21,25 +21,26 @@ namespace {
 using Inputs = c10::ArrayRef<const void*>;
 using Weights = c10::ArrayRef<double>;
 
-// Results of at least so many bytes go past the cache, which has no room for them ...
+// Results of at least this size are stored past the cache, which has no room for them ...
 constexpr size_t kFarBytes = size_t(4) << 20;
-// ... and of so many if another core reads them. Its cache would have to give up each line first. Seen on two cores of AMD Zen 4, a
-// copy of 1 MiB to where the other one has read takes 31 to 45 us past the cache, and in it 30 us or 400, as they share a cache or
-// do not; where nobody has read, 40 and 22.
+// ... and results of at least this size if another core reads them, because its cache would have to give up each line
+// first. Measured on two cores of AMD Zen 4: a copy of 1 MiB to memory that the other core has read takes 31 to 45 us
+// past the cache. Through the cache it takes 30 us if the cores share a cache, and 400 us if they do not. To memory
+// that no other core has read, it takes 40 us past the cache and 22 us through it.
 constexpr size_t kFarBytesOfOthers = size_t(16) << 10;
-// What is computed before it is copied past the cache: it stays in the first level.
+// Bytes that are computed before they are copied past the cache. They stay in the first-level cache.
 constexpr size_t kChunkBytes = size_t(8) << 10;
 
-// Whether a weight multiplies integers exactly.
+// Returns whether integers can be multiplied by this weight exactly.
 bool is_whole(double weight) {
-  // Beyond this neighboring doubles are further apart than 1.
+  // Above 2^53 the distance between neighboring doubles is more than 1.
   return std::trunc(weight) == weight && std::abs(weight) <= 9007199254740992.0;
 }
 
 template <typename T>
 T round_to(double value) {
   constexpr auto kLeast = static_cast<double>(std::numeric_limits<T>::min());
-  constexpr auto kMost = static_cast<double>(std::numeric_limits<T>::max()); // for 64 bits, one more than there is
+  constexpr auto kMost = static_cast<double>(std::numeric_limits<T>::max()); // for 64 bits this rounds up to max() + 1
   if (std::isnan(value)) {
     return 0;
   }
@@ -56,7 +57,7 @@ void combine_integers(void* out, Inputs inputs, Weights weights, size_t numel) {
   const auto value = [&](size_t k, size_t i) { return static_cast<const T*>(inputs[k])[i]; };
   if (std::all_of(weights.begin(), weights.end(), is_whole)) {
     for (size_t i = 0; i < numel; ++i) {
-      uint64_t sum = 0; // whose low bits are the result's, whatever overflows
+      uint64_t sum = 0; // its low bits are those of the result, even on overflow
       for (size_t k = 0; k < inputs.size(); ++k) {
         sum += static_cast<uint64_t>(static_cast<int64_t>(weights[k])) * static_cast<uint64_t>(value(k, i));
       }
@@ -75,7 +76,7 @@ void combine_integers(void* out, Inputs inputs, Weights weights, size_t numel) {
 
 void combine(c10::ScalarType dtype, void* out, Inputs inputs, Weights weights, size_t numel) {
   const bool integers = c10::isIntegralType(dtype, false);
-  // A plain sum of two numbers has the same bits whether it is rounded from the wider type or added in their own.
+  // A plain sum of two numbers has the same bits whether it is added in their type or in a wider one and then rounded.
   if ((integers || inputs.size() <= 2) && std::all_of(weights.begin(), weights.end(), [](double weight) { return weight == 1.0; })) {
     return reduce(c10d::ReduceOp::SUM, dtype, out, inputs, {}, numel);
   }

@@ -1,4 +1,4 @@
-// Weighted sums for windows: of every number, integers included.
+// Weighted sums for windows. Unlike weighted_sum(), they are defined for integers too.
 #pragma once
 
 #include <cstddef>
@@ -8,13 +8,14 @@
 
 namespace fog {
 
-// Throws ValueError unless windows are defined for `dtype`: integers, floating and complex.
+// Throws ValueError unless windows are defined for `dtype`. The allowed dtypes are integers, floating and complex.
 void check_linear_combination(const char* op, c10::ScalarType dtype);
 
-// out[i] = weights[0]*inputs[0][i] + weights[1]*inputs[1][i] + ..., zeros if there is no input. Floating and complex as in
-// weighted_sum(). Integers: where all weights are whole numbers, exact but for overflow, which wraps around; else summed in
-// float64 and rounded to nearest (halves to even), the largest or smallest number where that is out of range, and 0 for NaN.
-// `out` may be one of the inputs. `others_read`: another core has read what is there, and will read the result; a matter of time only.
+// Computes out[i] = weights[0]*inputs[0][i] + weights[1]*inputs[1][i] + ..., or zeros if there are no inputs. Floating
+// and complex dtypes are computed as in weighted_sum(). Integers are exact if all weights are whole numbers, and wrap
+// around on overflow. With other weights they are summed in float64 and rounded to nearest, ties to even; a result out
+// of range becomes the largest or smallest number, and NaN becomes 0. `out` may be one of the inputs. `others_read`
+// says that another core has read the memory of `out` and will read the result; it affects the speed only.
 void linear_combination(
     c10::ScalarType dtype,
     void* out,

@@ -69,7 +69,7 @@ void Machines::sign(Signature& signature) const {
 
 Layout layout_of(std::vector<int> ranks, const std::vector<int>& hosts, int rank) {
   std::vector<std::vector<int>> divided;
-  std::map<int, size_t> places; // of hosts, by first appearance
+  std::map<int, size_t> places; // index of each host, by first appearance
   for (size_t i = 0; i < ranks.size(); ++i) {
     const size_t place = places.emplace(hosts[i], divided.size()).first->second;
     divided.resize(std::max(divided.size(), place + 1));

@@ -1,4 +1,4 @@
-// How the ranks of a group are divided among machines. No communication here.
+// The division of a group's ranks among machines. This part does not communicate.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,15 @@
 
 namespace fog {
 
-// The machines need not be hosts: any division of the group will do. The k-th ranks of all machines have place k.
+// The machines do not have to be hosts: any division of the group is allowed. The k-th rank of each machine has place
+// k.
 class Machines {
  public:
-  // `ranks[m]` are the group ranks of machine m; `rank` is this one, of a group of `size`. Throws ValueError, as an error of
-  // `op`, unless each rank of the group is in exactly one machine.
+  // `ranks[m]` are the group ranks of machine m; `rank` is the calling rank in a group of `size` ranks. Throws
+  // ValueError, as an error of `op`, unless each rank of the group is in exactly one machine.
   Machines(const char* op, std::vector<std::vector<int>> ranks, int rank, int size);
 
-  // Of ranks that are known to be so divided.
+  // Takes a division that is known to be valid.
   Machines(std::vector<std::vector<int>> ranks, int rank);
 
   // Throws ValueError, as an error of `op`, unless all machines have the same number of ranks.
@@ -24,21 +25,21 @@ class Machines {
   int count() const {
     return static_cast<int>(ranks_.size());
   }
-  // This rank's machine and its place there.
+  // This rank's machine and its place in it.
   int machine() const {
     return machine_;
   }
   int place() const {
     return place_;
   }
-  // The ranks of a machine, by place; of this rank's.
+  // The ranks of a machine, or of this rank's machine, by place.
   const std::vector<int>& ranks(int machine) const {
     return ranks_[machine];
   }
   const std::vector<int>& local() const {
     return ranks_[machine_];
   }
-  // The machine of any of its ranks, and its place there.
+  // The machine of any rank, and the rank's place in it.
   int machine_of(int rank) const {
     return where_[rank].machine;
   }
@@ -48,7 +49,7 @@ class Machines {
   int rank(int machine, int place) const {
     return ranks_[machine][place];
   }
-  // How many ranks a machine has, and how many the one with the fewest, and the one with the most.
+  // The number of ranks of a machine, and the smallest and the largest such number.
   int size(int machine) const {
     return static_cast<int>(ranks_[machine].size());
   }
@@ -58,7 +59,7 @@ class Machines {
   int most() const {
     return most_;
   }
-  // Makes ranks that call `signature` with other machines disagree.
+  // Adds the division to `signature`, so that ranks with different divisions disagree.
   void sign(Signature& signature) const;
 
  private:
@@ -69,21 +70,21 @@ class Machines {
   void find(int rank);
 
   std::vector<std::vector<int>> ranks_;
-  std::vector<Where> where_; // by rank
+  std::vector<Where> where_; // indexed by rank
   int machine_ = 0;
   int place_ = 0;
   int least_ = 0;
   int most_ = 0;
 };
 
-// Who takes part in a sum, in the order of the sum, and on which hosts they are.
+// The ranks that take part in a sum, in the order of the sum, and their hosts.
 struct Layout {
   std::vector<int> ranks;
-  int place; // of this rank among them
-  Machines hosts; // each with its ranks in that order
+  int place; // index of this rank in `ranks`
+  Machines hosts; // each with its ranks in the same order
 };
 
-// `hosts[i]` is the number of the host of group rank `ranks[i]`; `rank` is this one.
+// `hosts[i]` is the number of the host of group rank `ranks[i]`; `rank` is the calling rank.
 Layout layout_of(std::vector<int> ranks, const std::vector<int>& hosts, int rank);
 
 } // namespace fog

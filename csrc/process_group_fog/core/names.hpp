@@ -1,4 +1,4 @@
-// Names for people: dtypes and reductions as Python spells them.
+// Names of dtypes and reductions, as Python spells them, for messages.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -6,10 +6,10 @@
 
 namespace fog {
 
-// "float32"; c10 itself has only "Float" to offer.
+// Returns "float32" and the like; c10 itself only offers "Float".
 const char* dtype_name(c10::ScalarType dtype);
 
-// "SUM"; nullptr for what is no reduction.
+// Returns "SUM" and the like, or nullptr if `op` is not a reduction.
 const char* reduction_name(c10d::ReduceOp::RedOpType op);
 
 } // namespace fog

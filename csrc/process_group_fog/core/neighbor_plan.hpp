@@ -1,4 +1,4 @@
-// Who takes part in one neighbor exchange, and with which weights. No communication here.
+// The neighbors that take part in one neighbor exchange, with their weights. This part does not communicate.
 #pragma once
 
 #include <memory>
@@ -13,12 +13,13 @@ struct WeightedPeer {
   double weight;
 };
 
-// out = sum_j source_weight[j] * (weight that j sends with) * x_j + self_weight * x, in the order of `sources`; or, with
-// `mean`, the plain mean over the sources and this rank. Weights are doubles all the way. Never changes; copies share their peers.
+// Computes out = sum_j source_weight[j] * (weight that j sends with) * x_j + self_weight * x, in the order of
+// `sources`; or, with `mean`, the plain mean over the sources and this rank. All weights are doubles. A plan never
+// changes; copies share their peers.
 class NeighborPlan {
  public:
-  // Throws ValueError (naming the argument) for ranks out of range, this rank itself, duplicates, and weights that are not
-  // finite; and, with `mean`, for weights other than 1.
+  // Throws ValueError, naming the argument, for ranks out of range, this rank itself, duplicates, and weights that are
+  // not finite; and, with `mean`, for weights other than 1.
   NeighborPlan(
       int rank,
       int size,

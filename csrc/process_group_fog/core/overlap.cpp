@@ -11,7 +11,7 @@
 namespace fog {
 namespace {
 
-// The memory of a tensor from its first to its last element.
+// The memory of a tensor, from its first to its last element.
 struct Span {
   const char* begin;
   const char* end;
@@ -29,25 +29,25 @@ Span span_of(const at::Tensor& tensor) {
   return {begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size())};
 }
 
-// Multiples of a stride, `low` to `high` of them.
+// The multiples of a stride, from `low` to `high` times.
 struct Term {
-  int64_t stride; // above 0
+  int64_t stride; // always positive
   int64_t low;
   int64_t high;
 };
 using Terms = c10::SmallVector<Term, 16>;
 
-// More than this is not tried; only strides that no view of a tensor has need so much.
+// The search gives up after this many steps. Only strides that no view of a tensor has need so many.
 constexpr int64_t kSteps = 1 << 20;
 
-// Whether a sum of one multiple of each term is `target`. Terms with the larger strides come first, so that those which follow can make
-// up for a few multiples of them only.
+// Returns whether the terms have multiples with the sum `target`. Terms with larger strides come first, because the
+// terms after them can then compensate for only a few of their multiples.
 bool reaches(c10::ArrayRef<Term> terms, int64_t target, int64_t& steps) {
   if (terms.empty()) {
     return target == 0;
   }
   if (++steps > kSteps) {
-    return true; // nobody knows
+    return true; // unknown: assume that the tensors overlap
   }
   const auto& [stride, low, high] = terms.front();
   const auto rest = terms.slice(1);
@@ -82,7 +82,8 @@ bool is_larger(const Term& one, const Term& other) {
   return one.stride > other.stride;
 }
 
-// What the index of a dimension adds to the distance of two elements: that of the first tensor one way, of the second the other way.
+// Adds the range by which the index of a dimension can change the distance of two elements: upwards for a dimension of
+// the first tensor, downwards for one of the second.
 void add(Terms& terms, int64_t stride, int64_t count, bool of_first) {
   if (count <= 1 || stride == 0) {
     return;
@@ -113,7 +114,7 @@ bool share_memory(const at::Tensor& one, const at::Tensor& other) {
   if (one.is_contiguous() && other.is_contiguous()) {
     return true;
   }
-  // Places of bytes, as sums of strides: a byte of one lies `distance` behind one of the other.
+  // Offsets of bytes are sums of strides: some byte of `one` must lie `distance` behind a byte of `other`.
   int64_t distance = second.begin - first.begin;
   int64_t unit = std::gcd(distance, std::gcd<int64_t>(one.element_size(), other.element_size()));
   Terms terms;
@@ -144,7 +145,8 @@ bool shares_with_itself(const at::Tensor& tensor) {
     }
   }
   std::sort(terms.begin(), terms.end(), is_larger);
-  // Two elements at one place differ in some dimension; the first of them says which of the two is further.
+  // Two elements in the same place differ in some dimension. Consider the first such dimension; the larger index comes
+  // first.
   for (size_t first = 0; first < terms.size(); ++first) {
     Terms differ(terms.begin() + first, terms.end());
     differ[0].low = 1;
@@ -183,7 +185,7 @@ void check_disjoint(
     }
   }
   std::sort(places.begin(), places.end(), [](const Place& one, const Place& next) { return one.span.begin < next.span.begin; });
-  c10::SmallVector<const Place*, 16> open; // those that may reach into what follows
+  c10::SmallVector<const Place*, 16> open; // earlier places that may overlap with the next
   for (const auto& place : places) {
     open.erase(
         std::remove_if(open.begin(), open.end(), [&](const Place* before) { return before->span.end <= place.span.begin; }),

@@ -1,4 +1,4 @@
-// Which tensors share memory, decided exactly: views that interleave, as columns of a matrix do, share none.
+// Decides exactly which tensors share memory: views that interleave, such as columns of a matrix, do not.
 #pragma once
 
 #include <cstddef>
@@ -9,27 +9,27 @@
 
 namespace fog {
 
-// Whether an element of one lies, with any of its bytes, where an element of the other does.
+// Returns whether any byte of an element of `one` belongs to an element of `other` too.
 bool share_memory(const at::Tensor& one, const at::Tensor& other);
 
-// Whether two elements of the tensor are one.
+// Returns whether two elements of the tensor share memory.
 bool shares_with_itself(const at::Tensor& tensor);
 
-// Whether two tensors are the same elements of the same memory, in the same order; shapes may differ.
+// Returns whether two tensors are the same elements of the same memory, in the same order. Their shapes may differ.
 bool same_memory(const at::Tensor& one, const at::Tensor& other);
 
-// Whether `part` is exactly the part with this number of `count` equal ones of `whole`, cut along its elements in order.
+// Returns whether `part` is exactly part `number` of `whole`, cut into `count` equal parts along its elements in order.
 bool is_part(const at::Tensor& part, const at::Tensor& whole, int number, int count);
 
-// Tensors of an operation under the name of their argument.
+// The tensors of an operation, with the name of their argument.
 struct Argument {
   const char* name;
   c10::ArrayRef<at::Tensor> tensors;
 };
 
-// Throws ValueError, naming both, if an output shares memory with another one, or with an input that is not `in_place`: where an
-// operation is right although the input with the second number lies in the output with the first. Inputs may share memory with each
-// other. The time is that of sorting as long as there are no such pairs.
+// Throws ValueError, naming both tensors, if an output shares memory with another output, or with an input.
+// `in_place(output, input)` says whether the operation is correct although this input lies in this output. Inputs may
+// share memory with each other. If no tensors overlap, the check takes the time of sorting them.
 void check_disjoint(
     const char* op,
     const Argument& outputs,

@@ -6,7 +6,8 @@ namespace fog {
 namespace {
 
 std::function<void(const std::function<void()>&)>& without_lock() {
-  static auto* function = new std::function<void(const std::function<void()>&)>; // threads may outlive the process's end
+  // never destroyed: threads may still run when the process ends
+  static auto* function = new std::function<void(const std::function<void()>&)>;
   return *function;
 }
 

@@ -1,14 +1,15 @@
-// Python's lock (the GIL), for code that does not know Python.
+// Python's lock (the GIL), for code that does not include Python.
 #pragma once
 
 #include <functional>
 
 namespace fog {
 
-// Runs a function that may wait for a thread that needs Python's lock, or that takes long: without it, if this thread has it.
+// Runs a function that takes long, or that may wait for a thread that needs the GIL. Releases the GIL meanwhile if this
+// thread holds it.
 void without_python_lock(const std::function<void()>& function);
 
-// Sets how that is done; until then functions are just run.
+// Sets the function that releases the GIL. Before this is called, functions run without any change to the GIL.
 void set_python_lock(std::function<void(const std::function<void()>&)> without_lock);
 
 } // namespace fog

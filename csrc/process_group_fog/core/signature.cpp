@@ -70,7 +70,7 @@ bool Signature::agrees_with(const Signature& other) const {
     case OpKind::kAllgatherConcat:
     case OpKind::kAllreduceSparse:
       return dims == other.dims && std::equal(shape.begin() + 1, shape.end(), other.shape.begin() + 1);
-    case OpKind::kPointToPoint: // a flat buffer for a matrix is in use
+    case OpKind::kPointToPoint: // a flat buffer may be sent to a matrix
       return numel == other.numel;
     default:
       return dims == other.dims && numel == other.numel && shape == other.shape;
@@ -99,7 +99,7 @@ std::string Signature::describe() const {
   if (machines > 0) {
     text << ", " << machines << (machines == 1 ? " machine" : " machines");
   }
-  if (layout != 0) { // so that two that differ in nothing else look different
+  if (layout != 0) { // shows a difference that no other field shows
     text << ", layout " << std::hex << layout;
   }
   text << ')';

@@ -19,7 +19,7 @@ void copy_tensor(const at::Tensor& to, const at::Tensor& from) {
 }
 
 std::optional<at::Tensor> adjacent(const std::vector<at::Tensor>& tensors) {
-  const at::Tensor* first = nullptr; // that has elements
+  const at::Tensor* first = nullptr; // the first tensor that has elements
   const char* end = nullptr;
   for (const auto& tensor : tensors) {
     if (tensor.numel() == 0) {

@@ -1,4 +1,4 @@
-// Several tensors that stand for one vector.
+// Lists of tensors that represent one vector.
 #pragma once
 
 #include <optional>
@@ -8,22 +8,23 @@
 
 namespace fog {
 
-// How many elements they have in all.
+// Returns the total number of elements.
 int64_t total_numel(const std::vector<at::Tensor>& tensors);
 
-// Copies as collectives do: neither autograd nor the version counter sees it.
+// Copies as collectives do: neither autograd nor the version counter notices.
 void copy_tensor(const at::Tensor& to, const at::Tensor& from);
 
-// The memory of tensors of one dtype that lie one after the other, without gaps, in one storage, as a vector.
+// Returns the memory of the tensors as a vector if they have one dtype and lie one after the other, without gaps, in
+// one storage.
 std::optional<at::Tensor> adjacent(const std::vector<at::Tensor>& tensors);
 
-// Consecutive parts of `flat` with the shapes of the tensors.
+// Returns consecutive parts of `flat` with the shapes of the tensors.
 std::vector<at::Tensor> views_of(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
 // Copies consecutive parts of `flat` to the tensors.
 void unflatten(const at::Tensor& flat, const std::vector<at::Tensor>& tensors);
 
-// Those at these places of a list.
+// Returns the tensors at these places of a list.
 std::vector<at::Tensor> pick(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& places);
 
 } // namespace fog

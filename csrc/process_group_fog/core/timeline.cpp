@@ -1,5 +1,6 @@
 #include "core/timeline.hpp"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -17,9 +18,9 @@ namespace fog {
 namespace {
 
 constexpr auto kWriteInterval = std::chrono::milliseconds(500);
-// Entries that wait to be written; those beyond are dropped and counted.
+// Limit of entries that wait to be written. Further entries are dropped and counted.
 constexpr size_t kMostRecorded = size_t(1) << 20;
-// Numbers of tracks with a name, above those of lanes.
+// Named tracks have numbers from here on, above those of lanes.
 constexpr int kFirstTrack = 1000;
 
 int64_t nanoseconds(Timeline::Clock::time_point time) {
@@ -31,25 +32,42 @@ void print_microseconds(std::FILE* file, int64_t nanoseconds) {
   std::fprintf(file, "%" PRId64 ".%03d", nanoseconds / 1000, static_cast<int>(nanoseconds % 1000));
 }
 
-// Processes of one kernel have one clock; containers and network namespaces of it, too.
+// All processes of one kernel share a clock, including those in containers and network namespaces.
 std::string clock_id(const std::string& host) {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string id;
   return file >> id ? id : host;
 }
 
+// Memory straight from the system.
+class MappedMemory final : public std::pmr::memory_resource {
+  void* do_allocate(size_t bytes, size_t /*alignment: a page suffices*/) override {
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+      throw std::bad_alloc();
+    }
+    return memory;
+  }
+  void do_deallocate(void* memory, size_t bytes, size_t) override {
+    munmap(memory, bytes);
+  }
+  bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
+    return this == &other;
+  }
+};
+
 class Span final : public Timeline::Entry {
  public:
-  Span(std::string track, std::string name, Timeline::Clock::time_point begin, Timeline::Clock::time_point end)
-      : track_(std::move(track)), name_(std::move(name)), begin_(begin), end_(end) {}
+  Span(std::string_view track, std::string_view name, Timeline::Clock::time_point begin, Timeline::Clock::time_point end)
+      : track_(Timeline::text(track)), name_(Timeline::text(name)), begin_(begin), end_(end) {}
 
   void write(Timeline::Writer& writer) const override {
     writer.slice_on(track_, name_, "activity", begin_, end_);
   }
 
  private:
-  const std::string track_;
-  const std::string name_;
+  const Timeline::Text track_;
+  const Timeline::Text name_;
   const Timeline::Clock::time_point begin_;
   const Timeline::Clock::time_point end_;
 };
@@ -58,7 +76,7 @@ class Span final : public Timeline::Entry {
 
 std::atomic<bool> Timeline::on_{false};
 
-std::string quoted(const std::string& text) {
+std::string json_string(std::string_view text) {
   std::string result = "\"";
   for (const char letter : text) {
     if (letter == '"' || letter == '\\') {
@@ -82,11 +100,11 @@ void Timeline::Writer::name_track(int track, const std::string& name) {
       file_,
       ",\n{\"name\": \"thread_name\", \"ph\": \"M\", \"pid\": %d, \"tid\": %d, \"args\": {\"name\": %s}}"
       ",\n{\"name\": \"thread_sort_index\", \"ph\": \"M\", \"pid\": %d, \"tid\": %d, \"args\": {\"sort_index\": %d}}",
-      rank_, track, quoted(name).c_str(), rank_, track, track);
+      rank_, track, json_string(name).c_str(), rank_, track, track);
 }
 
 void Timeline::Writer::slice(
-    const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end, const std::string& arguments) {
+    std::string_view name, const char* category, Clock::time_point begin, Clock::time_point end, std::string_view arguments) {
   for (; named_lanes_ <= lane_; ++named_lanes_) {
     name_track(named_lanes_, "operations " + std::to_string(named_lanes_));
   }
@@ -94,34 +112,39 @@ void Timeline::Writer::slice(
 }
 
 void Timeline::Writer::slice_on(
-    const std::string& track, const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end) {
-  const auto [found, is_new] = tracks_.emplace(track, kFirstTrack + static_cast<int>(tracks_.size()));
+    std::string_view track, std::string_view name, const char* category, Clock::time_point begin, Clock::time_point end) {
+  const auto [found, is_new] = tracks_.emplace(std::string(track), kFirstTrack + static_cast<int>(tracks_.size()));
   if (is_new) {
-    name_track(found->second, track);
+    name_track(found->second, found->first);
   }
   slice(found->second, name, category, begin, end, "");
 }
 
 void Timeline::Writer::slice(
     int track,
-    const std::string& name,
+    std::string_view name,
     const char* category,
     Clock::time_point begin,
     Clock::time_point end,
-    const std::string& arguments) {
+    std::string_view arguments) {
   std::fprintf(
-      file_, ",\n{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": %d, \"ts\": ", quoted(name).c_str(), category,
-      rank_, track);
+      file_, ",\n{\"name\": %s, \"cat\": \"%s\", \"ph\": \"X\", \"pid\": %d, \"tid\": %d, \"ts\": ", json_string(name).c_str(),
+      category, rank_, track);
   print_microseconds(file_, nanoseconds(begin));
   std::fputs(", \"dur\": ", file_);
   print_microseconds(file_, nanoseconds(end) - nanoseconds(begin));
   if (!arguments.empty()) {
-    std::fprintf(file_, ", \"args\": {%s}", arguments.c_str());
+    std::fprintf(file_, ", \"args\": {%.*s}", static_cast<int>(arguments.size()), arguments.data());
   }
   std::fputc('}', file_);
 }
 
 // --- the timeline ---
+
+std::pmr::memory_resource* Timeline::memory() {
+  static auto* memory = new std::pmr::synchronized_pool_resource(new MappedMemory());
+  return memory;
+}
 
 Timeline& Timeline::instance() {
   static auto* timeline = new Timeline();
@@ -136,7 +159,7 @@ void Timeline::start(const std::string& prefix, int rank, int size, const std::s
   TORCH_CHECK_VALUE(
       file != nullptr, "timeline: got '", prefix, "'; the file '", path,
       "' cannot be written: ", std::generic_category().message(errno));
-  // Ranks of a host have one clock; between hosts the wall clock is the first guess.
+  // Ranks of one host share a clock. Between hosts the wall clock is the first estimate.
   const auto steady = Clock::now();
   const auto wall = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
   std::fprintf(
@@ -146,8 +169,8 @@ void Timeline::start(const std::string& prefix, int rank, int size, const std::s
       "}}"
       ",\n{\"name\": \"process_name\", \"ph\": \"M\", \"pid\": %d, \"args\": {\"name\": %s}}"
       ",\n{\"name\": \"process_sort_index\", \"ph\": \"M\", \"pid\": %d, \"args\": {\"sort_index\": %d}}",
-      rank, rank, size, quoted(host).c_str(), quoted(clock_id(host)).c_str(), static_cast<int>(getpid()), wall - nanoseconds(steady),
-      rank, quoted("rank " + std::to_string(rank) + " on " + host).c_str(), rank, rank);
+      rank, rank, size, json_string(host).c_str(), json_string(clock_id(host)).c_str(), static_cast<int>(getpid()),
+      wall - nanoseconds(steady), rank, json_string("rank " + std::to_string(rank) + " on " + host).c_str(), rank, rank);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     file_ = file;
@@ -242,7 +265,7 @@ void Timeline::write_all() {
   c10::setThreadName("fog_timeline");
   try {
     write_until_stopped();
-  } catch (const std::exception& error) { // no memory
+  } catch (const std::exception& error) { // out of memory
     on_.store(false);
     LOG(WARNING) << "fog: the timeline ends here: " << error.what();
   }
@@ -254,7 +277,7 @@ void Timeline::write_until_stopped() {
   Writer writer(file_, rank_);
   bool broken = false;
   for (bool last = false; !last;) {
-    std::vector<Recorded> recorded;
+    std::pmr::vector<Recorded> recorded(memory());
     uint64_t dropped = 0;
     {
       std::unique_lock<std::mutex> lock(mutex_);

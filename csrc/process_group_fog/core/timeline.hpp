@@ -1,6 +1,6 @@
-// The timeline of this process: a file in the Trace Event Format, which Perfetto and chrome://tracing show. Whoever records adds entries; a thread
-// of its own turns them into text and writes them, so that recording costs a few hundred nanoseconds. A file that cannot be written any more
-// (a full disk) ends the timeline, not the program.
+// The timeline of this process: a file in the Trace Event Format, which Perfetto and chrome://tracing show. Callers add
+// entries. A separate thread turns them into text and writes them, so recording costs only a few hundred nanoseconds.
+// If the file cannot be written any more (a full disk), the timeline ends and the program goes on.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,10 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -21,45 +23,62 @@ class Timeline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Writes slices; only the timeline's thread has one.
+  // Writes slices. Only the timeline's thread has a writer.
   class Writer;
-  // Something that has ended and is to be written.
+  // Memory of entries, apart from the heap. Entries live for up to half a second. On the heap they would lie between the
+  // large tensors of a training step, whose memory the allocator would then return to the system and fetch again in
+  // every step.
+  static std::pmr::memory_resource* memory();
+  // A text of an entry.
+  using Text = std::pmr::string;
+  static Text text(std::string_view text) {
+    return Text(text, memory());
+  }
+  // An event that has ended and will be written.
   class Entry {
    public:
     virtual ~Entry() = default;
     virtual void write(Writer& writer) const = 0;
+    static void* operator new(size_t size) {
+      return memory()->allocate(size);
+    }
+    static void operator delete(void* entry, size_t size) {
+      memory()->deallocate(entry, size);
+    }
   };
 
-  // This process's; it lives until the process ends.
+  // Returns the timeline of this process. It is never destroyed.
   static Timeline& instance();
-  // Whether anything is recorded; a load from memory.
+  // Returns whether events are recorded. It costs one load from memory.
   static bool is_on() {
     return on_.load(std::memory_order_relaxed);
   }
 
-  // Begins the file `prefix` + rank + ".json". Throws ValueError if there is a timeline already, or if that file cannot be made.
+  // Opens the file `prefix` + rank + ".json". Throws ValueError if a timeline is open already, or if the file cannot be
+  // opened.
   void start(const std::string& prefix, int rank, int size, const std::string& host);
-  // Writes what there is and closes the file. False if there is none.
+  // Writes the remaining entries and closes the file. Returns false if no timeline is open.
   bool stop();
-  // A fork has its parent's memory, but neither the thread nor a file of its own.
+  // A forked child has a copy of its parent's memory, but no timeline thread and no file of its own.
   static void forget_in_child() {
     on_.store(false);
   }
-  // The file; empty if there is none.
+  // Returns the path of the file; empty if there is none.
   std::string path();
 
-  // Slices that overlap lie in lanes of their own.
+  // Slices that overlap are in different lanes.
   struct Lane {
-    int number = -1; // none
-    uint32_t timeline = 0; // the how manieth of this process it is of
+    int number = -1; // -1: no lane
+    uint32_t timeline = 0; // the number of the timeline in this process that the lane belongs to
   };
-  // The lowest lane that is free from `begin` on. Without memory for another one, one that is not.
+  // Returns the lowest lane that is free from `begin` on. If there is no memory for a new lane, returns one that is not
+  // free.
   Lane take_lane(Clock::time_point begin) noexcept;
-  // Its last slice ended at `end`.
+  // Gives the lane back; its last slice ended at `end`.
   void return_lane(const Lane& lane, Clock::time_point end) noexcept;
-  // It is left out if there is no memory for it, or if the lane is an earlier timeline's.
+  // Drops the entry if there is no memory for it, or if the lane belongs to an earlier timeline.
   void add(const Lane& lane, std::unique_ptr<Entry> entry) noexcept;
-  // A slice with a name on a track of its own, such as a user's activity. Those of one track must nest.
+  // Adds a named slice to a track of its own, such as a user's activity. The slices of a track must nest.
   void add_span(const std::string& track, const std::string& name, Clock::time_point begin, Clock::time_point end);
 
  private:
@@ -73,21 +92,21 @@ class Timeline {
   void write_all();
   void write_until_stopped();
 
-  std::mutex starting_; // start() and stop()
-  std::mutex mutex_; // of what follows
+  std::mutex starting_; // serializes start() and stop()
+  std::mutex mutex_; // guards the members below
   std::condition_variable stopping_signal_;
   bool stopping_ = false;
-  std::vector<Recorded> recorded_;
-  uint64_t dropped_ = 0; // as the file was slower than the program
+  std::pmr::vector<Recorded> recorded_{memory()};
+  uint64_t dropped_ = 0; // entries that were dropped because the file is slower than the program
   struct State {
     bool taken = false;
-    Clock::time_point end; // of its last slice
+    Clock::time_point end; // end of its last slice
   };
   std::vector<State> lanes_;
-  uint32_t timelines_ = 0; // so far
+  uint32_t timelines_ = 0; // number of timelines so far
   std::string path_;
   std::thread thread_;
-  // The thread's own, while it runs.
+  // Only the thread uses this while it runs.
   std::FILE* file_ = nullptr;
   int rank_ = 0;
 };
@@ -96,23 +115,23 @@ class Timeline::Writer {
  public:
   Writer(std::FILE* file, int rank) : file_(file), rank_(rank) {}
 
-  // A slice of the lane that the entry was added to. `arguments`: members of a JSON object, such as "\"bytes\": 12"; may be empty.
+  // Writes a slice to the lane that the entry was added to. `arguments` are members of a JSON object, such as
+  // "\"bytes\": 12"; may be empty.
   void slice(
-      const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end, const std::string& arguments = "");
-  // The same on a track with a name.
-  void slice_on(
-      const std::string& track, const std::string& name, const char* category, Clock::time_point begin, Clock::time_point end);
+      std::string_view name, const char* category, Clock::time_point begin, Clock::time_point end, std::string_view arguments = "");
+  // Writes a slice to a named track.
+  void slice_on(std::string_view track, std::string_view name, const char* category, Clock::time_point begin, Clock::time_point end);
 
  private:
   friend class Timeline;
   void name_track(int track, const std::string& name);
   void slice(
       int track,
-      const std::string& name,
+      std::string_view name,
       const char* category,
       Clock::time_point begin,
       Clock::time_point end,
-      const std::string& arguments);
+      std::string_view arguments);
 
   std::FILE* const file_;
   const int rank_;
@@ -121,7 +140,7 @@ class Timeline::Writer {
   std::unordered_map<std::string, int> tracks_;
 };
 
-// A JSON string with its quotes.
-std::string quoted(const std::string& text);
+// Returns a JSON string with its quotes.
+std::string json_string(std::string_view text);
 
 } // namespace fog

@@ -297,7 +297,7 @@ void Engine::step_ready(Lock& lock) {
           const auto begin = operation->times ? Clock::now() : Clock::time_point();
           std::exception_ptr error;
           try {
-            operation->run();
+            run_profiled(*operation, computes);
           } catch (...) {
             error = std::current_exception();
           }

@@ -206,7 +206,9 @@ class Engine final : public Driver, public MessageHandler {
   void check_deadlines();
   // The Work follows in unlock_and_deliver(), or, if a thread is in run(), as soon as that has left the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
-  // What was observed of an operation that has ended.
+  // Lets an operation copy or compute, as a range of torch's profiler if this thread is profiled.
+  static void run_profiled(Operation& operation, bool computes);
+  // Adds the observations of an operation that has ended to the traffic and the timeline.
   static void end_times(Operation& operation, bool failed);
   // The first failure decides; the group is told of it where `tell` is set, or where this rank is to pass it on. Lacking memory for that, everything fails
   // as soon as there is some.

@@ -2,8 +2,10 @@
 #include <cerrno>
 #include <cstdlib>
 
+#include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
 
 #include "engine/engine.hpp"
 #include "engine/long_wait.hpp"
@@ -71,6 +73,16 @@ void Engine::note_awaited(const Operation& operation) {
     }
   }
   record_->wait(operation.flight, first, awaited.size());
+}
+
+void Engine::run_profiled(Operation& operation, bool computes) {
+  // torch's profiler follows the threads that it was started on, and a thread that waits for an operation also drives the engine.
+  // This thread's callbacks are not passed on to others: the profiler frees its events at its end, whether an operation runs or not.
+  at::RecordFunction range(at::RecordScope::USER_SCOPE);
+  if (range.isActive()) {
+    range.before(c10::str("fog:", name_of(operation.signature().kind), computes ? " combined" : " moved"));
+  }
+  operation.run();
 }
 
 void Engine::end_times(Operation& operation, bool failed) {

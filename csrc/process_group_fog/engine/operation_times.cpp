@@ -24,7 +24,8 @@ class OperationTimes::Entry final : public Timeline::Entry {
       : signature_(operation.signature()),
         group_(operation.group()),
         sequence_(operation.sequence()),
-        key_(c10::str(group_->id, ':', operation.key(), ':', operation.use().number)),
+        key_(operation.key()),
+        use_(operation.use().number),
         failed_(failed),
         submitted_(times.submitted_),
         started_(times.started_),
@@ -40,14 +41,14 @@ class OperationTimes::Entry final : public Timeline::Entry {
       known = std::max(known, time);
     }
     for (const auto& [peer, time] : latest) {
-      waits +=
-          (waits.empty() ? "" : ", ") + quoted(std::to_string(group_->members[peer].peer_id)) + ": " + microseconds(time - started_);
+      waits += (waits.empty() ? "" : ", ") + json_string(std::to_string(group_->members[peer].peer_id)) + ": " +
+          microseconds(time - started_);
     }
     std::string arguments = c10::str(
-        "\"group\": ", quoted(group_->name), ", \"number\": ", sequence_, ", \"what\": ", quoted(signature_.describe()),
+        "\"group\": ", json_string(group_->name), ", \"number\": ", sequence_, ", \"what\": ", json_string(signature_.describe()),
         ", \"queued_us\": ", microseconds(started_ - submitted_), ", \"wait_us\": {", waits, "}");
     if (signature_.kind != OpKind::kPointToPoint) { // which has a tag, and no place in an order
-      arguments += ", \"key\": " + quoted(key_);
+      arguments += ", \"key\": " + json_string(c10::str(group_->id, ':', key_, ':', use_)); // the same on all ranks
     }
     if (failed_) {
       arguments += ", \"failed\": true";
@@ -65,7 +66,8 @@ class OperationTimes::Entry final : public Timeline::Entry {
   const Signature signature_;
   const std::shared_ptr<const Group> group_;
   const uint64_t sequence_;
-  const std::string key_; // the same on all ranks
+  const uint64_t key_;
+  const uint16_t use_;
   const bool failed_;
   const Clock::time_point submitted_;
   const Clock::time_point started_;

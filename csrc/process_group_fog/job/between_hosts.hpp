@@ -1,4 +1,4 @@
-// How data goes between hosts, and who sums it there: what the user has asked for.
+// The user's choice of how data moves between hosts, and of the library that computes sums there.
 #pragma once
 
 #include <cstddef>
@@ -7,38 +7,40 @@
 namespace fog {
 
 enum class BetweenHosts {
-  kAuto, // one-sidedly where the fabric moves data while the target takes no part, by messages elsewhere
+  kAuto, // one-sidedly if the fabric moves data without the target's help, otherwise by messages
   kRma,
   kMessages,
 };
 
-// "auto", "rma" or "messages".
+// Returns "auto", "rma" or "messages".
 const char* name_of(BetweenHosts way);
 
-// What a group's options say, or where they say nothing FOG_BETWEEN_HOSTS, or where that is missing kAuto. The first group of the process
-// decides for all. Throws ValueError if it is none of the names, or another than the first group's.
+// Takes the option of a group, or FOG_BETWEEN_HOSTS if the option is empty, or kAuto if both are. The first group
+// decides for the whole process. Throws ValueError for an unknown name, or for a name that differs from the first
+// group's.
 void choose_between_hosts(const std::string& option);
 
-// The choice of the first group; that of the environment before there is one.
+// Returns the choice of the first group, or that of the environment if there is no group yet.
 BetweenHosts between_hosts();
 
-// Who does allreduce, reduce and reduce_scatter of a group whose ranks are on several hosts.
+// The library that computes allreduce, reduce and reduce_scatter of a group with ranks on several hosts.
 enum class SumsBy {
   kFog,
-  kMpi, // its own nonblocking reductions, where it has the dtype and the reduction
+  kMpi, // MPI's nonblocking reductions, if MPI supports the dtype and the reduction
 };
 
-// "fog" or "mpi".
+// Returns "fog" or "mpi".
 const char* name_of(SumsBy sums);
 
-// What a group's options say, or where they say nothing FOG_REDUCE, or where that is missing kFog. Throws ValueError if it is none of the
-// names.
+// Returns the option of a group, or FOG_REDUCE if the option is empty, or kFog if both are. Throws ValueError for an
+// unknown name.
 SumsBy sums_by(const std::string& option);
 
-// How much memory of this process others can reach one-sidedly: FOG_RMA_BYTES, or 256 MiB. Throws ValueError if that is no such number.
+// Returns the number of bytes of this process that others can access one-sidedly: FOG_RMA_BYTES, or 256 MiB. Throws
+// ValueError if the variable is not such a number.
 size_t rma_bytes();
 
-// FOG_LOCAL_LINKS=0: ranks of one host reach this one as if they were on others.
+// Returns false with FOG_LOCAL_LINKS=0: ranks of one host then reach this one as if they were on other hosts.
 bool has_local_links();
 
 } // namespace fog

@@ -30,7 +30,7 @@ std::string emulated_host_id;
 sockaddr_un address_of(const std::string& name) {
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
-  std::copy(name.begin(), name.end(), address.sun_path + 1); // behind a zero: the abstract namespace
+  std::copy(name.begin(), name.end(), address.sun_path + 1); // a leading zero selects the abstract namespace
   return address;
 }
 
@@ -107,7 +107,7 @@ std::string host_id() {
   std::ostringstream id;
   id << boot << '/' << link_target("/proc/self/ns/net") << '/' << link_target("/proc/self/ns/pid") << "/shm:" << shm.st_dev << ':'
      << shm.st_ino;
-  if (boot.empty()) { // no /proc: the name is all there is
+  if (boot.empty()) { // without /proc only the name is known
     id << '/' << host_name();
   }
   return id.str();

@@ -1,4 +1,4 @@
-// Which ranks share a host.
+// Finds out which ranks share a host.
 #pragma once
 
 #include <string>
@@ -8,17 +8,18 @@
 
 namespace fog {
 
-// A name for "can share memory and see each other's processes with this process": the same network, pid and
-// shared-memory namespaces of a kernel. Host names are not enough (containers share them), and network namespaces count as hosts. Two
-// hosts may have the same one: clones of a virtual machine that was running.
+// Returns an identifier of the set of processes that can share memory with this one and see its process: those in the
+// same network, pid and shared-memory namespaces of one kernel. Host names do not suffice because containers share
+// them; each network namespace counts as a host. Two hosts may have the same identifier, for example clones of a
+// running virtual machine.
 std::string host_id();
 
-// The machine's name, for messages to people.
+// Returns the machine's name, for messages.
 std::string host_name();
 
-// That ranks with the same host_id() share a kernel has to be shown: each binds a Unix socket to a random name, which only its own kernel and
-// network namespace know, and the others look whether they find it. The name is in the abstract namespace: it goes with its process, and no
-// file has it.
+// Proves that ranks with the same host_id() share a kernel: each rank binds a Unix socket to a random name, which only
+// its own kernel and network namespace know, and the other ranks look for that name. The name is in the abstract
+// namespace, so it has no file and disappears with its process.
 class Beacon {
  public:
   Beacon();
@@ -30,7 +31,7 @@ class Beacon {
   const std::string& name() const {
     return name_;
   }
-  // Whether there is a beacon of that name here.
+  // Returns whether a beacon with this name exists on this host.
   static bool is_here(const std::string& name);
 
  private:
@@ -38,20 +39,21 @@ class Beacon {
   std::string name_;
 };
 
-// A name of rank `rank`'s host that no other host has, the same for all ranks on it: it is that of the lowest one that it finds there. Who is
-// alone on its host, or whose system has no beacons, finds nobody but itself.
+// Returns a name for the host of rank `rank` that all its ranks have in common and no other host has: it contains the
+// lowest rank whose beacon is found there. A rank that is alone on its host, or whose system has no beacons, finds only
+// itself.
 std::string find_host(const std::vector<Introduction>& ranks, int rank);
 
-// What MPI is to take for hosts, see Runtime::nodes().
+// Returns the division into nodes that MPI is told, see Runtime::nodes().
 std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<Introduction>& ranks);
 
-// For tests: what host_id() returns from now on, where it is not empty.
+// For tests: makes host_id() return this value from now on, unless it is empty.
 void emulate_host(const std::string& host_id);
 
-// Numbers hosts by first appearance: {"a","b","a"} -> {0,1,0}.
+// Numbers the hosts by first appearance: {"a","b","a"} -> {0,1,0}.
 std::vector<int> number_hosts(const std::vector<std::string>& hosts);
 
-// PMI's description of the layout, as runs of consecutive ranks: (vector,(host,1,ranks),...).
+// Returns PMI's description of the layout, as runs of consecutive ranks: (vector,(host,1,ranks),...).
 std::string process_mapping(const std::vector<int>& hosts);
 
 } // namespace fog

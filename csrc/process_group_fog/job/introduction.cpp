@@ -46,7 +46,7 @@ Introduction introduce() {
   return mine;
 }
 
-// The protocol's line comes first in all builds: others may have other lines after it.
+// The line with the protocol must come first in all builds, because builds may differ in the lines after it.
 std::string to_text(const Introduction& rank) {
   std::ostringstream text;
   text << rank.protocol << '\n'

@@ -1,4 +1,4 @@
-// What ranks tell each other of themselves when they meet to make a group, and what they must have alike.
+// The data that ranks send each other when they meet to create a group, and the checks that they are compatible.
 #pragma once
 
 #include <cstdint>
@@ -7,42 +7,42 @@
 
 namespace fog {
 
-// What this build must have in common with those of all other ranks, see protocol(). Set once, before ranks meet.
+// Sets the string that must be the same in the builds of all ranks, see protocol(). Called once, before ranks meet.
 void set_protocol(const std::string& protocol);
 
-// A name that no other job has.
+// Returns a name that no other job has.
 std::string random_job_name();
 
 struct Introduction {
   std::string protocol;
-  std::string between_hosts; // the setting
-  std::string reduce; // that of the group, see SumsBy
-  bool links = true; // false if it is without
-  bool launched = false; // a launcher has started it, with this group as its world
+  std::string between_hosts; // the setting of the process
+  std::string reduce; // the setting of the group, see SumsBy
+  bool links = true; // false if it has no local links
+  bool launched = false; // whether a launcher has started it with this group as its world
   std::string job; // its world, and its rank there; empty if this is its first group
   int world_rank = -1;
   int pid = 0;
   std::string host_id;
   std::string host_name;
   std::string beacon;
-  std::string host; // see meet_on_hosts(); empty if it has not been found
-  std::string address; // where ranks of its host reach it
-  uint64_t random = 0; // rank 0's names what is made
+  std::string host; // see meet_on_hosts(); empty if it is not known
+  std::string address; // the address for the other ranks of its host
+  uint64_t random = 0; // rank 0's number names the objects that ranks create
 };
 
-// This process as one that has no world yet; without a beacon and an address.
+// Describes this process, without a world, a beacon and an address.
 Introduction introduce();
 
 std::string to_text(const Introduction& rank);
 Introduction read_introduction(const std::string& text);
 
-// Throws DistBackendError, the same on all ranks, if two of them have other versions or settings.
+// Throws DistBackendError if two ranks have different versions or settings. The error is the same on all ranks.
 void check_alike(const std::vector<Introduction>& ranks);
 
-// The same of versions alone, each rank's in words.
+// Checks the versions only; `versions` has one description per rank.
 void check_versions(const std::vector<std::string>& versions);
 
-// "MPICH 5.0.2", of all that an MPI library says of itself.
+// Returns, for example, "MPICH 5.0.2" from the whole version text of an MPI library.
 std::string short_version(const std::string& text);
 
 } // namespace fog

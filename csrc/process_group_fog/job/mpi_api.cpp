@@ -48,8 +48,8 @@ void load() {
     }
     return address;
   };
-  // A libmpi.so of MPICH or Open MPI would load as well and then read fog's handles as its own. MPICH's has this function,
-  // but answers -1.
+  // A libmpi.so of MPICH or Open MPI with another ABI could be loaded too, but would misread fog's handles. In MPICH's
+  // this function exists, and returns -1.
   int major = -1;
   int minor = -1;
   reinterpret_cast<decltype(&MPI_Abi_get_version)>(symbol("MPI_Abi_get_version"))(&major, &minor);
@@ -95,7 +95,7 @@ std::string error_text(int code) {
   if (trace == std::string::npos) {
     return text;
   }
-  // The innermost call, last in the trace, knows best; its name and line do not matter.
+  // The innermost call, last in the trace, has the most specific message. Its name and line do not matter.
   std::string innermost;
   for (std::string line; std::getline(lines, line);) {
     const auto message = line.find("): ");

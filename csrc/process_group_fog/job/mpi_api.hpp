@@ -1,8 +1,9 @@
-// The MPI functions that fog calls, as a table of pointers.
+// A table of pointers to the MPI functions that fog calls.
 //
 // In the default build the table is filled at run time from a library that follows the MPI standard ABI (MPI-5.0,
-// chapter 20), opened privately: its symbols stay out of the global scope, so another MPI in the same process (mpi4py's,
-// say) keeps its own. A native build (FOG_NATIVE_MPI) fills it from the library that the site's mpicxx links.
+// chapter 20). The library is opened privately: its symbols stay out of the global scope, so another user of MPI in the
+// same process, such as mpi4py, keeps its own. A native build (FOG_NATIVE_MPI) fills the table from the library that
+// the site's mpicxx links.
 #pragma once
 
 #include <string>
@@ -60,23 +61,24 @@ struct Api {
 #undef FOG_MPI_MEMBER
 };
 
-// Which library load() opens. Once one is open, another path changes nothing. An empty path is allowed only in a native build.
+// Selects the library that load() opens. It has no effect once a library is open. Only a native build allows an empty
+// path.
 void choose(const std::string& path);
 
-// Opens the library, which takes 30 ms, and fills the table; throws std::runtime_error that names the path and what is missing. Calling it
-// again with a library loaded does nothing.
+// Opens the library, which takes 30 ms, and fills the table. Throws std::runtime_error with the path and the missing
+// symbol or property. Further calls do nothing.
 void load();
 
-// The table; load() must have succeeded.
+// Returns the table; load() must have succeeded.
 const Api& api();
 
-// Path of the library, empty before choose().
+// Returns the path of the library, or an empty string before choose().
 const std::string& library_path();
 
-// What the library says of itself; loads it.
+// Loads the library and returns its version text.
 std::string library_version();
 
-// MPI's text for an error code, without the trace of its inner calls that MPICH adds.
+// Returns MPI's text for an error code, without the trace of inner calls that MPICH adds.
 std::string error_text(int code);
 
 // Throws DistBackendError with MPI's own text unless `code` is MPI_SUCCESS. `what` names the call.

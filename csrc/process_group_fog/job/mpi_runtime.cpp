@@ -30,7 +30,7 @@ int environment_int(const char* name, int missing) {
   return *end == '\0' ? static_cast<int>(value) : missing;
 }
 
-// Sets variables for MPI_Init and takes them back afterwards, so that programs which this process starts do not mistake
+// Sets variables for MPI_Init and restores them afterwards. Otherwise programs that this process starts would take
 // themselves for ranks of its job.
 class ScopedEnvironment {
  public:
@@ -56,8 +56,9 @@ class ScopedEnvironment {
   std::vector<std::pair<std::string, std::optional<std::string>>> saved_;
 };
 
-// Removes the names of the shared-memory files that MPI mapped at start-up. All local ranks have attached by then; without
-// its name the memory goes when the last of them ends, however it ends. MPICH leaves the files behind after a kill -9.
+// Removes the names of the shared-memory files that MPI mapped at start-up. All local ranks have attached to them at
+// this point. Without a name, the memory is freed when the last rank ends in any way; MPICH leaves the files behind
+// after a kill -9.
 void unlink_shared_memory_names() {
   std::ifstream maps("/proc/self/maps");
   std::string line;
@@ -83,7 +84,8 @@ const char* name_of_level(int level) {
 } // namespace
 
 LauncherWorld launcher_world() {
-  // Workers of torchrun inherit the variables of the launcher that started torchrun itself; those name another world.
+  // Workers of torchrun inherit the variables of the launcher that started torchrun itself. These describe another
+  // world.
   if (std::getenv("TORCHELASTIC_RUN_ID") != nullptr) {
     return {};
   }
@@ -93,7 +95,7 @@ LauncherWorld launcher_world() {
     const int rank = environment_int(rank_name, -1);
     const int size = environment_int(size_name, -1);
     if (rank >= 0 && size > rank) {
-      // A batch shell has SLURM's variables as well; a rank that srun started can also reach a PMI.
+      // A batch shell has SLURM's variables as well; only a rank that srun started also has access to a PMI.
       const bool slurm = std::strcmp(rank_name, "SLURM_PROCID") == 0;
       if (!slurm || std::getenv("PMI_FD") != nullptr || std::getenv("PMIX_RANK") != nullptr) {
         return {rank, size};
@@ -124,7 +126,7 @@ void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
     }
     return;
   }
-  // fog stages device memory itself where it must; MPI's own probing of GPUs costs start-up time.
+  // fog stages device memory itself, and MPI's detection of GPUs would take time at the start.
   setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
   auto level = std::make_shared<int>(0);
   call_in_time(
@@ -150,7 +152,7 @@ void Runtime::adopt_world(Deadline deadline, std::chrono::milliseconds timeout, 
   void* value = nullptr;
   int found = 0;
   check(api().Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
-  max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the least that the standard promises
+  max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the minimum of the standard
 }
 
 bool Runtime::launched(int rank, int size) {
@@ -239,7 +241,7 @@ void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
     unlink_shared_memory_names();
     throw;
   }
-  unlink_shared_memory_names(); // a broadcast from rank 0 is no barrier, but MPI_Comm_dup was: all have attached
+  unlink_shared_memory_names(); // all local ranks have attached: the broadcast is no barrier, but MPI_Comm_dup was one
 }
 
 std::string Runtime::broadcast(const std::string& text, std::chrono::milliseconds timeout) {
@@ -296,8 +298,8 @@ void Runtime::finalize(bool healthy) {
   finalized_ = true;
   int ended = 0;
   if (launched_ && initialized_here_ && healthy && api().Finalized(&ended) == MPI_SUCCESS && ended == 0) {
-    // It waits for all ranks of the world, however long they go on; that is what a launcher's ranks expect. A rank that dies
-    // meanwhile makes the launcher end this one.
+    // MPI_Finalize waits for all ranks of the world, however long they run; ranks of a launcher expect this. If a rank
+    // dies meanwhile, the launcher ends this one.
     api().Finalize();
   }
 }

@@ -1,4 +1,4 @@
-// MPI in this process: started once, shared by every group, ended at interpreter exit.
+// MPI in this process: started once, shared by all groups, and finalized when the interpreter exits.
 #pragma once
 
 #include <atomic>
@@ -16,46 +16,47 @@
 
 namespace fog {
 
-// Rank and size that a launcher (mpiexec, srun) put into the environment; size 0 without one.
+// The rank and size from the environment of a launcher (mpiexec, srun). The size is 0 without a launcher.
 struct LauncherWorld {
   int rank = 0;
   int size = 0;
 };
 LauncherWorld launcher_world();
 
-// The ranks of the first group are the process's world; later groups are subsets of it. MPI is started on all of them where it is needed:
-// ranks that share one host and its memory do without. The thread
-// level is MPI_THREAD_SERIALIZED: whoever calls MPI holds the engine's lock. Where somebody else has started MPI it must be
-// MPI_THREAD_MULTIPLE, since he holds other locks.
+// The ranks of the first group are the process's world; later groups are subsets of it. MPI is started on all ranks of
+// the world if it is needed; ranks that share one host and its memory work without it. The thread level is
+// MPI_THREAD_SERIALIZED because every call of MPI holds the engine's lock. If another part of the program has started
+// MPI, the level must be MPI_THREAD_MULTIPLE because that part does not hold the engine's lock.
 class Runtime {
  public:
-  // Lives until the process ends: MPI's threads and mappings must not outlive it.
+  // Never destroyed: MPI's threads and mappings must not outlive it.
   static Runtime& instance();
 
-  // Throws what the first start of MPI has failed with, if it has.
+  // Throws the error of the first start of MPI, if it failed.
   void check_first_start() const;
-  // From now on this process is rank `rank` of a world of that name.
+  // Makes this process rank `rank` of the world `job`.
   void join(std::string job, int rank, int size);
-  // What ranks have found, see meet_on_hosts(); `nodes` is empty where not all of the world have met.
+  // Sets the results of meet_on_hosts(). `nodes` is empty if not all ranks of the world have met.
   void settle(std::string host, int local_ranks, std::vector<int> nodes);
-  // Starts MPI on the ranks of `rendezvous`, which are to be the world, unless it runs already. Under a launcher whose world is this group,
-  // MPI starts from the launcher; else from a PMI server over its store. Throws DistBackendError when a rank does not come within
-  // `timeout` or MPI fails.
+  // Starts MPI on the ranks of `rendezvous`, which become the world, unless MPI runs already. If a launcher's world is
+  // this group, MPI starts from the launcher, otherwise from a PMI server over the group's store. Throws
+  // DistBackendError if a rank does not arrive within `timeout` or MPI fails.
   void start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout);
 
-  // Starts MPI from the launcher, without a store. Throws when there is no launcher.
+  // Starts MPI from the launcher, without a store. Throws if there is no launcher.
   void start_from_launcher(std::chrono::milliseconds timeout);
 
   bool started() const {
     return started_;
   }
-  // Whether a launcher has made the world of so many ranks, this one being that rank, and is to be told of MPI's start.
+  // Returns whether a launcher has created a world of `size` ranks with this process as rank `rank`. MPI must then
+  // start from the launcher.
   static bool launched(int rank, int size);
-  // Whether this process has a world.
+  // Returns whether this process has a world.
   bool joined() const {
     return joined_;
   }
-  // A name that no other world shares, empty before there is one; ranks with equal names can reach each other.
+  // A name that no other world has; empty before there is a world. Ranks with equal names can reach each other.
   const std::string& job() const {
     return job_;
   }
@@ -65,20 +66,20 @@ class Runtime {
   int size() const {
     return size_;
   }
-  // A name of this process's host that its other ranks of the world have as well, and nobody else; empty until settle().
+  // A name that only the ranks of the world on this process's host have; empty before settle().
   const std::string& host() const {
     return host_;
   }
-  // How many ranks of the world share this process's host, itself among them; 0 until settle().
+  // Number of ranks of the world on this process's host, including itself; 0 before settle().
   int local_ranks() const {
     return local_ranks_;
   }
-  // Of each rank of the world the node that MPI takes it for, numbered from 0 on by first appearance; empty until settle(). With
-  // FOG_BETWEEN_HOSTS=rma a rank without local links is a node of its own; else hosts are nodes.
+  // The node of each rank of the world, as MPI is told, numbered from 0 by first appearance; empty before settle().
+  // With FOG_BETWEEN_HOSTS=rma a rank without local links is a node of its own; otherwise each host is a node.
   const std::vector<int>& nodes() const {
     return nodes_;
   }
-  // fog's own communicator over all ranks of the world.
+  // fog's own communicator with all ranks of the world.
   MPI_Comm communicator() const {
     return communicator_;
   }
@@ -86,21 +87,22 @@ class Runtime {
     return max_tag_;
   }
 
-  // Rank 0's text on every rank of the world. For the bootstrap under a launcher only. Throws DistBackendError if it has not
-  // come within `timeout`; then MPI cannot be used any more.
+  // Returns rank 0's text on every rank of the world. Only for the bootstrap under a launcher. Throws DistBackendError
+  // if the text has not arrived within `timeout`; MPI cannot be used any more then.
   std::string broadcast(const std::string& text, std::chrono::milliseconds timeout);
 
-  // A call of MPI that all ranks make at their start has not returned, and still holds MPI: it is not started any more.
+  // Records that a call of MPI which all ranks make at their start has not returned. It still holds MPI, so MPI cannot
+  // be started again.
   void fail(const std::string& reason);
 
-  // Ends MPI where that is needed and safe: a launcher expects MPI_Finalize, and only a world in which nothing failed
-  // comes back from it. Without a launcher nothing is left to end, since fog's own PMI server is in this process and the
-  // names of shared segments are gone since start().
+  // Finalizes MPI if this is needed and safe. A launcher expects MPI_Finalize, which returns only if nothing in the
+  // world has failed. Without a launcher there is nothing to finalize: fog's own PMI server is in this process, and
+  // start() has removed the names of the shared segments.
   void finalize(bool healthy);
 
  private:
   Runtime() = default;
-  // What a call of MPI that has not returned in time may be waiting for.
+  // Describes the possible reasons why a call of MPI has not returned in time.
   using Excuse = std::function<std::string()>;
   void initialize(Deadline deadline, std::chrono::milliseconds timeout);
   void adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse);

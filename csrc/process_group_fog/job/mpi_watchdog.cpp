@@ -12,11 +12,12 @@
 namespace fog {
 namespace {
 
-// Looks are counted, not time: a process that was stopped, with all its threads, has not waited for MPI meanwhile.
+// Patience is counted in looks, not in time: a process that was stopped, with all its threads, has not waited for MPI
+// meanwhile.
 constexpr auto kLook = std::chrono::milliseconds(100);
 constexpr int kLeastLooks = 5;
-constexpr int kVainLooks = 20; // after which it says that the signal does not help
-// Does nothing unless somebody handles it, and hardly anybody does.
+constexpr int kVainLooks = 20; // further looks, after which it reports that the signal has no effect
+// Does nothing unless a handler is installed, and programs rarely install one.
 constexpr int kSignal = SIGURG;
 
 std::atomic<Watchdog*> active{nullptr};
@@ -65,7 +66,7 @@ void Watchdog::throw_broken() const {
   C10_THROW_ERROR(DistBackendError, reason_);
 }
 
-// The watchdog needs this thread until then.
+// The thread must not end before the watchdog has finished with it.
 void Watchdog::await_signal() const {
   while (signalled_.load(std::memory_order_acquire) != number_) {
     sched_yield();
@@ -86,16 +87,16 @@ void Watchdog::on_signal(int signal, siginfo_t* info, void* context) {
 }
 
 void Watchdog::end_call(uint64_t number) {
-  signalled_ = 0; // perhaps it was sent the signal before
+  signalled_ = 0; // the watchdog may have sent a signal for this call before
   auto expected = number | kInside;
   if (!state_.compare_exchange_strong(expected, number | kCondemned) && expected != (number | kCondemned)) {
-    signalled_ = number; // it has returned
+    signalled_ = number; // the call has returned
     return;
   }
   if (active.exchange(this) == nullptr) {
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_NODEFER; // the handler does not return: the signal must not stay blocked
+    action.sa_flags = SA_SIGINFO | SA_NODEFER; // the handler does not return, so the signal must not stay blocked
     sigemptyset(&action.sa_mask);
     sigaction(kSignal, &action, &others_action);
   }

@@ -1,10 +1,11 @@
 // Ends calls of MPI that do not return.
 //
-// Whoever calls MPI holds the engine's lock, so a call that never returns (MPICH's Isend to a process that has gone, say) would
-// keep every time-out from firing, and every other thread out. MPI has no means against that. So a thread of its own looks
-// whether the same call has been going on beyond the deadline of an operation. If so it sends the thread that is in the call a
-// signal, whose handler jumps out of it. The call then throws, as if MPI had reported an error, in the thread that holds the
-// lock: operations fail as they do then. MPI is not called again in this process, as nobody knows in what state it is.
+// The caller of MPI holds the engine's lock, so a call that never returns (for example MPICH's Isend to a process that
+// has ended) would block all other threads and all time-outs. MPI offers no remedy. So a separate thread checks whether
+// one call goes on beyond the deadline of an operation. If so, it sends a signal to the thread that is in the call, and
+// the signal's handler jumps out of the call. The call then throws in the thread that holds the lock, as if MPI had
+// reported an error, and operations fail as usual. The state of MPI is unknown after that, so this process never calls
+// it again.
 #pragma once
 
 #include <pthread.h>
@@ -30,15 +31,16 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  // Starts to watch, unless it does. Before the first call; a process without MPI needs no such thread. Throws DistBackendError if the system
-  // refuses it.
+  // Starts the thread, unless it runs already. Call this before the first call of MPI; a process without MPI needs no
+  // such thread. Throws DistBackendError if the system cannot create the thread.
   void start();
-  // No call is to last longer, also while no deadline is known.
+  // Limits the time of every call, even if no deadline is known.
   void set_patience(std::chrono::milliseconds patience);
   void stop();
 
-  // --- with the engine's lock ---
-  // Calls MPI. `peer` is a rank of the world, or -1. Throws DistBackendError if the call was ended, or an earlier one was.
+  // --- the caller holds the engine's lock ---
+  // Calls MPI. `peer` is a rank of the world, or -1. Throws DistBackendError if the watchdog ended this call or an
+  // earlier one.
   template <typename Call>
   int call(const char* name, int peer, Call&& call) {
     if (guard_) {
@@ -53,42 +55,42 @@ class Watchdog {
       throw_broken();
     }
   }
-  // Is called before each call of MPI, and may break_off(); null: nothing is.
+  // Sets a function that runs before each call of MPI, and may call break_off(); may be null.
   void set_guard(std::function<void()> guard) {
     guard_ = std::move(guard);
   }
-  // MPI is not to be called any more, for this reason.
+  // Forbids further calls of MPI, for this reason.
   void break_off(const std::string& reason) {
     reason_ = reason;
     broken_ = true;
   }
-  // The earliest deadline of what is in flight.
+  // Sets the earliest deadline of all operations in flight.
   void set_deadline(Deadline earliest) {
     deadline_.store(earliest.time_since_epoch().count(), std::memory_order_relaxed);
   }
 
-  // --- by any thread ---
-  // That of something new, also of a thread that waits for the engine's lock.
+  // --- any thread ---
+  // Adds the deadline of a new operation, also from a thread that waits for the engine's lock.
   void expect(Deadline deadline) {
     const auto count = deadline.time_since_epoch().count();
     auto earliest = deadline_.load(std::memory_order_relaxed);
     while (count < earliest && !deadline_.compare_exchange_weak(earliest, count, std::memory_order_relaxed)) {
     }
   }
-  // Whether MPI must not be called any more, as a call was ended, say.
+  // Returns whether MPI must not be called any more, for example because a call was ended.
   bool broken() const {
     return broken_.load(std::memory_order_relaxed);
   }
-  // Why; with the engine's lock.
+  // The reason; the caller holds the engine's lock.
   const std::string& reason() const {
     return reason_;
   }
 
  private:
-  // Of the current call, beside its number.
+  // State of the current call, stored beside its number.
   enum State : uint64_t { kOutside, kInside, kCondemned, kStates = 4 };
 
-  // Not to be inlined: what the caller has in registers must be the same after the jump.
+  // Must not be inlined: the registers of the caller must have the same contents after the jump.
   template <typename Call>
   __attribute__((noinline)) int run(const char* name, int peer, Call& call) {
     if (_setjmp(place_) != 0) {
@@ -101,7 +103,7 @@ class Watchdog {
     state_.store(number_ | kInside, std::memory_order_release);
     const int code = call();
     if (state_.exchange(number_ | kOutside, std::memory_order_acq_rel) != (number_ | kInside)) {
-      await_signal(); // it has returned after all
+      await_signal(); // the call has returned after all
     }
     return code;
   }
@@ -112,7 +114,7 @@ class Watchdog {
   void end_call(uint64_t number);
   static void on_signal(int signal, siginfo_t* info, void* context);
 
-  // Written by the thread that is in the call; read by the watchdog while it is there.
+  // The thread in the call writes these; the watchdog reads them during the call.
   std::atomic<uint64_t> state_{kOutside};
   uint64_t number_ = 0;
   std::atomic<const char*> name_{nullptr};
@@ -120,9 +122,9 @@ class Watchdog {
   std::atomic<pthread_t> thread_{};
   jmp_buf place_;
 
-  std::atomic<uint64_t> signalled_{0}; // the call whose thread has been sent the signal
+  std::atomic<uint64_t> signalled_{0}; // number of the call whose thread the signal was sent to
   std::atomic<bool> broken_{false};
-  std::string reason_; // with the engine's lock, as is the next
+  std::string reason_; // this and the next member need the engine's lock
   std::function<void()> guard_;
   std::atomic<int64_t> deadline_{Deadline::max().time_since_epoch().count()};
   std::atomic<int64_t> patience_ms_{std::chrono::milliseconds::max().count()};

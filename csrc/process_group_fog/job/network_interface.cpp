@@ -18,17 +18,17 @@
 namespace fog {
 namespace {
 
-// Ranks of one job may run on hosts that call the interface differently, so this need not be the same on all.
+// The ranks of one job may have different values, because their hosts may use different names for the interface.
 constexpr const char* kVariable = "FOG_INTERFACE";
 
-// In digits; empty if nobody on another host can use it.
+// Returns the address in digits; empty if other hosts cannot use it.
 std::string text_of(const sockaddr* address) {
   const void* number = nullptr;
   if (address != nullptr && address->sa_family == AF_INET) {
     number = &reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
   } else if (address != nullptr && address->sa_family == AF_INET6) {
     const auto& own = reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr;
-    if (!IN6_IS_ADDR_LINKLOCAL(&own)) { // means nothing without the other side's name of the interface
+    if (!IN6_IS_ADDR_LINKLOCAL(&own)) { // a link-local address needs the other side's name of the interface
       number = &own;
     }
   }
@@ -36,7 +36,7 @@ std::string text_of(const sockaddr* address) {
   return number != nullptr && inet_ntop(address->sa_family, number, text.data(), text.size()) != nullptr ? text.data() : "";
 }
 
-// Of the interface of that name, or of all that are no loopback.
+// Returns the addresses of the named interface, or of all interfaces except loopback if the name is empty.
 std::vector<std::string> addresses_of(const std::string& name) {
   ifaddrs* interfaces = nullptr;
   if (getifaddrs(&interfaces) != 0) {
@@ -63,7 +63,7 @@ std::string wanted_interface() {
   return name == nullptr ? "" : name;
 }
 
-// This machine's address on the way to `host`: asked of the routing table, nothing is sent.
+// Returns this machine's address on the route to `host`. It asks the routing table and sends nothing.
 std::string source_address(const std::string& host) {
   addrinfo hints = {};
   hints.ai_socktype = SOCK_DGRAM;
@@ -102,7 +102,7 @@ std::vector<std::string> addresses_towards(const std::string& host) {
   }
   auto own = own_addresses();
   const auto source = source_address(host);
-  for (const auto& address : own) { // a loopback address is not among them
+  for (const auto& address : own) { // this excludes loopback addresses
     if (address == source) {
       return {address};
     }

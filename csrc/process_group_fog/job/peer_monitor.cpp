@@ -18,14 +18,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// One address after the other: how long an answer may take, at first and then, when all have been tried in vain, longer.
+// Addresses are tried in turn. An answer may take this long in the first round, and longer in each further round.
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
 constexpr size_t kRounds = 3;
-// How long a host may be silent, in seconds: by default it is noticed before MPI's own connections notice it, which must not be first.
+// The number of seconds for which a host may be silent. The default is short enough to notice the loss before MPI's own
+// connections do.
 constexpr const char* kTimeoutVariable = "FOG_HOST_TIMEOUT";
 constexpr int kHostTimeout = 11;
 constexpr int kLeastTimeout = 4;
-constexpr int kMostTimeout = 32767; // of the system's keep-alive probes
+constexpr int kMostTimeout = 32767; // limit of the system's keep-alive probes
 
 } // namespace
 
@@ -104,7 +105,7 @@ bool PeerMonitor::may_send(int number) {
     return true;
   }
   look();
-  const auto& peer = found->second; // which stays where it is
+  const auto& peer = found->second; // the reference stays valid in look()
   const auto known = [this](const Place& place) { return is_known(place); };
   return is_settled(peer) ||
       (std::none_of(peer.places.begin(), peer.places.end(), known) && Clock::now() >= peer.began + kFirstPatience);
@@ -126,7 +127,8 @@ std::vector<PeerMonitor::Ended> PeerMonitor::poll() {
       trying_.pop_back();
       continue;
     }
-    // Once it is connected only another address would be a reason to leave it: who does not answer may be stopped.
+    // Once it is connected, only the choice of another address justifies leaving it: a process that does not answer may
+    // be stopped.
     const bool may_leave =
         own != nullptr && (own->state == State::kConnecting || (peer.places.size() > 1 && !is_known(peer.places.front())));
     if (own == nullptr && now >= peer.again) {
@@ -162,7 +164,7 @@ void PeerMonitor::close_all() {
   }
 }
 
-// Connections must not take what the program may need for files.
+// Limits the number of connections, so that descriptors remain for the program's files.
 bool PeerMonitor::has_too_many() const {
   return 2 * (storage_.size() - free_.size()) >= most_descriptors();
 }
@@ -193,7 +195,7 @@ void PeerMonitor::try_next(int number, Peer& peer) {
     }
     const auto now = Clock::now();
     auto limit = now + kFirstPatience * (1 << (2 * std::min(place.tries, kRounds - 1)));
-    if (is_known(place)) { // it is waited for no longer than for a connection that was made
+    if (is_known(place)) { // wait no longer than a made connection would
       limit = std::max(std::min(limit, peer.began + std::chrono::seconds(host_timeout_)), now + kFirstPatience);
     }
     ++place.tries;
@@ -217,7 +219,7 @@ bool PeerMonitor::on_refused(int number, Peer& peer, int error) {
     const auto now = Clock::now();
     if (now < peer.began + std::chrono::seconds(host_timeout_)) {
       peer.again = now + kFirstPatience;
-      std::rotate(peer.places.begin(), peer.places.begin() + 1, peer.places.end()); // another address may be reached
+      std::rotate(peer.places.begin(), peer.places.begin() + 1, peer.places.end()); // another address may work
     } else {
       end(number, peer, true, false);
     }
@@ -276,7 +278,7 @@ PeerMonitor::Connection& PeerMonitor::take(int fd, State state, int peer) {
 
 void PeerMonitor::drop(Connection& connection) {
   const int fd = connection.fd.exchange(-1);
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly: a forked child may hold the same connection
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly, because a forked child may hold the same connection
   close(fd);
   if (connection.state == State::kVisitor) {
     visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &connection));

@@ -1,7 +1,7 @@
-// Connections between processes of different hosts that carry next to nothing: their systems close them when a process ends.
+// Nearly idle connections between processes of different hosts. The operating system closes them when a process ends.
 //
-// MPI does not tell that a process of another host has ended: MPICH 5.0.2 crashes in the next send to it (UCX) or does not
-// return from it (OFI). So this is looked at before each such send.
+// MPI does not report that a process of another host has ended: MPICH 5.0.2 crashes in the next send to it (UCX), or
+// does not return from that send (OFI). So fog checks these connections before each such send.
 #pragma once
 
 #include <atomic>
@@ -18,14 +18,15 @@
 
 namespace fog {
 
-// A TCP connection with each process of another host that this one sends to or waits for, made when it first does. They are a help, not
-// a need: where one cannot be made, the end of that process goes unnoticed. No method waits; all but close_all() need one lock.
+// Keeps a TCP connection to each process of another host that this one sends to or waits for. The connection is made on
+// first use. It is optional: if it cannot be made, the end of that process goes unnoticed. No method waits. All methods
+// except close_all() need one lock.
 class PeerMonitor {
  public:
   struct Ended {
     int peer;
-    bool silent; // its host does not answer any more, rather than its system having said so
-    bool departed; // it has said that it would end
+    bool silent; // its host does not answer any more; otherwise the system has reported its end
+    bool departed; // it has announced that it would end
   };
 
   PeerMonitor();
@@ -33,67 +34,71 @@ class PeerMonitor {
   PeerMonitor(const PeerMonitor&) = delete;
   PeerMonitor& operator=(const PeerMonitor&) = delete;
 
-  // After how many seconds without a sign of life a host counts as lost: FOG_HOST_TIMEOUT. Throws ValueError if that is no such number.
+  // Returns the number of seconds without a sign of life after which a host counts as lost: FOG_HOST_TIMEOUT. Throws
+  // ValueError if the variable is not such a number.
   static int host_timeout();
 
-  // Where others reach this process, without line breaks, of these addresses: empty if nobody can. From now on it listens there, and
-  // nowhere else if it is one address.
+  // Starts to listen, at the only address or at all addresses of the machine if several are given. Returns a line that
+  // tells others where; empty if they cannot reach this process.
   std::string listen(const std::vector<std::string>& addresses);
 
-  // Who may be met: this is rank `rank` of `size`, the others are by rank where they listen.
+  // Sets the job's processes: this one is rank `rank` of `size`, and `others` holds the line of listen() of each other
+  // rank.
   //
-  // `token`: what they have in common, and no stranger who happens to connect. `reached`: addresses at which processes of the job have
-  // been reached, so that a port that is refused there is that of a process that has ended. Elsewhere a firewall may refuse it.
+  // `token` is common to all processes of the job; a stranger who connects does not know it. `reached` lists the
+  // addresses at which processes of the job have been reached. A port that is refused at such an address is that of a
+  // process that has ended; at other addresses a firewall may refuse it.
   void meet(int rank, int size, uint64_t token, std::map<int, std::string> others, const std::vector<std::string>& reached);
 
-  // The end of `peer` is to be noticed from now on, as soon as there is a connection.
+  // Begins to watch `peer`. Its end is noticed as soon as there is a connection.
   void begin(int peer);
-  // The same for who is about to send there. False while it is not known whether that process is still there, which takes a round trip
-  // where it is, and a moment where nobody answers.
+  // Begins to watch `peer`, to which the caller wants to send. Returns false until it is known whether that process
+  // still runs. This takes a round trip, or a short time if nothing answers.
   bool may_send(int peer);
 
-  // Goes on with connections in the making; returns those processes whose end has been seen since the last call.
+  // Goes on with connections that are being made. Returns the processes whose end has been noticed since the last call.
   std::vector<Ended> poll();
 
-  // Whether that process has ended, as far as can be known now: a system call, 0.3 us.
+  // Returns whether that process is known to have ended. Costs a system call, 0.3 us.
   bool has_ended(int peer);
 
-  // Of how many processes the end has been seen so far: a system call as well.
+  // Returns the number of processes whose end has been noticed so far. Costs a system call as well.
   size_t ends() {
     look();
     return ends_;
   }
 
-  // Tells all whom it has a connection with that this process ends in good order.
+  // Tells all connected processes that this process ends in good order.
   void say_goodbye();
 
-  // For a forked child: what it inherited must not outlive the parent.
+  // For a forked child: closes the inherited connections, which must not outlive the parent.
   void close_all();
 
  private:
   using Clock = std::chrono::steady_clock;
   enum class State { kFree, kConnecting, kGreeting, kVisitor, kMade, kLeaving };
-  // They stay where they are and are used again, so that a forked child can go through them whatever its parent's threads did.
+  // Connections never move and are reused, so that a forked child can go through them at any state of its parent's
+  // threads.
   struct Connection {
     std::atomic<int> fd{-1};
-    Connection* next = nullptr; // of all
+    Connection* next = nullptr; // next of all connections
     State state = State::kFree;
-    int peer = -1; // of a visitor not known yet
+    int peer = -1; // -1 for a visitor that is not known yet
     bool departed = false;
-    std::string received; // from a visitor
-    Clock::time_point limit; // of a try, or for a visitor to say who it is
+    std::string received; // bytes from a visitor
+    Clock::time_point limit; // deadline of an attempt, or of a visitor's greeting
   };
   struct Place {
     PeerAddress address;
     size_t tries = 0;
-    size_t cut = 0; // tries that were answered by somebody who then closed the connection
+    size_t cut = 0; // attempts that something answered and then closed
   };
   struct Peer {
-    std::vector<Place> places; // to try, the first one now
-    Connection* own = nullptr; // begun here
-    Connection* theirs = nullptr; // begun there, and made
+    std::vector<Place> places; // addresses to try; the first one is being tried
+    Connection* own = nullptr; // a connection from here
+    Connection* theirs = nullptr; // a made connection from there
     Clock::time_point began;
-    Clock::time_point again; // when to try next, if `own` is null
+    Clock::time_point again; // time of the next attempt, if `own` is null
     bool trying = false; // is in trying_
     bool given_up = false;
     bool ended = false;
@@ -102,20 +107,20 @@ class PeerMonitor {
   bool is_known(const Place& place) const {
     return reached_.count(place.address.text) > 0;
   }
-  // Whether no more can be known of it soon.
+  // Returns whether nothing more will be known about it soon.
   bool is_settled(const Peer& peer) const;
   bool has_too_many() const;
   void look();
   void accept_all();
   void on_visitor(Connection& visitor);
-  // What has come from somebody who is known; false if the connection is gone.
+  // Handles bytes from a known process. Returns false if the connection is gone.
   bool on_bytes(Connection& connection, const char* bytes, size_t count);
   void on_connected(Connection& connection);
   void on_greeting(Connection& connection);
   void on_made(Connection& connection);
   void on_leaving(Connection& connection);
   void try_next(int number, Peer& peer);
-  // The first place was tried in vain. True if the next one is to be tried.
+  // Handles a failed attempt at the first place. Returns true if the next place should be tried.
   bool on_refused(int number, Peer& peer, int error);
   void on_try_over(int number, Peer& peer);
   void adopt(Connection& connection);
@@ -123,7 +128,8 @@ class PeerMonitor {
   void give_up(int number, Peer& peer, const char* why);
 
   Connection& take(int fd, State state, int peer);
-  // This is no end: the other side hears of it, and closes the connection first, so that no reset overtakes the word.
+  // Leaves a connection without ending. The other side is told, and closes the connection first, so that no reset
+  // overtakes this byte.
   void leave(Connection& connection);
   void drop(Connection& connection);
   void watch(Connection& connection, uint32_t events) const;
@@ -134,13 +140,13 @@ class PeerMonitor {
   int size_ = 0;
   int host_timeout_ = 0;
   uint64_t token_ = 0;
-  std::map<int, std::string> others_; // where they listen
-  std::vector<std::string> own_; // addresses
+  std::map<int, std::string> others_; // the lines of their listen()
+  std::vector<std::string> own_; // own addresses
   std::set<std::string> reached_;
   std::unordered_map<int, Peer> peers_;
-  std::vector<int> trying_; // of these, whose connection is in the making
+  std::vector<int> trying_; // peers with a connection that is being made
   std::deque<Connection> storage_;
-  std::atomic<Connection*> connections_{nullptr}; // all
+  std::atomic<Connection*> connections_{nullptr}; // all connections
   std::vector<Connection*> free_;
   std::vector<Connection*> visitors_;
   bool departed_ = false;

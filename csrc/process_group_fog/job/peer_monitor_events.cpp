@@ -1,4 +1,4 @@
-// What comes on the connections, and what is said on them.
+// Events on the connections, and the bytes that are exchanged on them.
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -14,13 +14,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Whoever connects says at once who it is.
+// A visitor must say within this time who it is.
 constexpr auto kVisit = std::chrono::seconds(10);
-// So often somebody may take a connection at a peer's address and close it.
+// The number of times that a connection at a peer's address may be accepted and then closed.
 constexpr size_t kMostCut = 3;
 
-// Whoever connects says who it is and whom it means, and gets a byte back. If two connect with each other at once, the lower
-// rank leaves its own connection as soon as the other one's is made. Whoever leaves one says so first, as it would look like its end.
+// The side that connects sends this with its own rank and the rank that it means, and receives one byte. If two
+// processes connect to each other at once, the lower rank leaves its own connection as soon as the other one is made. A
+// side that leaves a connection announces it, because it would otherwise look like the end of its process.
 struct Hello {
   uint64_t token;
   int32_t from;
@@ -28,7 +29,7 @@ struct Hello {
 };
 constexpr char kWelcome = 'y';
 constexpr char kLeft = 'd';
-// What whoever ends in good order says on it at last.
+// The last byte of a process that ends in good order.
 constexpr char kGoodbye = 'g';
 
 bool put(int fd, const void* data, size_t bytes) { // so few bytes always fit
@@ -39,7 +40,7 @@ bool is_for_later(int error) {
   return error == EAGAIN || error == EINTR;
 }
 
-// Of a connection that was made: nothing has come from there for too long.
+// The error of a made connection on which nothing has arrived for too long.
 bool is_silence(int error) {
   return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
 }
@@ -47,7 +48,7 @@ bool is_silence(int error) {
 } // namespace
 
 void PeerMonitor::look() {
-  // Before meet() nobody can be recognized: visitors wait, connected, until they are accepted.
+  // No process can be recognized before meet(). Visitors are connected already, and wait to be accepted.
   if (rank_ < 0 || (listener_ < 0 && !connections_.load())) {
     return;
   }
@@ -60,7 +61,8 @@ void PeerMonitor::look() {
         accept_all();
         continue;
       }
-      // An event may be that of a descriptor that was closed since, and the connection another one: nothing is believed unseen.
+      // The descriptor of an event may have been closed since, and its connection reused. So handlers check the state
+      // of the socket itself.
       auto& connection = *static_cast<Connection*>(events[i].data.ptr);
       switch (connection.state) {
         case State::kConnecting:
@@ -85,7 +87,8 @@ void PeerMonitor::look() {
   } while (count == static_cast<int>(events.size()));
 }
 
-// Where there are too many, others wait outside: they are connected, and see this process's end as well.
+// If there are too many connections, further visitors stay in the queue. They are connected, and notice the end of this
+// process too.
 void PeerMonitor::accept_all() {
   while (!has_too_many()) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
@@ -100,7 +103,7 @@ void PeerMonitor::accept_all() {
 }
 
 void PeerMonitor::on_visitor(Connection& visitor) {
-  std::array<char, sizeof(Hello) + 8> bytes; // it may have left already, or said goodbye
+  std::array<char, sizeof(Hello) + 8> bytes; // the process may have left or said goodbye already
   const auto count = recv(visitor.fd, bytes.data(), bytes.size() - visitor.received.size(), 0);
   if (count < 0 && is_for_later(errno)) {
     return;
@@ -121,7 +124,7 @@ void PeerMonitor::on_visitor(Connection& visitor) {
     return;
   }
   visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &visitor));
-  if (peer->theirs != nullptr) { // which it has given up
+  if (peer->theirs != nullptr) { // the peer has given up that connection
     drop(*peer->theirs);
   }
   visitor.peer = hello.from;
@@ -157,7 +160,7 @@ void PeerMonitor::on_connected(Connection& connection) {
   int error = error_of_socket(connection.fd);
   if (error == 0 && !put(connection.fd, &hello, sizeof(hello))) {
     error = errno;
-    if (is_for_later(error)) { // not yet
+    if (is_for_later(error)) { // not connected yet
       return;
     }
   }
@@ -196,7 +199,7 @@ void PeerMonitor::on_greeting(Connection& connection) {
     end(number, peer, true, false);
     return;
   }
-  // Its end, or somebody else's port: the next try shows it.
+  // The process may have ended, or the port may belong to another program. The next attempt shows it.
   auto& place = peer.places.front();
   if (++place.cut >= kMostCut) {
     if (is_known(place)) {

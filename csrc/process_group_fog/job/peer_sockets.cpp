@@ -18,14 +18,14 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Of a machine with more addresses only the first ones are told.
+// A machine with more addresses tells only the first ones.
 constexpr size_t kMostAddresses = 8;
-// Of the system's keep-alive, after a time without any.
+// Number of the system's keep-alive probes after a time of silence.
 constexpr int kProbes = 3;
-// The table of descriptors should not become large.
+// Limit of moved descriptors, to keep the descriptor table small.
 constexpr rlim_t kHighDescriptor = 4096;
 
-// False if the text is no address in digits.
+// Returns false if the text is not an address in digits.
 bool parse_address(const std::string& text, uint16_t port, PeerAddress* result) {
   *result = {};
   result->text = text;
@@ -40,7 +40,7 @@ bool parse_address(const std::string& text, uint16_t port, PeerAddress* result) 
   } else {
     return false;
   }
-  four.sin_port = htons(port); // at the same place in both kinds
+  four.sin_port = htons(port); // the port has the same offset in both kinds of address
   return true;
 }
 
@@ -69,7 +69,7 @@ std::string describe_listener(int fd, const std::vector<std::string>& addresses)
   if (fd < 0 || addresses.empty() || getsockname(fd, reinterpret_cast<sockaddr*>(&own), &length) != 0) {
     return "";
   }
-  std::ostringstream text; // the port is at the same place in both kinds of address
+  std::ostringstream text; // the port has the same offset in both kinds of address
   text << ntohs(reinterpret_cast<const sockaddr_in&>(own).sin_port);
   for (size_t i = 0; i < std::min(addresses.size(), kMostAddresses); ++i) {
     text << ' ' << addresses[i];

@@ -1,4 +1,4 @@
-// Where processes listen for others of their job that are on other hosts, and how these get there.
+// Sockets on which processes of a job listen for those on other hosts, and the connections to them.
 #pragma once
 
 #include <sys/resource.h>
@@ -16,40 +16,42 @@ struct PeerAddress {
   std::string text; // in digits, without the port
 };
 
-// A socket that listens at the address, or at all of the machine if there are several; -1 if there is none.
+// Returns a socket that listens at the address, or at all addresses of the machine if there are several; -1 on failure.
 int listen_at(const std::vector<std::string>& addresses);
 
-// What others are told of a socket that listens at these: a line; empty if nobody can come.
+// Returns a line that describes a listening socket to others; empty if they cannot reach it.
 std::string describe_listener(int fd, const std::vector<std::string>& addresses);
 
-// The addresses in that line but those of `own`: containers' bridges have the same one everywhere.
+// Returns the addresses in that line, except those in `own`: containers' bridges have the same address on every host.
 std::vector<PeerAddress> read_listener(const std::string& line, const std::vector<std::string>& own);
 
-// A socket that is about to be connected, and can be written to once that is settled; -1 and errno if that is so at once.
+// Begins to connect a socket and returns it. It becomes writable when the result is known. Returns -1 and sets errno if
+// the attempt fails at once.
 int begin_to_connect(const PeerAddress& to);
 
-// What has become of it: 0 or an error number.
+// Returns the result of the attempt: 0 or an error number.
 int error_of_socket(int fd);
 
 rlim_t most_descriptors();
 
-// The same under a high number: at its end a process's descriptors are closed from the highest down (seen with Linux 6), so the news that it
-// has ended is out before MPI's connections break. There may be `size` of them.
+// Moves the descriptor to a high number; there may be `size` of them. When a process ends, its descriptors are closed
+// from the highest down (observed with Linux 6), so other processes learn of its end before MPI's connections break.
 int moved_up(int fd, int size);
 
-// The connection breaks after so many seconds without a sign of life.
+// Makes the system break the connection after this many seconds without a sign of life.
 void keep_alive(int fd, int seconds);
 
-// Tries whether anybody answers where a process listens. What a host's firewall keeps out is not to be taken for the end of its processes.
+// Tests whether connections to the address of a process are answered. Otherwise a port that a firewall blocks could be
+// mistaken for the end of a process.
 class ReachProbe {
  public:
-  // Begins.
+  // Begins the test.
   explicit ReachProbe(const std::string& line);
   ~ReachProbe();
   ReachProbe(const ReachProbe&) = delete;
   ReachProbe& operator=(const ReachProbe&) = delete;
 
-  // The first address that has answered by then, in digits; empty if none has.
+  // Returns the first address that has answered before `limit`, in digits; empty if none has.
   std::string reached(std::chrono::steady_clock::time_point limit) const;
 
  private:

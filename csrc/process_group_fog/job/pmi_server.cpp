@@ -15,8 +15,8 @@
 namespace fog {
 namespace {
 
-// "cmd=put kvsname=x key=a value=b c" -> {cmd:put, kvsname:x, key:a, value:"b c"}. A value runs to the end of the line,
-// since MPICH's addresses are opaque text.
+// Parses "cmd=put kvsname=x key=a value=b c" into {cmd:put, kvsname:x, key:a, value:"b c"}. A value extends to the end
+// of the line because MPICH's addresses are opaque text.
 std::map<std::string, std::string> parse(const std::string& line) {
   std::map<std::string, std::string> fields;
   size_t at = 0;
@@ -70,10 +70,10 @@ void PmiServer::serve_until_error() {
   try {
     serve();
   } catch (const std::exception& error) {
-    // MPI_Init gets no answer and stays where it is: MPICH would end the program on a failed one. Whoever started it sees
-    // error() and raises.
+    // MPI_Init gets no answer and keeps waiting, because MPICH would end the program after a failed answer. The thread
+    // that started it sees error() and raises.
     std::lock_guard<std::mutex> lock(mutex_);
-    error_ = "no memory"; // short enough to need none
+    error_ = "no memory"; // short enough to need no allocation
     if (dynamic_cast<const std::bad_alloc*>(&error) == nullptr) {
       error_ = error.what();
     }
@@ -110,7 +110,7 @@ void PmiServer::serve() {
   }
 }
 
-// A barrier of all ranks, at which each tells what it has put since the last one.
+// A barrier of all ranks, in which each sends the values that it has put since the last one.
 void PmiServer::exchange() {
   std::string mine;
   for (const auto& entry : std::exchange(put_, {})) {
@@ -144,7 +144,7 @@ std::string PmiServer::answer(const std::string& line) {
     put_.push_back(fields["key"] + '=' + fields["value"]);
     reply << "cmd=put_result rc=0 msg=success";
   } else if (command == "get") {
-    // A key is asked for after the barrier that follows its put, so one that is not there now is one nobody put.
+    // Ranks get a key only after the barrier that follows its put, so no rank has put a key that is missing now.
     const auto& key = fields["key"];
     if (key == "PMI_process_mapping") {
       reply << "cmd=get_result rc=0 msg=success value=" << mapping_;
@@ -157,7 +157,7 @@ std::string PmiServer::answer(const std::string& line) {
     exchange();
     reply << "cmd=barrier_out rc=0 msg=success";
   } else if (command == "abort") {
-    // MPI_Init has failed; the process waits for nothing any more.
+    // MPI_Init has failed; the process does not wait for anything any more.
     throw std::runtime_error("MPI gave up: " + (fields["error_msg"].empty() ? "exit code " + fields["exitcode"] : fields["error_msg"]));
   } else if (command == "finalize") {
     reply << "cmd=finalize_ack rc=0 msg=success";

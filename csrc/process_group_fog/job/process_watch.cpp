@@ -25,7 +25,7 @@ void ProcessWatch::watch(int peer, int pid) {
   if (pidfds_.count(peer) > 0) {
     return;
   }
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); // close-on-exec by definition
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0)); // always close-on-exec
   if (fd < 0) {
     if (errno == ESRCH) {
       ended_already_.push_back(peer);
@@ -53,7 +53,7 @@ bool ProcessWatch::has_ended(int peer) const {
 }
 
 size_t ProcessWatch::ends() const {
-  std::array<epoll_event, 16> events; // they stay there for ended()
+  std::array<epoll_event, 16> events; // the events stay pending for ended()
   const int count = pidfds_.empty() ? 0 : epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
   return known_.size() + static_cast<size_t>(std::max(count, 0));
 }

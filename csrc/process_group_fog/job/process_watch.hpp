@@ -1,4 +1,4 @@
-// Notices at once when a process of the same host ends.
+// Notices immediately when a process of the same host ends.
 #pragma once
 
 #include <unordered_map>
@@ -15,23 +15,24 @@ class ProcessWatch {
   ProcessWatch(const ProcessWatch&) = delete;
   ProcessWatch& operator=(const ProcessWatch&) = delete;
 
-  // Watches process `pid` under the number `peer`. Where the kernel has no pidfd, nothing is noticed and time-outs decide.
+  // Watches process `pid` under the number `peer`. On a kernel without pidfd it has no effect, and time-outs are the
+  // only sign.
   void watch(int peer, int pid);
 
-  // Whether that process is watched and has ended, as far as can be known now: a system call.
+  // Returns whether that process is watched and known to have ended. Costs a system call.
   bool has_ended(int peer) const;
 
-  // How many of the watched processes have ended so far: a system call.
+  // Returns the number of watched processes that have ended so far. Costs a system call.
   size_t ends() const;
 
-  // Numbers of the watched processes that have ended since the last call.
+  // Returns the numbers of the watched processes that have ended since the last call.
   std::vector<int> ended();
 
  private:
   int epoll_fd_;
   std::unordered_map<int, int> pidfds_; // by peer
   std::vector<int> ended_already_;
-  std::unordered_set<int> known_; // to have ended
+  std::unordered_set<int> known_; // processes that are known to have ended
 };
 
 } // namespace fog

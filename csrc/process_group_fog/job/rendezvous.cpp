@@ -19,7 +19,7 @@ std::string rank_key(const std::string& key, int rank) {
   return key + "/" + std::to_string(rank);
 }
 
-// What a rank appends to a value of all of them: its number, how many bytes follow, and these.
+// The part that a rank appends to a common value: its rank, the number of bytes that follow, and the bytes.
 std::string framed(int rank, const std::string& value) {
   const std::array<uint64_t, 2> head{static_cast<uint64_t>(rank), value.size()};
   return std::string(reinterpret_cast<const char*>(head.data()), sizeof(head)) + value;
@@ -35,7 +35,7 @@ std::vector<std::pair<int, std::string>> split(const std::string& all) {
   return parts;
 }
 
-// The ranks that are not among these: the first ones by number, of the rest how many.
+// Lists the ranks that are not in `here`: the lowest ones by number, and how many more there are.
 std::string list_missing(const std::vector<std::pair<int, std::string>>& here, int size) {
   constexpr int kNamed = 20;
   std::vector<bool> known(static_cast<size_t>(size));
@@ -86,7 +86,7 @@ void Rendezvous::finish() {
     for (const auto& key : exchanged_) {
       store_->deleteKey(prefix_ + key);
     }
-  } catch (const std::exception&) { // it cannot delete; or it has gone, and nobody needs it
+  } catch (const std::exception&) { // the store cannot delete keys, or is gone and needs no cleaning
   }
 }
 
@@ -107,7 +107,7 @@ void Rendezvous::wait(const std::string& key, const std::vector<std::string>& ke
     std::string names;
     try {
       names = missing();
-    } catch (const std::exception&) { // the store itself is gone; the first error says so
+    } catch (const std::exception&) { // the store itself is gone, as the first error says
     }
     C10_THROW_ERROR(
         DistBackendError,
@@ -144,7 +144,7 @@ std::vector<std::pair<int, std::string>> Rendezvous::there(const std::string& ke
 }
 
 void Rendezvous::note(const std::string& key) {
-  put(key, "1"); // not every store takes an empty value
+  put(key, "1"); // some stores reject an empty value
 }
 
 std::string Rendezvous::not_noted(const std::string& key) {
@@ -188,7 +188,7 @@ std::string Rendezvous::from_rank_zero(const std::string& key, const std::functi
 }
 
 void Rendezvous::barrier(const std::string& key) {
-  // Not a counter alone, so that a time-out can name who is missing.
+  // Unlike a counter alone, this lets a time-out name the missing ranks.
   allgather(key, "1");
 }
 

@@ -12,33 +12,34 @@
 
 namespace fog {
 
-// Every rank's view of one group's Store. All waiting is bounded by `timeout`, and an error names the ranks that did not
-// come.
+// Each rank's access to one group's Store. All waits are bounded by `timeout`, and errors name the missing ranks.
 //
-// The same store may serve several groups one after the other (init_process_group after destroy_process_group does that),
-// so every rank counts its rendezvous there, and each has keys of its own.
+// The same store may serve several groups in turn (init_process_group after destroy_process_group), so each rank counts
+// its rendezvous in the store, and each rendezvous has its own keys.
 class Rendezvous {
  public:
   Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
 
-  // Every rank's value under `key`, in rank order. A rank makes five requests at most, however many ranks there are, or one for each rank
-  // where the store cannot append.
+  // Returns every rank's value under `key`, in rank order. A rank makes at most five requests, for any number of ranks,
+  // or one request per rank if the store cannot append.
   std::vector<std::string> allgather(const std::string& key, const std::string& value);
 
-  // Rank 0's value under `key`, made by `make` there.
+  // Returns rank 0's value under `key`; `make` makes it on rank 0.
   std::string from_rank_zero(const std::string& key, const std::function<std::string()>& make);
 
   // Returns once every rank has called it with this key.
   void barrier(const std::string& key);
 
-  // This rank has come so far; and which ranks have not said so, for an error: "" if all have.
+  // note() records that this rank has come to this step. not_noted() lists the ranks that have not, for an error; "" if
+  // all have.
   void note(const std::string& key);
   std::string not_noted(const std::string& key);
 
-  // This rank needs nothing of it any more. Once all have said so, what was exchanged is deleted, where the store can do that.
+  // Says that this rank no longer needs the exchanged values. Once all ranks have said so, they are deleted if the
+  // store supports it.
   void finish();
 
-  // What is at that key, which all ranks name here, is deleted as well.
+  // Deletes the value at this key too. All ranks must name the same key.
   void discard(const std::string& key) {
     exchanged_.push_back(key);
   }
@@ -47,7 +48,7 @@ class Rendezvous {
   bool has(const std::string& key);
   std::string get(const std::string& key);
 
-  // Where the store is, if it is reached by TCP; else empty.
+  // Returns the host of the store if it is reached by TCP, otherwise an empty string.
   std::string store_host() const;
 
   int rank() const {
@@ -58,14 +59,15 @@ class Rendezvous {
   }
 
  private:
-  // Adds this rank's value to those under `key`; which there are.
+  // put() adds this rank's value under `key`; there() returns the values that have arrived.
   void put(const std::string& key, const std::string& value);
   std::vector<std::pair<int, std::string>> there(const std::string& key);
-  // Waits for keys without which the step `key` does not go on; `missing` says which ranks have not come to it, for the error.
+  // Waits for `keys`, which the step `key` needs. `missing` lists the ranks that have not come to the step, for the
+  // error.
   void wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::string()>& missing);
 
   const c10::intrusive_ptr<c10d::Store> store_;
-  const bool appends_; // the store can add to a value
+  const bool appends_; // the store can append to a value
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;

@@ -1,4 +1,4 @@
-// Calls of MPI that all ranks make together, as it starts.
+// Calls of MPI that all ranks make together at its start.
 #pragma once
 
 #include <chrono>
@@ -9,9 +9,9 @@
 
 namespace fog {
 
-// MPI's collective calls have no time-out. This one runs in a thread of its own, which is left behind if it does not return in
-// time, so that the caller can give up and say why: it throws DistBackendError. `trouble` may end the wait early with its text; `excuse` says
-// what a call that has not returned may be waiting for. Either may be null.
+// MPI's collective calls have no time-out. This function makes the call in a separate thread. If the call does not
+// return in time, the function leaves the thread behind and throws DistBackendError. `trouble` may end the wait early
+// by returning a text; `excuse` describes the possible reasons for a call that has not returned. Either may be null.
 void call_in_time(
     const char* name,
     Deadline deadline,

@@ -9,7 +9,7 @@
 namespace fog {
 namespace {
 
-// Larger results are not expected to be read again before they have left the cache.
+// Larger results leave the cache before they are likely to be read again.
 constexpr size_t kCachedBytes = size_t(2) << 20;
 
 } // namespace
@@ -25,7 +25,7 @@ void for_pieces(
     size_t to,
     c10::function_ref<void(const std::vector<const void*>& where, size_t begin, size_t count)> use) {
   std::vector<const void*> where(inputs.size());
-  c10::SmallVector<size_t, 8> block(inputs.size(), 0); // in which each input is
+  c10::SmallVector<size_t, 8> block(inputs.size(), 0); // the current block of each input
   for (size_t begin = from; begin < to;) {
     const size_t offset = begin * item;
     size_t end = to * item;

@@ -1,4 +1,5 @@
-// What is read of a message where it lies: a neighbor's arena, chunks of shared memory, memory that a message came into.
+// Parts of messages that are read in place: in a neighbor's arena, in chunks of shared memory, or in the memory that
+// received a message.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +16,15 @@ struct Block {
   const char* data = nullptr;
 };
 
-// One input of a reduction: plain memory, or blocks one after the other.
+// An input of a reduction: plain memory, or consecutive blocks.
 struct Input {
-  const void* data = nullptr; // all of it; or
+  const void* data = nullptr; // all of it, or null if there are blocks
   std::vector<Block> blocks;
 };
 
-// Goes through elements `from` to `to`, of `item` bytes each, of several inputs. For each stretch that lies in one piece in all of them
-// it calls use(where, begin, count): where the stretch begins in each input, and which elements it has.
+// Goes through elements `from` to `to`, of `item` bytes each, of several inputs. For each stretch that is contiguous in
+// all inputs it calls use(where, begin, count), with the address of the stretch in each input, its first element and
+// its number of elements.
 void for_pieces(
     const std::vector<Input>& inputs,
     size_t item,
@@ -30,7 +32,8 @@ void for_pieces(
     size_t to,
     c10::function_ref<void(const std::vector<const void*>& where, size_t begin, size_t count)> use);
 
-// Copies a part of a result of `total` bytes to its place: past the cache if the whole would not stay there anyway.
+// Copies a part of a result of `total` bytes to its place: past the cache if the whole result is too large to stay
+// there.
 void copy_result(void* to, const void* from, size_t bytes, size_t total);
 inline void copy_result(void* to, const void* from, size_t bytes) {
   copy_result(to, from, bytes, bytes);

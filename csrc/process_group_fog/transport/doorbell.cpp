@@ -5,8 +5,8 @@
 namespace fog {
 
 void Doorbell::ring() {
-  // Pairs with the fence in listen(): what the caller has published is visible before this looks for listeners, and a listener
-  // looks for news after it has said that it listens: one of the two sees the other.
+  // Pairs with the fence in listen(). The caller's data is visible before this reads `listening`, and a listener looks
+  // for news after it has set its bit. So one of the two sides sees the other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (listening.load(std::memory_order_relaxed) == 0) {
     return;
@@ -22,7 +22,7 @@ void Doorbell::ring() {
     if (wake(listener)) {
       return;
     }
-    // Nobody slept: it may have listened long ago, and gone on without this. The background looks as well.
+    // No listener was asleep: it may have listened earlier and gone on without this news. So try the background too.
   }
 }
 
@@ -34,7 +34,7 @@ bool Doorbell::wake(Listener listener) {
 uint32_t Doorbell::listen(Listener listener) {
   const uint32_t ticket = rung[listener].load();
   listening.fetch_or(1U << listener);
-  std::atomic_thread_fence(std::memory_order_seq_cst); // pairs with that in ring(): the caller looks for news next
+  std::atomic_thread_fence(std::memory_order_seq_cst); // pairs with the fence in ring(): the caller looks for news next
   return ticket;
 }
 

@@ -11,10 +11,10 @@ namespace {
 
 using shared_memory::Inbox;
 
-// No tensor is larger: so many addresses has no machine.
+// No tensor is larger: no machine has such a large address space.
 constexpr uint64_t kMostBytes = uint64_t(1) << 57;
 
-// What is wrong with a header that `came` bytes follow; nullptr if nothing is.
+// Returns the fault of a header that is followed by `came` bytes, or nullptr if it is valid.
 const char* fault_of(const Header& header, size_t came, bool local) {
   if (header.bytes > kMostBytes) {
     return "no data is so long";

@@ -11,65 +11,67 @@ namespace fog {
 
 enum class MessageKind : uint8_t {
   kData = 1, // part of an operation
-  kPointToPoint, // of a send; the key is the user's tag
+  kPointToPoint, // a send; the key is the user's tag
   kConfirm, // the receiver of a kData message has accepted it
-  kTaken, // the receiver has read the data that it found in the sender's arena
-  kFilled, // the data of a stream from where the last chunk ended to `bytes` is in the chunk `chunk`
-  kEmptied, // a reader of a stream has taken `bytes` of its data; none yet, where that was asked for
-  kError, // the group failed; the data is the reason, the key the rank that it comes from, the sender or not
+  kTaken, // the receiver has read the data in the sender's arena
+  kFilled, // the data of a stream from the end of the last chunk to `bytes` is in the chunk `chunk`
+  kEmptied, // a reader of a stream has taken `bytes` of its data; 0 bytes if that answers kWanted before any were taken
+  kError, // the group failed; the data is the reason, and the key the rank where it failed, which may not be the sender
   kClosed, // the sender has destroyed its group
-  kGoodbye, // the sender ends; nothing follows but answers to others' goodbyes
-  kGoodbyeTaken, // the sender has taken the receiver's goodbye and all before it
-  kWindow, // what the sender asks of a window of the receiver: see window_service
+  kGoodbye, // the sender ends; only answers to others' goodbyes follow
+  kGoodbyeTaken, // the sender has received the receiver's goodbye and all messages before it
+  kWindow, // a request to a window of the receiver, see window_service
   kWindowReply,
-  kHold, // the receiver is to keep the data of its messages until it is asked for: too much of it waits here
-  kRelease, // not any more
-  kSlots, // the receiver may put data into `chunk` slots at `address` of the sender's pool, see notified_puts; none if there is no room
-  kPlaced, // the data of a transfer is put into `flags` slots from `chunk` on; it goes as payload if these are none
-  kAsk, // the sender's operation is late: does the receiver wait in it, and for whom?
-  kAnswer, // to that: see Standing
+  kHold, // too much of the receiver's data waits at the sender: keep the data of its messages until asked for it
+  kRelease, // ends kHold
+  // the receiver may put data into `chunk` slots at `address` of the sender's pool, see notified_puts; 0 if there is no
+  // room
+  kSlots,
+  kPlaced, // the data of a transfer is put into `flags` slots from `chunk` on; if `flags` is 0 it goes as payload
+  kAsk, // the sender's operation is late: asks whether the receiver waits in it, and for which ranks
+  kAnswer, // the answer to kAsk, see Standing
   kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
 };
 
-// What a message of kind kWindow asks for, as its `step`.
+// The operation of a kWindow message, in its `step`.
 enum class WindowOp : uint16_t { kPut, kAccumulate, kGet, kWrite, kSignal, kLock, kUnlock, kLeave };
 
-// Where the data of a message is.
+// The place of a message's data.
 enum class Delivery : uint8_t {
   kInline, // behind the header
-  kPayload, // in MPI messages with the tag `payload_tag`, straight into its place
-  kStream, // in chunks of shared memory that the sender, which is on this host, fills as its readers empty them
+  kPayload, // in MPI messages with the tag `payload_tag`, received directly into their place
+  kStream, // in chunks of shared memory; the sender is on this host and fills them as its readers empty them
   kRemote, // in the receiver's memory, into whose slots the sender puts it
-  kMapped, // in the arena of the sender, which is on this host and which the receiver has mapped: at the sender's `address`
+  kMapped, // at `address` in the arena of the sender, which is on this host; the receiver has mapped that arena
 };
 
-// Every message starts with one of these.
+// Every message begins with a header.
 struct Header {
   MessageKind kind = MessageKind::kData;
   Delivery delivery = Delivery::kInline;
   uint8_t wants_confirm = 0;
-  uint16_t step = 0; // which message of the operation between these two ranks
-  uint16_t use = 0; // of an operation's name, by the sender's count
+  uint16_t step = 0; // number of the message in the operation, between these two ranks
+  uint16_t use = 0; // how often the sender has used the operation's name
   uint32_t payload_tag = 0;
-  uint32_t withdrawals = 0; // how many transfers the sender had withdrawn before this one began
-  uint32_t chunk = 0; // of shared memory; or the first slot
-  uint32_t flags = 0; // of messages of windows; or how many slots, none if that is still to be said
-  uint32_t generation = 0; // of that count
-  uint64_t transfer = 0; // the sender's number for what is streamed, put, or read in its arena
-  uint64_t address = 0; // in its arena; or where in its pool the receiver says what it has taken
+  uint32_t withdrawals = 0; // number of transfers that the sender had withdrawn before this one began
+  uint32_t chunk = 0; // a chunk of shared memory, or the first slot
+  uint32_t flags = 0; // flags of window messages; or the number of slots, 0 if it is not known yet
+  uint32_t generation = 0; // generation of that count
+  uint64_t transfer = 0; // the sender's number of data that is streamed, put, or read in its arena
+  uint64_t address = 0; // in its arena; or in its pool, where the receiver writes how much it has taken
   uint64_t group = 0;
   uint64_t key = 0; // of the operation within the group
-  uint64_t bytes = 0; // of data
+  uint64_t bytes = 0; // size of the data
   double scale = 1.0; // the sender's weight for this receiver
   Signature signature;
 };
 static_assert(std::is_trivially_copyable_v<Header>);
 
-// Throws DistBackendError: process `source` has sent a message of `length` bytes that cannot be one.
+// Throws DistBackendError: process `source` has sent a message of `length` bytes that is not valid.
 [[noreturn]] void refuse_message(int source, size_t length, const char* why);
 
-// The header of such a message, which came through shared memory if `local`; throws if it cannot be one. What passes can be handled
-// without reading or writing where it must not: the operation that it is for compares the rest with its own.
+// Returns the header of such a message; `local` if it came through shared memory. Throws if it is not valid. A header
+// that passes can be handled without access to wrong memory; the operation compares the remaining fields with its own.
 Header checked_header(int source, const char* record, size_t length, bool local);
 
 } // namespace fog

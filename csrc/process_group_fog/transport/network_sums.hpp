@@ -1,4 +1,4 @@
-// Reductions that the library between hosts does itself: MPI's.
+// Reductions that the library between hosts, MPI, computes itself.
 #pragma once
 
 #include <cstddef>
@@ -12,33 +12,33 @@
 
 namespace fog {
 
-// Those among the ranks of one group. Every call needs the engine's lock, but has().
+// The reductions of one group. Every call except has() needs the engine's lock.
 class NetworkSums {
  public:
   struct Terms {
     OpKind kind; // kAllreduce, kReduce or kReduceScatter
-    c10d::ReduceOp::RedOpType op; // AVG is summed only: the caller divides
+    c10d::ReduceOp::RedOpType op; // AVG is computed as a sum; the caller divides
     c10::ScalarType dtype;
-    const void* in; // of kReduceScatter one part for each rank, all of one size
-    void* out; // the same as `in` for a sum in place, and null where a reduce has no result
-    size_t numel; // of the result
+    const void* in; // for kReduceScatter, one part of equal size for each rank
+    void* out; // equal to `in` for a sum in place; null if a reduce has no result here
+    size_t numel; // elements of the result
     int root = -1; // of kReduce
   };
 
-  // Its owner's until it is done: no rank's is before all have begun.
+  // Belongs to its owner until it is done. It cannot be done on any rank before all ranks have begun it.
   class Sum : public Outgoing {
    public:
-    // All ranks have come to it and ask for the same. It begins when all that were added before have begun: ranks must begin sums in one
-    // order, and may learn in another that they agree.
+    // All ranks have called it with the same arguments. It begins when all sums that were added before it have begun:
+    // ranks must begin sums in one order, but may learn of the agreement in different orders.
     virtual void agreed() = 0;
   };
 
   virtual ~NetworkSums() = default;
-  // Whether it has such a sum, with results of so many elements; the same on all ranks.
+  // Returns whether this sum, with a result of `numel` elements, is supported. The same on all ranks.
   virtual bool has(OpKind kind, c10d::ReduceOp::RedOpType op, c10::ScalarType dtype, size_t numel) const = 0;
-  // In the order of the program, which all ranks have alike. What goes wrong is the sum's `error`.
+  // Adds a sum, in program order, which must be the same on all ranks. Failures are in the sum's `error`.
   virtual std::shared_ptr<Sum> add(const Terms& terms, const std::shared_ptr<TransferOwner>& owner) = 0;
-  // The group is not used any more; `failed`: nor does anybody know how far its ranks have come.
+  // Ends the use of the group. `failed`: it is also unknown how far its ranks have come.
   virtual void close(bool failed) = 0;
 };
 

@@ -1,4 +1,4 @@
-// Memory of other processes that this one writes to and reads while they take no part.
+// Memory of other processes that this one can write and read without their help.
 #pragma once
 
 #include <cstddef>
@@ -7,38 +7,40 @@
 
 namespace fog {
 
-// A process of the job, the same number in all of them for as long as it lives. Those that started together have the numbers of their
-// ranks in the job; who joins later gets one that nobody has had.
+// A process of the job. It has the same number in all processes as long as it lives. Processes that started together
+// are numbered by their ranks in the job; a process that joins later gets a new number.
 using PeerId = int;
 
 class OneSided {
  public:
-  // A put or a get has at most so many bytes, so that the engine's lock is free between two of them.
+  // Limit of bytes in one put or get, so that the engine's lock is free between two of them.
   static constexpr size_t kMostBytes = size_t(1) << 20;
-  // Every process has a pool of memory that peers reach; an address is a number of bytes from its beginning on.
+  // Every process has a pool of memory that peers can access. An address is an offset into the pool.
   using Address = uint64_t;
 
   virtual ~OneSided() = default;
 
-  // --- for any thread ---
-  // Memory in this process's pool, aligned to cache lines, or to pages if it is as large as one; nullptr if too little is left.
+  // --- any thread ---
+  // Allocates memory in this process's pool, aligned to cache lines, or to pages if it is at least as large as a page.
+  // Returns nullptr if too little is free.
   virtual void* allocate(size_t bytes) = 0;
   virtual void free(void* memory) = 0;
-  // Where peers find these bytes; nothing if they are not in the pool.
+  // Returns the address of these bytes for peers; nothing if they are not in the pool.
   virtual std::optional<Address> address_of(const void* memory, size_t bytes) const = 0;
 
   // --- with the engine's lock ---
-  // Whether it is known that the peer is there, which has to be so before any of what follows. Else it soon is.
+  // Returns whether the peer is known to run, which the calls below require. If not, this soon becomes known.
   virtual bool may_reach(PeerId peer) = 0;
 
-  // --- the same; they throw Unreachable if the peer has ended, or DistBackendError for what the library reports ---
+  // --- with the engine's lock; these throw Unreachable if the peer has ended, or DistBackendError for errors of the
+  // library ---
   // Begins to write. `data` must not change before flush() has returned.
   virtual void put(PeerId peer, Address to, const void* data, size_t bytes) = 0;
-  // Begins to read. Nothing is there before flush() has returned.
+  // Begins to read. `data` is not valid before flush() has returned.
   virtual void get(PeerId peer, Address from, void* data, size_t bytes) = 0;
-  // Returns when all that began towards this peer is there, whatever the peer does meanwhile.
+  // Returns when all operations that were begun to this peer are complete, whatever the peer does meanwhile.
   virtual void flush(PeerId peer) = 0;
-  // Writes a number, aligned to 8 bytes, and flushes: who sees it there sees all that was flushed before.
+  // Writes a number, aligned to 8 bytes, and flushes. A peer that sees the number also sees all data flushed before.
   void notify(PeerId peer, Address to, uint64_t number) {
     put(peer, to, &number, sizeof(number));
     flush(peer);

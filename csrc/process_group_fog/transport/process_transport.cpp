@@ -10,22 +10,23 @@
 namespace fog {
 namespace {
 
-// What a process of another host sent over MPI may come after the news of its end, which has a connection of its own.
+// Messages that a process of another host sent over MPI may arrive after the news of its end, which has its own
+// connection.
 constexpr auto kDrainTime = std::chrono::milliseconds(50);
-// Data is said to move by RMA so long after a chunk of it has: longer than one takes on a slow link.
+// Data counts as moving by RMA for this time after a chunk has moved; a chunk takes less even on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
-// Data that may wait does so if it is as large as this. A smaller one holds up MPI's own messages for a moment only.
+// Data that may wait for go() does so from this size on. Smaller data delays MPI's own messages only briefly.
 constexpr size_t kLeastWaiting = size_t(1) << 20;
 
 bool is_in_order(const Header& header) {
-  // News of failures and ends wait for nothing.
+  // News of failures and ends do not wait.
   return header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
 }
 
 } // namespace
 
-// What one send() is waiting for.
+// The transfers of one send().
 class ProcessTransport::ToSeveral final : public Outgoing {
  public:
   explicit ToSeveral(size_t bytes) : bytes_(bytes) {}
@@ -59,14 +60,14 @@ class ProcessTransport::ToSeveral final : public Outgoing {
 
   std::shared_ptr<shared_memory::OutgoingStream> stream;
   std::vector<std::shared_ptr<mpi::OutgoingPut>> puts;
-  c10::DataPtr copy; // of the data, where the owner's memory may change
+  c10::DataPtr copy; // a copy of the data if the owner's memory may change
 
  private:
   const size_t bytes_;
-  std::vector<PeerId> readers_; // that are not of the stream
+  std::vector<PeerId> readers_; // peers that do not read the stream
 };
 
-// What this process reads in a peer's arena.
+// Data that this process reads in a peer's arena.
 class ProcessTransport::Mapped final : public Incoming {
  public:
   Mapped(ProcessTransport& transport, PeerId source, const Header& header)
@@ -75,7 +76,7 @@ class ProcessTransport::Mapped final : public Incoming {
         header_(header),
         arena_(transport.links_.arena_of(source)),
         data_(arena_ ? arena_->at(header.address, header.bytes) : nullptr) {
-    if (!arena_) { // it was forgotten meanwhile
+    if (!arena_) { // the peer was forgotten meanwhile
       throw Unreachable(source);
     }
     if (data_ == nullptr) {
@@ -173,7 +174,7 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
   }
   if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ &&
       puts_->reaches(destination)) {
-    return Way::kRemote; // held back or not: what nobody takes stays in its slots
+    return Way::kRemote; // held back or not: the data stays in its slots until it is taken
   }
   if (local && memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
     return Way::kMapped;
@@ -224,8 +225,8 @@ Transport::Sent ProcessTransport::send(
       readers.push_back(destination.peer);
     }
   }
-  // What is small is copied at once, and may change from then on: where it is to be held back it stands for that copy. So does what may
-  // be overwritten, for those that the stream does not tell of.
+  // Small data may change as soon as send() returns, so it is copied if it has to be held back. Data that may be
+  // overwritten is copied for receivers whose progress the stream does not track.
   const bool waits = std::any_of(ways.begin(), ways.end(), [](Way way) { return way != Way::kInline; });
   const bool waits_beside_stream =
       std::any_of(ways.begin(), ways.end(), [](Way way) { return way == Way::kMapped || way == Way::kPayload; });
@@ -256,7 +257,7 @@ Transport::Sent ProcessTransport::send(
         header.address = reinterpret_cast<uintptr_t>(data);
         header.transfer = streams_.next_transfer();
         header.withdrawals = links_.inbox().withdrawals();
-        if (wants_confirm) { // that it was taken says as much
+        if (wants_confirm) { // the kTaken message confirms it too
           header.wants_confirm = 0;
           sent.answered.push_back(peer);
         }
@@ -288,7 +289,8 @@ Transport::Sent ProcessTransport::send(
             break;
           }
         }
-        if (memory == Memory::kOverwritten && !outgoing->copy) { // for puts that got no slots; the others read where they do
+        // for puts that got no slots; other receivers read the original
+        if (memory == Memory::kOverwritten && !outgoing->copy) {
           outgoing->copy = shared_allocator().allocate(header.bytes);
           std::memcpy(outgoing->copy.get(), data, header.bytes);
         }
@@ -325,7 +327,7 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
     case Delivery::kInline:
       break;
   }
-  return nullptr; // it has come with its header
+  return nullptr; // the data came with its header
 }
 
 void ProcessTransport::on_message(PeerId source, const Header& header, const char* data) {
@@ -333,7 +335,7 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
     if (!puts_) {
       refuse_message(source, sizeof(header), "this process has no memory for RMA");
     }
-    if (handler_.has_ended(source)) { // what was lent or borrowed is forgotten
+    if (handler_.has_ended(source)) { // its slots, lent or borrowed, are forgotten
       return;
     }
     if (header.kind == MessageKind::kSlots) {
@@ -354,7 +356,7 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
   switch (header.kind) {
     case MessageKind::kTaken:
       if (const auto found = mapped_.find(header.transfer);
-          found != mapped_.end() && found->second.peer == source) { // else it was withdrawn
+          found != mapped_.end() && found->second.peer == source) { // otherwise it was withdrawn
         auto reading = std::move(found->second);
         mapped_.erase(found);
         end(std::move(reading));
@@ -389,7 +391,7 @@ template <typename Which>
 void ProcessTransport::drop_mapped(bool withdraw, Which&& which) {
   for (auto position = mapped_.begin(); position != mapped_.end();) {
     if (which(position->second)) {
-      released_.push_back(std::move(position->second.owner)); // first, as there may be no memory for it
+      released_.push_back(std::move(position->second.owner)); // first, because there may be no memory for it
       if (withdraw) {
         links_.inbox().withdraw(position->first);
       }
@@ -433,7 +435,7 @@ void ProcessTransport::forget(PeerId peer, uint64_t group) {
 
 void ProcessTransport::forget(PeerId peer) {
   links_.forget(peer);
-  drop_mapped(false, [&](const Reading& reading) { return reading.peer == peer; }); // which reads nothing any more
+  drop_mapped(false, [&](const Reading& reading) { return reading.peer == peer; }); // it reads no more data
   forget(peer, 0);
   if (puts_) {
     puts_->forget(peer);

@@ -1,7 +1,9 @@
-// Between the processes of a job: shared memory on one host, MPI between hosts, by RMA where the fabric moves data by itself, else by messages.
+// The transport between the processes of a job: shared memory on one host, and MPI between hosts, by RMA if the fabric
+// moves data by itself, otherwise by messages.
 //
-// On one host data lies in the sender's arena and is read there, or streams through chunks; where the system allows neither, and for
-// windows, it goes as MPI's payload, behind a header that comes the usual way, so that the order of messages between two ranks stays.
+// On one host data is in the sender's arena and is read there, or it streams through chunks. If the system supports
+// neither, and for windows, the data goes as MPI's payload, but its header takes the usual way, so that the order of
+// messages between two ranks is kept.
 #pragma once
 
 #include <chrono>
@@ -27,7 +29,7 @@ namespace fog {
 
 class ProcessTransport final : public Transport, private MessageHandler, private mpi::Reductions::Losses {
  public:
-  // `links` are settled. `remote_memory` is null where nothing goes by RMA.
+  // `links` are settled. `remote_memory` is null if no data goes by RMA.
   ProcessTransport(
       Runtime& runtime,
       MessageHandler& handler,
@@ -132,7 +134,8 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     PeerId peer;
   };
 
-  // Whether what is sent to `destination` is to stay here: it has asked for that, or too much waits for it as it is.
+  // Returns whether data for `destination` must stay here, because the peer has asked for that or too much data waits
+  // for it already.
   bool holds_back(PeerId destination) const;
   void send_inline(PeerId peer, const Header& header, const void* data);
   Way way_of(PeerId destination, const Header& header, const void* data, Memory memory) const;
@@ -142,7 +145,7 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   void drop_mapped(bool withdraw, Which&& which);
 
   void on_message(PeerId source, const Header& header, const char* data) override;
-  // MPI must not be asked to send anything to a process that has ended, see PeerMonitor.
+  // MPI must not send to a process that has ended, see PeerMonitor.
   bool has_ended(PeerId peer) override {
     return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_->has_ended(peer);
   }
@@ -153,7 +156,7 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     return processes_.ends() + monitor_->ends();
   }
   bool is_lost(PeerId peer) override {
-    // A process of this host ends without waiting until its goodbye was read.
+    // A process of this host ends without waiting until its goodbye has been read.
     return !handler_.is_leaving(peer) && has_ended(peer) && !links_.has_departed(peer);
   }
 
@@ -170,11 +173,11 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   mpi::Reductions reductions_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
-  std::unique_ptr<mpi::PutArrivals> arrivals_; // as well
-  std::unordered_map<uint64_t, Reading> mapped_; // by transfer: what peers read in this process's arena
+  std::unique_ptr<mpi::PutArrivals> arrivals_; // null without remote memory
+  std::unordered_map<uint64_t, Reading> mapped_; // by transfer: data in this process's arena that peers read
   std::unordered_set<PeerId> held_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
-  bool given_up_ = false; // MPI
+  bool given_up_ = false; // MPI cannot be called any more
   std::chrono::steady_clock::time_point put_; // when data moved by RMA last
 };
 

@@ -9,8 +9,8 @@ namespace fog {
 
 class WindowSlice::Entry final : public Timeline::Entry {
  public:
-  Entry(const char* name, std::string arguments, Timeline::Clock::time_point begun)
-      : name_(name), arguments_(std::move(arguments)), begun_(begun), ended_(Timeline::Clock::now()) {}
+  Entry(const char* name, std::string_view arguments, Timeline::Clock::time_point begun)
+      : name_(name), arguments_(Timeline::text(arguments)), begun_(begun), ended_(Timeline::Clock::now()) {}
 
   void write(Timeline::Writer& writer) const override {
     writer.slice(name_, "window", begun_, ended_, arguments_);
@@ -18,7 +18,7 @@ class WindowSlice::Entry final : public Timeline::Entry {
 
  private:
   const char* const name_;
-  const std::string arguments_;
+  const Timeline::Text arguments_;
   const Timeline::Clock::time_point begun_;
   const Timeline::Clock::time_point ended_;
 };
@@ -49,7 +49,7 @@ void WindowSlice::end(const char* name, const std::string& group, const std::str
           std::make_unique<Entry>(
               name,
               c10::str(
-                  "\"group\": ", quoted(group), ", \"window\": ", quoted(window), ", \"ranks\": [", c10::Join(", ", ranks_),
+                  "\"group\": ", json_string(group), ", \"window\": ", json_string(window), ", \"ranks\": [", c10::Join(", ", ranks_),
                   "], \"bytes\": ", bytes_, failed ? ", \"failed\": true" : ""),
               begun_));
     } catch (const std::bad_alloc&) { // it is missing in the timeline

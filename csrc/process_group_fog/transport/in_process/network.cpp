@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kChunkBytes = size_t(16) << 10;
 constexpr size_t kChunksAhead = 4;
-constexpr uint64_t kOwnNumber = uint64_t(1) << 63; // of data that came whole, by the receiver's count
+constexpr uint64_t kOwnNumber = uint64_t(1) << 63; // marks the receiver's own numbers of payloads
 
 } // namespace
 
@@ -54,7 +54,7 @@ std::vector<std::pair<PeerId, InProcessNetwork::Parcel>> InProcessNetwork::take(
     }
     box = parcels.empty() ? boxes.erase(box) : std::next(box);
   }
-  if (options_.most_delay > 0) { // of different senders in any order
+  if (options_.most_delay > 0) { // shuffle, but keep the order of each sender
     std::shuffle(taken.begin(), taken.end(), random_);
     std::map<PeerId, std::deque<Parcel>> in_order;
     std::vector<PeerId> order;
@@ -119,7 +119,7 @@ class InProcessNetwork::Endpoint final : public Transport {
 
   bool poll() override;
   bool must_poll() override {
-    return true; // nothing rings
+    return true; // the doorbell is not rung
   }
   bool sending() const override {
     return !going_.empty();
@@ -158,7 +158,7 @@ class InProcessNetwork::Endpoint final : public Transport {
   MessageHandler& handler_;
   Doorbell bell_ = {};
   std::map<uint64_t, std::shared_ptr<Going>> going_; // by transfer
-  std::map<uint64_t, std::shared_ptr<Coming>> coming_; // by the sender's transfer, which no other has
+  std::map<uint64_t, std::shared_ptr<Coming>> coming_; // by the sender's transfer, unique in the network
   std::set<PeerId> held_;
   std::set<PeerId> seen_lost_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
@@ -166,7 +166,7 @@ class InProcessNetwork::Endpoint final : public Transport {
   uint32_t next_payload_ = 0;
 };
 
-// Data on its way to several.
+// Data on its way to several receivers.
 class InProcessNetwork::Endpoint::Going final : public Outgoing {
  public:
   struct Reader {
@@ -215,7 +215,7 @@ class InProcessNetwork::Endpoint::Going final : public Outgoing {
   const char* data = nullptr;
   size_t bytes = 0;
   bool chunked = false;
-  std::vector<char> copy; // of what may change
+  std::vector<char> copy; // of data that may change
   std::vector<Reader> readers;
   std::shared_ptr<TransferOwner> owner;
 
@@ -343,7 +343,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
     header.transfer = memory == Memory::kMessages ? header.transfer : going->transfer;
     header.address = memory == Memory::kMessages ? header.address : reinterpret_cast<uintptr_t>(going->data);
     Parcel parcel{header, nullptr};
-    if (memory == Memory::kMessages) { // the header's fields are the caller's: the data comes along
+    if (memory == Memory::kMessages) { // the fields of the header belong to the caller, so the data is in the parcel
       parcel.data = std::make_shared<std::vector<char>>(going->data, going->data + going->bytes);
       going->readers.back().taken = going->bytes;
     }
@@ -392,7 +392,7 @@ void InProcessNetwork::Endpoint::on_taken(PeerId source, const Header& header) {
   }
   if (owner) {
     owner->on_progress();
-    released_.push_back(owner); // not to be released with the lock
+    released_.push_back(owner); // must not be released under the lock
   }
 }
 
@@ -479,7 +479,7 @@ void InProcessNetwork::Endpoint::withdraw_group(uint64_t group) {
 }
 
 void InProcessNetwork::Endpoint::forget(PeerId peer, uint64_t group) {
-  if (group == 0) { // what a lost process has not got has not been sent
+  if (group == 0) { // data that a lost process has not received was not sent
     return;
   }
   for (const auto& [transfer, going] : std::map<uint64_t, std::shared_ptr<Going>>(going_)) {

@@ -1,8 +1,9 @@
-// Processes that are none: engines of one process that exchange messages through its memory.
+// A network of virtual ranks: engines in one process that exchange messages through its memory.
 //
-// For tests of algorithms, agreement and failures with hundreds of ranks in one process. Messages between two ranks keep their order, as
-// everywhere; those of different pairs may overtake each other, be late, and a rank may be lost. Large data is read where it is, or comes
-// in chunks, by turns, so that both ways are tried.
+// It is for tests of algorithms, agreement and failures with hundreds of ranks in one process. Messages between two
+// ranks keep their order, as on every transport. Messages of different pairs may overtake each other or be late, and a
+// rank may be lost. Large data alternates between being read in place and arriving in chunks, so that tests cover both
+// ways.
 #pragma once
 
 #include <cstdint>
@@ -25,14 +26,14 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
  public:
   struct Options {
     uint64_t seed = 0;
-    unsigned most_delay = 0; // looks of the receiver for news that a message may be late
+    unsigned most_delay = 0; // the number of receiver polls by which a message may be late
   };
 
   InProcessNetwork(int size, Options options);
-  // That of process `self`, whose messages `handler` takes.
+  // Returns the transport of process `self`; `handler` receives its messages.
   std::unique_ptr<Transport> connect(PeerId self, MessageHandler& handler);
 
-  // `peer` ends without a goodbye: it takes and sends nothing any more. The others see it if it is `noticed`.
+  // Ends `peer` without a goodbye: it receives and sends nothing any more. The others notice this only if `noticed`.
   void lose(PeerId peer, bool noticed) {
     const std::lock_guard<std::mutex> lock(mutex_);
     lost_.insert(peer);
@@ -44,12 +45,12 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     }
     boxes_[static_cast<size_t>(peer)].clear();
   }
-  // Messages that have not been taken.
+  // Returns the number of messages that have not been received.
   size_t in_flight() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return in_flight_;
   }
-  // Has recorded() remember what leaves from now on, message by message.
+  // From now on recorded() contains each message.
   void record() {
     const std::lock_guard<std::mutex> lock(mutex_);
     recording_.start();
@@ -64,8 +65,8 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   struct Parcel {
     Header header;
     std::shared_ptr<std::vector<char>> data; // behind the header, or of a chunk
-    uint64_t due = 0; // look of the receiver
-    uint64_t number = 0; // of all
+    uint64_t due = 0; // the receiver's poll from which it is visible
+    uint64_t number = 0; // unique in the network
     uint64_t message = Recording::kNone;
   };
 
@@ -74,20 +75,20 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     const std::lock_guard<std::mutex> lock(mutex_);
     recording_.arrived(message);
   }
-  // What has come for `to`, each sender's in order.
+  // Returns the messages that have arrived for `to`, in the order of each sender.
   std::vector<std::pair<PeerId, Parcel>> take(PeerId to);
 
   const int size_;
   const Options options_;
-  mutable std::mutex mutex_; // guards what follows
+  mutable std::mutex mutex_; // guards the members below
   std::mt19937_64 random_;
-  std::vector<std::map<PeerId, std::deque<Parcel>>> boxes_; // by receiver, by sender; none is empty
-  std::vector<uint64_t> looks_; // by receiver
+  std::vector<std::map<PeerId, std::deque<Parcel>>> boxes_; // by receiver and sender; no queue is empty
+  std::vector<uint64_t> looks_; // polls so far, by receiver
   std::set<PeerId> lost_;
-  std::set<PeerId> noticed_; // of those
+  std::set<PeerId> noticed_; // subset of lost_
   std::unordered_set<uint64_t> standing_; // transfers that have not been withdrawn
   uint64_t next_transfer_ = 1;
-  uint64_t parcels_ = 0; // ever
+  uint64_t parcels_ = 0; // number of parcels so far
   size_t in_flight_ = 0;
   Recording recording_;
 };

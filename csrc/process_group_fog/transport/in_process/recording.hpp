@@ -1,7 +1,7 @@
-// What ranks of one process have sent to each other: how much, and, once it is asked for, which message left after which others had come.
+// Messages that ranks of one process have sent to each other: totals, and on request each message with its order.
 //
-// A network model can replay this. One run shows an order of events, and not only what an operation needs: what stands in all of several
-// runs with different delays is what it needs.
+// A network model can replay the order. One run shows an order of events, but not what an operation requires. The order that
+// is the same in several runs with different delays is what it requires.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace fog {
 
-// The network's lock guards it.
+// The caller holds the lock of the network.
 class Recording {
  public:
-  // Of operations, with the bytes that they are of, from rank to rank.
+  // Messages of operations and their bytes, from one rank to another.
   struct Sent {
     uint64_t messages = 0;
     uint64_t bytes = 0;
@@ -25,15 +25,15 @@ class Recording {
     int from;
     int to;
     uint64_t bytes;
-    uint64_t operation; // its key within the group
-    unsigned step; // which message of the operation between these two ranks
-    uint64_t arrived_before; // so many of the messages to `from` had come as a whole when it left
+    uint64_t operation; // key of the operation in its group
+    unsigned step; // number of the message between these two ranks, in its operation
+    uint64_t arrived_before; // number of messages that had completely arrived at `from` when it left
   };
   static constexpr uint64_t kNone = ~uint64_t(0);
 
   explicit Recording(int size) : arrivals_(static_cast<size_t>(size)), failures_told_(static_cast<size_t>(size), 0) {}
 
-  // Remembers messages from now on, and forgets those of before.
+  // Records each message from now on and drops earlier ones.
   void start() {
     ++start_;
     is_on_ = true;
@@ -43,11 +43,11 @@ class Recording {
     }
   }
 
-  // A message is to leave, and may be lost.
+  // Counts a message that may be lost on its way.
   void tried(int from, const Header& header) {
     failures_told_[static_cast<size_t>(from)] += header.kind == MessageKind::kError ? 1 : 0;
   }
-  // Which message this is; kNone for those that carry no data of an operation, and where messages are not remembered.
+  // Returns a number for the message; kNone if it has no data of an operation, or if messages are not recorded.
   uint64_t left(int from, int to, const Header& header) {
     if (header.kind != MessageKind::kData && header.kind != MessageKind::kPointToPoint) {
       return kNone;
@@ -60,7 +60,7 @@ class Recording {
     messages_.push_back({from, to, header.bytes, header.key, header.step, arrivals_[static_cast<size_t>(from)].size()});
     return start_ << 32 | (messages_.size() - 1);
   }
-  // It has come as a whole.
+  // The message with this number has completely arrived.
   void arrived(uint64_t message) {
     if (message != kNone && message >> 32 == start_) {
       const uint64_t place = message & 0xffffffff;
@@ -71,22 +71,22 @@ class Recording {
   const std::map<std::pair<int, int>, Sent>& sent() const {
     return sent_;
   }
-  // Messages that tell of failures, by sender.
+  // Number of messages that report failures, by sender.
   const std::vector<uint64_t>& failures_told() const {
     return failures_told_;
   }
-  // In the order in which they left.
+  // Messages in the order in which they left.
   const std::vector<Message>& messages() const {
     return messages_;
   }
-  // Their places in messages(), by receiver, in the order in which they came.
+  // Indices in messages(), by receiver, in the order of arrival.
   const std::vector<std::vector<uint64_t>>& arrivals() const {
     return arrivals_;
   }
 
  private:
   bool is_on_ = false;
-  uint64_t start_ = 0; // how often messages were forgotten: those of before may still arrive
+  uint64_t start_ = 0; // number of calls of start(); earlier messages may still arrive
   std::vector<Message> messages_;
   std::vector<std::vector<uint64_t>> arrivals_;
   std::map<std::pair<int, int>, Sent> sent_;

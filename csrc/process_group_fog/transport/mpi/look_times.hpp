@@ -1,7 +1,8 @@
-// Whether a look at MPI moved data, told by how long it took.
+// Estimates from the duration of a look at MPI whether it moved data.
 //
-// MPI says of a part that it has come, or gone, not that some of it has: over TCP a part of 4 MiB takes 34 ms on a link of 1 Gbit/s, and
-// each look moves what has come meanwhile. One that finds nothing takes 0.5 to 1.6 us, one that moves anything 10 us and more.
+// MPI reports that a part has been received or sent as a whole, but not that some of it has. Over TCP a part of 4 MiB
+// takes 34 ms on a link of 1 Gbit/s, and each look moves the bytes that have arrived meanwhile. A look without data
+// takes 0.5 to 1.6 us, and a look that moves data 10 us or more.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +14,11 @@ class LookTimes {
  public:
   using Duration = std::chrono::steady_clock::duration;
 
-  // Whether the look that took `time` has moved something.
+  // Returns whether the look that took `time` has moved data.
   bool has_moved(Duration time) {
     const bool moved = time > kLonger * idle_;
-    // It rises slowly, for what makes all looks longer: more requests, say. Or each of them would be taken for one that moves data.
+    // The estimate rises slowly, to follow causes that make all looks longer, such as more requests. Otherwise each of
+    // them would count as a look that moves data.
     idle_ = std::min(time, idle_ + idle_ / kRise + Duration(1));
     return moved;
   }
@@ -25,7 +27,7 @@ class LookTimes {
   static constexpr int kLonger = 4;
   static constexpr int kRise = 1024;
 
-  Duration idle_ = std::chrono::seconds(1); // what a look takes that moves nothing; falls at the first one
+  Duration idle_ = std::chrono::seconds(1); // the duration of a look that moves nothing; falls at the first look
 };
 
 } // namespace fog::mpi

@@ -41,13 +41,13 @@ void Messages::Data::on_part(size_t part, const std::string& error) {
 void Messages::Data::go_on() {
   try {
     start();
-  } catch (const Unreachable&) { // whoever waits for it hears of the loss
+  } catch (const Unreachable&) { // the waiting operation is told of the loss
     stop();
   } catch (const std::exception& failure) {
     if (messages_.watchdog_.broken()) {
       throw;
     }
-    stop(); // it is this transfer's failure
+    stop(); // the failure belongs to this transfer only
     on_complete(started_, message_of(failure));
   }
   if (in_flight_ == 0 && (started_ == parts() || stopped_)) {
@@ -79,7 +79,7 @@ class Messages::OutgoingData final : public Data {
     return held_ ? "MPI_Issend" : "MPI_Isend";
   }
   int call(char* place, int count, int peer, int tag, MPI_Comm comm, MPI_Request* request) override {
-    // MPI may call what it has taken sent: if it is to be held back that has to wait for the receiver.
+    // MPI may report a message as sent once it has buffered it. A held message must wait for its receiver.
     return (held_ ? api().Issend : api().Isend)(place, count, MPI_BYTE, peer, tag, comm, request);
   }
   void on_complete(size_t part, const std::string& error) override {
@@ -88,7 +88,8 @@ class Messages::OutgoingData final : public Data {
     }
   }
   void on_end() override {
-    if (is_complete() || !error_.empty()) { // else it was withdrawn, or its receiver is lost: it has not been sent
+    // otherwise it was withdrawn or its receiver is lost, and it has not been sent
+    if (is_complete() || !error_.empty()) {
       sent_(error_);
     }
   }
@@ -99,7 +100,7 @@ class Messages::OutgoingData final : public Data {
   std::string error_;
 };
 
-// To its place, or through a few parts' memory where it is to be read.
+// Data that is received directly into its place, or through memory of a few parts where the owner reads it.
 class Messages::IncomingData final : public Data, public Incoming {
  public:
   IncomingData(Messages& messages, PeerId peer, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner)
@@ -118,7 +119,8 @@ class Messages::IncomingData final : public Data, public Incoming {
     messages_.coming_.erase(this);
   }
 
-  // If it is for `owner`, who reads nothing any more: what has been sent has to come all the same, or MPI would hold it for ever.
+  // If `owner`, which reads no more data, is the receiver: receives the rest of the data anyway, because MPI would keep
+  // it forever.
   void drain_for(const TransferOwner& owner) {
     if (listener_.lock().get() == &owner && !draining_) {
       draining_ = true;
@@ -167,7 +169,7 @@ class Messages::IncomingData final : public Data, public Incoming {
       error = error_text;
     }
     complete_[part] = error_text.empty();
-    while (come_ < complete_.size() && complete_[come_]) { // what has come without a gap
+    while (come_ < complete_.size() && complete_[come_]) { // advance over the parts that have arrived without a gap
       ++come_;
     }
     if (const auto owner = listener_.lock()) {
@@ -175,10 +177,11 @@ class Messages::IncomingData final : public Data, public Incoming {
     }
   }
 
-  // The owner keeps this, so this keeps the owner only while MPI is at its memory.
+  // A weak pointer, because the owner holds this object. This object holds the owner only while MPI accesses its
+  // memory.
   const std::weak_ptr<TransferOwner> listener_;
   char* const place_;
-  std::vector<bool> complete_; // parts
+  std::vector<bool> complete_; // by part
   size_t come_ = 0;
   const size_t memory_parts_;
   c10::DataPtr memory_;
@@ -243,7 +246,7 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
   const size_t length = sizeof(header) + bytes;
   auto& unsent = unsent_[destination];
   const bool held = holds(destination);
-  check_reachable(destination); // now, as that may have shown its end
+  check_reachable(destination); // now, because holds() may have noticed its end
   if (held) {
     unsent += buffer->size();
     held_[destination].push_back({std::move(buffer), length, nullptr});
@@ -294,7 +297,7 @@ bool Messages::send_held() {
         continue;
       }
       unsent_[destination] -= message.buffer->size();
-      if (handler_.has_ended(destination)) { // whoever waits for it hears of the loss
+      if (handler_.has_ended(destination)) { // the waiting operation is told of the loss
         give_buffer(std::move(message.buffer));
       } else {
         send_now(destination, std::move(message.buffer), message.length);
@@ -352,7 +355,7 @@ std::shared_ptr<Incoming> Messages::receive(
 }
 
 void Messages::abandon(const TransferOwner& owner) {
-  go(owner, std::nullopt); // its receivers may have been told of it, and MPI would hold their receives for ever
+  go(owner, std::nullopt); // the receivers may know of the data already, and MPI would keep their receives forever
   const auto all = coming_;
   for (auto* data : all) {
     data->drain_for(owner);

@@ -1,7 +1,7 @@
-// Messages over MPI point-to-point: to other hosts, and wherever memory cannot be shared.
+// Messages over MPI point-to-point: to other hosts, and to ranks with which memory cannot be shared.
 //
-// A header, with small data behind it, is a message of its own, probed for. Large data follows on a tag of its own, in parts: what has
-// come can be used while the rest is on its way, and no more than some parts are with MPI at any time.
+// A header, with small data behind it, is one message, found by a probe. Large data follows with its own tag, in parts:
+// received parts can be used while the rest is on its way, and MPI has only a few parts at a time.
 #pragma once
 
 #include <chrono>
@@ -31,15 +31,15 @@ class Messages {
   Messages(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
   ~Messages();
 
-  // Who is to hear how it ends that a peer does not read memory any more; an empty text is success.
+  // Called when a peer no longer reads the memory. An empty text means success.
   using Sent = std::function<void(const std::string& error)>;
 
-  // A header with data, which is copied, or with none.
+  // Sends a header with a copy of the data, or without data.
   void send(PeerId destination, const Header& header, const void* data, size_t bytes);
-  // Number for the data of a message, one after the other: a receiver may take those of one sender in any order.
+  // Returns the next tag for the data of a message, so that a receiver may take the data of one sender in any order.
   uint32_t next_tag(PeerId destination);
-  // Data of a message with that tag. `held`: MPI is not to call it sent before the receiver has asked for it. `waits`: MPI gets it when
-  // go() says so.
+  // Sends the data of a message with that tag. `held`: MPI must not report it as sent before the receiver has asked for
+  // it. `waits`: MPI gets it only after go().
   void send_data(
       PeerId destination,
       uint32_t tag,
@@ -49,22 +49,23 @@ class Messages {
       bool waits,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent);
-  // What `owner` sends, to that peer if there is one, waits no more for a go.
+  // Starts the transfers of `owner` that wait for go(), all or those to one peer.
   void go(const TransferOwner& owner, std::optional<PeerId> destination);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
-  // Looks after a request that somebody else has begun, after make_room(). `large`: of data that may take a while.
+  // Tracks a request that another part has begun after make_room(). `large`: its data may take a while.
   void follow(MPI_Request request, bool large, Sent ended);
-  // MPI must not be at memory that nobody keeps: before a transfer starts there is room for it, so that track() cannot fail.
+  // Reserves room for one transfer before it starts, so that track() cannot fail: otherwise MPI could access memory
+  // that is not kept alive.
   void make_room();
-  // Others may send to that peer, or get from there.
+  // Records that other parts may send to that peer or get from it.
   void speak_with(PeerId peer) {
     unsent_[peer];
   }
-  // `owner` reads nothing any more.
+  // Tells that `owner` reads no more data.
   void abandon(const TransferOwner& owner);
 
   bool poll();
-  // Something has been sent to this host's ranks: MPI may call it sent and still hold it, so it is looked after a while longer.
+  // Keeps polling for a while after a message to ranks of this host: MPI may report it as sent and still hold it.
   void look_further() {
     polled_until_ = Clock::now() + kPolledFurther;
   }
@@ -74,27 +75,27 @@ class Messages {
   bool sending() const {
     return sending_ > 0 || (!given_up_ && (!held_.empty() || polls_further()));
   }
-  // Whether anything went there, or came from there.
+  // Returns whether any message has gone to that peer or come from it.
   bool has_spoken_with(PeerId peer) const {
     return unsent_.count(peer) > 0 || arriving_.count(peer) > 0;
   }
-  // Bytes of small messages to a peer that MPI still reads.
+  // Returns the bytes of small messages to a peer that MPI still reads.
   size_t unsent(PeerId destination) const {
     const auto found = unsent_.find(destination);
     return found == unsent_.end() ? 0 : found->second;
   }
-  // Whether data is on its way in parts; whether some of it moved at the last look.
+  // in_parts(): data is on its way in parts. moved(): some of it moved at the last look.
   bool in_parts() const {
     return parts_ > 0;
   }
   bool moved() const {
     return moved_;
   }
-  // Whether a call of MPI has not returned, so that no other can follow.
+  // Returns whether a call of MPI has not returned, so that no other call can follow.
   bool broken() const {
     return watchdog_.broken();
   }
-  // MPI cannot be called any more. False if that was known.
+  // Records that MPI cannot be called any more. Returns false if this was known.
   bool give_up();
   std::vector<std::shared_ptr<TransferOwner>>& released() {
     return released_;
@@ -109,22 +110,22 @@ class Messages {
   class Data;
   class OutgoingData;
   class IncomingData;
-  // What one request of MPI is for.
+  // The purpose of one MPI request.
   struct Transfer {
-    std::unique_ptr<Buffer> buffer; // of a small message; or
-    std::shared_ptr<Data> data; // a part of this
+    std::unique_ptr<Buffer> buffer; // for a small message
+    std::shared_ptr<Data> data; // for a part of data
     size_t part = 0;
     PeerId destination = -1; // of a small message
-    Sent ended = nullptr; // of what is somebody else's
-    bool large = false; // that
+    Sent ended = nullptr; // for a request of another part
+    bool large = false; // that request has large data
 
     bool is_data() const {
       return data || large;
     }
   };
-  // What goes to a peer of which it is not known yet whether it is there: MPI must not be asked to send to one that has ended.
+  // A message to a peer of which it is not known yet whether it runs. MPI must not send to a process that has ended.
   struct Held {
-    std::unique_ptr<Buffer> buffer; // of a small message; or
+    std::unique_ptr<Buffer> buffer; // of a small message; null if `data` is set
     size_t length = 0;
     std::shared_ptr<Data> data;
   };
@@ -138,10 +139,10 @@ class Messages {
     return polled_until_ != Clock::time_point() && Clock::now() < polled_until_;
   }
   int mpi_rank(PeerId peer) const {
-    return peer; // all processes of the job have started as MPI's world; one that joins later cannot be reached by MPI
+    return peer; // all processes of the job have started as MPI's world; MPI cannot reach a process that joins later
   }
   void check_reachable(PeerId destination) const;
-  // Whether what goes there is to be held, behind what is held already.
+  // Returns whether messages to that peer must be held, for order behind those that are held already.
   bool holds(PeerId destination) const {
     return held_.count(destination) > 0 || !handler_.may_send(destination);
   }
@@ -162,7 +163,7 @@ class Messages {
   Clock::time_point polled_until_;
   std::vector<std::unique_ptr<Buffer>> buffers_;
   std::unordered_map<PeerId, uint32_t> tags_;
-  std::unordered_map<PeerId, std::deque<Arriving>> arriving_; // messages whose data is not here yet, in order
+  std::unordered_map<PeerId, std::deque<Arriving>> arriving_; // messages with MPI still receiving, in order
   std::vector<PeerId> sources_waiting_;
   std::vector<MPI_Request> requests_;
   std::vector<Transfer> transfers_;
@@ -172,15 +173,15 @@ class Messages {
   std::vector<std::pair<Transfer, int>> ended_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   size_t sending_ = 0;
-  size_t parts_ = 0; // of data, with MPI
+  size_t parts_ = 0; // parts of data that MPI has
   LookTimes look_times_;
   bool moved_ = false;
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
   std::unordered_set<IncomingData*> coming_;
-  std::unordered_map<PeerId, std::vector<Held>> held_; // none is empty
-  std::vector<std::shared_ptr<Data>> deferred_; // which MPI has not got yet
-  std::vector<Transfer> lost_transfers_; // whose memory MPI may use for ever
+  std::unordered_map<PeerId, std::vector<Held>> held_; // no queue is empty
+  std::vector<std::shared_ptr<Data>> deferred_; // data that MPI has not got yet
+  std::vector<Transfer> lost_transfers_; // transfers whose memory MPI may use forever
 };
 
 } // namespace fog::mpi

@@ -1,4 +1,4 @@
-// Data of one message over MPI, in parts.
+// The data of one message over MPI, in parts.
 #pragma once
 
 #include <algorithm>
@@ -10,26 +10,27 @@
 
 namespace fog::mpi {
 
-// They are so large that UCX's TCP brings them straight to their place; up to some 3 MB it sends eagerly and copies once more, which took
-// 1.3 times as long for 16 MiB.
+// Parts are so large that UCX's TCP writes them directly to their place. Up to about 3 MB it sends eagerly and copies
+// once more, which took 1.3 times as long for 16 MiB.
 inline constexpr size_t kPartBytes = size_t(4) << 20;
-// Parts of one message's data that MPI has at a time to receive: enough for the fastest link, few enough that memory for them is little.
+// The number of parts of one message that MPI receives at a time: enough for the fastest link, with little memory.
 inline constexpr size_t kPartsAtOnce = 4;
-// And to send, which takes no memory, but a look costs more with many. MPI offers a part to its receiver before it sends it, and the offer of
-// a part that it gets late comes behind all the data before it, on the same connection: with 4 of them the link then was idle until the
-// receiver had asked, and 64 MiB both ways at 1 Gbit/s took 0.98 s in place of 0.57.
+// The number of parts that MPI sends at a time. They need no memory, but many of them make each look slower. MPI offers
+// a part to its receiver before it sends it, and a late offer queues behind all earlier data on the same connection.
+// With 4 parts the link was idle until the receiver had asked, and 64 MiB in both directions at 1 Gbit/s took 0.98 s
+// instead of 0.57 s.
 inline constexpr size_t kPartsOutAtOnce = 32;
 
-// Data that goes or comes in parts.
+// Data that is sent or received in parts.
 class Messages::Data : public std::enable_shared_from_this<Data> {
  public:
   Data(Messages& messages, PeerId peer, uint32_t tag, size_t bytes, const std::shared_ptr<TransferOwner>& owner, bool goes_out)
       : bytes(bytes), goes_out(goes_out), messages_(messages), peer_(peer), tag_(static_cast<int>(tag)), owner_(owner) {}
   virtual ~Data() = default;
 
-  // Hands parts to MPI, as many as may be there.
+  // Hands parts to MPI, up to the limit.
   void start();
-  // The same of a transfer that others have begun; whatever goes wrong is its own failure.
+  // Does the same for a transfer that was started earlier. Errors become failures of this transfer.
   void go_on();
   void on_part(size_t part, const std::string& error);
   const std::shared_ptr<TransferOwner>& owner() const {
@@ -49,7 +50,7 @@ class Messages::Data : public std::enable_shared_from_this<Data> {
   size_t parts() const {
     return (bytes + kPartBytes - 1) / kPartBytes;
   }
-  // Where the next part is.
+  // Returns the address of this part.
   virtual char* place_of(size_t part) = 0;
   virtual bool may_start(size_t part) const {
     return in_flight_ < (goes_out ? kPartsOutAtOnce : kPartsAtOnce);
@@ -57,14 +58,14 @@ class Messages::Data : public std::enable_shared_from_this<Data> {
   virtual const char* call_name() const = 0;
   virtual int call(char* place, int count, int peer, int tag, MPI_Comm comm, MPI_Request* request) = 0;
   virtual void on_complete(size_t part, const std::string& error) = 0;
-  // MPI has no part of it any more, and gets none.
+  // Called when MPI has no part of it any more and will get none.
   virtual void on_end() {}
   bool is_complete() const {
     return in_flight_ == 0 && started_ == parts();
   }
 
   Messages& messages_;
-  size_t started_ = 0; // parts
+  size_t started_ = 0; // number of parts
   size_t in_flight_ = 0;
 
  private:

@@ -1,4 +1,4 @@
-// What has come over MPI, and what has gone.
+// Polling of MPI: arrived messages and completed transfers.
 #include <algorithm>
 
 #include "transport/mpi/messages.hpp"
@@ -7,7 +7,7 @@
 namespace fog::mpi {
 namespace {
 
-// Messages handled in one poll: enough to empty a burst, few enough to look at everything else soon.
+// Messages handled in one poll: enough to empty a burst, and few enough to return to other work soon.
 constexpr int kMessagesPerPoll = 16;
 
 } // namespace
@@ -42,7 +42,7 @@ bool Messages::poll_messages() {
     }
     auto& queue = arriving_[source];
     sources_waiting_.reserve(arriving_.size());
-    queue.push_back({MPI_REQUEST_NULL, take_buffer(), static_cast<size_t>(length)}); // kept before MPI writes to it
+    queue.push_back({MPI_REQUEST_NULL, take_buffer(), static_cast<size_t>(length)}); // queued before MPI writes to it
     const auto receive = [&] { return api().Imrecv(queue.back().buffer->data(), length, MPI_BYTE, &message, &queue.back().request); };
     const int code = watchdog_.call("MPI_Imrecv", source, receive);
     if (code != MPI_SUCCESS) {
@@ -69,7 +69,7 @@ bool Messages::poll_messages() {
   return progressed;
 }
 
-// Delivers what has come from `source`, in the order in which it was sent.
+// Delivers the messages that have arrived from `source`, in the order in which they were sent.
 bool Messages::drain(PeerId source) {
   bool progressed = false;
   auto& queue = arriving_[source];
@@ -95,7 +95,7 @@ bool Messages::poll_transfers() {
   const int count = static_cast<int>(requests_.size());
   indices_.resize(requests_.size());
   statuses_.resize(requests_.size());
-  done_.reserve(requests_.size()); // now: MPI says once what is complete
+  done_.reserve(requests_.size()); // in advance: MPI reports a completion only once
   ended_.reserve(requests_.size());
   released_.reserve(released_.size() + requests_.size());
   int completed = 0;
@@ -111,7 +111,8 @@ bool Messages::poll_transfers() {
   for (int i = 0; i < completed; ++i) {
     done_.emplace_back(indices_[i], code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS);
   }
-  std::sort(done_.rbegin(), done_.rend()); // from the back, so that filling a gap from there never moves one of these
+  // from the back, so that moving the last entry into a gap never moves one of these
+  std::sort(done_.rbegin(), done_.rend());
   for (const auto& [position, error] : done_) {
     const auto index = static_cast<size_t>(position);
     ended_.emplace_back(std::move(transfers_[index]), error);
@@ -122,7 +123,7 @@ bool Messages::poll_transfers() {
     }
     transfers_.pop_back();
   }
-  std::exception_ptr failure; // that of one owner must not keep the others from hearing of theirs
+  std::exception_ptr failure; // a failure of one owner must not keep the others from being told of theirs
   auto ended = std::move(ended_); // a part that ends may start another
   for (auto& [transfer, error] : ended) {
     sending_ -= !transfer.data || transfer.data->goes_out ? 1 : 0;

@@ -13,7 +13,7 @@
 namespace fog::mpi {
 namespace {
 
-// Transfers of this process whose receivers have not taken all.
+// Limit of transfers whose receivers have not taken everything.
 constexpr size_t kCredits = 1024;
 
 } // namespace
@@ -74,7 +74,7 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
   }
   try {
     messages_.send(peer, header, nullptr, 0);
-  } catch (...) { // its receiver does not know of it
+  } catch (...) { // the receiver does not know of it
     put->ended_ = nullptr;
     put->owner_ = nullptr;
     std::fill_n(granted.taken.begin() + static_cast<ptrdiff_t>(put->first_slot_), put->slots_, false);
@@ -94,7 +94,7 @@ bool NotifiedPuts::place(OutgoingPut& put, Granted& granted) {
   resting_.remove_if([this](const auto& resting) { return settle(*resting); });
   const size_t slots = granted.taken.size();
   const auto free = static_cast<size_t>(std::count(granted.taken.begin(), granted.taken.end(), false));
-  // Not all that is free: the next transfer may not wait for this one.
+  // Leaves some free slots, so that the next transfer does not have to wait for this one.
   const size_t wanted = std::min(chunks_of(put.bytes_), std::max<size_t>(free / 2, 1));
   for (size_t begin = 0; begin < slots;) {
     size_t end = begin;
@@ -128,24 +128,24 @@ void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
     std::memcpy(put->copy_.get(), data, put->bytes_);
     data = put->copy_.get();
   }
-  // The copy is kept by `put`, which the end keeps.
+  // `put` holds the copy, and the callback holds `put`.
   const auto ended = [put, ended = put->ended_](const std::string& error) {
     put->done_ = true;
     ended(error);
   };
   messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, false, put->owner_, ended);
-  put->ended_ = nullptr; // it keeps the sender, who keeps the put
+  put->ended_ = nullptr; // it holds the sender, which holds the put
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
   }
-  resting_.push_back(put); // until its receiver has said its last word
+  resting_.push_back(put); // until its receiver has sent the final credit
 }
 
 template <typename Act>
 void NotifiedPuts::attempt(OutgoingPut& put, Act&& act) {
   try {
     act();
-  } catch (const Unreachable&) { // whoever waits for it hears of the loss
+  } catch (const Unreachable&) { // the waiting operation is told of the loss
     end(put, std::nullopt);
   } catch (const std::exception& failure) {
     if (messages_.broken()) {
@@ -167,7 +167,7 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
   granted.taken.assign(header.chunk, false);
   granted.state = header.chunk > 0 ? Granted::State::kHas : Granted::State::kRefused;
   for (const auto& put : std::exchange(granted.waiting, {})) {
-    if (put->done_) { // withdrawn: only its receiver's last word is missing
+    if (put->done_) { // withdrawn: only the receiver's final credit is missing
       continue;
     }
     attempt(*put, [&] {
@@ -188,7 +188,7 @@ bool NotifiedPuts::step(OutgoingPut& put) {
   size_t taken = 0;
   if (word >> kCountBits == put.transfer_) {
     taken = word & kAll;
-    if (taken == kAll) { // its receiver does not want the rest
+    if (taken == kAll) { // the receiver does not want the rest
       end(put, "");
       return true;
     }
@@ -199,7 +199,7 @@ bool NotifiedPuts::step(OutgoingPut& put) {
   if (!may_go()) {
     return false;
   }
-  // The version of the chunk before goes along with this one's data: one flush less.
+  // The version of the previous chunk goes together with this chunk's data, which saves a flush.
   const size_t chunk = put.chunks_put_;
   const uint64_t before = word_of(put.transfer_, chunk);
   if (put.chunks_published_ < chunk) {
@@ -226,7 +226,7 @@ bool NotifiedPuts::step(OutgoingPut& put) {
 
 void NotifiedPuts::end(OutgoingPut& put, const std::optional<std::string>& error) {
   put.done_ = true;
-  if (const auto ended = std::exchange(put.ended_, nullptr); ended && error) { // not kept, as it keeps the sender
+  if (const auto ended = std::exchange(put.ended_, nullptr); ended && error) { // not kept, because it holds the sender
     ended(*error);
   }
   if (put.owner_) {
@@ -275,7 +275,7 @@ void NotifiedPuts::forget(PeerId peer) {
     if (!put->done_) {
       end(*put, std::nullopt);
     }
-    return true; // and nobody gets its credit: a host that is merely silent may still write there
+    return true; // its credit is not reused: a host that is only silent may still write there
   };
   going_.remove_if(drop);
   resting_.remove_if(drop);
@@ -289,7 +289,7 @@ void NotifiedPuts::forget(PeerId peer) {
 
 bool NotifiedPuts::poll() {
   bool progressed = false;
-  // One chunk a round, so that the engine's lock is free between two; whose turn it was is the last next time.
+  // One chunk per round, so that the engine's lock is free between two chunks. Transfers take turns.
   for (size_t left = going_.size(); left > 0 && !progressed; --left) {
     const auto put = going_.front();
     attempt(*put, [&] { progressed = step(*put); });

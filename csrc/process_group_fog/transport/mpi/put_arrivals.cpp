@@ -12,14 +12,14 @@
 namespace fog::mpi {
 namespace {
 
-// What a peer gets at most, and what part of the free pool.
+// A peer gets at most this part of the free pool.
 constexpr size_t kPartOfPool = 4;
-// All peers together get this part of the pool: the rest is for windows.
+// All peers together get at most this part of the pool; the rest is for windows.
 constexpr size_t kPartForSlots = 2;
 
 } // namespace
 
-// What comes from a peer, from its header on.
+// The data of one transfer from a peer.
 class PutArrivals::Arrival final : public Incoming {
  public:
   Arrival(PutArrivals& arrivals, PeerId its_source, const Header& its_header)
@@ -57,16 +57,16 @@ class PutArrivals::Arrival final : public Incoming {
         all_.say_taken(*this, taken);
       }
     }
-    return true; // slots that have not been taken are not filled again
+    return true; // a slot is filled again only after its chunk was taken
   }
 
-  // Its data is in those slots.
+  // Sets the slots that hold its data.
   void place(const Lent& lent, size_t first, size_t slots) {
     lent_ = lent;
     first_ = first;
     slots_ = slots;
   }
-  // Looks for chunks that have come; true if there are any.
+  // Checks for arrived chunks. Returns true if there are new ones.
   bool look() {
     if (payload) {
       error = payload->error;
@@ -82,9 +82,9 @@ class PutArrivals::Arrival final : public Incoming {
 
   const PeerId source;
   const Header header;
-  std::shared_ptr<Incoming> payload; // its data comes by messages after all
+  std::shared_ptr<Incoming> payload; // set if its data comes by messages after all
   bool goes_by_message = false;
-  bool listens = false; // somebody takes it
+  bool listens = false; // an operation receives it
   std::weak_ptr<TransferOwner> listener;
 
  private:
@@ -99,7 +99,7 @@ class PutArrivals::Arrival final : public Incoming {
   Lent lent_;
   size_t first_ = 0;
   size_t slots_ = 0;
-  size_t come_ = 0; // chunks
+  size_t come_ = 0; // number of chunks
   size_t taken_ = 0;
 };
 
@@ -129,7 +129,7 @@ void PutArrivals::grant(PeerId source) {
   }
   try {
     messages_.send(source, header, nullptr, 0);
-  } catch (const Unreachable&) { // it needs none
+  } catch (const Unreachable&) { // a peer that has ended needs no answer
   }
 }
 
@@ -148,7 +148,7 @@ void PutArrivals::on_announcement(PeerId source, const Header& header) {
 
 void PutArrivals::on_placed(PeerId source, const Header& header) {
   const auto found = arrivals_.find({source, header.transfer});
-  if (found == arrivals_.end()) { // nobody takes it
+  if (found == arrivals_.end()) { // the data is ignored
     return;
   }
   auto& arrival = *found->second;
@@ -174,7 +174,7 @@ void PutArrivals::take_by_message(Arrival& arrival, const std::shared_ptr<Transf
 
 std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
   const auto found = arrivals_.find({source, header.transfer});
-  if (found == arrivals_.end()) { // it was forgotten meanwhile
+  if (found == arrivals_.end()) { // the peer was forgotten meanwhile
     throw Unreachable(source);
   }
   const auto arrival = found->second;
@@ -191,8 +191,8 @@ std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& head
 void PutArrivals::say_taken(Arrival& arrival, size_t taken) {
   try {
     memory_.notify(arrival.source, arrival.header.address, word_of(arrival.header.transfer, taken));
-  } catch (const Unreachable&) { // it waits for nothing any more
-  } catch (const std::exception& failure) { // the sender will wait in vain, and so will who takes its data
+  } catch (const Unreachable&) { // the sender has ended and does not wait any more
+  } catch (const std::exception& failure) { // neither the sender nor the receiver can go on
     arrival.error = message_of(failure);
     if (const auto owner = arrival.listener.lock()) {
       owner->on_progress();
@@ -239,7 +239,7 @@ void PutArrivals::withdraw_group(uint64_t group) {
 }
 
 void PutArrivals::forget(PeerId peer) {
-  // Its slots stay as they are: a host that is merely silent may still write there.
+  // Its slots remain allocated: a host that is only silent may still write there.
   for (auto position = arrivals_.lower_bound({peer, 0}); position != arrivals_.end() && position->first.first == peer;) {
     waiting_ -= position->second->listens ? 1 : 0;
     position = arrivals_.erase(position);

@@ -1,4 +1,5 @@
-// The receiver's side of notified puts, see notified_puts.hpp: what it lends, and what has come there.
+// The receiver's side of notified puts, see notified_puts.hpp: the slots that it lends, and the data that arrives in
+// them.
 #pragma once
 
 #include <cstddef>
@@ -14,37 +15,37 @@
 
 namespace fog::mpi {
 
-// All that comes to a process. Every call needs the engine's lock.
+// All transfers to a process. Every call needs the engine's lock.
 class PutArrivals {
  public:
   PutArrivals(RemoteMemory& memory, Messages& messages) : memory_(memory), messages_(messages) {}
 
-  // --- what peers say; DistBackendError where it cannot be ---
+  // --- messages of peers; they throw DistBackendError if these are not valid ---
   void on_announcement(PeerId source, const Header& header);
   void on_placed(PeerId source, const Header& header);
 
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner);
-  // Nobody takes that.
+  // No operation will receive this data.
   void ignore(PeerId source, const Header& header);
-  // `owner` reads nothing any more.
+  // `owner` reads no more data.
   void abandon(const TransferOwner& owner);
-  // Nothing of that group is taken any more.
+  // No more data of that group is received.
   void withdraw_group(uint64_t group);
-  // `source` has ended.
+  // Handles the end of `source`.
   void forget(PeerId source);
 
-  // Looks for what has come; true if anything has.
+  // Checks for arrived data. Returns true if there is any.
   bool poll();
-  // Whether somebody waits for something.
+  // Returns whether an operation waits for data.
   bool must_poll() const {
     return waiting_ > 0;
   }
-  // MPI cannot be called any more.
+  // Records that MPI cannot be called any more.
   void give_up();
 
  private:
   class Arrival;
-  // What a peer has here.
+  // The slots that a peer has here.
   struct Lent {
     char* memory = nullptr;
     size_t slots = 0;
@@ -52,7 +53,7 @@ class PutArrivals {
 
   void grant(PeerId source);
   void take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner);
-  // `taken` chunks of it, or all that there will be.
+  // Tells the sender that `taken` chunks were taken, or kAll.
   void say_taken(Arrival& arrival, size_t taken);
   void close(Arrival& arrival);
   template <typename Which>
@@ -62,7 +63,7 @@ class PutArrivals {
   Messages& messages_;
   std::unordered_map<PeerId, Lent> lent_;
   std::map<std::pair<PeerId, uint64_t>, std::shared_ptr<Arrival>> arrivals_; // by source and its transfer
-  size_t waiting_ = 0; // arrivals that somebody waits for
+  size_t waiting_ = 0; // number of arrivals that an operation waits for
   size_t lent_bytes_ = 0;
   bool warned_ = false;
 };

@@ -1,4 +1,4 @@
-// What sender and receiver of notified puts have in common: where slots and versions are, and what the words say.
+// The layout of slots and versions that sender and receiver of notified puts share, and the format of their words.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@ namespace fog::mpi {
 // A slot holds a chunk.
 constexpr size_t kChunkBytes = OneSided::kMostBytes;
 
-// A peer lends so many at most.
+// A peer lends at most this many.
 constexpr size_t kMostSlots = 32;
 
-// A version, and a credit, are the number of a transfer and how many of its chunks are meant, in a word.
+// A version, or a credit, is one word: the number of a transfer and a number of its chunks.
 constexpr unsigned kCountBits = 20;
-constexpr uint64_t kAll = (uint64_t(1) << kCountBits) - 1; // those there are, or will ever be
+constexpr uint64_t kAll = (uint64_t(1) << kCountBits) - 1; // stands for all chunks, including any that follow
 constexpr uint64_t word_of(uint64_t transfer, uint64_t chunks) {
   return transfer << kCountBits | chunks;
 }
@@ -25,7 +25,7 @@ constexpr size_t chunks_of(size_t bytes) {
   return (bytes + kChunkBytes - 1) / kChunkBytes;
 }
 
-// Slots lie behind their versions, each of which has a cache line.
+// Slots come after their versions. Each version has its own cache line.
 constexpr size_t kVersionStride = 64;
 constexpr size_t versions_bytes(size_t slots) {
   return (slots * kVersionStride + 4095) / 4096 * 4096;

@@ -15,10 +15,10 @@ namespace {
 
 using RedOp = c10d::ReduceOp::RedOpType;
 
-// MPI counts elements in int, and may take as much memory again as it gets at a time.
+// MPI counts elements in int, and may allocate as much memory as a piece has.
 constexpr size_t kPieceBytes = size_t(256) << 20;
 
-// Nothing where MPI has no such type, or not in all its versions: float16 and bfloat16; nor for bool, whose sums are logical.
+// Returns nothing if some MPI versions lack the type (float16 and bfloat16), and for bool, whose sums are logical.
 std::optional<MPI_Datatype> type_of(c10::ScalarType dtype) {
   switch (dtype) {
     case c10::ScalarType::Byte:
@@ -84,22 +84,22 @@ class Reductions::OfGroup final : public NetworkSums, public std::enable_shared_
       : members(std::move(members)), communicator(communicator), all_(all) {}
 
   bool has(OpKind kind, RedOp op, c10::ScalarType dtype, size_t numel) const override {
-    // What is to be cut must lie in one piece.
+    // A reduce-scatter cannot be split into pieces.
     const bool fits = kind != OpKind::kReduceScatter || numel <= static_cast<size_t>(std::numeric_limits<int>::max());
     return fits && numel > 0 && type_of(dtype) && op_of(op);
   }
   std::shared_ptr<Sum> add(const Terms& terms, const std::shared_ptr<TransferOwner>& owner) override;
   void close(bool failed) override;
-  // Begins what may.
+  // Begins all sums that are allowed to begin.
   void go_on();
 
   const std::vector<Member> members;
   const MPI_Comm communicator;
-  size_t seen_ends = std::numeric_limits<size_t>::max(); // of processes, when its members were looked at last
+  size_t seen_ends = std::numeric_limits<size_t>::max(); // number of ended processes when the members were last checked
 
  private:
   Reductions& all_;
-  std::deque<std::shared_ptr<Pending>> waiting_; // that have not begun
+  std::deque<std::shared_ptr<Pending>> waiting_; // sums that have not begun
   bool closed_ = false;
 };
 
@@ -125,7 +125,7 @@ class Reductions::Pending final : public NetworkSums::Sum, public std::enable_sh
     return agreed_;
   }
 
-  // MPI gets one piece more; its memory stays until that is done.
+  // MPI gets another piece, and its memory must stay valid until the piece is done.
   void on_piece_begun() {
     owner_ = owner_ ? owner_ : listener_.lock();
     ++pieces_;
@@ -163,10 +163,10 @@ class Reductions::Pending final : public NetworkSums::Sum, public std::enable_sh
   }
 
   Reductions& all_;
-  const std::weak_ptr<TransferOwner> listener_; // the owner keeps this
-  std::shared_ptr<TransferOwner> owner_; // while MPI is at its memory
+  const std::weak_ptr<TransferOwner> listener_; // a weak pointer, because the owner holds this
+  std::shared_ptr<TransferOwner> owner_; // set while MPI accesses its memory
   bool agreed_ = false;
-  size_t pieces_ = 0; // with MPI
+  size_t pieces_ = 0; // pieces that MPI has
   bool all_begun_ = false;
   bool done_ = false;
 };
@@ -185,7 +185,7 @@ void Reductions::OfGroup::go_on() {
 }
 
 void Reductions::OfGroup::close(bool failed) {
-  waiting_.clear(); // they keep this
+  waiting_.clear(); // they hold this object
   const auto is_lost = [this](const Member& member) { return all_.losses_.is_lost(member.peer); };
   if (std::exchange(closed_, true) || failed || all_.in_flight_.count(this) > 0 ||
       std::any_of(members.begin(), members.end(), is_lost)) {
@@ -194,7 +194,7 @@ void Reductions::OfGroup::close(bool failed) {
   auto freed = communicator;
   try {
     all_.watchdog_.call("MPI_Comm_free", -1, [&] { return api().Comm_free(&freed); });
-  } catch (const c10::DistBackendError&) { // whoever uses MPI next hears of it
+  } catch (const c10::DistBackendError&) { // the next user of MPI gets the error
   }
 }
 
@@ -230,7 +230,7 @@ void Reductions::begin(Pending& sum) {
   const auto communicator = sum.group->communicator;
   const size_t most = terms.kind == OpKind::kReduceScatter ? terms.numel : kPieceBytes / item;
   for (const auto& member : sum.group->members) {
-    messages_.speak_with(member.peer); // MPI may, so this process does not end without a word to it
+    messages_.speak_with(member.peer); // MPI may send to it, so this process must say goodbye to it at its end
   }
   ++in_flight_[sum.group.get()];
   watchdog_.set_guard([this] { look_for_lost(); });

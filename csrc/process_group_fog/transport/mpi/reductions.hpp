@@ -1,8 +1,8 @@
-// MPI's own nonblocking reductions, for groups that were made with reduce="mpi".
+// MPI's own nonblocking reductions, for groups that were created with reduce="mpi".
 //
-// MPI goes on with them within each of its calls. Where it then sends to a process that has ended it may end this one too, as was measured
-// (docs/architecture.md). So while one of them is not done, each call of MPI is preceded by a look at the processes that take part. Once one
-// of them has ended MPI is not called any more in this process.
+// MPI makes progress on them within each of its calls. If it then sends to a process that has ended, it may end this
+// process too (docs/architecture.md has measurements). So while a reduction is in flight, each call of MPI is preceded
+// by a check of the processes that take part. Once one of them has ended, this process does not call MPI any more.
 #pragma once
 
 #include <chrono>
@@ -20,7 +20,7 @@
 
 namespace fog::mpi {
 
-// All of a process. Every call needs the engine's lock.
+// All reductions of a process. Every call needs the engine's lock.
 class Reductions {
  public:
   struct Member {
@@ -28,23 +28,24 @@ class Reductions {
     std::string name; // for errors
   };
 
-  // Who knows of processes that have ended.
+  // Knows which processes have ended.
   class Losses {
    public:
     virtual ~Losses() = default;
-    // How many have, as far as can be known now; it costs next to nothing.
+    // Returns the number of processes that are known to have ended, at almost no cost.
     virtual size_t ends() = 0;
-    // Whether that one has, without a goodbye.
+    // Returns whether that process has ended without a goodbye.
     virtual bool is_lost(PeerId peer) = 0;
   };
 
   Reductions(Runtime& runtime, Messages& messages, Watchdog& watchdog, Losses& losses);
 
-  // Among some processes, by rank, all of which call it at about the same time: it returns when all have, with the lock kept. Groups that
-  // are made at the same time have different `id`s. Throws DistBackendError if that is not done by `deadline`.
+  // Creates a communicator of these processes, by rank. All of them call it at about the same time; it returns when all
+  // have called it, and keeps the lock. Groups that are created at the same time have different `id`s. Throws
+  // DistBackendError if this is not done by `deadline`.
   std::shared_ptr<NetworkSums> among(std::vector<Member> members, uint64_t id, Deadline deadline);
 
-  // Whether some have begun and are not done.
+  // Returns whether reductions have begun and are not done.
   bool in_flight() const {
     return !in_flight_.empty();
   }
@@ -55,14 +56,14 @@ class Reductions {
 
   void begin(Pending& sum);
   void end(const Pending& sum);
-  // Before a call of MPI: throws DistBackendError if one of those who take part has ended.
+  // Called before each call of MPI. Throws DistBackendError if a process that takes part has ended.
   void look_for_lost();
 
   Runtime& runtime_;
   Messages& messages_;
   Watchdog& watchdog_;
   Losses& losses_;
-  std::unordered_map<OfGroup*, size_t> in_flight_; // how many, by group
+  std::unordered_map<OfGroup*, size_t> in_flight_; // number of sums, by group
 };
 
 } // namespace fog::mpi

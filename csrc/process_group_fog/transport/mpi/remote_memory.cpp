@@ -24,22 +24,23 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kLine = 64;
-// The pool's first bytes, which the probe writes to.
+// The first bytes of the pool, which the probe writes to.
 constexpr size_t kProbeBytes = 4096;
 constexpr uint64_t kProbeWord = 0x666f672d70726f62; // "fog-prob"
-// How long the target of the probe stays out of MPI. A put that the fabric does takes microseconds, but its process has to get a core first;
-// where the user has asked for RMA an error depends on it.
+// The time for which the probe's target stays outside of MPI. A put by the fabric takes microseconds, but the origin
+// must first be scheduled on a core. If the user has asked for RMA the wait is longer, because the result may be an
+// error.
 constexpr auto kProbeTime = std::chrono::milliseconds(200);
 constexpr auto kProbeTimeIfAsked = std::chrono::milliseconds(3000);
 
-// What the two say of it, at these keys.
+// Keys of the Store at which the origin and the target of the probe report.
 constexpr const char* kOutside = "rma-target-outside-mpi";
 constexpr const char* kPut = "rma-put-done";
 constexpr const char* kSeen = "rma-put-seen";
-// Stands before each text, as not every store takes an empty value.
+// Prefix of each text, because some stores reject an empty value.
 constexpr const char* kText = "=";
 
-// False at the limit.
+// Returns false at the limit.
 bool await(Rendezvous& rendezvous, const char* key, Deadline limit) {
   while (!rendezvous.has(key)) {
     if (Clock::now() >= limit) {
@@ -50,7 +51,7 @@ bool await(Rendezvous& rendezvous, const char* key, Deadline limit) {
   return true;
 }
 
-// Memory that local peers can map as well, where the system has such.
+// Returns memory that local peers can map as well, if the system supports it.
 char* pool_of(size_t bytes) {
   if (auto* arena = shared_memory::Arena::instance()) {
     if (auto* memory = arena->allocate(bytes)) {
@@ -62,7 +63,7 @@ char* pool_of(size_t bytes) {
   return static_cast<char*>(memory);
 }
 
-// The lowest rank that is on another node than rank 0.
+// Returns the lowest rank that is on another node than rank 0.
 int first_elsewhere(const std::vector<int>& nodes) {
   return static_cast<int>(std::find_if(nodes.begin(), nodes.end(), [&](int node) { return node != nodes[0]; }) - nodes.begin());
 }
@@ -99,7 +100,7 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
     LOG(INFO) << "fog: between hosts data goes by " << (fault ? "messages: " + *fault : std::string("RMA"));
   }
   if (fault) {
-    static_cast<void>(made.release()); // MPI's window lies over it as long as MPI runs
+    static_cast<void>(made.release()); // MPI's window refers to it as long as MPI runs
     return nullptr;
   }
   return made;
@@ -131,7 +132,7 @@ std::optional<std::string> RemoteMemory::create(std::chrono::milliseconds timeou
 std::optional<std::string> RemoteMemory::probe(
     Rendezvous& rendezvous, const std::optional<std::string>& no_window, std::chrono::milliseconds timeout) {
   const int target = first_elsewhere(runtime_.nodes());
-  if (no_window) { // the two that try it say so; MPI should not refuse another rank what these have got
+  if (no_window) { // the two ranks of the probe report it; their errors cover ranks where MPI has made the window
     TORCH_CHECK_WITH(DistBackendError, runtime_.rank() == 0 || runtime_.rank() == target, "fog: ", *no_window);
     rendezvous.set(runtime_.rank() == 0 ? kPut : kOutside, kText + *no_window);
   } else if (runtime_.rank() == target) {
@@ -194,7 +195,7 @@ void RemoteMemory::probe_as_target(Rendezvous& rendezvous, Deadline deadline) {
   } else if (fault.empty() && word.load(std::memory_order_acquire) != kProbeWord) {
     fault = c10::str("MPI (", library_path(), ") called a put to rank ", runtime_.rank(), " complete before it was there");
   }
-  while (!done && !rendezvous.has(kPut) && Clock::now() < deadline) { // now it may
+  while (!done && !rendezvous.has(kPut) && Clock::now() < deadline) { // the target may call MPI now
     int waiting = 0;
     check(api().Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, runtime_.communicator(), &waiting, MPI_STATUS_IGNORE), "MPI_Iprobe");
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -264,7 +265,7 @@ std::optional<OneSided::Address> RemoteMemory::address_of(const void* memory, si
   return static_cast<Address>(at - memory_);
 }
 
-// --- what reaches others ---
+// --- access to other processes ---
 
 void RemoteMemory::check_reachable(PeerId peer) const {
   if (has_ended_(peer)) {

@@ -1,9 +1,10 @@
-// MPI RMA: one window of MPI over a pool of memory in each process of the job.
+// MPI RMA: one MPI window over a pool of memory in each process of the job.
 //
-// MPICH makes a communicator for each window, and has some 2,000 of them, so there is one for all groups; who owns which part of a pool is
-// its process's own business, so nothing that changes later is collective. Only puts and gets with a flush are used: with those a fabric
-// that moves data by itself is done while the target sleeps, and nothing is pending towards a process that dies. Atomics, accumulates and
-// windows of dynamic memory are active messages in MPICH, which wait for the target.
+// MPICH creates a communicator for each window, and supports some 2,000 of them, so all groups share one window. Each
+// process manages its own pool, so later changes need no collective call. Only puts and gets with a flush are used:
+// with them a fabric that moves data by itself completes while the target sleeps, and nothing stays pending towards a
+// process that dies. Atomics, accumulates and windows of dynamic memory are active messages in MPICH and wait for the
+// target.
 #pragma once
 
 #include <chrono>
@@ -27,17 +28,18 @@ namespace fog::mpi {
 
 class RemoteMemory final : public OneSided {
  public:
-  // All ranks of the world call it as they start, before any of them calls MPI for something else. Null where data goes by messages: that was
-  // asked for, or there is one node only, or kAuto has found that a put here waits for its target. Throws DistBackendError on all ranks if
-  // kRma was asked for and that is so, or if the window is not made within `timeout`.
+  // All ranks of the world call this at their start, before any other use of MPI. Returns null if data goes by
+  // messages: the user has asked for that, or there is only one node, or kAuto has found that a put here waits for its
+  // target. Throws DistBackendError on all ranks if kRma was asked for and is not possible, or if the window is not
+  // created within `timeout`.
   static std::unique_ptr<RemoteMemory> open(
       Runtime& runtime, Rendezvous& rendezvous, Watchdog& watchdog, std::chrono::milliseconds timeout);
 
   RemoteMemory(const RemoteMemory&) = delete;
   RemoteMemory& operator=(const RemoteMemory&) = delete;
 
-  // Who knows whether a process has ended: it is asked before each flush, as that would crash this process (UCX over shared memory) or
-  // never return. And whether it is known that one is there.
+  // Sets two functions. `has_ended` is called before each flush, because a flush to a process that has ended would
+  // crash this process (UCX over shared memory) or never return. `may_reach` tells whether a process is known to run.
   void ask(std::function<bool(PeerId peer)> has_ended, std::function<bool(PeerId peer)> may_reach) {
     has_ended_ = std::move(has_ended);
     may_reach_ = std::move(may_reach);
@@ -53,7 +55,8 @@ class RemoteMemory final : public OneSided {
   void get(PeerId peer, Address from, void* data, size_t bytes) override;
   void flush(PeerId peer) override;
 
-  // Whether that peer is on another node. Between ranks of one node MPI has other ways, which the probe has not tried.
+  // Returns whether that peer is on another node. Between ranks of one node MPI works differently, which the probe has
+  // not tested.
   bool reaches(PeerId peer) const {
     const auto& nodes = runtime_.nodes();
     return nodes[static_cast<size_t>(peer)] != nodes[static_cast<size_t>(runtime_.rank())];
@@ -61,18 +64,19 @@ class RemoteMemory final : public OneSided {
   size_t bytes() const {
     return bytes_;
   }
-  // How much of the pool is free; for any thread.
+  // Returns how much of the pool is free. Any thread may call it.
   size_t free_bytes() const;
 
  private:
   RemoteMemory(Runtime& runtime, Watchdog& watchdog, char* memory, size_t bytes);
 
-  // Why MPI makes no window, if that is so.
+  // Returns the reason if MPI cannot create a window.
   std::optional<std::string> create(std::chrono::milliseconds timeout);
-  // Whether there are windows, and a put is there before its target calls MPI again; else why not. All ranks call it.
+  // Tests whether there are windows, and whether a put completes before its target calls MPI again. Returns the reason
+  // if not. All ranks call it.
   std::optional<std::string> probe(
       Rendezvous& rendezvous, const std::optional<std::string>& no_window, std::chrono::milliseconds timeout);
-  // Rank 0's part of it, which has the result, and that of the target.
+  // The probe on rank 0, which has the result, and on the target.
   std::string probe_as_origin(Rendezvous& rendezvous, int target, std::chrono::milliseconds timeout);
   void probe_as_target(Rendezvous& rendezvous, Deadline deadline);
   void check_reachable(PeerId peer) const;
@@ -88,9 +92,9 @@ class RemoteMemory final : public OneSided {
   std::function<bool(PeerId peer)> has_ended_;
   std::function<bool(PeerId peer)> may_reach_;
 
-  mutable std::mutex mutex_; // of what follows
-  std::map<size_t, size_t> free_; // stretches of the pool: offset and size, no two side by side
-  std::unordered_map<size_t, size_t> sizes_; // of what was given out, by offset
+  mutable std::mutex mutex_; // guards the members below
+  std::map<size_t, size_t> free_; // free parts of the pool, offset to size; adjacent parts are merged
+  std::unordered_map<size_t, size_t> sizes_; // sizes of allocated parts, by offset
   size_t free_bytes_;
 };
 

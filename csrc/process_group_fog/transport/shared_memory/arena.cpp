@@ -16,15 +16,15 @@ namespace fog::shared_memory {
 namespace {
 
 constexpr size_t kLine = 64;
-// Pages kept for blocks to come: as many as are in use, but at least these.
+// Freed blocks keep their pages up to the number of bytes in use, or this number if it is larger.
 constexpr size_t kLeastKept = size_t(256) << 20;
-// A freed block serves for requests down to this part of its size: where sizes vary, few blocks serve them all.
+// A freed block serves requests down to its size divided by this, so that few blocks serve requests of varying sizes.
 constexpr size_t kMostWaste = 2;
-// Small blocks are cut from stretches of so many bytes.
+// Small blocks are cut from stretches of this size.
 constexpr size_t kSmallStretch = size_t(64) << 10;
-// An arena of less is no use.
+// An arena below this size is useless.
 constexpr size_t kLeast = size_t(1) << 20;
-// Where nobody says how many ranks there are: as many as have arenas of 1 TiB each.
+// The assumed number of local ranks if it is not known. That many ranks get arenas of 1 TiB each.
 constexpr int kManyRanks = 64;
 
 int expected_ranks = 0;
@@ -33,7 +33,8 @@ int local_ranks() {
   if (expected_ranks > 0) {
     return expected_ranks;
   }
-  for (const char* name : {"LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"}) { // of torchrun, MPICH, Open MPI
+  // of torchrun, MPICH, Open MPI
+  for (const char* name : {"LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
     const char* text = std::getenv(name);
     if (const int ranks = text != nullptr ? std::atoi(text) : 0; ranks > 0) {
       return ranks;
@@ -46,7 +47,7 @@ size_t rounded_up(size_t bytes, size_t unit) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// Few sizes, so that freed blocks fit those who come later: eight between a power of two and the next.
+// There are few sizes, eight from each power of two to the next, so that freed blocks fit later requests.
 size_t block_size(size_t bytes, size_t page) {
   size_t step = kLine;
   while (step * 16 <= bytes) {
@@ -78,7 +79,7 @@ void Arena::expect_ranks(int local_ranks) {
 
 Arena* Arena::create() {
   const size_t page = machine().page;
-  // A system with fewer addresses, or with a limit on the size of files, may have room for less.
+  // A system with fewer addresses, or with a limit on the size of files, may only have room for less.
   for (size_t bytes = arena_bytes(machine().memory, local_ranks(), address_space()); bytes >= std::max(kLeast, 4 * page);
        bytes = bytes / 2 / page * page) {
     const int fd = create_memfd("fog_arena", bytes);
@@ -92,7 +93,7 @@ Arena* Arena::create() {
     const uint32_t token = std::random_device()();
     *static_cast<Label*>(memory) = {kMagic, token, reinterpret_cast<uintptr_t>(memory)};
     auto* arena = new Arena(fd, static_cast<char*>(memory), bytes, token);
-    // A forked child shares the pages with its parent, but not the knowledge of which are free.
+    // A forked child shares the pages with its parent, but does not know which of them are free.
     static Arena* parents = arena;
     pthread_atfork(nullptr, nullptr, [] { parents->forked_ = true; });
     return arena;
@@ -113,7 +114,7 @@ void* Arena::allocate(size_t bytes) {
   if (!offset) {
     offset = size < page_ ? take_small(size) : take_pages(size);
   }
-  if (!offset) { // what is free may be in the pages of kept blocks
+  if (!offset) { // free memory may be in the pages of kept blocks
     keep_no_more_than(0);
     offset = size < page_ ? take_small(size) : take_pages(size);
   }
@@ -216,8 +217,8 @@ void Arena::free(void* memory) {
     } else {
       keep(offset, size);
     }
-    keep_no_more_than(most); // that has become less
-  } catch (const std::bad_alloc&) { // whoever frees it cannot fail: what cannot be noted as free is not used again
+    keep_no_more_than(most); // the limit, which is lower now
+  } catch (const std::bad_alloc&) { // freeing cannot fail: memory that cannot be recorded as free is not used again
   }
 }
 
@@ -250,7 +251,7 @@ void Arena::keep_no_more_than(size_t bytes) {
       if (!more) {
         position = kept_.erase(position);
       }
-      add_bare(offset, size); // it is in one place only, also if there is no memory to note it there
+      add_bare(offset, size); // it is no longer among the kept blocks, even if there is no memory to record it here
     }
   }
 }

@@ -8,9 +8,9 @@ namespace fog::shared_memory {
 
 class Copies::Out final : public TransferOwner {
  public:
-  void on_progress() override {} // poll() looks
+  void on_progress() override {} // poll() checks instead
 
-  // True if anything was copied.
+  // Returns true if data was copied.
   bool copy() {
     bool any = false;
     while (const auto fill = stream->next_fill()) {
@@ -24,7 +24,7 @@ class Copies::Out final : public TransferOwner {
   PeerId peer = -1;
   uint64_t group = 0;
   std::shared_ptr<OutgoingStream> stream;
-  std::shared_ptr<TransferOwner> owner; // whose memory it is
+  std::shared_ptr<TransferOwner> owner; // owner of the memory
   std::function<void()> ended;
 };
 
@@ -46,7 +46,7 @@ class Copies::In final : public TransferOwner, public Incoming {
     return true;
   }
   void on_progress() override {
-    if (stream_) { // else begin() looks
+    if (stream_) { // otherwise begin() checks
       const auto kept = stream_;
       copy();
       owner_->on_progress();
@@ -60,7 +60,7 @@ class Copies::In final : public TransferOwner, public Incoming {
   const PeerId source;
 
  private:
-  // What has come to its place.
+  // Copies the data that has arrived to its place.
   void copy() {
     const size_t end = stream_->available();
     if (end == copied_) {
@@ -77,7 +77,7 @@ class Copies::In final : public TransferOwner, public Incoming {
     copied_ = end;
     if (copied_ == bytes_) {
       const auto same = std::find_if(copies_.in_.begin(), copies_.in_.end(), [this](const auto& each) { return each.get() == this; });
-      if (same != copies_.in_.end()) { // whoever calls this keeps it
+      if (same != copies_.in_.end()) { // the caller holds this object
         copies_.released_.push_back(owner_);
         copies_.in_.erase(same);
       }

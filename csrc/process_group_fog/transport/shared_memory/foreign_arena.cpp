@@ -14,7 +14,7 @@
 namespace fog::shared_memory {
 namespace {
 
-// What others' arenas take of this process's addresses.
+// Address space that is used for others' arenas.
 std::atomic<size_t> mapped_bytes{0};
 
 } // namespace
@@ -23,7 +23,7 @@ std::shared_ptr<ForeignArena> ForeignArena::map(pid_t pid, int fd, uint32_t toke
   static std::mutex mutex;
   static std::map<std::tuple<pid_t, int, uint32_t>, std::weak_ptr<ForeignArena>> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  for (auto entry = known.begin(); entry != known.end();) { // of processes that have ended
+  for (auto entry = known.begin(); entry != known.end();) { // entries of processes that have ended
     entry = entry->second.expired() ? known.erase(entry) : std::next(entry);
   }
   auto& entry = known[{pid, fd, token}];

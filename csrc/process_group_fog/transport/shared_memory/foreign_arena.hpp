@@ -1,4 +1,4 @@
-// The arenas of other processes of this host, as this one maps them.
+// The arenas of other processes of this host, as mapped by this process.
 #pragma once
 
 #include <sys/types.h>
@@ -10,21 +10,21 @@
 
 namespace fog::shared_memory {
 
-// One mapping of a peer's arena serves messages and all windows. It is for reading, so that no fault of a reader's changes a
-// neighbor's tensors, until the first window of this peer needs to write there.
+// One mapping of a peer's arena serves messages and all windows. It is read-only, so that an error in a reader cannot
+// change a neighbor's tensors, until a window of this peer needs to write there.
 class ForeignArena {
  public:
-  // The arena of process `pid`, mapped at most once; nullptr if it cannot be mapped.
+  // Returns the arena of process `pid`, which is mapped at most once; nullptr if it cannot be mapped.
   static std::shared_ptr<ForeignArena> map(pid_t pid, int fd, uint32_t token);
   ~ForeignArena();
   ForeignArena(const ForeignArena&) = delete;
   ForeignArena& operator=(const ForeignArena&) = delete;
 
-  // What its owner sees at `address`; nullptr if these bytes are not in the arena.
+  // Returns the data that its owner has at `address`; nullptr if these bytes are not in the arena.
   const char* at(uintptr_t address, size_t bytes) const;
-  // From now on all of it can be written to; false if the system refuses.
+  // Makes the whole mapping writable. Returns false if the system refuses.
   bool make_writable();
-  // As at(), once it is writable.
+  // Like at(), once it is writable.
   char* writable_at(uintptr_t address, size_t bytes) const {
     return const_cast<char*>(at(address, bytes));
   }
@@ -35,7 +35,7 @@ class ForeignArena {
 
   char* const memory_;
   const size_t bytes_;
-  const uintptr_t owners_view_; // where its owner has it mapped
+  const uintptr_t owners_view_; // address at which its owner has mapped it
   std::mutex mutex_;
   bool writable_ = false;
 };

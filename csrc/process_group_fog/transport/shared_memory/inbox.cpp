@@ -80,7 +80,7 @@ std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
     return nullptr;
   }
   auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, address));
-  uint64_t its_token = 0; // looked at first: another file is left as it is
+  uint64_t its_token = 0; // checked first, so that another file is not changed
   const bool found = pread(fd, &its_token, sizeof(its_token), offsetof(Shared, token)) == sizeof(its_token) && its_token == token;
   return found && inbox->open(ranks) ? std::move(inbox) : nullptr;
 }
@@ -94,18 +94,18 @@ void Inbox::withdraw(uint64_t transfer) const {
   const uint32_t count = withdrawals();
   shared_->withdrawn[count % kWithdrawn].store(transfer, std::memory_order_relaxed);
   shared_->withdrawals.store(count + 1, std::memory_order_release);
-  std::atomic_thread_fence(std::memory_order_seq_cst); // before the memory is filled with something else; pairs with that in stands()
+  std::atomic_thread_fence(std::memory_order_seq_cst); // before the memory is reused; pairs with the fence in stands()
 }
 
 bool Inbox::stands(uint64_t transfer, uint32_t before) const {
-  std::atomic_thread_fence(std::memory_order_acquire); // what was read comes before
+  std::atomic_thread_fence(std::memory_order_acquire); // after reading the data
   const uint32_t count = shared_->withdrawals.load(std::memory_order_acquire);
   bool found = false;
   for (uint32_t number = before; number != count && count - before < kWithdrawn; ++number) {
     found = found || shared_->withdrawn[number % kWithdrawn].load(std::memory_order_relaxed) == transfer;
   }
   std::atomic_thread_fence(std::memory_order_acquire);
-  // Of those that are not remembered nobody can say.
+  // It is unknown for transfers that are no longer recorded, so return false.
   return !found && shared_->withdrawals.load(std::memory_order_relaxed) - before < kWithdrawn;
 }
 

@@ -1,5 +1,5 @@
-// What other processes of the host see of this one: a ring from each of them, its doorbell, chunks through which it streams data to
-// them, and which transfers it has withdrawn.
+// The memory that other processes of the host see of this one: a ring from each of them, its doorbell, chunks through
+// which it streams data to them, and its withdrawn transfers.
 #pragma once
 
 #include <atomic>
@@ -13,43 +13,43 @@
 
 namespace fog::shared_memory {
 
-// An anonymous file (memfd) mapped by its owner and by the peers that write to it. It has no name in any file system, so
-// nothing is left behind however the processes end, and the size of /dev/shm does not matter. Pages take memory only once
-// they were used.
+// An anonymous file (memfd) that its owner and the peers that write to it have mapped. It has no name in any file
+// system, so nothing is left behind however the processes end, and the size of /dev/shm does not matter. Pages take
+// memory only after their first use.
 class Inbox {
  public:
-  // Each large enough that two ranks which share a core do not change places too often, small enough to stay in the cache. Most are
-  // addresses only, see Streams.
+  // A chunk is large enough that two ranks which share a core do not alternate too often, and small enough to stay in
+  // the cache. Most chunks are address space only, see Streams.
   static constexpr size_t kChunkBytes = size_t(256) << 10;
   static constexpr uint32_t kChunks = 1024;
-  // How many withdrawn transfers are remembered.
+  // Number of withdrawn transfers that are recorded.
   static constexpr uint32_t kWithdrawn = 8192;
 
-  // What a peer has said about itself.
+  // Flags that a peer has set about itself.
   enum Peer : uint32_t {
-    kAttached = 1, // it has mapped this inbox: all its messages come here
+    kAttached = 1, // it has mapped this inbox and sends all its messages here
     kMaps = 2, // it has mapped the owner's arena
   };
 
-  // How large an inbox for messages from `ranks` ranks is.
+  // Returns the size of an inbox for messages from `ranks` ranks.
   static size_t bytes_for(int ranks);
-  // An inbox, which nobody can write to before open(); nullptr where the system has no memfd.
+  // Creates an inbox, which cannot be written to before open(); nullptr if the system has no memfd.
   static std::unique_ptr<Inbox> create();
-  // It is for messages from `ranks` ranks, each with a ring of its own. False if there is no memory.
+  // Prepares it for messages from `ranks` ranks, each with its own ring. Returns false if there is no memory.
   bool open(int ranks);
-  // The inbox that a process of this host has published as `address`, be it open or not; nullptr if it cannot be mapped, or is not for
-  // `ranks` ranks.
+  // Maps the inbox that a process of this host has published as `address`, open or not. Returns nullptr if that fails,
+  // or if it is not for `ranks` ranks.
   static std::unique_ptr<Inbox> attach(const std::string& address, int ranks);
   ~Inbox();
   Inbox(const Inbox&) = delete;
   Inbox& operator=(const Inbox&) = delete;
 
-  // For attach(), in another process.
+  // The argument for attach() in another process.
   const std::string& address() const {
     return address_;
   }
 
-  // The owner says that it ends in good order; whether it has said so.
+  // depart() announces that the owner ends in good order; departed() returns whether it has.
   void depart() const {
     shared_->departed.store(1);
   }
@@ -73,21 +73,22 @@ class Inbox {
   // Gives a chunk's pages back to the system.
   void drop(uint32_t chunk) const;
 
-  // --- transfers that the owner has withdrawn: what peers read of them may be anything ---
+  // --- transfers that the owner has withdrawn: data that peers then read of them is not valid ---
   void withdraw(uint64_t transfer) const;
   uint32_t withdrawals() const {
     return shared_->withdrawals.load(std::memory_order_relaxed);
   }
-  // For a peer, after it has read data of a transfer that began after so many withdrawals: whether it had not been withdrawn by then.
+  // For a peer that has read data of a transfer which began after `withdrawals` withdrawals: returns whether it was not
+  // withdrawn before the data was read.
   bool stands(uint64_t transfer, uint32_t withdrawals) const;
 
  private:
   struct Shared {
-    uint64_t token; // tells this inbox from another file of the same number
-    std::atomic<uint32_t> departed; // the owner ends in good order
+    uint64_t token; // distinguishes this inbox from another file with the same number
+    std::atomic<uint32_t> departed; // set if the owner ends in good order
     Doorbell doorbell;
     alignas(64) std::atomic<uint32_t> withdrawals;
-    std::atomic<uint64_t> withdrawn[kWithdrawn]; // the last ones, number k at place k % kWithdrawn
+    std::atomic<uint64_t> withdrawn[kWithdrawn]; // the last ones; number k is at k % kWithdrawn
   };
   struct Slot {
     std::atomic<uint32_t> peer;

@@ -9,7 +9,7 @@
 namespace fog::shared_memory {
 namespace {
 
-// Stands before the arena's part of an address.
+// Separates the arena's part of an address.
 constexpr char kArenaMark = '/';
 
 } // namespace
@@ -37,7 +37,7 @@ void Links::attach(int peer, const std::string& address) {
   }
   const int count = source_count_.load();
   if (std::find(sources_.begin(), sources_.begin() + count, peer) == sources_.begin() + count) {
-    sources_[count] = peer; // it may reach this process even where this one cannot reach it
+    sources_[count] = peer; // it may reach this process even if this one cannot reach it
     source_count_.store(count + 1);
   }
   auto inbox = Inbox::attach(address, static_cast<int>(links_.size()));
@@ -92,7 +92,7 @@ bool Links::attached_by_all() {
   if (attached_by_all_ || !inbox_) {
     return attached_by_all_;
   }
-  if (links_.size() < places_.size()) { // the others are elsewhere
+  if (links_.size() < places_.size()) { // the other ranks are on other hosts
     return false;
   }
   for (int peer = 0; peer < static_cast<int>(places_.size()); ++peer) {
@@ -113,7 +113,7 @@ bool Links::write(Link& link, const void* first, size_t first_bytes, const void*
     return true;
   }
   ring.writer_waits.store(1, std::memory_order_relaxed);
-  // Pairs with the fence in poll(). Then once more: the reader may have made space before it could see this.
+  // Pairs with the fence in poll(). Then try again: the reader may have made space before it could see this.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (ring.write(first, first_bytes, second, second_bytes)) {
     link.inbox->doorbell().ring();
@@ -124,7 +124,8 @@ bool Links::write(Link& link, const void* first, size_t first_bytes, const void*
 
 void Links::send(int peer, const Header& header, const void* data, size_t bytes) {
   auto& link = this->link(peer);
-  // Who waits for nothing need not wake up to read of an end; who does looks every now and then.
+  // A peer without operations does not need to wake up for the news of an end, and a peer that waits polls from time to
+  // time.
   const bool loud = header.kind != MessageKind::kGoodbye && header.kind != MessageKind::kClosed;
   if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes, loud)) {
     return;
@@ -135,7 +136,7 @@ void Links::send(int peer, const Header& header, const void* data, size_t bytes)
     std::memcpy(record.data() + sizeof(header), data, bytes);
   }
   if (link.queue.empty()) {
-    // The peer may be asleep with nothing of its own in flight, and has to make space all the same.
+    // The peer may be asleep without operations of its own, but must make space in the ring.
     link.inbox->doorbell().wake(Doorbell::kBackground);
   }
   link.unsent += record.size();
@@ -166,7 +167,7 @@ void Links::forget(int peer) {
   queued_ -= link.queue.size();
   link.queue.clear();
   link.unsent = 0;
-  link.arena = nullptr; // its memory is free once nobody has it mapped
+  link.arena = nullptr; // its memory is freed when the last mapping is gone
 }
 
 bool Links::news() const {

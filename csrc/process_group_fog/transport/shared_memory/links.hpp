@@ -1,4 +1,4 @@
-// Short messages between processes of one host: a ring from each to each.
+// Short messages between processes of one host, through a ring for each pair and direction.
 #pragma once
 
 #include <atomic>
@@ -14,48 +14,52 @@
 
 namespace fog::shared_memory {
 
-// Peers are ranks of the world. Every call needs the engine's lock, except news(), waiting_for_space(), address() and doorbell().
+// Peers are ranks of the world. Every call needs the engine's lock, except news(), waiting_for_space(), address() and
+// doorbell().
 class Links {
  public:
-  // FOG_LOCAL_LINKS=0 (not `on`) leaves everything to MPI. Ranks need not agree: without an inbox this one attaches to nobody, and nobody
-  // to it.
+  // FOG_LOCAL_LINKS=0 (`on` is false) leaves everything to MPI. The setting may differ between ranks: a rank without an
+  // inbox neither attaches to others nor is attached by them.
   Links(int rank, int size, bool on);
-  // Who may share this host, this rank among them; the same on all these. Each has a ring in the inboxes of the others, so what there is for
-  // peers goes by their number and not by the world's.
+  // Sets the ranks that may share this host, including this one; the list is the same on all of them. Each has a ring
+  // in the inboxes of the others, so the size of the data structures depends on their number and not on the world's.
   void settle(const std::vector<int>& local);
 
-  // What peers need to attach(); empty where the system cannot do it. The arena, which takes its size from the number of local ranks, is made
-  // now if it is to be told as well.
+  // Returns the address for attach() on peers; empty if the system cannot share memory. If `with_arena`, the arena is
+  // created now; its size depends on the number of local ranks.
   std::string address(bool with_arena) const;
 
-  // From now on messages to `peer` go through its inbox, if that can be mapped. Its address may come twice, first without its arena.
+  // Sends messages to `peer` through its inbox from now on, if that can be mapped. It may be called twice, first with
+  // an address that lacks the arena.
   void attach(int peer, const std::string& address);
-  // Not any more: it is not of this host.
+  // Reverts attach(), for a peer that turns out to be on another host.
   void detach(int peer);
   bool reaches(int peer) const {
     return places_[peer] >= 0 && links_[places_[peer]].inbox != nullptr;
   }
-  // Whether `peer` finds `data` in this process's arena, which it has mapped.
+  // Returns whether `peer` has mapped this process's arena and `data` is in it.
   bool mapped_by(int peer, const void* data, size_t bytes) const;
   bool maps_arena(int peer) const {
     return has_said(peer, Inbox::kMaps);
   }
-  // Whether `peer` has mapped this process's inbox.
+  // Returns whether `peer` has mapped this process's inbox.
   bool attached_by(int peer) const {
     return has_said(peer, Inbox::kAttached);
   }
-  // Whether all other ranks of the world send to this one through its inbox: then nothing comes over MPI unasked.
+  // Returns whether all other ranks of the world send to this one through its inbox. Then no unexpected message comes
+  // over MPI.
   bool attached_by_all();
 
-  // Never fails: what the ring has no space for waits here.
+  // Never fails: messages for which the ring has no space wait here.
   void send(int peer, const Header& header, const void* data, size_t bytes);
-  // Writes what waits for space; true if something was.
+  // Writes messages that wait for space. Returns true if any was written.
   bool flush();
-  // Whether anything went there, or came from there.
+  // Returns whether any message has gone to that peer or come from it.
   bool has_spoken_with(int peer) const {
     return reaches(peer) && (inbox_->ring(places_[peer]).used() || inbox_of(peer).ring(places_[rank_]).used());
   }
-  // This process ends in good order; whether `peer` has said so. It costs no message.
+  // depart() announces that this process ends in good order; has_departed() returns whether `peer` has done so. This
+  // costs no message.
   void depart() const {
     if (inbox_) {
       inbox_->depart();
@@ -64,17 +68,18 @@ class Links {
   bool has_departed(int peer) const {
     return reaches(peer) && inbox_of(peer).departed();
   }
-  // Bytes that wait for space on the way to `peer`.
+  // Returns the bytes that wait for space on the way to `peer`.
   size_t unsent(int peer) const {
     return places_[peer] < 0 ? 0 : links_[places_[peer]].unsent;
   }
   bool waiting_for_space() const {
     return queued_ > 0;
   }
-  // A peer that has ended takes nothing any more.
+  // A peer that has ended receives no more messages.
   void forget(int peer);
 
-  // Calls take(peer, record, bytes) for each message that has come, oldest first for each peer; true if any had.
+  // Calls take(peer, record, bytes) for each message that has arrived, in the order of each peer. Returns true if there
+  // was any.
   template <typename Take>
   bool poll(Take&& take) {
     bool any = false;
@@ -91,8 +96,8 @@ class Links {
       }
       if (taken_any) {
         any = true;
-        // Pairs with the fence in write(): the space is visible before this looks whether the writer waits for it, and a writer
-        // looks for space once more after it has said so.
+        // Pairs with the fence in write(). The space is visible before this reads whether the writer waits for it, and
+        // a writer checks for space again after it has set that flag.
         std::atomic_thread_fence(std::memory_order_seq_cst);
       }
       if (ring.writer_waits.load(std::memory_order_relaxed) != 0 && ring.writer_waits.exchange(0) != 0 && reaches(peer)) {
@@ -106,29 +111,29 @@ class Links {
     return inbox_ ? inbox_->doorbell() : own_doorbell_;
   }
 
-  // This process's inbox, which there is where a peer is reached; that of a peer that is reached.
+  // The inbox of this process, which exists if any peer is reached, and that of a peer that is reached.
   const Inbox& inbox() const {
     return *inbox_;
   }
   const Inbox& inbox_of(int peer) const {
     return *links_[places_[peer]].inbox;
   }
-  // How many peers of this host there are.
+  // Returns the number of peers on this host.
   int peers() const {
     return source_count_.load();
   }
 
-  // The arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
+  // Returns the arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
   std::shared_ptr<const ForeignArena> arena_of(int peer) const {
     return places_[peer] < 0 ? nullptr : links_[places_[peer]].arena;
   }
 
  private:
-  static constexpr int kMessagesPerPoll = 64; // enough to empty a burst, few enough to look at everything else soon
+  static constexpr int kMessagesPerPoll = 64; // enough to empty a burst, few enough to return to other work soon
 
   struct Link {
     std::unique_ptr<Inbox> inbox; // the peer's
-    std::deque<std::vector<char>> queue; // for which its ring has no space
+    std::deque<std::vector<char>> queue; // records for which its ring has no space
     size_t unsent = 0; // bytes of these
     std::shared_ptr<const ForeignArena> arena;
   };
@@ -144,9 +149,9 @@ class Links {
   const int rank_;
   std::unique_ptr<Inbox> inbox_;
   Doorbell own_doorbell_ = {}; // if there is no inbox
-  std::vector<int> places_; // by peer: among those of settle(), or -1
+  std::vector<int> places_; // by peer: index in the list of settle(), or -1
   std::vector<Link> links_; // by place
-  std::vector<int> sources_; // peers that may write to the inbox: the first source_count_, which news() reads without the lock
+  std::vector<int> sources_; // peers that may write to the inbox; news() reads the first source_count_ without the lock
   std::atomic<int> source_count_{0};
   std::atomic<size_t> queued_{0};
   bool attached_by_all_ = false;

@@ -8,11 +8,12 @@
 namespace fog::shared_memory {
 namespace {
 
-// Of user processes on x86-64, which is also the least of 64-bit ARM and POWER servers. Where there are fewer, mapping fails
-// and the arena makes do with less.
+// Addresses of user processes on x86-64; 64-bit ARM and POWER servers have at least as many. With fewer, mapping fails
+// and the arena becomes smaller.
 constexpr size_t kHardwareAddresses = size_t(1) << 47;
-// Freed blocks are joined and given out again, so offsets run short only by fragmentation: twice the memory is ample. A
-// container's own limit, or other ranks' use, does not matter: an arena takes addresses, and memory only where it is used.
+// Freed blocks are joined and reused, so only fragmentation uses up offsets, and twice the memory is enough. A
+// container's own limit and other ranks' use do not matter: an arena takes address space, and memory only for used
+// pages.
 constexpr size_t kTimesMemory = 2;
 
 Machine& values() {
@@ -41,7 +42,7 @@ size_t address_space() {
 }
 
 size_t arena_bytes(size_t memory, int local_ranks, size_t addresses) {
-  // All arenas together leave half of the addresses to the program: libraries, files, devices.
+  // All arenas together leave half of the addresses to the program, for libraries, files and devices.
   const size_t share = addresses / 2 / static_cast<size_t>(std::max(1, local_ranks));
   const size_t page = machine().page;
   return std::min(memory * kTimesMemory, share) / page * page;

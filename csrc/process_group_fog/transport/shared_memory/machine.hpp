@@ -1,4 +1,4 @@
-// What shared memory depends on in the machine: how large its pages are, how much memory and how many addresses there are.
+// The properties of the machine that shared memory depends on: the size of pages, of memory, and of the address space.
 #pragma once
 
 #include <cstddef>
@@ -6,21 +6,21 @@
 namespace fog::shared_memory {
 
 struct Machine {
-  size_t page = 0; // what the system gives out and takes back at once: 4 KiB, or 64 KiB on some ARM64 and POWER
+  size_t page = 0; // the unit of allocation: 4 KiB, or 64 KiB on some ARM64 and POWER systems
   size_t memory = 0; // bytes
 };
 
-// This one.
+// Returns the values of this machine.
 const Machine& machine();
 
-// For tests: takes these values instead, where they are not 0. Before anything in shared memory is made; pages of more bytes than
-// the system's own, of which they are a multiple.
+// For tests: replaces the values that are not 0. Must be called before anything in shared memory is created. The page
+// size must be a multiple of the system's.
 void emulate_machine(const Machine& other);
 
-// Bytes of addresses that this process may have: what the hardware allows, or RLIMIT_AS.
+// Returns the size of this process's address space: the hardware's limit, or RLIMIT_AS.
 size_t address_space();
 
-// How many bytes of addresses the arena of each of `local_ranks` processes gets, where each maps the arenas of all.
+// Returns the address space for the arena of each of `local_ranks` processes, if each process maps the arenas of all.
 size_t arena_bytes(size_t memory, int local_ranks, size_t addresses);
 
 } // namespace fog::shared_memory

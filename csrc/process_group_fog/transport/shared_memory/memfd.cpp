@@ -11,10 +11,10 @@ namespace fog::shared_memory {
 namespace {
 
 #ifndef MFD_NOEXEC_SEAL
-#define MFD_NOEXEC_SEAL 0x0008U // of Linux 6.3
+#define MFD_NOEXEC_SEAL 0x0008U // since Linux 6.3
 #endif
 
-// A file that shrank would end every process that reads what was there (SIGBUS).
+// If a file shrank, every process that reads the lost part would end with SIGBUS.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 } // namespace
@@ -22,7 +22,7 @@ constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 int create_memfd(const char* name) {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
   int fd = memfd_create(name, kFlags | MFD_NOEXEC_SEAL);
-  if (fd < 0) { // an older system has no such flag; then the mode says it, as far as it can
+  if (fd < 0) { // an older system lacks this flag; the file mode is the next best means
     fd = memfd_create(name, kFlags);
     if (fd >= 0) {
       fchmod(fd, S_IRUSR | S_IWUSR);
@@ -32,11 +32,11 @@ int create_memfd(const char* name) {
 }
 
 bool fix_size(int fd, size_t bytes) {
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) { // it has another size for ever
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) { // it has a different fixed size
     return false;
   }
   fcntl(fd, F_ADD_SEALS, kSeals);
-  const int seals = fcntl(fd, F_GET_SEALS); // another process may have been first
+  const int seals = fcntl(fd, F_GET_SEALS); // another process may have sealed it first
   return seals >= 0 && (seals & kSeals) == kSeals;
 }
 

@@ -1,4 +1,4 @@
-// Anonymous files (memfd): memory without a name in any file system, which other processes of the host open through /proc.
+// Anonymous files (memfd): memory without a name in any file system. Other processes of the host open it through /proc.
 #pragma once
 
 #include <sys/types.h>
@@ -7,22 +7,23 @@
 
 namespace fog::shared_memory {
 
-// A file, empty so far, that nobody can execute; -1 where the system has none. fix_size() is to follow.
+// Creates an empty file that cannot be executed; -1 if the system has no memfd. Call fix_size() next.
 int create_memfd(const char* name);
 
-// It has so many bytes from now on, all zero but what was written, and nobody can change that; false if it has another size. Whoever has it
-// open may say so, each of them the same.
+// Fixes the size of the file. New bytes are zero, and the size cannot be changed any more. Returns false if the file
+// has another fixed size. Every process that has the file open may call this, with the same size.
 bool fix_size(int fd, size_t bytes);
 
-// A file of so many bytes, all zero, whose size nobody can change any more and which nobody can execute; -1 where the system
-// has none.
+// Creates a file of `bytes` zeros whose size cannot be changed and which cannot be executed; -1 if the system has no
+// memfd.
 int create_memfd(const char* name, size_t bytes);
 
-// Opens file `number` of process `pid` for reading and writing; -1 if there is none. fix_size() tells whether it is one of create_memfd().
+// Opens file `number` of process `pid` for reading and writing; -1 if there is none. fix_size() tells whether it comes
+// from create_memfd().
 int open_memfd_of(pid_t pid, int number);
 
-// The same; -1 unless that is a file of create_memfd(), whose memory stays
-// where it is for as long as it is mapped. `bytes`: its size.
+// Does the same, but returns -1 unless create_memfd() made the file and its size is fixed. Its memory then stays valid
+// as long as it is mapped. Sets `bytes` to the size.
 int open_memfd(pid_t pid, int number, size_t* bytes);
 
 } // namespace fog::shared_memory

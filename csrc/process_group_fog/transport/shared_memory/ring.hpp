@@ -8,25 +8,26 @@
 
 namespace fog::shared_memory {
 
-// One writer, one reader, no locks. All zero is an empty ring. The two sides' counters lie on cache lines of their own.
+// It has one writer and one reader, and no locks. All zeros is an empty ring. The counters of the two sides are on
+// separate cache lines.
 struct Ring {
   static constexpr size_t kCapacity = size_t(256) << 10;
 
-  alignas(64) std::atomic<uint64_t> written; // bytes, ever
-  alignas(64) std::atomic<uint64_t> read; // bytes, ever
-  std::atomic<uint32_t> writer_waits; // for space: the reader rings the writer's bell when it has made some
+  alignas(64) std::atomic<uint64_t> written; // bytes so far
+  alignas(64) std::atomic<uint64_t> read; // bytes so far
+  std::atomic<uint32_t> writer_waits; // for space: the reader rings the writer's doorbell after it has made some
   alignas(64) char data[kCapacity];
 
   bool empty() const {
     return written.load(std::memory_order_acquire) == read.load(std::memory_order_relaxed);
   }
 
-  // Whether there has ever been a record.
+  // Returns whether there has ever been a record.
   bool used() const {
     return written.load(std::memory_order_relaxed) > 0;
   }
 
-  // Appends one record made of two parts; false if there is no space. For the writer only.
+  // Appends one record that consists of two parts. Returns false if there is no space. Only for the writer.
   bool write(const void* first, size_t first_bytes, const void* second, size_t second_bytes) {
     const size_t length = first_bytes + second_bytes;
     const size_t needed = aligned(sizeof(uint64_t) + length);
@@ -51,8 +52,9 @@ struct Ring {
     return true;
   }
 
-  // Hands over the oldest record and removes it, even if `take(const char*, size_t)` throws; false if there is none. For the
-  // reader only. Where the writer has left what cannot be a record, all of it goes, and take() gets nothing (0 bytes).
+  // Passes the oldest record to `take(const char*, size_t)` and removes it, even if take() throws. Returns false if
+  // there is none. Only for the reader. If the data is not a valid record, everything in the ring is removed, and
+  // take() gets 0 bytes.
   template <typename Take>
   bool take_one(Take&& take) {
     uint64_t begin = read.load(std::memory_order_relaxed);
@@ -82,7 +84,7 @@ struct Ring {
   }
 
  private:
-  static constexpr uint64_t kSkip = ~uint64_t(0); // the record is at the start of the ring
+  static constexpr uint64_t kSkip = ~uint64_t(0); // the next record is at the start of the ring
 
   static size_t aligned(size_t bytes) {
     return (bytes + 7) & ~size_t(7);

@@ -40,7 +40,7 @@ bool in_arena(const void* data, size_t bytes) {
   return arena != nullptr && arena->contains(data, bytes);
 }
 
-// New memory, and the old that it stands for and others may still look at.
+// New memory together with the old memory that it replaces, which others may still read.
 struct Moved {
   c10::DataPtr memory;
   c10::DataPtr old;
@@ -78,7 +78,7 @@ void share(const at::Tensor& tensor) {
   const size_t bytes = storage->nbytes();
   auto memory = shared_allocator().allocate(bytes);
   if (!in_arena(memory.get(), bytes)) {
-    return; // this system has none to share: no use in moving
+    return; // this system cannot share memory, so a move would be useless
   }
   move_storage(tensor, std::move(memory));
 }
@@ -90,8 +90,8 @@ void move_storage(const at::Tensor& tensor, c10::DataPtr memory) {
     storage->set_data_ptr_noswap(std::move(memory));
     return;
   }
-  // Somebody else may hold the old address: torch has marked the storage for it, as tensor.numpy() does; or an operation that is not
-  // complete has what was shared already.
+  // The old address may still be in use: torch has marked the storage for that, as in tensor.numpy(), or it is shared
+  // memory that an operation in flight uses.
   void* data = memory.get();
   auto* moved = new Moved{std::move(memory), {}};
   moved->old =

@@ -1,4 +1,4 @@
-// Tensors in memory that the other ranks of this host can read where it is, so that exchanges copy nothing.
+// Tensors in memory that the other ranks of this host can read in place, so that exchanges copy nothing.
 #pragma once
 
 #include <vector>
@@ -7,23 +7,23 @@
 
 namespace fog {
 
-// Gives out the arena's memory; ordinary memory where the system has none to share.
+// Allocates from the arena, or ordinary memory if the system cannot share memory.
 c10::Allocator& shared_allocator();
 
-// An uninitialised, contiguous CPU tensor.
+// Returns an uninitialised, contiguous CPU tensor.
 at::Tensor empty_shared(at::IntArrayRef sizes, c10::ScalarType dtype);
 
-// Tensors of one dtype, one after the other in new memory of that kind.
+// Copies tensors of one dtype, one after the other, to new shared memory.
 at::Tensor flatten(const std::vector<at::Tensor>& tensors);
 
-// Moves the storage of a CPU tensor, and so that of all its views; the old memory stays while a NumPy array may look at it.
-// Throws ValueError for another device, or without storage.
+// Moves the storage of a CPU tensor, and with it all views, to shared memory. The old memory stays while a NumPy array
+// may refer to it. Throws ValueError for another device, or for a tensor without storage.
 void share(const at::Tensor& tensor);
 
-// The same to `memory`, which has room for it, whatever kind of memory that is.
+// Moves the storage to `memory`, which may be of any kind and is large enough.
 void move_storage(const at::Tensor& tensor, c10::DataPtr memory);
 
-// Whether all of a tensor's storage is in shared memory.
+// Returns whether the whole storage of a tensor is in shared memory.
 bool is_shared(const at::Tensor& tensor);
 
 } // namespace fog

@@ -6,15 +6,16 @@
 namespace fog::shared_memory {
 namespace {
 
-// Chunks that all readers share; the others are for those whose share is used up.
+// Chunks that all readers share. The other chunks are for readers whose share is used up.
 constexpr uint32_t kShared = 128;
 constexpr size_t kLeastShare = 8;
 constexpr size_t kExtraKept = 64; // free extra chunks that keep their pages
-// How far a stream goes ahead of the fastest of its readers, and how far of the slowest before it leaves that one behind.
+// Limits of how far a stream may be ahead of its fastest reader, and of its slowest reader before it goes on without
+// that one.
 constexpr size_t kAhead = size_t(1) << 20;
 constexpr size_t kLag = size_t(4) << 20;
 
-// Parts small enough that both sides soon work at once, large enough that telling costs little.
+// Parts are small enough that both sides soon work at once, and large enough that their messages cost little.
 size_t part_bytes(size_t bytes) {
   return std::clamp(bytes / 8 & ~size_t(63), size_t(32) << 10, Inbox::kChunkBytes);
 }
@@ -51,7 +52,8 @@ void OutgoingStream::filled(const Fill& fill) {
   streams_->filled(*this, fill);
 }
 
-// What this process reads of a peer's stream; from the announcement on, also while no operation wants it.
+// Data that this process reads from a peer's stream. It exists from the announcement on, even before an operation wants
+// it.
 class Streams::Reading final : public Incoming {
  public:
   Reading(Streams& streams, PeerId source, const Header& header)
@@ -81,7 +83,7 @@ class Streams::Reading final : public Incoming {
     }
     streams_.say(source_, MessageKind::kEmptied, transfer, taken);
     if (taken == bytes) {
-      streams_.reading_[source_].erase(transfer); // whoever calls this keeps it
+      streams_.reading_[source_].erase(transfer); // the caller holds this object
     }
     return stands;
   }
@@ -91,8 +93,8 @@ class Streams::Reading final : public Incoming {
   const uint64_t group;
   size_t filled = 0;
   size_t taken = 0;
-  bool wanted = false; // the sender has asked
-  bool taking = false; // an operation has come for it
+  bool wanted = false; // the sender has sent kWanted
+  bool taking = false; // an operation receives it
   std::deque<Block> chunks;
   std::weak_ptr<TransferOwner> owner;
 
@@ -111,7 +113,7 @@ void Streams::say(PeerId peer, MessageKind kind, uint64_t transfer, size_t bytes
   links_.send(peer, header, nullptr, 0);
 }
 
-// --- going out ---
+// --- outgoing ---
 
 std::shared_ptr<OutgoingStream> Streams::open(
     const std::vector<PeerId>& readers, uint64_t group, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner) {
@@ -192,9 +194,9 @@ std::optional<Outgoing::Fill> Streams::next_fill(OutgoingStream& stream) {
   if (stream.closed_ || stream.filling_) {
     return std::nullopt;
   }
-  std::vector<size_t> positions; // the farthest first: who is behind holds nobody up
+  std::vector<size_t> positions; // the farthest first, so that slow readers do not delay others
   for (const auto& reader : stream.readers_) {
-    if (reader.sent < stream.bytes_ && reader.taken <= reader.sent) { // else it has gone
+    if (reader.sent < stream.bytes_ && reader.taken <= reader.sent) { // otherwise it is gone
       positions.push_back(reader.sent);
     }
   }
@@ -205,7 +207,7 @@ std::optional<Outgoing::Fill> Streams::next_fill(OutgoingStream& stream) {
     auto readers = ready_at(stream, position, bytes);
     auto index = readers.empty() ? std::nullopt : take_chunk(false);
     const bool extra = !index;
-    if (extra) { // for those that have nothing of this stream to go on with
+    if (extra) { // only for readers that have no other chunk of this stream to read
       readers.clear();
       std::vector<PeerId> idle;
       for (size_t i = 0; i < stream.readers_.size(); ++i) {
@@ -239,7 +241,7 @@ std::optional<Outgoing::Fill> Streams::next_fill(OutgoingStream& stream) {
 
 void Streams::filled(OutgoingStream& stream, const Outgoing::Fill& fill) {
   auto chunk = *std::exchange(stream.filling_, std::nullopt);
-  if (stream.closed_) { // meanwhile
+  if (stream.closed_) { // closed meanwhile
     give_chunk(stream, chunk);
     wake_starving();
     return;
@@ -299,7 +301,7 @@ void Streams::took(OutgoingStream& stream, size_t index, size_t taken) {
 }
 
 void Streams::wake_starving() {
-  // The oldest of each peer: who gets a chunk, or does not, starves again and is the next one's turn later.
+  // The oldest of each peer. If it gets no chunk it is added again, and the others have their turn later.
   std::unordered_set<PeerId> woken;
   for (auto position = starving_.begin(); position != starving_.end();) {
     const auto [transfer, peer] = *position;
@@ -325,7 +327,7 @@ void Streams::close(OutgoingStream& stream, bool withdrawn) {
     give_chunk(stream, chunk);
   }
   const auto owner = stream.owner_.lock();
-  outgoing_.erase(stream.transfer_); // the last reference is that of whoever sends, or of nobody
+  outgoing_.erase(stream.transfer_); // the remaining reference is the sender's, if any
   wake_starving();
   if (owner) {
     owner->on_progress();
@@ -369,7 +371,7 @@ void Streams::forget(PeerId peer, uint64_t group) {
     for (size_t i = 0; i < stream->readers_.size(); ++i) {
       auto& reader = stream->readers_[i];
       if (reader.peer == peer && !stream->closed_) {
-        if (group != 0) { // it wants no more; what a lost process has not got has not been sent
+        if (group != 0) { // the peer wants no more data; a lost process has not received it
           reader.sent = stream->bytes_;
         }
         took(*stream, i, stream->bytes_);
@@ -378,7 +380,7 @@ void Streams::forget(PeerId peer, uint64_t group) {
   }
 }
 
-// --- coming in ---
+// --- incoming ---
 
 void Streams::on_announcement(PeerId source, const Header& header) {
   reading_[source].emplace(header.transfer, std::make_shared<Reading>(*this, source, header));
@@ -402,7 +404,7 @@ void Streams::abandon(const TransferOwner& owner) {
   }
 }
 
-// --- what peers say: of a transfer that is not known any more it comes too late ---
+// --- messages of peers; those about unknown transfers come too late and are ignored ---
 
 void Streams::on_filled(PeerId source, const Header& header) {
   const auto found = reading_[source].find(header.transfer);

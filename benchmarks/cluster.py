@@ -1,0 +1,430 @@
+"""Scaling efficiency on an emulated cluster: gossip beside all-reduce, from 2 to 32 hosts, with stragglers and slow links.
+
+    make benchmark-cluster                                          # some 25 minutes, as root
+    python benchmarks/cluster.py --scenarios a --hosts 2 4 --ways none ddp_gloo one_peer_exp --rounds 1
+
+Run it as root on Linux. Each host is a network namespace with one rank (two for the way "hierarchical"). The hosts are
+joined by a bridge, and tc limits what each link carries, both ways (emulated_hosts.py). Processes, TCP and tensors are
+real. The accelerator is a sleep of a set duration, and the model, the bandwidth and the compute are *dilated*: the
+transfer of each bucket takes the same share of the compute as in the real cluster (workloads.py has the formulas).
+
+Scenarios:
+    a             ResNet-50 on hosts of 8 V100 with 25 Gbit/s a host, as in BlueFog's claim (95 % for 128 GPUs)
+    b             GPT-2 124M on hosts of 8 H100 with 100 Gbit/s
+    c             the same in two data centers joined by 1 Gbit/s
+    a strong      a with a fixed global batch: n hosts compute 2/n of the time of two hosts
+    slow host     a, and the accelerator of one host needs twice the time
+    slow link     a, and the link of one host has a tenth of the rate
+    pauses        a, and each step of each rank stands still with a probability of 5 %, for the time of a step
+
+All ways of a world take turns in a random order. A turn begins with one step that does not count, so that no exchange
+of an earlier turn counts. Kept are the median and the quartiles over the turns of the time of a step, which is the
+longest of all ranks for ways that wait for each other. `efficiency` is the throughput of all ranks over that of the
+same ranks without any exchange, measured in the same world.
+
+In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
+
+The time in which both cores were idle stands beside each point. Below 25 % the processor was a bottleneck: such a
+point is marked and is used neither for goals nor for the model. The bytes that the hosts' links carried prove that
+data went over the wire.
+
+This can show what the links, the topology and the software cost. It cannot show an accelerator's contention for
+memory with the network, NVLink, congestion in the switches of a real network, or latencies below those of this kernel:
+a message takes some 50 us here, which the dilation of time makes small beside a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+
+import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
+from cluster_ranks import ASYNCHRONOUS, LOCAL, WAYS, Job, keep_store, serve
+from emulated_hosts import INTERFACE, Unavailable, emulated_hosts, missing, rate_text, traffic
+from forked_ranks import ForkedWorld, WorldFailed
+from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
+
+from fog_pg._extension import load as load_extension
+
+RESULTS = Path(__file__).parent / "results" / "cluster.json"
+# Seconds of compute of an emulated step, so long that two cores are mostly idle. Scenario c has a tenth, as its exchanges
+# take several steps.
+COMPUTE_SECONDS = 0.6
+# A share of idle time below which the processor is a bottleneck.
+LEAST_IDLE = 0.25
+LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
+PAUSES = 0.05
+SLOW_HOST, SLOW_LINK = 2.0, 0.1
+STRAGGLER = 1  # the host
+PHASE_SECONDS = 90.0
+SYNCHRONOUS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "base_k"]
+SCALING_WAYS = [*SYNCHRONOUS, "async_win", "local_sgd", "gossip_diloco"]
+STRAGGLER_WAYS = ["none", "ddp_gloo", "one_peer_exp", "async_win", "win_put", "async_gossip", "wagma"]
+# Goals: the least efficiency, by scenario, hosts and way.
+GOALS = {
+    ("a", 16, "one_peer_exp"): 0.95,
+    ("c", 16, "gossip_diloco"): 0.90,
+    ("slow host", 16, "async_win"): 0.95,
+    ("slow host", 16, "async_gossip"): 0.90,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """A world to measure.
+
+    Attributes:
+        name: Of the scenario, as in the module's docstring.
+        scenario: The cluster.
+        hosts: Number of hosts.
+        ways: Keys of WAYS.
+        compute: Emulated seconds of a step.
+        ranks_per_host: Consecutive ranks that share a host.
+        scaling: "weak" or "strong".
+        slow: What the compute of a host is multiplied with.
+        slow_link: Host whose link is slow.
+        pauses: Probability of a pause in a step.
+        group: Real local steps that an emulated one stands for.
+    """
+
+    name: str
+    scenario: Scenario
+    hosts: int
+    ways: Sequence[str]
+    compute: float
+    ranks_per_host: int = 1
+    scaling: str = "weak"
+    slow: Mapping[int, float] = field(default_factory=dict)
+    slow_link: int | None = None
+    pauses: float = 0.0
+    group: int = 1
+
+    @property
+    def dilation(self) -> Dilation:
+        """How much smaller and slower than the real cluster it is."""
+        return emulated(self.scenario, self.compute)
+
+    @property
+    def local_steps(self) -> int:
+        """Emulated steps between two exchanges, of the ways with local steps."""
+        return LOCAL_STEPS if self.group == 1 else EMULATED_LOCAL_STEPS
+
+
+def worlds_of(
+    names: Sequence[str], hosts: Sequence[int], ways: Sequence[str] | None, seconds: float
+) -> list[World]:
+    """Returns the worlds of some scenarios; those of one host count stand together.
+
+    Args:
+        names: Of scenarios.
+        hosts: Host counts of the scenarios that scale; the others have the largest one up to 16.
+        ways: Only these, where the scenario has them; None for all.
+        seconds: Emulated compute of a step; scenario c has a tenth.
+    """
+    found: list[World] = []
+    two_level = max((count for count in hosts if count <= 16), default=hosts[0])
+    for name in names:
+        for count in hosts if name in ("a", "b", "c", "a strong") else [two_level]:
+            letter = name[0] if name in ("a", "b", "c", "a strong") else "a"
+            scenario = SCENARIOS[letter]
+            options: dict[str, Any] = {}
+            chosen, compute = SCALING_WAYS, seconds
+            if name == "c":
+                if count < 2 or count % 2:
+                    continue
+                compute, options = seconds / 10, {"group": 500 // EMULATED_LOCAL_STEPS}
+                chosen = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "local_sgd", "gossip_diloco"]
+            elif name == "a strong":
+                real = scenario.compute * 2 / count
+                scenario = Scenario(**{**asdict(scenario), "compute": real})
+                options = {"scaling": "strong"}
+                chosen = SYNCHRONOUS
+            elif name == "slow host":
+                chosen, options = STRAGGLER_WAYS, {"slow": {STRAGGLER: SLOW_HOST}}
+            elif name == "slow link":
+                chosen, options = STRAGGLER_WAYS, {"slow_link": STRAGGLER}
+            elif name == "pauses":
+                chosen, options = STRAGGLER_WAYS, {"pauses": PAUSES}
+            kept = [way for way in chosen if ways is None or way in ways or way == "none"]
+            if len(kept) > 1:
+                found.append(World(name, scenario, count, kept, compute, **options))
+            if name in ("a", "b") and (ways is None or "hierarchical" in ways) and count <= 16:
+                both = ["none", "hierarchical"]
+                found.append(World(name, scenario, count, both, compute, ranks_per_host=2))
+    return found
+
+
+@contextmanager
+def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld, list[str]]]:
+    """Makes the hosts and starts the ranks; both are gone afterwards."""
+    dilation, scenario = world.dilation, world.scenario
+    rate = dilation.rate(scenario.rate)
+    options: dict[str, Any] = {}
+    if scenario.between is not None:
+        options = {"centers": 2, "between": rate_text(dilation.rate(scenario.between))}
+    if world.slow_link is not None:
+        options["rates"] = {world.slow_link: rate_text(SLOW_LINK * rate)}
+    job = Job(
+        scenario.model,
+        dilation,
+        world.compute,
+        local_steps=world.local_steps,
+        grouped=world.group,
+        centers=options.get("centers", 1),
+        ranks_per_host=world.ranks_per_host,
+        slow=world.slow,
+        pause_probability=world.pauses,
+        seed=seed,
+        timeout=limit,
+    )
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    size = world.hosts * world.ranks_per_host
+    with emulated_hosts(world.hosts, rate_text(rate), **options) as hosts:
+        ranks = ForkedWorld(f"{world.name}, {world.hosts} hosts", size, limit)
+        try:
+            ranks.fork(keep_store, hosts[0])
+            ranks.port()
+            for rank in range(size):
+                ranks.fork(serve, hosts[rank // world.ranks_per_host], rank, size, job)
+            yield ranks, hosts
+        finally:
+            ranks.close()
+
+
+def idle_time() -> tuple[float, float]:
+    """Returns the idle time of all cores so far and the whole time, in ticks."""
+    fields = [float(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return fields[3] + fields[4], sum(fields)
+
+
+def measure(world: World, rounds: int, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Returns the points of one world.
+
+    Args:
+        world: What to measure.
+        rounds: Turns of each way.
+        steps: Counted steps of a turn, of ways without local steps.
+        seed: Of the order of the turns, and of pauses.
+
+    Raises:
+        WorldFailed: Ranks failed or did not answer in time; the message names them.
+        Unavailable: Hosts cannot be emulated here.
+    """
+    turns: dict[str, list[dict[str, Any]]] = {way: [] for way in world.ways}
+    draw = random.Random(f"{seed} {world.name} {world.hosts}")
+    with running(world, seed, PHASE_SECONDS) as (ranks, hosts):
+        ranks.ask("start")
+        latency = max(ranks.ask("latency")[1])
+        facts = ranks.ask("facts")[1][0]
+        buckets = {}
+        for way in world.ways:
+            buckets[way] = ranks.ask("make", way)[1][0]
+            ranks.ask("run", way, 1)
+        for _ in range(rounds):
+            for way in draw.sample(list(world.ways), len(world.ways)):
+                turns[way].append(turn(world, ranks, hosts, way, steps))
+        ranks.ask("leave")
+        ranks.end()
+    alone = statistics.median(each["throughput"] for each in turns["none"])
+    points = []
+    for way, made in turns.items():
+        times = [each["step_s"] for each in made]
+        lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+        idle = min(each["idle"] for each in made)
+        grouped = world.group if way in LOCAL else 1
+        points.append(
+            {
+                "scenario": world.name,
+                "model": world.scenario.model,
+                "way": way,
+                "scaling": world.scaling,
+                "hosts": world.hosts,
+                "ranks_per_host": world.ranks_per_host,
+                "rate_bits_per_s": world.dilation.rate(world.scenario.rate),
+                "between_bits_per_s": world.scenario.between and world.dilation.rate(world.scenario.between),
+                "latency_s": latency,
+                "compute_s": world.compute * grouped,
+                "forward_s": world.compute * grouped / 3,
+                "bucket_bytes": buckets[way],
+                "local_steps": world.local_steps if way in LOCAL else 1,
+                "local_steps_real": world.local_steps * world.group if way in LOCAL else 1,
+                "dilation": asdict(world.dilation),
+                "steps": sum(each["steps"] for each in made),
+                "turns": len(made),
+                "step_s": {"median": statistics.median(times), "lower": lower, "upper": upper},
+                "efficiency": statistics.median(each["throughput"] for each in made) * grouped / alone,
+                "wire_bytes_per_host_per_step": statistics.median(each["bytes"] for each in made),
+                "cpu_s_per_rank_per_step": statistics.median(each["cpu"] for each in made),
+                "cpu_idle": idle,
+                "cpu_bound": idle < LEAST_IDLE,
+                "seed": seed,
+                "slow": {str(host): slowness for host, slowness in world.slow.items()},
+                "slow_link": world.slow_link,
+                "pauses": world.pauses,
+                "facts": facts,
+            }
+        )
+    return points
+
+
+def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps: int) -> dict[str, Any]:
+    """Returns the measurements of one turn of a way."""
+    if way in LOCAL:
+        steps = world.local_steps
+    # Ranks at a pace of their own run for a time, as long as the others' steps take.
+    seconds = steps * world.compute if way in ASYNCHRONOUS and is_uneven(world) else None
+    grouped = world.group if way in LOCAL else 1
+    idle, sent = idle_time(), traffic(hosts)
+    answers = ranks.ask("run", way, steps, seconds, patience=20 * steps * world.compute * grouped)[1]
+    idle_end, sent_end = idle_time(), traffic(hosts)
+    durations = [each["end"] - each["begin"] for each in answers]
+    rates = [each["steps"] / duration for each, duration in zip(answers, durations, strict=True)]
+    # All steps of the turn were sent, those that do not count too.
+    made = statistics.fmean(each["steps"] + 1 for each in answers)
+    wire = [max(b[0] - a[0], b[1] - a[1]) for a, b in zip(sent, sent_end, strict=True)]
+    return {
+        "step_s": 1 / min(rates) if seconds is None else len(rates) / sum(rates),
+        "throughput": sum(rates),
+        "steps": max(each["steps"] for each in answers),
+        "idle": (idle_end[0] - idle[0]) / max(1.0, idle_end[1] - idle[1]),
+        "bytes": statistics.fmean(wire) / made,
+        "cpu": statistics.fmean(each["cpu"] for each in answers) / made,
+    }
+
+
+def is_uneven(world: World) -> bool:
+    """Returns whether ranks need different times for a step."""
+    return bool(world.slow) or world.slow_link is not None or world.pauses > 0
+
+
+def print_points(points: Sequence[dict[str, Any]]) -> None:
+    """Prints the points of one world."""
+    first = points[0]
+    print(
+        f"\nscenario {first['scenario']}: {first['hosts']} hosts x {first['ranks_per_host']}, {first['scaling']} scaling, "
+        f"{first['model']}, {first['rate_bits_per_s'] / 1e6:.0f} Mbit/s a host, compute {1e3 * first['compute_s']:.0f} ms"
+    )
+    print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}")
+    for point in points:
+        step = point["step_s"]
+        quartiles = f"{1e3 * step['lower']:.0f} - {1e3 * step['upper']:.0f}"
+        mark = "  the processor was short" if point["cpu_bound"] else ""
+        print(
+            f"{WAYS[point['way']]:28}{1e3 * step['median']:>10.0f}{quartiles:>18}{point['efficiency']:>12.1%}"
+            f"{point['wire_bytes_per_host_per_step'] / 1e6:>11.2f}{point['cpu_idle']:>7.0%}{mark}"
+        )
+    sys.stdout.flush()
+
+
+def print_goals(points: Sequence[dict[str, Any]]) -> None:
+    """Prints which goals the points meet."""
+    lines = []
+    for point in points:
+        least = GOALS.get((point["scenario"], point["hosts"], point["way"]))
+        if least is None:
+            continue
+        verdict = "met" if point["efficiency"] >= least else "missed"
+        if point["cpu_bound"]:
+            verdict = f"not shown: the processor was short ({verdict} by the number)"
+        lines.append(
+            f"  {point['scenario']}, {point['hosts']} hosts, {WAYS[point['way']]}: {point['efficiency']:.1%}, "
+            f"at least {least:.0%}: {verdict}"
+        )
+    if lines:
+        print("\nGoals\n" + "\n".join(lines))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the checked command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ["a", "b", "c", "a strong", "slow host", "slow link", "pauses"]
+    add = parser.add_argument
+    add("--scenarios", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    add("--hosts", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of hosts, 2 to 32")
+    add("--ways", nargs="+", choices=list(WAYS), metavar="NAME", help=", ".join(WAYS))
+    add("--rounds", type=int, default=3, help="turns of each way in a world")
+    add("--steps", type=int, default=4, help="steps of a turn")
+    add(
+        "--compute",
+        type=float,
+        default=COMPUTE_SECONDS,
+        metavar="SECONDS",
+        help="emulated compute of a step (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the order of the turns and of pauses")
+    add("--json", type=Path, default=RESULTS, help="file for the points (default: %(default)s)")
+    arguments = parser.parse_args()
+    for name in ("rounds", "steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name}: got {getattr(arguments, name)}; must be 1 or more")
+    if not arguments.compute > 0:
+        parser.error(f"--compute: got {arguments.compute}; must be positive")
+    if not all(2 <= count <= 32 for count in arguments.hosts):
+        parser.error(f"--hosts: got {arguments.hosts}; each must be from 2 to 32")
+    return arguments
+
+
+def main() -> None:
+    """Measures one world after the other, and writes the points after each."""
+    arguments = parse_arguments()
+    if reason := missing():
+        sys.exit(f"emulated hosts: {reason}")
+    load_extension()
+    # Forked processes then neither traverse nor copy these objects.
+    gc.collect()
+    gc.freeze()
+    about: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "kernel": platform.release(),
+        "load average before": os.getloadavg()[0],
+        "seed": arguments.seed,
+        "rounds": arguments.rounds,
+        "compute": {name: scenario.compute_is_of for name, scenario in SCENARIOS.items()},
+        "parameters": {name: sum(model.sizes) for name, model in MODELS.items()},
+    }
+    points: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for world in worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute):
+        begin = time.perf_counter()
+        try:
+            found = measure(world, arguments.rounds, arguments.steps, arguments.seed)
+        except Unavailable as error:
+            sys.exit(f"emulated hosts: {error}")
+        except WorldFailed as failure:
+            failures.append(str(failure))
+            print(failure, file=sys.stderr)
+            continue
+        about |= found[0]["facts"]
+        for point in found:
+            del point["facts"]
+        print_points(found)
+        print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
+        points += found
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(
+            json.dumps({"facts": about, "failures": failures, "points": points}, indent=1) + "\n"
+        )
+    print_goals(points)
+    if failures:
+        sys.exit("\n".join(["These worlds failed:", *failures]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""What a rank of benchmarks/cluster.py does: an emulated accelerator, a model on it, and the ways to train together."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import fogdist
+import program
+import torch
+import torch.distributed as dist
+from emulated_hosts import ACROSS, address, move_to_host
+from fogdist import algorithms, topology
+from fogdist.packing import cap_bytes
+from fogdist.training.buckets import FlatBuckets
+from forked_ranks import die_with_parent, obey
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from workloads import (
+    DDP_CAP_MB,
+    FLOAT_BYTES,
+    FOG_CAP_MB,
+    FORWARD_SHARE,
+    MODELS,
+    Dilation,
+    bucket_bytes,
+    ddp_buckets,
+    sizes_of,
+)
+
+# By name: the heading. Those of contracts between programs.
+WAYS = {
+    "none": "no exchange",
+    "ddp_gloo": "DDP on Gloo",
+    "ddp_fog": "DDP on fog",
+    "one_peer_exp": "one-peer exponential",
+    "static_exp": "static exponential",
+    "base_k": "Base-3",
+    "hierarchical": "hierarchical, one-peer",
+    "async_win": "asynchronous windows",
+    "win_put": "win-put optimizer",
+    "async_gossip": "AD-PSGD, skips the busy",
+    "local_sgd": "local SGD",
+    "gossip_diloco": "gossip DiLoCo",
+    "wagma": "WAGMA-SGD",
+}
+# In which ranks go at their own pace, and may make different numbers of steps.
+ASYNCHRONOUS = {"none", "async_win", "win_put", "async_gossip"}
+# Whose exchanges come every `local_steps` steps only.
+LOCAL = {"local_sgd", "gossip_diloco"}
+# Peers of a rank in a round of the Base graph: Base-(k + 1).
+BASE_DEGREE = 2
+PORT = 29620
+# An accelerator that is ready by then is not waited for before the last layer: each sleep takes some of the CPU.
+NAP = 1.5e-3
+PING_BYTES, PINGS = 64, 200
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a world are told.
+
+    Attributes:
+        model: A key of MODELS.
+        dilation: Of the world.
+        compute: Emulated seconds of a step.
+        local_steps: Of the ways that have them.
+        grouped: Real local steps that one of those ways' steps stands for, with as many times the compute.
+        centers: Data centers.
+        ranks_per_host: Consecutive ranks that share a host.
+        slow: By host, by what its compute is multiplied.
+        pause_probability: Of a step of any rank, to stand still for as long as it computes.
+        seed: Of these draws.
+        timeout: Seconds, of the groups.
+    """
+
+    model: str
+    dilation: Dilation
+    compute: float
+    local_steps: int = 8
+    grouped: int = 1
+    centers: int = 1
+    ranks_per_host: int = 1
+    slow: Mapping[int, float] = field(default_factory=dict)
+    pause_probability: float = 0.0
+    seed: int = 0
+    timeout: float = 120.0
+
+
+class Device:
+    """An accelerator that works on what it is given, one after the other, while the host goes on."""
+
+    def __init__(self) -> None:
+        self.ready = 0.0
+
+    def begin(self, pause: float) -> None:
+        """A pass begins: the host has waited for what was before."""
+        self.ready = time.perf_counter() + pause
+
+    def compute(self, seconds: float) -> None:
+        """Is given work."""
+        self.ready += seconds
+
+    def wait(self, nap: float = 0.0) -> None:
+        """Waits until it is done, unless that is less than `nap` seconds away."""
+        left = self.ready - time.perf_counter()
+        if left > nap:
+            time.sleep(left)
+
+
+class _Compute(torch.autograd.Function):
+    """The identity, while the accelerator computes a layer; its parameters get constant gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        layer.device.compute(FORWARD_SHARE * layer.seconds)
+        if layer.is_last:
+            layer.device.wait()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        layer = ctx.layer
+        layer.device.compute((1 - FORWARD_SHARE) * layer.seconds)
+        layer.device.wait(0.0 if layer.is_first else NAP)
+        return (gradients[0], None, *layer.gradients)
+
+
+class EmulatedLayer(nn.Module):
+    """Parameters of given sizes, and the time that the accelerator needs for them."""
+
+    def __init__(
+        self, sizes: Sequence[int], seconds: float, device: Device, *, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(size) for size in sizes])
+        self.gradients = [torch.full((size,), 1e-3) for size in sizes]
+        self.seconds, self.device, self.is_first, self.is_last = seconds, device, is_first, is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes."""
+        result: Tensor = _Compute.apply(x, self, *self.weights)  # type: ignore[no-untyped-call]
+        return result
+
+
+def emulated_model(job: Job, device: Device, slowness: float) -> nn.Sequential:
+    """The job's model, on an accelerator that is so many times slower."""
+    model = MODELS[job.model]
+    sizes = iter(sizes_of(model, job.dilation))
+    last = len(model.layers) - 1
+    return nn.Sequential(
+        *(
+            EmulatedLayer(
+                [next(sizes) for _ in layer.sizes],
+                slowness * share * job.compute,
+                device,
+                is_first=place == 0,
+                is_last=place == last,
+            )
+            for place, (layer, share) in enumerate(zip(model.layers, model.shares, strict=True))
+        )
+    )
+
+
+@dataclass
+class Trainer:
+    """A way, made.
+
+    Attributes:
+        module: Called as a function.
+        optimizer: Stepped after the backward pass.
+        prepare: Called before step t.
+        stand_still: Called when other ways have their turn: no rank is to wait for this one.
+        steps: Made so far.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    prepare: Callable[[int], None] = lambda t: None
+    stand_still: Callable[[], None] = lambda: None
+    steps: int = 0
+
+
+class ClusterRank:
+    """A rank; the parent calls its methods by name."""
+
+    def __init__(self, rank: int, size: int, job: Job) -> None:
+        self.rank, self.size, self.job = rank, size, job
+        host = rank // job.ranks_per_host
+        self.device = Device()
+        self.slowness = job.slow.get(host, 1.0)
+        self.trainers: dict[str, Trainer] = {}
+        self.gloo: dist.ProcessGroup | None = None
+        self.x = torch.ones(1)
+
+    def start(self) -> list[float]:
+        """Joins the others."""
+        timeout = timedelta(seconds=self.job.timeout)
+        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=timeout)
+        dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
+        self.gloo = dist.new_group(backend="gloo", timeout=timeout)
+        fogdist.init()
+        if self.job.ranks_per_host > 1:
+            machines = self.size // self.job.ranks_per_host
+            fogdist.set_machine_topology(topology.by_name("exp2", machines))
+        dist.barrier()
+        return []
+
+    def facts(self) -> dict[str, object]:
+        """About the run."""
+        return program.facts()
+
+    def latency(self) -> float:
+        """Seconds that a small message takes from the first rank to the last one, by TCP alone; 0 on others."""
+        if self.rank not in (0, self.size - 1):
+            return 0.0
+        if self.rank == 0:
+            with socket.create_server((address(0), PORT + 1)) as server:
+                connection, _ = server.accept()
+        else:
+            deadline = time.monotonic() + self.job.timeout
+            while True:
+                try:
+                    connection = socket.create_connection((address(0), PORT + 1), timeout=self.job.timeout)
+                    break
+                except ConnectionRefusedError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.01)
+        times = []
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for _ in range(PINGS):
+                begin = time.perf_counter()
+                if self.rank == 0:
+                    connection.recv(PING_BYTES, socket.MSG_WAITALL)
+                    connection.sendall(bytes(PING_BYTES))
+                else:
+                    connection.sendall(bytes(PING_BYTES))
+                    connection.recv(PING_BYTES, socket.MSG_WAITALL)
+                times.append(time.perf_counter() - begin)
+        return sorted(times)[len(times) // 2] / 2
+
+    def make(self, way: str) -> list[int]:
+        """Sets a way up; collective. Returns the bytes of its buckets, in the order in which they leave."""
+        grouped = self.job.grouped if way in LOCAL else 1
+        model = emulated_model(self.job, self.device, grouped * self.slowness)
+        self.trainers[way] = self._trainer(way, model)
+        sizes, dilation = sizes_of(MODELS[self.job.model], self.job.dilation), self.job.dilation
+        if way == "none":
+            return []
+        if way.startswith("ddp_"):
+            return bucket_bytes(sizes, ddp_buckets(sizes, dilation.cap_mb(DDP_CAP_MB)))
+        tensors = [torch.empty(size) for size in sizes]
+        flats = FlatBuckets(tensors, cap_bytes(dilation.cap_mb(FOG_CAP_MB))).flats
+        return [FLOAT_BYTES * flat.numel() for flat in flats]
+
+    def run(self, way: str, steps: int, seconds: float | None = None) -> dict[str, float]:
+        """Makes one step, and then so many more; or as many more as begin within so many seconds.
+
+        Returns:
+            When the first step had ended, when the last one ended, how many came after the first one, and the seconds
+            of this process's CPU.
+        """
+        trainer = self.trainers[way]
+        cpu = time.process_time()
+        self._step(trainer)
+        begin = time.perf_counter()
+        made = 0
+        while made < steps if seconds is None else time.perf_counter() - begin < seconds:
+            self._step(trainer)
+            made += 1
+        end = time.perf_counter()
+        trainer.stand_still()
+        return {"begin": begin, "end": end, "steps": made, "cpu": time.process_time() - cpu}
+
+    def check(self, way: str) -> list[float]:
+        """The values of a way's first parameter, for tests."""
+        first: list[float] = next(iter(self.trainers[way].module.parameters())).detach()[:1].tolist()
+        return first
+
+    def leave(self) -> list[float]:
+        """Meets the others before the end."""
+        dist.barrier()
+        return []
+
+    # --- inside ---
+
+    def _step(self, trainer: Trainer) -> None:
+        t = trainer.steps
+        trainer.prepare(t)
+        trainer.optimizer.zero_grad()
+        pause = 0.0
+        if self.job.pause_probability:
+            # In step t of a rank the same in all ways.
+            draw = random.Random(f"{self.job.seed} {self.rank} {t}").random()
+            pause = self.job.compute if draw < self.job.pause_probability else 0.0
+        self.device.begin(pause)
+        loss = trainer.module(self.x).sum()
+        self.device.begin(max(0.0, self.device.ready - time.perf_counter()))
+        loss.backward()
+        trainer.optimizer.step()
+        trainer.steps += 1
+
+    def _trainer(self, way: str, model: nn.Module) -> Trainer:
+        size, job = self.size, self.job
+        fog_cap = job.dilation.cap_mb(FOG_CAP_MB)
+
+        def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+        def ddp(group: dist.ProcessGroup | None) -> Trainer:
+            module = DistributedDataParallel(
+                model, process_group=group, bucket_cap_mb=job.dilation.cap_mb(DDP_CAP_MB)
+            )
+            return Trainer(module, sgd(model.parameters()))
+
+        def wrapped(graphs: Any, mode: Any = "sync") -> Trainer:
+            module = fogdist.DecentralizedDataParallel(model, sgd, graphs, mode, bucket_cap_mb=fog_cap)
+            still = module.pause if mode == "async" else lambda: None
+            return Trainer(module, module.optimizer, stand_still=still)
+
+        def algorithm(make: Callable[..., Any], **options: Any) -> Trainer:
+            return Trainer(model, make(sgd(model.parameters()), model, bucket_cap_mb=fog_cap, **options))
+
+        if way == "none":
+            return Trainer(model, sgd(model.parameters()))
+        if way == "ddp_gloo":
+            return ddp(self.gloo)
+        if way == "ddp_fog":
+            return ddp(None)
+        if way == "one_peer_exp":
+            return wrapped(topology.one_peer_exponential(size))
+        if way == "static_exp":
+            return wrapped(topology.by_name("exp2", size))
+        if way == "base_k":
+            return wrapped(topology.base_graph(size, BASE_DEGREE))
+        if way == "async_win":
+            return wrapped(topology.one_peer_exponential(size), "async")
+        if way == "local_sgd":
+            return algorithm(algorithms.LocalSGD, local_steps=job.local_steps)
+        if way == "gossip_diloco":
+            if job.centers == 1:
+                return algorithm(algorithms.GASLoC, local_steps=job.local_steps)
+            # One rank of each center talks to the next center in a round.
+            rounds = topology.inner_outer_exponential(size, size // job.centers)
+            return algorithm(algorithms.DiLoCo, mixing=rounds, local_steps=job.local_steps)
+        if way == "win_put":
+            return self._dynamic(algorithm(fogdist.DistributedWinPutOptimizer))
+        if way == "async_gossip":
+            # Its neighbors are those of the group's topology, whose edges must go both ways.
+            before = fogdist.load_topology()
+            fogdist.set_topology(topology.by_name("ring", size), is_weighted=True)
+            trainer = algorithm(algorithms.AsynchronousGossip)
+            fogdist.set_topology(before, is_weighted=True)
+            return trainer
+        if way == "hierarchical":
+            kind = fogdist.CommunicationType.hierarchical_neighbor_allreduce
+            return self._dynamic(
+                algorithm(fogdist.DistributedAdaptWithCombineOptimizer, communication_type=kind),
+                is_of_machines=True,
+            )
+        if way == "wagma":
+            return algorithm(algorithms.WAGMA)  # type: ignore[attr-defined]
+        raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
+
+    def _dynamic(self, trainer: Trainer, *, is_of_machines: bool = False) -> Trainer:
+        """One peer a step, told to the optimizer before it."""
+        per_host = self.job.ranks_per_host if is_of_machines else 1
+        rounds = topology.one_peer_exponential(self.size // per_host)
+        optimizer: Any = trainer.optimizer
+
+        def prepare(t: int) -> None:
+            peers = rounds.peers(self.rank // per_host, t)
+            if is_of_machines:
+                optimizer.self_weight = peers["self_weight"]
+                optimizer.src_machine_weights = peers["src_weights"]
+                optimizer.dst_machine_weights = peers["dst_weights"]
+            else:
+                optimizer.dst_weights = dict.fromkeys(peers["dst_weights"], 1.0)
+
+        trainer.prepare = prepare
+        return trainer
+
+
+def serve(connection: Connection, host: str, rank: int, size: int, job: Job) -> None:
+    """The life of a forked rank."""
+    die_with_parent()
+    move_to_host(host)
+    os.environ.update(ACROSS["UCX"])
+    torch.set_num_threads(1)
+    obey(connection, rank, ClusterRank(rank, size, job))
+
+
+def keep_store(connection: Connection, host: str) -> None:
+    """The process that has the Store, on the first host."""
+    die_with_parent()
+    move_to_host(host)
+    store = dist.TCPStore(address(0), PORT, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
+    os._exit(0)
