@@ -166,8 +166,8 @@ def draw_stragglers(path: Path, measured: Sequence[dict[str, Any]]) -> bool:
         sharex=True,
         layout="constrained",
     )
-    for panel, (scenario, own) in zip(panels[0], by_scenario.items(), strict=True):
-        own = sorted((p for p in own if p["way"] in WAYS), key=lambda p: p["efficiency"])
+    for panel, (scenario, known) in zip(panels[0], by_scenario.items(), strict=True):
+        own = sorted((p for p in known if p["way"] in WAYS), key=lambda p: p["efficiency"])
         bars = panel.barh(
             [WAYS[p["way"]][0] for p in own],
             [100 * p["efficiency"] for p in own],

@@ -123,7 +123,7 @@ class Graph:
     def write(self, path: Path, parameters: Parameters) -> None:
         """Writes a file that other simulators read."""
         content = {
-            "parameters": asdict(parameters) | {"S": None if parameters.S == float("inf") else parameters.S},
+            "parameters": asdict(parameters) | {"S": None if float("inf") == parameters.S else parameters.S},
             "hosts": self.hosts,
             "centers": self.centers,
             "tasks": [

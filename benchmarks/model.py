@@ -223,7 +223,7 @@ def simgrid_seconds(
         return None
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         graph.write(Path(file.name), parameters)
-        run = subprocess.run([python, str(SIMGRID), file.name], capture_output=True, text=True)
+        run = subprocess.run([python, str(SIMGRID), file.name], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise RuntimeError(f"simgrid_actors.py: {run.stderr.strip()[-500:]}")
     seconds: float = json.loads(run.stdout)["step_s"]
@@ -235,7 +235,8 @@ def simgrid_python() -> str | None:
     for python in (sys.executable, "/usr/bin/python3"):
         if (
             Path(python).exists()
-            and subprocess.run([python, "-c", "import simgrid"], capture_output=True).returncode == 0
+            and subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False).returncode
+            == 0
         ):
             return python
     return None

@@ -251,6 +251,7 @@ def exchange(
 ) -> Schedule:
     """fog's neighbor_allreduce of so many bytes of float32, recorded."""
     import torch
+
     from fog_pg._C import NeighborPlan
 
     tensors = [torch.zeros(max(1, count // FLOAT_BYTES)) for _ in range(size)]
@@ -272,6 +273,7 @@ def exchange(
 def hierarchical(machines: int, local: int, count: int, hop: int) -> Schedule:
     """fog's hierarchical_neighbor_allreduce, each machine with the one `hop` further, recorded."""
     import torch
+
     from fog_pg._C import NeighborPlan
 
     size = machines * local

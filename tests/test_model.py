@@ -50,7 +50,7 @@ def cluster(way: str, hosts: int, centers: int = 1) -> Cluster:
 def test_a_recording_has_each_message_and_what_had_come_before_it() -> None:
     world = VirtualWorld(4)
     tensors = [torch.ones(30_000) for _ in range(4)]
-    for works in (None, None):  # what was before record() is forgotten
+    for _ in range(2):  # what was before record() is forgotten
         world.record()
         works = [group.allreduce([tensors[rank]]) for rank, group in enumerate(world.groups)]
         world.progress()
