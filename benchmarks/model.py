@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -49,7 +48,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SIMGRID = Path(__file__).resolve().parent / "simgrid_actors.py"
 MEASURED = ("a", "b", "c", "a strong")
 CENTERS = {"c": 2}
-FIT_HOSTS, HOSTS = (2, 4, 8), (2, 4, 8, 16, 32, 64, 128, 1024, 16384)
+HOSTS = (2, 4, 8, 16, 32, 64, 128, 1024, 16384)
 # Of held-out points, and of SimGrid to the model.
 GOAL, SIMGRID_GOAL = 0.05, 0.10
 # Where the search begins, and from where to where it goes: frame; seconds; seconds a byte.
@@ -302,9 +301,13 @@ def main() -> None:
     add("--cluster", type=Path, default=RESULTS / "cluster.json", help="what benchmarks/cluster.py measured")
     add("--json", type=Path, default=RESULTS / "model.json", help="file for the numbers")
     add("--plot", type=Path, help="file for a picture of both, see cluster_plots.py")
-    add("--fit-hosts", type=int, nargs="+", default=list(FIT_HOSTS), help="host counts to fit on")
+    add(
+        "--fit-hosts",
+        type=int,
+        nargs="+",
+        help="host counts to fit on (default: the lowest three, but not all)",
+    )
     add("--hosts", type=int, nargs="+", default=list(HOSTS), help="host counts to extrapolate to")
-    add("--cores", type=int, default=os.cpu_count(), help="of the machine that measured")
     add("--simgrid-hosts", type=int, default=16, help="the most hosts that SimGrid replays")
     add("--simgrid-tasks", type=int, default=8000, help="the most tasks of a graph that it replays")
     arguments = parser.parse_args()
@@ -315,11 +318,16 @@ def main() -> None:
 
     content = json.loads(arguments.cluster.read_text())
     points = usable(content["points"])
-    chosen = [point for point in points if is_to_fit(point, arguments.fit_hosts)]
+    counts = sorted({point["hosts"] for point in points})
+    fit_hosts = arguments.fit_hosts or counts[: max(1, min(3, len(counts) - 1))]
+    chosen = [point for point in points if is_to_fit(point, fit_hosts)]
     if not chosen:
-        sys.exit(f"{arguments.cluster} has no point with {arguments.fit_hosts} hosts that can be used")
-    print(f"{len(points)} of {len(content['points'])} measured points can be used, {len(chosen)} to fit")
-    fitted = fit(chosen, arguments.cores)
+        sys.exit(f"{arguments.cluster} has no point with {fit_hosts} hosts that can be used")
+    cores = content["facts"]["cores"]
+    print(
+        f"{len(points)} of {len(content['points'])} measured points can be used, {len(chosen)} to fit, hosts {fit_hosts}"
+    )
+    fitted = fit(chosen, cores)
     print("fitted: " + ", ".join(f"{name} {value:.3g}" for name, value in fitted.shared.items()))
     print("host_s, ms: " + ", ".join(f"{way} {1e3 * s:.1f}" for way, s in sorted(fitted.host_s.items())))
 
@@ -327,8 +335,8 @@ def main() -> None:
     rows: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for point in points:
         # What a step takes is held against the model, not its efficiency: that has the processor's work in both.
-        held_out = not is_to_fit(point, arguments.fit_hosts)
-        error = error_of(point, fitted, arguments.cores)
+        held_out = not is_to_fit(point, fit_hosts)
+        error = error_of(point, fitted, cores)
         errors.append(
             {key: point[key] for key in ("scenario", "way", "scaling", "hosts")}
             | {"held_out": held_out, "measured_s": point["step_s"]["median"], "error": error}
@@ -393,8 +401,8 @@ def main() -> None:
             {
                 "facts": {
                     "measured": content["facts"],
-                    "fit_hosts": arguments.fit_hosts,
-                    "cores": arguments.cores,
+                    "fit_hosts": fit_hosts,
+                    "cores": cores,
                     "simgrid": python is not None,
                 },
                 "parameters": {**fitted.shared, "host_s": fitted.host_s},
