@@ -2,7 +2,8 @@
 
     python benchmarks/cluster_plots.py --directory docs/pictures     # of benchmarks/results/cluster.json and model.json
 
-Measured points are filled and have bars from quartile to quartile; modelled ones are hollow, on dashed lines.
+Measured points are filled and have bars from quartile to quartile, and are small and pale if the processor was short;
+modelled ones are hollow, on dashed lines.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def draw_efficiency(
 
     Args:
         path: Of the picture.
-        measured: Points of cluster.json; those whose processor was short are left out.
+        measured: Points of cluster.json; those whose processor was short are small and pale.
         modelled: Points of model.json.
     """
     plt = _pyplot()
-    usable = [p for p in measured if p["scaling"] == "weak" and not p.get("cpu_bound")]
-    scenarios = [s for s in TITLES if any(p["scenario"] == s for p in [*usable, *modelled])]
+    weak = [p for p in measured if p["scaling"] == "weak"]
+    usable = [p for p in weak if not p.get("cpu_bound")]
+    scenarios = [s for s in TITLES if any(p["scenario"] == s for p in [*weak, *modelled])]
     figure, panels = plt.subplots(
         1,
         len(scenarios),
@@ -76,6 +78,16 @@ def draw_efficiency(
             guessed = sorted(
                 (p for p in modelled if p["scenario"] == scenario and p["way"] == way),
                 key=lambda p: p["hosts"],
+            )
+            short = [p for p in weak if p.get("cpu_bound") and p["scenario"] == scenario and p["way"] == way]
+            panel.plot(
+                [p["hosts"] for p in short],
+                [100 * p["efficiency"] for p in short],
+                color=color,
+                marker=marker,
+                linestyle="",
+                alpha=0.25,
+                markersize=5,
             )
             if guessed:
                 panel.plot(
@@ -111,7 +123,7 @@ def draw_efficiency(
                 panel.plot([], [], color=color, marker=marker, linestyle="", label=title)
         panel.axhline(100 * GOAL, color="0.6", linewidth=0.8, linestyle=":")
         panel.set_xscale("log", base=2)
-        hosts = sorted({p["hosts"] for p in [*usable, *modelled] if p["scenario"] == scenario})
+        hosts = sorted({p["hosts"] for p in [*weak, *modelled] if p["scenario"] == scenario})
         panel.set_xticks(hosts, [f"{count:,}" for count in hosts], rotation=45)
         panel.minorticks_off()
         panel.set_xlabel("hosts")
@@ -127,11 +139,12 @@ def draw_efficiency(
                 labels.append(label)
     filled = plt.Line2D([], [], color="0.3", marker="o", linestyle="", markersize=8)
     hollow = plt.Line2D([], [], color="0.3", marker="o", markerfacecolor="white", linestyle="--", linewidth=1)
+    pale = plt.Line2D([], [], color="0.3", marker="o", linestyle="", markersize=5, alpha=0.25)
     figure.legend(
-        [filled, hollow, *handles],
-        ["measured, with quartiles", "modelled", *labels],
+        [filled, pale, hollow, *handles],
+        ["measured, with quartiles", "the processor was short", "modelled", *labels],
         loc="outside lower center",
-        ncols=5,
+        ncols=2 * len(scenarios),
         fontsize="small",
         frameon=False,
     )
