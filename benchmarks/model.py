@@ -187,14 +187,14 @@ def error_of(point: dict[str, Any], fitted: Fitted, cores: int) -> float:
     return modelled(point, fitted, cores) / point["step_s"]["median"] - 1
 
 
-def usable(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Points that the model is for."""
+def usable(points: Iterable[dict[str, Any]], with_cpu_bound: bool) -> list[dict[str, Any]]:
+    """Points that the model is for; with those whose processor was short, or without."""
     return [
         point
         for point in points
         if point["scenario"] in MEASURED
         and point["way"] in WAYS
-        and not point.get("cpu_bound")
+        and (with_cpu_bound or not point["cpu_bound"])
         and point["hosts"] > 1
     ]
 
@@ -307,6 +307,7 @@ def main() -> None:
         nargs="+",
         help="host counts to fit on (default: the lowest three, but not all)",
     )
+    add("--cpu-bound", action="store_true", help="use points whose processor was short, too")
     add("--hosts", type=int, nargs="+", default=list(HOSTS), help="host counts to extrapolate to")
     add("--simgrid-hosts", type=int, default=16, help="the most hosts that SimGrid replays")
     add("--simgrid-tasks", type=int, default=8000, help="the most tasks of a graph that it replays")
@@ -317,7 +318,14 @@ def main() -> None:
         )
 
     content = json.loads(arguments.cluster.read_text())
-    points = usable(content["points"])
+    points = usable(content["points"], arguments.cpu_bound)
+    if not points:
+        sys.exit(
+            f"{arguments.cluster} has no point that can be used; --cpu-bound takes those too whose processor was short"
+        )
+    if arguments.cpu_bound:
+        short = sum(point["cpu_bound"] for point in points)
+        print(f"the processor was short in {short} of these points: the errors are those of that, too")
     counts = sorted({point["hosts"] for point in points})
     fit_hosts = arguments.fit_hosts or counts[: max(1, min(3, len(counts) - 1))]
     chosen = [point for point in points if is_to_fit(point, fit_hosts)]
@@ -402,6 +410,7 @@ def main() -> None:
                 "facts": {
                     "measured": content["facts"],
                     "fit_hosts": fit_hosts,
+                    "with_cpu_bound": arguments.cpu_bound,
                     "cores": cores,
                     "simgrid": python is not None,
                 },
