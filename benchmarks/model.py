@@ -69,6 +69,11 @@ class Fitted:
     shared: dict[str, float]
     host_s: dict[str, float] = field(default_factory=dict)
 
+    def host_seconds(self, way: str) -> float:
+        """Of a way; of one that was not among those that were fitted the median of the others."""
+        others = [seconds for name, seconds in self.host_s.items() if name != "none"]
+        return self.host_s.get(way, statistics.median(others) if others and way != "none" else 0.0)
+
     def parameters(self, way: str, point: dict[str, Any], cores: int | None) -> Parameters:
         """Those of a way on a point's cluster."""
         kind = "gloo" if way == "ddp_gloo" else "fog"
@@ -134,7 +139,7 @@ def modelled(point: dict[str, Any], fitted: Fitted, cores: int) -> float:
     way = point["way"]
     return (
         seconds_of(way, cluster_of(point), workload_of(point), fitted.parameters(way, point, cores))
-        + fitted.host_s.get(way, 0.0)
+        + fitted.host_seconds(way)
         + fitted.shared["wait_s"] * crowd(point, cores)
     )
 
@@ -207,7 +212,7 @@ def is_to_fit(point: dict[str, Any], hosts: Sequence[int]) -> bool:
 def extrapolated(point: dict[str, Any], hosts: int, fitted: Fitted) -> tuple[Cluster, Workload, Parameters]:
     """The cluster of a measured point with other hosts, each with a processor of its own."""
     way = point["way"]
-    beside = max(0.0, fitted.host_s.get(way, 0.0) - fitted.host_s.get("none", 0.0))
+    beside = max(0.0, fitted.host_seconds(way) - fitted.host_seconds("none"))
     cluster = replace(cluster_of(point), hosts=hosts)
     workload = replace(workload_of(point), host_s=beside)
     return cluster, workload, fitted.parameters(way, point, None)
