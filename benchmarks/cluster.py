@@ -24,9 +24,14 @@ same ranks without any exchange, measured in the same world.
 
 In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
 
-The time in which both cores were idle stands beside each point. Below 25 % the processor was a bottleneck: such a
-point is marked and is used neither for goals nor for the model. The bytes that the hosts' links carried prove that
-data went over the wire.
+Two columns say whether the processor was a bottleneck. "idle" is the share of the cores' time in which nothing ran, of
+this program or another one. "free" adds the time of programs with a lower priority (nice), to which ranks, whose
+priority is higher than usual, do not leave a core. A point with less than 25 % free is marked, and so is each point of
+a world whose steps without an exchange took more than 5 % longer than their compute. Marked points are used neither
+for goals nor for the model. `cpu_waited` in the file is the time in which threads of a rank could run and had no core,
+over that of the step: an upper bound of what more cores would save, as most of it is beside the accelerator's work.
+
+The bytes that the hosts' links carried prove that data went over the wire.
 
 This can show what the links, the topology and the software cost. It cannot show an accelerator's contention for
 memory with the network, NVLink, congestion in the switches of a real network, or latencies below those of this kernel:
@@ -65,8 +70,12 @@ RESULTS = Path(__file__).parent / "results" / "cluster.json"
 # Seconds of compute of an emulated step, so long that two cores are mostly idle. Scenario c has a tenth, as its exchanges
 # take several steps.
 COMPUTE_SECONDS = 0.6
-# A share of idle time below which the processor is a bottleneck.
-LEAST_IDLE = 0.25
+# At least so much for each rank, as the cores serve one after the other.
+SECONDS_A_RANK = 0.06
+# Below this share of free time the processor is a bottleneck, and if steps without an exchange take so many times
+# their compute.
+LEAST_FREE = 0.25
+MOST_LATE = 1.05
 LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
 PAUSES = 0.05
 SLOW_HOST, SLOW_LINK = 2.0, 0.1
@@ -132,14 +141,14 @@ def worlds_of(
 
     Args:
         names: Of scenarios.
-        hosts: Host counts of the scenarios that scale; the others have the largest one up to 16.
+        hosts: Host counts of a and b; the others, whose turns are long, have the largest one up to 16.
         ways: Only these, where the scenario has them; None for all.
-        seconds: Emulated compute of a step; scenario c has a tenth.
+        seconds: Emulated compute of a step, of up to ten ranks; scenario c has a tenth.
     """
     found: list[World] = []
-    two_level = max((count for count in hosts if count <= 16), default=hosts[0])
+    largest = max((count for count in hosts if count <= 16), default=hosts[0])
     for name in names:
-        for count in hosts if name in ("a", "b", "c", "a strong") else [two_level]:
+        for count in hosts if name in ("a", "b", "a strong") else [largest]:
             letter = name[0] if name in ("a", "b", "c", "a strong") else "a"
             scenario = SCENARIOS[letter]
             options: dict[str, Any] = {}
@@ -160,12 +169,15 @@ def worlds_of(
                 chosen, options = STRAGGLER_WAYS, {"slow_link": STRAGGLER}
             elif name == "pauses":
                 chosen, options = STRAGGLER_WAYS, {"pauses": PAUSES}
+            compute = max(compute, compute * SECONDS_A_RANK / COMPUTE_SECONDS * count)
             kept = [way for way in chosen if ways is None or way in ways or way == "none"]
+            if "wagma" in kept and count & (count - 1):
+                kept.remove("wagma")  # it takes powers of 2
             if len(kept) > 1:
                 found.append(World(name, scenario, count, kept, compute, **options))
-            if name in ("a", "b") and (ways is None or "hierarchical" in ways) and count <= 16:
+            if name in ("a", "b") and (ways is None or "hierarchical" in ways) and count <= 8:
                 both = ["none", "hierarchical"]
-                found.append(World(name, scenario, count, both, compute, ranks_per_host=2))
+                found.append(World(name, scenario, count, both, 2 * compute, ranks_per_host=2))
     return found
 
 
@@ -193,7 +205,7 @@ def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld
         timeout=limit,
     )
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    size = world.hosts * world.ranks_per_host
+    size = size_of(world)
     with emulated_hosts(world.hosts, rate_text(rate), **options) as hosts:
         ranks = ForkedWorld(f"{world.name}, {world.hosts} hosts", size, limit)
         try:
@@ -206,46 +218,51 @@ def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld
             ranks.close()
 
 
-def idle_time() -> tuple[float, float]:
-    """Returns the idle time of all cores so far and the whole time, in ticks."""
-    fields = [float(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return fields[3] + fields[4], sum(fields)
+def size_of(world: World) -> int:
+    """Returns the number of ranks."""
+    return world.hosts * world.ranks_per_host
 
 
-def measure(world: World, rounds: int, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Returns the points of one world.
+def core_time() -> tuple[float, float, float]:
+    """Returns the time of all cores so far, in ticks: idle, of programs with a lower priority, and all."""
+    _, *fields = Path("/proc/stat").read_text().splitlines()[0].split()[:9]
+    _, nice, _, idle, waiting, *_ = times = [float(each) for each in fields]
+    return idle + waiting, nice, sum(times)
+
+
+def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str]) -> list[dict[str, Any]]:
+    """Returns the points of one world; where it failed, those of the turns before.
 
     Args:
         world: What to measure.
         rounds: Turns of each way.
         steps: Counted steps of a turn, of ways without local steps.
         seed: Of the order of the turns, and of pauses.
+        failures: Takes a line if ranks fail or do not answer in time, which names them.
 
     Raises:
-        WorldFailed: Ranks failed or did not answer in time; the message names them.
         Unavailable: Hosts cannot be emulated here.
     """
     turns: dict[str, list[dict[str, Any]]] = {way: [] for way in world.ways}
-    draw = random.Random(f"{seed} {world.name} {world.hosts}")
-    with running(world, seed, PHASE_SECONDS) as (ranks, hosts):
-        ranks.ask("start")
-        latency = max(ranks.ask("latency")[1])
-        facts = ranks.ask("facts")[1][0]
-        buckets = {}
-        for way in world.ways:
-            buckets[way] = ranks.ask("make", way)[1][0]
-            ranks.ask("run", way, 1)
-        for _ in range(rounds):
-            for way in draw.sample(list(world.ways), len(world.ways)):
-                turns[way].append(turn(world, ranks, hosts, way, steps))
-        ranks.ask("leave")
-        ranks.end()
+    facts: dict[str, Any] = {}
+    try:
+        measure_turns(world, rounds, steps, seed, facts, turns)
+    except WorldFailed as failure:
+        failures.append(str(failure))
+        print(failure, file=sys.stderr, flush=True)
+    turns = {way: made for way, made in turns.items() if made}
+    if "none" not in turns:
+        return []
     alone = statistics.median(each["throughput"] for each in turns["none"])
+    # The mean of the ranks' rates counts where these differ.
+    expected = world.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in world.slow.values()))
+    step = statistics.median(each["step_s"] for each in turns["none"])
+    is_late = not world.pauses and step > MOST_LATE * expected
     points = []
     for way, made in turns.items():
         times = [each["step_s"] for each in made]
         lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-        idle = min(each["idle"] for each in made)
+        free = statistics.median(each["free"] for each in made)
         grouped = world.group if way in LOCAL else 1
         points.append(
             {
@@ -257,10 +274,10 @@ def measure(world: World, rounds: int, steps: int, seed: int) -> list[dict[str, 
                 "ranks_per_host": world.ranks_per_host,
                 "rate_bits_per_s": world.dilation.rate(world.scenario.rate),
                 "between_bits_per_s": world.scenario.between and world.dilation.rate(world.scenario.between),
-                "latency_s": latency,
+                "latency_s": facts["latency_s"],
                 "compute_s": world.compute * grouped,
                 "forward_s": world.compute * grouped / 3,
-                "bucket_bytes": buckets[way],
+                "bucket_bytes": facts["buckets"][way],
                 "local_steps": world.local_steps if way in LOCAL else 1,
                 "local_steps_real": world.local_steps * world.group if way in LOCAL else 1,
                 "dilation": asdict(world.dilation),
@@ -270,16 +287,47 @@ def measure(world: World, rounds: int, steps: int, seed: int) -> list[dict[str, 
                 "efficiency": statistics.median(each["throughput"] for each in made) * grouped / alone,
                 "wire_bytes_per_host_per_step": statistics.median(each["bytes"] for each in made),
                 "cpu_s_per_rank_per_step": statistics.median(each["cpu"] for each in made),
-                "cpu_idle": idle,
-                "cpu_bound": idle < LEAST_IDLE,
+                "cpu_idle": statistics.median(each["idle"] for each in made),
+                "cpu_waited": statistics.median(each["waited"] for each in made),
+                "cpu_free": free,
+                "cpu_bound": is_late or free < LEAST_FREE,
                 "seed": seed,
                 "slow": {str(host): slowness for host, slowness in world.slow.items()},
                 "slow_link": world.slow_link,
                 "pauses": world.pauses,
-                "facts": facts,
+                "facts": facts["run"],
             }
         )
     return points
+
+
+def measure_turns(
+    world: World,
+    rounds: int,
+    steps: int,
+    seed: int,
+    facts: dict[str, Any],
+    turns: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Adds the turns of a world to `turns`, and what else is known of it to `facts`."""
+    draw = random.Random(f"{seed} {world.name} {world.hosts}")
+    with running(world, seed, PHASE_SECONDS) as (ranks, hosts):
+        ranks.ask("start")
+        facts |= {"latency_s": max(ranks.ask("latency")[1]), "run": ranks.ask("facts")[1][0], "buckets": {}}
+        # First the one that makes its graph the group's for a while, which nobody can where others have windows.
+        for way in sorted(world.ways, key=lambda way: way != "async_gossip"):
+            facts["buckets"][way] = ranks.ask("make", way)[1][0]
+            ranks.ask("run", way, 1)
+        for number in range(rounds):
+            print(
+                f"{ranks.title}, {size_of(world)} ranks: turn {number + 1} of {rounds}",
+                file=sys.stderr,
+                flush=True,
+            )
+            for way in draw.sample(list(world.ways), len(world.ways)):
+                turns[way].append(turn(world, ranks, hosts, way, steps))
+        ranks.ask("leave")
+        ranks.end()
 
 
 def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps: int) -> dict[str, Any]:
@@ -289,9 +337,10 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
     # Ranks at a pace of their own run for a time, as long as the others' steps take.
     seconds = steps * world.compute if way in ASYNCHRONOUS and is_uneven(world) else None
     grouped = world.group if way in LOCAL else 1
-    idle, sent = idle_time(), traffic(hosts)
+    cores, sent = core_time(), traffic(hosts)
     answers = ranks.ask("run", way, steps, seconds, patience=20 * steps * world.compute * grouped)[1]
-    idle_end, sent_end = idle_time(), traffic(hosts)
+    cores_end, sent_end = core_time(), traffic(hosts)
+    idle, nice, whole = (after - before for before, after in zip(cores, cores_end, strict=True))
     durations = [each["end"] - each["begin"] for each in answers]
     rates = [each["steps"] / duration for each, duration in zip(answers, durations, strict=True)]
     # All steps of the turn were sent, those that do not count too.
@@ -301,7 +350,9 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
         "step_s": 1 / min(rates) if seconds is None else len(rates) / sum(rates),
         "throughput": sum(rates),
         "steps": max(each["steps"] for each in answers),
-        "idle": (idle_end[0] - idle[0]) / max(1.0, idle_end[1] - idle[1]),
+        "idle": idle / whole,
+        "free": (idle + nice) / whole,
+        "waited": max(each["waited"] / duration for each, duration in zip(answers, durations, strict=True)),
         "bytes": statistics.fmean(wire) / made,
         "cpu": statistics.fmean(each["cpu"] for each in answers) / made,
     }
@@ -312,6 +363,11 @@ def is_uneven(world: World) -> bool:
     return bool(world.slow) or world.slow_link is not None or world.pauses > 0
 
 
+def world_of(point: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns what the points of a world have in common."""
+    return tuple(point[name] for name in ("scenario", "hosts", "ranks_per_host"))
+
+
 def print_points(points: Sequence[dict[str, Any]]) -> None:
     """Prints the points of one world."""
     first = points[0]
@@ -319,14 +375,16 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
         f"\nscenario {first['scenario']}: {first['hosts']} hosts x {first['ranks_per_host']}, {first['scaling']} scaling, "
         f"{first['model']}, {first['rate_bits_per_s'] / 1e6:.0f} Mbit/s a host, compute {1e3 * first['compute_s']:.0f} ms"
     )
-    print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}")
+    print(
+        f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}{'waited':>8}"
+    )
     for point in points:
         step = point["step_s"]
         quartiles = f"{1e3 * step['lower']:.0f} - {1e3 * step['upper']:.0f}"
         mark = "  the processor was short" if point["cpu_bound"] else ""
         print(
             f"{WAYS[point['way']]:28}{1e3 * step['median']:>10.0f}{quartiles:>18}{point['efficiency']:>12.1%}"
-            f"{point['wire_bytes_per_host_per_step'] / 1e6:>11.2f}{point['cpu_idle']:>7.0%}{mark}"
+            f"{point['wire_bytes_per_host_per_step'] / 1e6:>11.2f}{point['cpu_idle']:>7.0%}{point['cpu_free']:>6.0%}{mark}"
         )
     sys.stdout.flush()
 
@@ -366,10 +424,11 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=COMPUTE_SECONDS,
         metavar="SECONDS",
-        help="emulated compute of a step (default: %(default)s)",
+        help="emulated compute of a step, more with over ten ranks (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="of the order of the turns and of pauses")
     add("--json", type=Path, default=RESULTS, help="file for the points (default: %(default)s)")
+    add("--keep", action="store_true", help="keep the points of the file that are of other worlds")
     arguments = parser.parse_args()
     for name in ("rounds", "steps"):
         if getattr(arguments, name) < 1:
@@ -401,22 +460,23 @@ def main() -> None:
     }
     points: list[dict[str, Any]] = []
     failures: list[str] = []
+    if arguments.keep and arguments.json.exists():
+        before = json.loads(arguments.json.read_text())
+        points, failures = before["points"], before["failures"]
     for world in worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute):
         begin = time.perf_counter()
         try:
-            found = measure(world, arguments.rounds, arguments.steps, arguments.seed)
+            found = measure(world, arguments.rounds, arguments.steps, arguments.seed, failures)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
-        except WorldFailed as failure:
-            failures.append(str(failure))
-            print(failure, file=sys.stderr)
+        if not found:
             continue
         about |= found[0]["facts"]
         for point in found:
             del point["facts"]
         print_points(found)
         print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        points += found
+        points = [point for point in points if world_of(point) != world_of(found[0])] + found
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(
             json.dumps({"facts": about, "failures": failures, "points": points}, indent=1) + "\n"

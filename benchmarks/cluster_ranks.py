@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import fogdist
@@ -58,6 +60,8 @@ LOCAL = {"local_sgd", "gossip_diloco"}
 # Peers of a rank in a round of the Base graph: Base-(k + 1).
 BASE_DEGREE = 2
 PORT = 29620
+# By so much ranks go before other programs of the machine, which would take cores that accelerators do not need.
+PRIORITY = 10
 # An accelerator that is ready by then is not waited for before the last layer: each sleep takes some of the CPU.
 NAP = 1.5e-3
 PING_BYTES, PINGS = 64, 200
@@ -267,20 +271,21 @@ class ClusterRank:
         """Makes one step, and then so many more; or as many more as begin within so many seconds.
 
         Returns:
-            When the first step had ended, when the last one ended, how many came after the first one, and the seconds
-            of this process's CPU.
+            When the first step had ended, when the last one ended, how many came after the first one, the seconds of
+            this process's CPU, and how long its threads could run and had no core, after the first step.
         """
         trainer = self.trainers[way]
         cpu = time.process_time()
         self._step(trainer)
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), waiting_time()
         made = 0
         while made < steps if seconds is None else time.perf_counter() - begin < seconds:
             self._step(trainer)
             made += 1
         end = time.perf_counter()
+        waited = waiting_time() - waited
         trainer.stand_still()
-        return {"begin": begin, "end": end, "steps": made, "cpu": time.process_time() - cpu}
+        return {"begin": begin, "end": end, "steps": made, "cpu": time.process_time() - cpu, "waited": waited}
 
     def check(self, way: str) -> list[float]:
         """The values of a way's first parameter, for tests."""
@@ -391,11 +396,21 @@ class ClusterRank:
         return trainer
 
 
+def waiting_time() -> float:
+    """Returns the seconds that this process's threads could run and had no core, as the kernel counts them."""
+    waited = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            waited += int((thread / "schedstat").read_text().split()[1])
+    return 1e-9 * waited
+
+
 def serve(connection: Connection, host: str, rank: int, size: int, job: Job) -> None:
     """The life of a forked rank."""
     die_with_parent()
     move_to_host(host)
     os.environ.update(ACROSS["UCX"])
+    os.nice(-PRIORITY)
     torch.set_num_threads(1)
     obey(connection, rank, ClusterRank(rank, size, job))
 

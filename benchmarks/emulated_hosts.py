@@ -29,8 +29,9 @@ INTERFACE = "eth0"
 # What a limited link sends at once, in seconds at its rate: four of TCP's largest packets at 1 Gbit/s. With one, a kernel
 # that is busy wakes up too late for each next one, and TCP by itself got 0.4 of 1 Gbit/s through; with four it gets all.
 BURST_SECONDS = 2e-3
-# Of a slow link, in bytes: some packets.
-LEAST_BURST = 10_000
+# Of a slow link, in bytes: the largest packet that TCP gives to a link, with its headers. One that is larger than the
+# burst is cut into frames, each of which takes the processor as long as the whole.
+LEAST_BURST = 70_000
 # What a limited link keeps of what it cannot send yet: so much at its rate, and at least so many bytes, so that the
 # packets of 64 KiB of several connections find room in a slow one.
 QUEUE_SECONDS, LEAST_QUEUE = 0.05, 512 << 10

@@ -51,12 +51,12 @@ void VirtualWorld::progress() {
   }
 }
 
-std::map<std::pair<int, int>, InProcessNetwork::Sent> VirtualWorld::sent() const {
-  return engines_->network->sent();
+Recording VirtualWorld::recorded() const {
+  return engines_->network->recorded();
 }
 
-std::vector<uint64_t> VirtualWorld::failures_told() const {
-  return engines_->network->failures_told();
+void VirtualWorld::record() {
+  engines_->network->record();
 }
 
 void VirtualWorld::lose(int rank, bool noticed) {

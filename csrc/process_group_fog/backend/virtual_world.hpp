@@ -30,10 +30,9 @@ class VirtualWorld {
   }
   // Drives all engines until there is no progress and no message is in flight.
   void progress();
-  // The messages of operations, and their bytes, by pair of ranks.
-  std::map<std::pair<int, int>, InProcessNetwork::Sent> sent() const;
-  // The number of failure messages, by the rank that sent them.
-  std::vector<uint64_t> failures_told() const;
+  // Returns the messages between ranks; each single one of those since record() was called.
+  Recording recorded() const;
+  void record();
   // Ends this rank's process without a goodbye. The other ranks see it at once, or never if it is not `noticed`.
   void lose(int rank, bool noticed);
 

@@ -21,13 +21,11 @@ InProcessNetwork::InProcessNetwork(int size, Options options)
       random_(options.seed),
       boxes_(static_cast<size_t>(size)),
       looks_(static_cast<size_t>(size), 0),
-      failures_told_(static_cast<size_t>(size), 0) {}
+      recording_(size) {}
 
 void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (parcel.header.kind == MessageKind::kError) {
-    ++failures_told_[static_cast<size_t>(from)];
-  }
+  recording_.tried(from, parcel.header);
   if (lost_.count(from) > 0 || lost_.count(to) > 0) {
     return;
   }
@@ -37,10 +35,7 @@ void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
     parcel.due = std::max(parcel.due, box.back().due);
   }
   parcel.number = parcels_++;
-  if (parcel.header.kind == MessageKind::kData || parcel.header.kind == MessageKind::kPointToPoint) {
-    auto& sent = sent_[{from, to}];
-    sent = {sent.messages + 1, sent.bytes + parcel.header.bytes};
-  }
+  parcel.message = recording_.left(from, to, parcel.header);
   box.push_back(std::move(parcel));
   ++in_flight_;
 }
@@ -254,6 +249,7 @@ class InProcessNetwork::Endpoint::Coming final : public Incoming {
     const bool stood = endpoint->stands(transfer);
     endpoint->say(source, MessageKind::kEmptied, transfer, bytes);
     if (bytes == total) {
+      endpoint->network_->arrived(message);
       endpoint->coming_.erase(transfer);
     }
     return stood;
@@ -268,6 +264,7 @@ class InProcessNetwork::Endpoint::Coming final : public Incoming {
   uint64_t group = 0;
   size_t total = 0;
   size_t available_bytes = 0;
+  uint64_t message = Recording::kNone;
   bool at_its_place = false;
   std::deque<std::pair<Block, std::shared_ptr<std::vector<char>>>> chunks;
   std::weak_ptr<TransferOwner> owner;
@@ -320,7 +317,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
     const bool in_order = header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
     if (header.bytes <= kInlineBytes && !(in_order && header.bytes > 0 && held_.count(peer) > 0)) {
       header.delivery = Delivery::kInline;
-      Parcel parcel{header, nullptr, 0, 0};
+      Parcel parcel{header, nullptr};
       if (header.bytes > 0) {
         parcel.data = std::make_shared<std::vector<char>>(bytes, bytes + header.bytes);
       }
@@ -345,7 +342,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
     header.delivery = memory == Memory::kMessages ? Delivery::kPayload : chunked ? Delivery::kStream : Delivery::kMapped;
     header.transfer = memory == Memory::kMessages ? header.transfer : going->transfer;
     header.address = memory == Memory::kMessages ? header.address : reinterpret_cast<uintptr_t>(going->data);
-    Parcel parcel{header, nullptr, 0, 0};
+    Parcel parcel{header, nullptr};
     if (memory == Memory::kMessages) { // the fields of the header belong to the caller, so the data is in the parcel
       parcel.data = std::make_shared<std::vector<char>>(going->data, going->data + going->bytes);
       going->readers.back().taken = going->bytes;
@@ -424,6 +421,9 @@ bool InProcessNetwork::Endpoint::poll() {
       }
       continue;
     }
+    if (header.delivery == Delivery::kInline || header.delivery == Delivery::kPayload) {
+      network_->arrived(parcel.message);
+    }
     if (header.delivery != Delivery::kInline) {
       auto coming = std::make_shared<Coming>();
       coming->endpoint = this;
@@ -431,6 +431,7 @@ bool InProcessNetwork::Endpoint::poll() {
       coming->group = header.group;
       coming->total = header.bytes;
       coming->transfer = header.transfer;
+      coming->message = parcel.message;
       if (header.delivery == Delivery::kPayload) { // under a number of this side
         coming->available_bytes = header.bytes;
         coming->chunks.push_back({{0, header.bytes, parcel.data->data()}, parcel.data});

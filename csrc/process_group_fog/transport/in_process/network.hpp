@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/in_process/recording.hpp"
 #include "transport/transport.hpp"
 
 namespace fog {
@@ -49,19 +50,14 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     const std::lock_guard<std::mutex> lock(mutex_);
     return in_flight_;
   }
-  // Messages of operations and the bytes that they transfer, per pair of ranks.
-  struct Sent {
-    uint64_t messages = 0;
-    uint64_t bytes = 0;
-  };
-  std::map<std::pair<PeerId, PeerId>, Sent> sent() const {
+  // From now on recorded() contains each message.
+  void record() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return sent_;
+    recording_.start();
   }
-  // Returns the number of messages that report failures, by sender.
-  std::vector<uint64_t> failures_told() const {
+  Recording recorded() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return failures_told_;
+    return recording_;
   }
 
  private:
@@ -71,9 +67,14 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     std::shared_ptr<std::vector<char>> data; // behind the header, or of a chunk
     uint64_t due = 0; // the receiver's poll from which it is visible
     uint64_t number = 0; // unique in the network
+    uint64_t message = Recording::kNone;
   };
 
   void put(PeerId from, PeerId to, Parcel parcel);
+  void arrived(uint64_t message) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    recording_.arrived(message);
+  }
   // Returns the messages that have arrived for `to`, in the order of each sender.
   std::vector<std::pair<PeerId, Parcel>> take(PeerId to);
 
@@ -89,8 +90,7 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   uint64_t next_transfer_ = 1;
   uint64_t parcels_ = 0; // number of parcels so far
   size_t in_flight_ = 0;
-  std::map<std::pair<PeerId, PeerId>, Sent> sent_;
-  std::vector<uint64_t> failures_told_;
+  Recording recording_;
 };
 
 } // namespace fog
