@@ -1,6 +1,6 @@
 """Scaling efficiency on an emulated cluster: gossip beside all-reduce, from 2 to 32 hosts, with stragglers and slow links.
 
-    make benchmark-cluster                                          # some 25 minutes, as root
+    make benchmark-cluster                                          # as root, tens of minutes
     python benchmarks/cluster.py --scenarios a --hosts 2 4 --ways none ddp_gloo one_peer_exp --rounds 1
 
 Run it as root on Linux. Each host is a network namespace with one rank (two for the way "hierarchical"). The hosts are
