@@ -1,6 +1,6 @@
 """Scaling efficiency on an emulated cluster: gossip beside all-reduce, from 2 to 32 hosts, with stragglers and slow links.
 
-    make benchmark-cluster                                          # some 25 minutes, as root
+    make benchmark-cluster                                          # as root, tens of minutes
     python benchmarks/cluster.py --scenarios a --hosts 2 4 --ways none ddp_gloo one_peer_exp --rounds 1
 
 Run it as root on Linux. Each host is a network namespace with one rank (two for the way "hierarchical"). The hosts are
@@ -19,8 +19,10 @@ Scenarios:
 
 All ways of a world take turns in a random order. A turn begins with one step that does not count, so that no exchange
 of an earlier turn counts. Kept are the median and the quartiles over the turns of the time of a step, which is the
-longest of all ranks for ways that wait for each other. `efficiency` is the throughput of all ranks over that of the
-same ranks without any exchange, measured in the same world.
+longest of all ranks if each makes a fixed number of steps. `efficiency` is the compute of a step over its time. Where
+ranks differ in speed, in the last three scenarios, it is the share of the sum of solo speeds: the throughput of all ranks
+over that of the same ranks without any exchange, measured in the same world, for which ways that let ranks go at their
+own pace run for a fixed time.
 
 In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
 
@@ -253,16 +255,16 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
     turns = {way: made for way, made in turns.items() if made}
     if "none" not in turns:
         return []
-    alone = statistics.median(each["throughput"] for each in turns["none"])
     # The mean of the ranks' rates counts where these differ.
     expected = world.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in world.slow.values()))
-    step = statistics.median(each["step_s"] for each in turns["none"])
-    is_late = not world.pauses and step > MOST_LATE * expected
+    alone = statistics.median(each["step_s"] for each in turns["none"])
+    is_late = not world.pauses and alone > MOST_LATE * expected
     points = []
     for way, made in turns.items():
         times = [each["step_s"] for each in made]
         lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
         free = statistics.median(each["free"] for each in made)
+        median = statistics.median(times)
         grouped = world.group if way in LOCAL else 1
         points.append(
             {
@@ -283,8 +285,8 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
                 "dilation": asdict(world.dilation),
                 "steps": sum(each["steps"] for each in made),
                 "turns": len(made),
-                "step_s": {"median": statistics.median(times), "lower": lower, "upper": upper},
-                "efficiency": statistics.median(each["throughput"] for each in made) * grouped / alone,
+                "step_s": {"median": median, "lower": lower, "upper": upper},
+                "efficiency": (alone if is_uneven(world) else world.compute * grouped) / median,
                 "wire_bytes_per_host_per_step": statistics.median(each["bytes"] for each in made),
                 "cpu_s_per_rank_per_step": statistics.median(each["cpu"] for each in made),
                 "cpu_idle": statistics.median(each["idle"] for each in made),
@@ -346,9 +348,9 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
     # All steps of the turn were sent, those that do not count too.
     made = statistics.fmean(each["steps"] + 1 for each in answers)
     wire = [max(b[0] - a[0], b[1] - a[1]) for a, b in zip(sent, sent_end, strict=True)]
+    # Of a fixed number of steps the last rank counts: far from a slow rank the first steps do not feel it yet.
     return {
         "step_s": 1 / min(rates) if seconds is None else len(rates) / sum(rates),
-        "throughput": sum(rates),
         "steps": max(each["steps"] for each in answers),
         "idle": idle / whole,
         "free": (idle + nice) / whole,
@@ -376,7 +378,7 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
         f"{first['model']}, {first['rate_bits_per_s'] / 1e6:.0f} Mbit/s a host, compute {1e3 * first['compute_s']:.0f} ms"
     )
     print(
-        f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}{'waited':>8}"
+        f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}{'free':>6}"
     )
     for point in points:
         step = point["step_s"]
