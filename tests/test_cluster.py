@@ -124,7 +124,6 @@ def test_four_hosts_with_a_slow_link(tmp_path: Path) -> None:
     link = 8 * sum(points["one_peer_exp"]["bucket_bytes"]) / (0.1 * points["one_peer_exp"]["rate_bits_per_s"])
     assert link > points["one_peer_exp"]["compute_s"]
     assert points["one_peer_exp"]["step_s"]["median"] > 0.9 * link
-    assert points["async_win"]["efficiency"] > points["one_peer_exp"]["efficiency"]
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:
