@@ -41,7 +41,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 
 import networkx  # noqa: F401  before ranks are forked
 import torch
-from cluster import LEAST_IDLE, idle_time
+from cluster import LEAST_FREE, core_time
 from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host, rate_text
 from fog_cli import advice
@@ -150,7 +150,7 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
             points = []
             for each in random.Random(f"{options.seed} {name}").sample(settings, len(settings)):
                 rounds = max(options.rounds, LEAST_STEPS // each.local_steps)
-                idle = idle_time()
+                cores = core_time()
                 took = ranks.ask(
                     "train",
                     each.way.code,
@@ -159,8 +159,9 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
                     rounds,
                     patience=20 * rounds * each.local_steps * options.compute,
                 )[1]
-                end = idle_time()
-                share = (end[0] - idle[0]) / max(1.0, end[1] - idle[1])
+                ended = core_time()
+                idle, nice, whole = (after - before for before, after in zip(cores, ended, strict=True))
+                free = (idle + nice) / max(1.0, whole)
                 points.append(
                     {
                         "topology": each.way.name,
@@ -169,8 +170,8 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
                         "bucket_mb": each.bucket_mb,
                         "predicted_step_s": each.step,
                         "step_s": max(took),
-                        "cpu_idle": share,
-                        "cpu_bound": share < LEAST_IDLE,
+                        "cpu_free": free,
+                        "cpu_bound": free < LEAST_FREE,
                         "is_choice": each is choice,
                     }
                 )

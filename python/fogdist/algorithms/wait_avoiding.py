@@ -67,9 +67,7 @@ class WAGMA(OverlappingAlgorithm):
     period: int
     _rank: int
     _size: int
-    _windows: list[Window]
     _puts: list[dist.Work]
-    _global: Finish | None
     _must_forget: bool
 
     def __init__(
@@ -88,7 +86,10 @@ class WAGMA(OverlappingAlgorithm):
         self.group_size = _checked_group_size(group_size, self._size)
         check_count(period, "period")
         self.period = period
-        self._windows, self._puts, self._global = [], [], None
+        # Annotated here: the hints of the class must resolve where the extension is not loaded.
+        self._windows: list[Window] = []
+        self._puts = []
+        self._global: Finish | None = None
         self._must_forget = False
         super().__init__(
             optimizer,
