@@ -163,3 +163,14 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_numbers_of_scaling_are_those_of_the_results() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "performance_tables.py", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fogdist.collectives import barrier
 from fogdist.context import Context, current
@@ -27,11 +29,12 @@ if TYPE_CHECKING:
 class AsynchronousGossip(Algorithm):
     """AD-PSGD style gossip over windows: no rank waits for another. Collective to make and to `finish`.
 
-    In a step, rank i makes the optimizer's step, adds the contents of its inbox, reads the parameters of one random
-    neighbor j, and moves with it towards their mean: it makes its own part now, and j makes its part in its next step::
+    After a forward pass, rank i begins to read the parameters of one random neighbor j. In `step` it makes the
+    optimizer's step, adds the contents of its inbox, and moves with j towards their mean: it makes its own part now, and
+    j makes its part in its next step::
 
         x_i = x_i + d(x_i) + inbox_i,      inbox_i = 0
-        m   = w_ij (x_j - x_i)             with x_j as it is then
+        m   = w_ij (x_j - x_i)             with x_j as it was read
         x_i = x_i + m,                     inbox_j = inbox_j - m
 
     (Lian, Zhang, Zhang and Liu, "Asynchronous Decentralized Parallel Stochastic Gradient Descent", ICML 2018,
@@ -42,7 +45,9 @@ class AsynchronousGossip(Algorithm):
     than a half for the same reason, because several neighbors may move a rank at the same time: if a_i neighbors choose
     i in a step on average, ``w_ij = 1 / (2 + max(a_i, a_j))``, which is 1/3 on regular graphs. The weight of a slow rank
     in the result is proportional to its steps. Gradients are computed at the parameters in the model, which only the
-    rank's own `step` changes. x_j is read in place: on CPUs it may contain a part of a step that j is making.
+    rank's own `step` changes. x_j is read in place: on CPUs it may contain a part of a step that j is making. The
+    reading runs beside the backward pass and the moves beside the next forward pass, so a rank that computes for longer
+    waits for neither. A step reads by itself if no training pass of the model, called as a function, came before it.
 
     The neighbors are those of the group's topology at the time of construction. `finish` applies the last moves to the
     parameters. To end with one model, average them then (`fogdist.allreduce_parameters`). Lost neighbors are skipped.
@@ -69,6 +74,7 @@ class AsynchronousGossip(Algorithm):
     _shares: dict[int, float]
     max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
+    _hooks: list[RemovableHandle]
 
     def __init__(
         self,
@@ -102,6 +108,7 @@ class AsynchronousGossip(Algorithm):
             for peer in sorted(mutual[context.rank])
         }
         self._windows = None
+        self._hooks = []
         super().__init__(
             optimizer,
             model,
@@ -114,6 +121,9 @@ class AsynchronousGossip(Algorithm):
             self.refresh()
             if not self.is_alone:
                 self._windows = _Windows(context, self.name, list(self._shares), self.values)
+                from fogdist.training.forward_hook import hook_models
+
+                self._hooks = hook_models(self._fog_models, self._after_forward)
 
     def finish(self) -> None:
         """Applies the last moves of all neighbors to the parameters and frees the windows. Collective.
@@ -125,8 +135,9 @@ class AsynchronousGossip(Algorithm):
         """
         if self._windows is None:
             return
+        self._remove_hooks()
         self._windows.pace.free()
-        self._windows.end_moves()
+        self._windows.end_transfers()
         barrier(group=self._group)
         with torch.no_grad():
             self.buckets.reattach()
@@ -152,6 +163,7 @@ class AsynchronousGossip(Algorithm):
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting; moves that have not been applied are lost."""
         super()._fog_give_up()
+        self._remove_hooks()
         self._windows = None
 
     def advance(self) -> Any:
@@ -164,12 +176,10 @@ class AsynchronousGossip(Algorithm):
         windows.tell()
         windows.pace.wait(self.max_staleness)
         windows.collect()
-        # The choice depends on the number of steps and not on the number of draws, which depends on the speed of
-        # others.
-        ready = windows.ready() if is_due else []
-        if ready:
-            peer = random.Random(f"{self._seed} {self._rank} {self.steps}").choice(ready)
-            windows.move(peer, self._shares[peer])
+        if is_due and windows.being_read is None:
+            self._begin_to_read(self.steps)
+        if is_due and windows.being_read is not None:
+            windows.move(self._shares)
             self.rounds += 1
         windows.publish()
         windows.pace.advance()
@@ -180,6 +190,24 @@ class AsynchronousGossip(Algorithm):
         if self._windows is not None and not self._holds(*self._trained()):
             raise RuntimeError("parameters must not be added, frozen or unfrozen before finish()")
         super().refresh()
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _after_forward(self, place: int) -> None:
+        number = self.steps + 1
+        if self._windows is not None and self._windows.being_read is None and number % self.local_steps == 0:
+            with torch.no_grad():
+                self._begin_to_read(number)
+
+    def _begin_to_read(self, number: int) -> None:
+        """Begins to read one of the neighbors that have applied all moves of this rank, for the step of this number."""
+        assert self._windows is not None
+        if ready := self._windows.ready():
+            # The choice depends on the number of steps and not on the number of draws, which depends on the speed of
+            # others.
+            self._windows.read(random.Random(f"{self._seed} {self._rank} {number}").choice(ready))
 
 
 class _Windows:
@@ -210,6 +238,8 @@ class _Windows:
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
         self._moves: list[tuple[int, dist.Work]] = []
+        # The peer whose values are on their way here, and their gets.
+        self.being_read: tuple[int, list[dist.Work]] | None = None
 
     def collect(self) -> None:
         """Adds the contents of the inboxes to the values."""
@@ -225,12 +255,18 @@ class _Windows:
         """Returns the peers that have applied all moves of this rank, and show the resulting values."""
         return [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
 
-    def move(self, peer: int, share: float) -> None:
-        """Moves the values towards a peer's and sends it the opposite move. Does nothing if the peer is lost."""
-        gets = [shown.get([(peer, 1.0)]) for shown in self._values]
+    def read(self, peer: int) -> None:
+        """Begins to read a peer's values."""
+        self.being_read = peer, [shown.get([(peer, 1.0)]) for shown in self._values]
+
+    def move(self, shares: Mapping[int, float]) -> None:
+        """Moves the values towards those being read, and sends the opposite move. Does nothing if the peer is lost."""
+        assert self.being_read is not None
+        (peer, gets), self.being_read = self.being_read, None
         arrived = [self._arrives(get, peer) for get in gets]
         if not all(arrived):
             return
+        share = shares[peer]
         for shown, inbox in zip(self._values, self._inboxes, strict=True):
             move = shown.update(-share, [(peer, share)], clone=True)
             shown.tensor.add_(move)
@@ -261,9 +297,11 @@ class _Windows:
         for peer, taken in self._taken.items():
             self._receipts.tensor[peer] = min(taken)
 
-    def end_moves(self) -> None:
-        """Waits until the moves for the peers have arrived."""
-        wait_until_complete([move for _, move in self._moves])
+    def end_transfers(self) -> None:
+        """Waits until the moves for the peers have arrived, and forgets values that are being read."""
+        _, gets = self.being_read or (None, [])
+        self.being_read = None
+        wait_until_complete([*gets, *(move for _, move in self._moves)])
 
     def free(self) -> None:
         """Frees all windows except that of `pace`; collective."""

@@ -7,7 +7,7 @@ itself when it makes the first optimizer; `import fogdist` alone should not do t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,29 @@ class ForwardHook:
 
     def __reduce__(self) -> tuple[type[ForwardHook], tuple[()]]:
         return ForwardHook, ()
+
+
+def hook_models(
+    models: Sequence[Module],
+    method: Callable[[int], None],
+    register: Callable[[Module, ForwardHook], RemovableHandle] = Module.register_forward_hook,
+) -> list[RemovableHandle]:
+    """Has an optimizer's method called at each training pass of its models, until the optimizer is gone.
+
+    Args:
+        models: The models.
+        method: The bound method; it gets the place of the model in the list.
+        register: How a hook is registered with a model; by default it runs after the forward pass.
+
+    Returns:
+        The handles that remove the hooks.
+    """
+    handles = []
+    for place, model in enumerate(models):
+        handle = register(model, ForwardHook(method, place))
+        weakref.finalize(method.__self__, handle.remove).atexit = False  # type: ignore[attr-defined]
+        handles.append(handle)
+    return handles
 
 
 def register_before_forward(model: Module, hook: ForwardHook) -> RemovableHandle:

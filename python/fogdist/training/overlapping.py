@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
@@ -60,17 +59,14 @@ class OverlappingAlgorithm(Algorithm):
         """Makes rounds begin with the models' forward passes. A subclass calls it at the end of its constructor."""
         if self.is_alone:
             return
-        from fogdist.training.forward_hook import ForwardHook, register_before_forward
+        from fogdist.training.forward_hook import hook_models, register_before_forward
 
         register: Any = {
             "with forward": register_before_forward,
             "before forward": Module.register_forward_pre_hook,
             "after forward": Module.register_forward_hook,
         }[when]
-        for place, model in enumerate(self._fog_models):
-            handle = register(model, ForwardHook(self._count_forward, place))
-            weakref.finalize(self, handle.remove).atexit = False
-            self._hooks.append(handle)
+        self._hooks += hook_models(self._fog_models, self._count_forward, register)
 
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""

@@ -115,10 +115,6 @@ class Messages::IncomingData final : public Data, public Incoming {
     }
   }
 
-  ~IncomingData() override {
-    messages_.coming_.erase(this);
-  }
-
   // If `owner`, which reads no more data, is the receiver: receives the rest of the data anyway, because MPI would keep
   // it forever.
   void drain_for(const TransferOwner& owner) {
@@ -350,6 +346,11 @@ void Messages::go(const TransferOwner& owner, std::optional<PeerId> destination)
 std::shared_ptr<Incoming> Messages::receive(
     PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
   auto data = std::make_shared<IncomingData>(*this, source, header, place, owner);
+  if (coming_.size() == coming_.capacity()) {
+    coming_.erase(std::remove_if(coming_.begin(), coming_.end(), [](const auto& each) { return each.expired(); }), coming_.end());
+    coming_.reserve(2 * coming_.size() + 16);
+  }
+  coming_.push_back(data);
   data->start();
   return data;
 }
@@ -357,8 +358,10 @@ std::shared_ptr<Incoming> Messages::receive(
 void Messages::abandon(const TransferOwner& owner) {
   go(owner, std::nullopt); // the receivers may know of the data already, and MPI would keep their receives forever
   const auto all = coming_;
-  for (auto* data : all) {
-    data->drain_for(owner);
+  for (const auto& each : all) {
+    if (const auto data = each.lock()) {
+      data->drain_for(owner);
+    }
   }
 }
 

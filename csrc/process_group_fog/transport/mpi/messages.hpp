@@ -13,7 +13,6 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -178,7 +177,7 @@ class Messages {
   bool moved_ = false;
   std::unordered_map<PeerId, size_t> unsent_;
   bool given_up_ = false;
-  std::unordered_set<IncomingData*> coming_;
+  std::vector<std::weak_ptr<IncomingData>> coming_; // weak, because its owners let it go without the engine's lock
   std::unordered_map<PeerId, std::vector<Held>> held_; // no queue is empty
   std::vector<std::shared_ptr<Data>> deferred_; // data that MPI has not got yet
   std::vector<Transfer> lost_transfers_; // transfers whose memory MPI may use forever

@@ -1,0 +1,319 @@
+"""Fills the tables of docs/performance.md from the files in benchmarks/results.
+
+    python benchmarks/performance_tables.py            # writes the page anew
+    python benchmarks/performance_tables.py --check    # fails if the page says anything else than the files
+
+A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# By the names of cluster_ranks.py and time_to_loss.py.
+from cluster_plots import WAYS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = {
+    "none": "no exchange",
+    **{way: title for way, (title, _, _) in WAYS.items()},
+    "gossip_pga": "Gossip-PGA",
+    "exact_diffusion": "exact diffusion",
+    "gradient_tracking": "gradient tracking",
+    "qg_momentum": "quasi-global momentum",
+}
+MARK = " (s)"
+STRAGGLERS = ("slow host", "slow link", "pauses")
+FAR_HOSTS = (16, 128, 1024, 16384)
+TABLE = re.compile(r"(<!-- table ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Point = Mapping[str, Any]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    return f"{100 * value:+.{digits}f}"
+
+
+def ways_of(points: Iterable[Point]) -> list[str]:
+    """Returns the ways of some points, in the order of NAMES."""
+    found = {point["way"] for point in points}
+    return [way for way in NAMES if way in found]
+
+
+def efficiency_cell(point: Point | None) -> str:
+    """Returns a point's efficiency and the idle time of the cores beside it."""
+    if point is None:
+        return ""
+    return f"{percent(point['efficiency'])} ({percent(point['cpu_idle'], 0)}){MARK if point['cpu_bound'] else ''}"
+
+
+def efficiency_table(scenario: str, points: Sequence[Point]) -> str:
+    """Returns the efficiencies of a scenario, by way and hosts."""
+    chosen = [point for point in points if point["scenario"] == scenario]
+    # Of two worlds with a way, the one with one rank a host; "hierarchical" has two.
+    found = {(p["way"], p["hosts"]): p for p in sorted(chosen, key=lambda p: -p["ranks_per_host"])}
+    hosts = sorted({point["hosts"] for point in chosen})
+    rows = [
+        [NAMES[way], *(efficiency_cell(found.get((way, count))) for count in hosts)]
+        for way in ways_of(chosen)
+    ]
+    return table(["hosts", *map(str, hosts)], rows)
+
+
+def step_table(scenario: str, points: Sequence[Point]) -> str:
+    """Returns the steps of a scenario with one number of hosts."""
+    chosen = {point["way"]: point for point in points if point["scenario"] == scenario}
+    rows = []
+    for way in ways_of(chosen.values()):
+        point = chosen[way]
+        step, local = point["step_s"], point["local_steps_real"]
+        rows.append(
+            [
+                NAMES[way] + (f", {local} local steps" if local > 1 else ""),
+                f"{1e3 * step['median']:.0f} [{1e3 * step['lower']:.0f}, {1e3 * step['upper']:.0f}]",
+                f"{1e3 * point['compute_s']:.0f}",
+                efficiency_cell(point),
+                f"{point['wire_bytes_per_host_per_step'] / 1e6:.2f}",
+            ]
+        )
+    head = [
+        "way",
+        "ms a step, quartiles",
+        "ms of compute",
+        "efficiency, % (idle)",
+        "MB a host and emulated step",
+    ]
+    return table(head, rows)
+
+
+def straggler_table(points: Sequence[Point]) -> str:
+    """Returns the share of the sum of solo speeds, by way and scenario."""
+    found = {(point["scenario"], point["way"]): point for point in points}
+    kinds = [kind for kind in STRAGGLERS if any(scenario == kind for scenario, _ in found)]
+    ways = ways_of(point for (scenario, _), point in found.items() if scenario in kinds)
+    rows = [
+        [NAMES[way], *(efficiency_cell(found.get((kind, way))) for kind in kinds)]
+        for way in ways
+        if way != "none"
+    ]
+    return table(["way", *kinds], rows)
+
+
+def error_table(model: Mapping[str, Any]) -> str:
+    """Returns the model's errors, by scenario, scaling and hosts."""
+    groups: dict[tuple[str, str, int, bool], list[float]] = {}
+    for entry in model["errors"]:
+        key = (entry["scenario"], entry["scaling"], entry["hosts"], entry["held_out"])
+        groups.setdefault(key, []).append(abs(entry["error"]))
+    rows = []
+    for (scenario, scaling, hosts, is_held), errors in sorted(groups.items()):
+        kind = scenario if scaling in scenario else f"{scenario} {scaling}"
+        rows.append(
+            [
+                kind, str(hosts), "held out" if is_held else "fitted", str(len(errors)),
+                percent(statistics.median(errors)), percent(max(errors)),
+            ]
+        )  # fmt: skip
+    for name in ("fitted", "held out"):
+        if name in model["summary"]:
+            all_ = model["summary"][name]
+            rows.append(
+                ["all", "", name, str(all_["points"]), percent(all_["median"]), percent(all_["largest"])]
+            )
+    return table(["scenario", "hosts", "", "points", "median error, %", "largest, %"], rows)
+
+
+def extrapolated_table(scenario: str, model: Mapping[str, Any]) -> str:
+    """Returns modelled efficiencies far beyond what was measured."""
+    chosen = [point for point in model["points"] if point["scenario"] == scenario]
+    found = {(point["way"], point["hosts"]): percent(point["efficiency"]) for point in chosen}
+    rows = [
+        [NAMES[way], *(found.get((way, count), "") for count in FAR_HOSTS)]
+        for way in ways_of(chosen)
+        if way != "none"
+    ]
+    return table(["hosts", *(f"{count:,}" for count in FAR_HOSTS)], rows)
+
+
+def advice_table(advice: Mapping[str, Any]) -> str:
+    """Returns the choice of `fog advise` beside the best of the grid."""
+
+    def setting(each: Mapping[str, Any]) -> str:
+        return f"{each['topology']}, J = {each['local_steps']}, {each['bucket_mb']:.2g} MiB: {1e3 * each['step_s']:.0f}"
+
+    rows = []
+    for cluster in advice["clusters"]:
+        short = sum(point["cpu_bound"] for point in cluster["points"])
+        rows.append(
+            [
+                f"{cluster['cluster']}, {cluster['hosts']} hosts",
+                str(len(cluster["points"])) + (f", {short} short" if short else ""),
+                setting(cluster["choice"]),
+                setting(cluster["fastest"]),
+                signed(cluster["step_over_fastest"]),
+                setting(cluster["best_by_rule"]),
+                signed(cluster["time_to_agreement_over_best"]),
+                percent(cluster["prediction_error"]["median"]),
+            ]
+        )
+    head = [
+        "cluster", "settings", "chosen: ms a step", "fastest", "step, %", "best by the rule", "time to agreement, %",
+        "median error of the predictions, %",
+    ]  # fmt: skip
+    return table(head, rows)
+
+
+def median_steps(loss: Mapping[str, Any], way: str, ranks: int, split: str) -> float:
+    """Returns the median over seeds of the steps to the target; infinite if most runs did not come there."""
+    target, found = loss["facts"]["target"], []
+    for point in loss["points"]:
+        if (point["way"], point["ranks"], point["split"]) == (way, ranks, split):
+            pairs = zip(point["steps"], point["losses"], strict=True)
+            found.append(next((step for step, value in pairs if value <= target), math.inf))
+    return statistics.median_high(found)
+
+
+def loss_table(loss: Mapping[str, Any]) -> str:
+    """Returns losses at equal samples relative to DDP's, and steps to the target, of the runs with several seeds."""
+    found = {(row["way"], row["split"]): row for row in loss["differences"] if "lower" in row}
+    splits = list(dict.fromkeys(split for _, split in found))
+    ranks = next(row["ranks"] for row in found.values())
+
+    def cell(way: str, split: str) -> str:
+        row = found[way, split]
+        return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
+
+    def steps(way: str, split: str) -> str:
+        count = median_steps(loss, way, ranks, split)
+        return f"{count:.0f}" if math.isfinite(count) else ">"
+
+    ways = sorted({way for way, _ in found}, key=lambda way: float(found[way, splits[0]]["mean"]))
+    rows = [["DDP", *("0" for _ in splits), *(steps("ddp_fog", split) for split in splits)]]
+    rows += [
+        [NAMES[way], *(cell(way, split) for split in splits), *(steps(way, split) for split in splits)]
+        for way in ways
+    ]
+    return table(["way", *(f"{s}, %" for s in splits), *(f"steps, {s}" for s in splits)], rows)
+
+
+def many_ranks_table(loss: Mapping[str, Any]) -> str:
+    """Returns losses at equal samples of one seed, by way and number of ranks."""
+    found = {
+        (row["way"], row["ranks"]): signed(row["mean"]) for row in loss["differences"] if row["seeds"] == 1
+    }
+    counts = sorted({ranks for _, ranks in found})
+    rows = [
+        [NAMES[way], *(found.get((way, count), "") for count in counts)]
+        for way in NAMES
+        if any((way, count) in found for count in counts)
+    ]
+    return table(["ranks", *(f"{count:,}" for count in counts)], rows)
+
+
+def time_table(points: Sequence[Point], loss: Mapping[str, Any], ranks: int = 16, split: str = "iid") -> str:
+    """Returns steps to the loss times the time of a step of scenario a, relative to DDP on Gloo."""
+    chosen = {
+        p["way"]: p
+        for p in points
+        if (p["scenario"], p["hosts"], p["ranks_per_host"], p["scaling"]) == ("a", ranks, 1, "weak")
+    }
+    known = {point["way"] for point in loss["points"]}
+    rows = []
+
+    def seconds(way: str) -> float:
+        steps = median_steps(loss, "ddp_fog" if way == "ddp_gloo" else way, ranks, split)
+        return steps * float(chosen[way]["step_s"]["median"])
+
+    for way in ways_of(chosen.values()):
+        if way in known or way == "ddp_gloo":
+            ratio = seconds(way) / seconds("ddp_gloo")
+            count = median_steps(loss, "ddp_fog" if way == "ddp_gloo" else way, ranks, split)
+            mark = MARK if chosen[way]["cpu_bound"] else ""
+            rows.append(
+                [
+                    NAMES[way],
+                    f"{count:.0f}" if math.isfinite(count) else ">",
+                    f"{1e3 * chosen[way]['step_s']['median']:.0f}{mark}",
+                    f"{ratio:.2f}" if math.isfinite(ratio) else ">",
+                ]
+            )
+    return table(["way", "steps", "ms a step", "time, DDP on Gloo = 1"], rows)
+
+
+def tables() -> dict[str, Callable[[], str]]:
+    """Returns what makes each table, by name."""
+
+    def read(name: str) -> Any:
+        return json.loads((RESULTS / f"{name}.json").read_text())
+
+    def points() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = read("cluster")["points"]
+        return found
+
+    return {
+        "a": lambda: efficiency_table("a", points()),
+        "b": lambda: efficiency_table("b", points()),
+        "a strong": lambda: efficiency_table("a strong", points()),
+        "c": lambda: step_table("c", points()),
+        "stragglers": lambda: straggler_table(points()),
+        "errors": lambda: error_table(read("model")),
+        "modelled a": lambda: extrapolated_table("a", read("model")),
+        "modelled c": lambda: extrapolated_table("c", read("model")),
+        "advice": lambda: advice_table(read("advise")),
+        "loss": lambda: loss_table(read("loss")),
+        "loss of many ranks": lambda: many_ranks_table(read("loss")),
+        "time to loss": lambda: time_table(points(), read("loss")),
+    }
+
+
+def filled(page: str) -> str:
+    """Returns the page with its tables made anew.
+
+    Raises:
+        KeyError: The page has a table that is not known.
+    """
+    makers = tables()
+    return TABLE.sub(lambda found: f"{found[1]}\n{makers[found[2]]()}\n{found[3]}", page)
+
+
+def main() -> None:
+    """Writes the page, or checks it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="fail if the page differs, and leave it as it is"
+    )
+    arguments = parser.parse_args()
+    before = PAGE.read_text()
+    after = filled(before)
+    if arguments.check and after != before:
+        sys.exit(
+            f"{PAGE.relative_to(ROOT)} is not what the files in benchmarks/results say: run {Path(__file__).name}"
+        )
+    if not arguments.check:
+        PAGE.write_text(after)
+
+
+if __name__ == "__main__":
+    main()
