@@ -4,7 +4,7 @@ A `Schedule` has for each message what its sender must have received before. The
 order messages leave and come; several runs with different delays have different orders, and what stands in all of them
 is what the operation needs.
 
-Where hosts are alike up to a rotation (rings, exponential graphs, all of fog's sums) one host stands for all:
+Where hosts are alike up to a rotation (rings, exponential graphs, fog's sums by place) one host stands for all:
 `rotated` makes a schedule of one host, whose messages go to itself, and `spread` one of many hosts from that. So 16,384
 ranks cost as much as one.
 """
@@ -238,6 +238,24 @@ def spread(schedule: Schedule, hosts: int) -> Schedule:
     return Schedule(tuple(rank // local for rank in range(hosts * local)), messages)
 
 
+def near_first(hosts: int) -> list[int]:
+    """The hosts in the order in which fog's sums take them, as collectives/two_level.hpp has it."""
+    bits = (hosts - 1).bit_length()
+    return sorted(range(hosts), key=lambda host: int(f"{host:0{bits}b}"[::-1], 2))
+
+
+def renumbered(schedule: Schedule, numbers: Sequence[int]) -> Schedule:
+    """The same messages of ranks with other numbers, on hosts with one rank each."""
+    messages = (replace(m, rank=numbers[m.rank], to=numbers[m.to]) for m in schedule.messages)
+    return Schedule(schedule.hosts, tuple(messages))
+
+
+def by_place(schedule: Schedule) -> Schedule:
+    """A schedule of fog's sums with hosts numbered by their places in `near_first`, where they are alike."""
+    places = {host: place for place, host in enumerate(near_first(len(schedule.hosts)))}
+    return renumbered(schedule, [places[host] for host in range(len(places))])
+
+
 def allreduce(size: int, count: int, *, ranks_per_host: int = 1) -> Schedule:
     """fog's allreduce of so many bytes of float32, recorded."""
     import torch
@@ -329,7 +347,7 @@ def gloo_ring(size: int, count: int, ranks: int | None = None, most_rounds: int 
 
 
 def circulant(size: int, count: int) -> Schedule:
-    """fog's allreduce of large tensors between more than 8 hosts, by its formula; one host that stands for all.
+    """fog's allreduce of large tensors between more than 8 hosts, by its formula; one place that stands for all.
 
     Of collectives/circulant.cpp, in rounds: with `left` slices left a rank sends those from half of them on. A test
     compares it with recordings.

@@ -93,10 +93,10 @@ class Cluster:
 
 @lru_cache(maxsize=64)
 def _recorded(ranks: int) -> Schedule:
-    """fog's allreduce of RECORDED_BYTES; one host that stands for all."""
+    """fog's allreduce of RECORDED_BYTES; one place that stands for all."""
     if ranks > MOST_RECORDED:
         return schedules.circulant(ranks, RECORDED_BYTES)
-    one = schedules.rotated(schedules.allreduce(ranks, RECORDED_BYTES))
+    one = schedules.rotated(schedules.by_place(schedules.allreduce(ranks, RECORDED_BYTES)))
     if one is None:
         raise RuntimeError(f"allreduce by {ranks} ranks: hosts are not alike")
     return one
@@ -107,7 +107,7 @@ def _allreduce(ranks: int, size: float, alike: bool) -> Schedule:
         one = schedules.doubling(ranks, round(size))
     else:
         one = _recorded(ranks).scaled(size / RECORDED_BYTES)
-    return one if alike else schedules.spread(one, ranks)
+    return one if alike else schedules.renumbered(schedules.spread(one, ranks), schedules.near_first(ranks))
 
 
 @lru_cache(maxsize=64)
@@ -305,8 +305,8 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
     """What the line between two data centers needs for the bytes of a step, each way; 0 in one center.
 
     Of many hosts only one is simulated, so the line is counted apart. A ring crosses it once each way, with 2 (n - 1)/n
-    tensors; so does fog's allreduce by its last rounds, whose messages are of one slice for each rank beyond. Of an
-    exchange with the rank that is `hop` further `hop` messages cross it, at most those of half of the ranks.
+    tensors; of fog's allreduce the messages between places of different centers cross it. Of an exchange with the rank
+    that is `hop` further `hop` messages cross it, at most those of half of the ranks.
     """
     n = cluster.ranks
     if cluster.centers == 1 or way == "none":
@@ -316,10 +316,14 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
     if way == "ddp_gloo":
         crossing = 2 * (n - 1) / n
     elif way in ("ddp_fog", "local_sgd"):
+        center = [host * cluster.centers // n for host in schedules.near_first(n)]
         crossing, left = 0.0, n
         while left > 1:
             hop = (left + 1) // 2
-            crossing += 2 * min(hop, n - hop) * (left - hop) / n
+            across = sum(one == 0 and center[(place + hop) % n] == 1 for place, one in enumerate(center))
+            # The sums one way, and the results the other.
+            back = sum(one == 1 and center[(place + hop) % n] == 0 for place, one in enumerate(center))
+            crossing += (across + back) * (left - hop) / n
             left = hop
     elif way == "gossip_diloco":  # of a center's ranks one talks to the next center in a round
         crossing = 1.0

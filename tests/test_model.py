@@ -79,12 +79,21 @@ def test_nothing_is_recorded_before_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("size", [9, 12, 16, 32])
 def test_the_formula_of_fogs_sums_is_what_virtual_ranks_send(size: int) -> None:
-    recorded = schedules.rotated(schedules.allreduce(size, 360_000))
+    recorded = schedules.rotated(schedules.by_place(schedules.allreduce(size, 360_000)))
     assert recorded is not None
     formula = schedules.circulant(size, 360_000)
     assert [(m.hop, m.requires) for m in recorded.messages] == [(m.hop, m.requires) for m in formula.messages]
     for one, other in zip(recorded.messages, formula.messages, strict=True):
         assert one.size == pytest.approx(other.size, rel=1e-3)
+
+
+def test_fogs_sums_cross_the_line_between_two_halves_once() -> None:
+    size, count = 16, 360_000
+    crossing = sum(
+        m.size for m in schedules.allreduce(size, count).messages if m.rank < size // 2 <= m.to
+    )
+    # The last round of the sums, and the first one of the results: a slice of each rank, 8 of 16 one way.
+    assert crossing == pytest.approx(count, rel=1e-3)
 
 
 def test_an_exchange_sends_each_tensor_at_once() -> None:

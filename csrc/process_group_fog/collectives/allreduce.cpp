@@ -11,16 +11,16 @@ namespace fog {
 namespace {
 
 void between_hosts(Schedule& schedule, const Machines& hosts, const Cut& lanes, const cutovers::Path& path) {
-  const auto ranks = two_level::lane_of(hosts);
-  const auto lane = lanes.part(hosts.place());
+  const two_level::Lane lane(hosts);
+  const auto all = lanes.part(hosts.place());
   if (!path.whole) {
-    const auto slices = cut(lane, hosts.count());
-    two_level::scatter_between(schedule, hosts, ranks, slices, path.few_hosts);
-    two_level::gather_between(schedule, hosts, ranks, slices, path.few_hosts);
+    const auto slices = cut(all, hosts.count());
+    two_level::scatter_between(schedule, lane, slices, path.few_hosts);
+    two_level::gather_between(schedule, lane, slices, path.few_hosts);
   } else if (path.few_hosts) {
-    direct::exchange(schedule, ranks, hosts.machine(), two_level::kBetween, lane, Terms::kPartial);
+    direct::exchange(schedule, lane.ranks, lane.place, two_level::kBetween, all, Terms::kPartial);
   } else {
-    recursive_doubling(schedule, ranks, hosts.machine(), two_level::kBetween, lane);
+    recursive_doubling(schedule, lane.ranks, lane.place, two_level::kBetween, all);
   }
 }
 

@@ -58,15 +58,16 @@ void by_slices(Schedule& schedule, const Layout& layout, Slice all, int root, co
   const auto lanes = cut(all, path.lanes);
   two_level::scatter_in_host(schedule, hosts, lanes, hosts.count() == 1);
   if (hosts.count() > 1 && hosts.place() < path.lanes) {
-    const auto lane = two_level::lane_of(hosts);
+    const two_level::Lane lane(hosts);
     const auto slices = cut(lanes.part(hosts.place()), hosts.count());
-    two_level::scatter_between(schedule, hosts, lane, slices, path.few_hosts);
-    if (hosts.machine() != home) {
-      schedule.send({lane[home]}, kToHost, slices.part(hosts.machine()));
+    two_level::scatter_between(schedule, lane, slices, path.few_hosts);
+    const int destination = lane.place_of(home);
+    if (lane.place != destination) {
+      schedule.send({lane.ranks[destination]}, kToHost, slices.part(lane.place));
     } else {
-      for (int host = 0; host < hosts.count(); ++host) {
-        if (host != home) {
-          schedule.await(lane[host], kToHost, slices.part(host));
+      for (int place = 0; place < hosts.count(); ++place) {
+        if (place != destination) {
+          schedule.await(lane.ranks[place], kToHost, slices.part(place));
         }
       }
     }

@@ -37,12 +37,13 @@ Machines hosts_of(const Layout& layout) {
   return Machines(std::move(alone), layout.ranks[layout.place]);
 }
 
-// Orders the ranks by lane: all ranks of the first lane by host, then of the second lane, and so on. On a host with
-// more ranks than lanes, several ranks share a lane.
+// Orders the ranks by lane: all ranks of the first lane by the place of their host, then of the second lane, and so on.
+// On a host with more ranks than lanes, several ranks share a lane.
 std::vector<int> order_by(const Machines& hosts) {
+  const auto near_first = two_level::near_first(hosts.count());
   std::vector<int> order;
   for (int lane = 0; lane < hosts.least(); ++lane) {
-    for (int host = 0; host < hosts.count(); ++host) {
+    for (const int host : near_first) {
       for (int place = lane; place < hosts.size(host); place += hosts.least()) {
         order.push_back(hosts.rank(host, place));
       }
@@ -58,10 +59,11 @@ Slice slice_for(int rank, const std::vector<int>& order, const Cut& slices) {
 Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cut& slices) {
   const int count = hosts.least();
   Cut lanes{{0}};
-  Cut own{{}}; // the bounds of each host's part in this rank's lane
+  Cut own{{}}; // the bounds of each place's part in this rank's lane
   int next = 0; // position in the order
+  const auto near_first = two_level::near_first(hosts.count());
   for (int lane = 0; lane < count; ++lane) {
-    for (int host = 0; host < hosts.count(); ++host) {
+    for (const int host : near_first) {
       if (lane == hosts.place()) {
         own.bounds.push_back(slices.bounds[next]);
       }
@@ -80,7 +82,7 @@ Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cu
     schedule.await(local[place % count], two_level::kDown, slice_for(local[place], order, slices));
     return schedule;
   }
-  two_level::scatter_between(schedule, hosts, two_level::lane_of(hosts), own, hosts.count() <= cutovers::kFewHosts);
+  two_level::scatter_between(schedule, two_level::Lane(hosts), own, hosts.count() <= cutovers::kFewHosts);
   for (int other = place + count; other < static_cast<int>(local.size()); other += count) {
     schedule.send({local[other]}, two_level::kDown, slice_for(local[other], order, slices));
   }

@@ -1,5 +1,8 @@
 #include "collectives/two_level.hpp"
 
+#include <algorithm>
+#include <numeric>
+
 #include "collectives/circulant.hpp"
 #include "collectives/direct.hpp"
 
@@ -54,28 +57,44 @@ void gather_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes)
   }
 }
 
-std::vector<int> lane_of(const Machines& hosts) {
-  std::vector<int> ranks;
-  for (int host = 0; host < hosts.count(); ++host) {
-    ranks.push_back(hosts.rank(host, hosts.place()));
-  }
-  return ranks;
+std::vector<int> near_first(int hosts) {
+  const auto reversed = [hosts](int number) {
+    int bits = 0;
+    for (int top = 1; top < hosts; top *= 2, number /= 2) {
+      bits = 2 * bits + number % 2;
+    }
+    return bits;
+  };
+  std::vector<int> order(hosts);
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int one, int other) { return reversed(one) < reversed(other); });
+  return order;
 }
 
-void scatter_between(Schedule& schedule, const Machines& hosts, const std::vector<int>& lane, const Cut& slices, bool few) {
-  if (few) {
-    direct::scatter(schedule, lane, hosts.machine(), kBetween, slices, Terms::kPartial, true);
-  } else {
-    circulant::scatter(schedule, lane, hosts.machine(), kBetween, slices);
+Lane::Lane(const Machines& machines) : hosts(near_first(machines.count())), place(place_of(machines.machine())) {
+  for (const int host : hosts) {
+    ranks.push_back(machines.rank(host, machines.place()));
   }
 }
 
-void gather_between(Schedule& schedule, const Machines& hosts, const std::vector<int>& lane, const Cut& slices, bool few) {
-  const auto first = static_cast<uint16_t>(kBetween + circulant::messages(hosts.count()));
+int Lane::place_of(int host) const {
+  return static_cast<int>(std::find(hosts.begin(), hosts.end(), host) - hosts.begin());
+}
+
+void scatter_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few) {
   if (few) {
-    direct::gather(schedule, lane, hosts.machine(), first, slices);
+    direct::scatter(schedule, lane.ranks, lane.place, kBetween, slices, Terms::kPartial, true);
   } else {
-    circulant::gather(schedule, lane, hosts.machine(), first, slices);
+    circulant::scatter(schedule, lane.ranks, lane.place, kBetween, slices);
+  }
+}
+
+void gather_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few) {
+  const auto first = static_cast<uint16_t>(kBetween + circulant::messages(static_cast<int>(lane.ranks.size())));
+  if (few) {
+    direct::gather(schedule, lane.ranks, lane.place, first, slices);
+  } else {
+    circulant::gather(schedule, lane.ranks, lane.place, first, slices);
   }
 }
 

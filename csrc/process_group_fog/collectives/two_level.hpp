@@ -26,12 +26,26 @@ void scatter_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes
 // All ranks of a host get lane k from the rank with place k.
 void gather_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes);
 
-// The ranks of this rank's lane, by host.
-std::vector<int> lane_of(const Machines& hosts);
+// The hosts in the order in which sums between them take them: by the reversed bits of their numbers. The largest
+// messages of `circulant` go half way around this order, and the smallest ones to the next place. So hosts with close
+// numbers, which are often close in the network, exchange the most: if the first half of 16 hosts is in one data center
+// and the second half in another, a tensor crosses the line between them once each way instead of eight times.
+std::vector<int> near_first(int hosts);
 
-// Among the ranks of a lane: scatter_between() gives the rank of host k the sum of the k-th slice; gather_between()
-// gives all ranks the k-th slice from the rank of host k.
-void scatter_between(Schedule& schedule, const Machines& hosts, const std::vector<int>& lane, const Cut& slices, bool few);
-void gather_between(Schedule& schedule, const Machines& hosts, const std::vector<int>& lane, const Cut& slices, bool few);
+// The ranks of this rank's lane, one a host, in that order.
+struct Lane {
+  explicit Lane(const Machines& machines);
+
+  std::vector<int> hosts; // by place
+  std::vector<int> ranks; // by place
+  int place; // this rank's
+  // The place of a host.
+  int place_of(int host) const;
+};
+
+// Among the ranks of a lane: scatter_between() gives the rank with place k the sum of the k-th slice; gather_between()
+// gives all ranks the k-th slice from the rank with place k.
+void scatter_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few);
+void gather_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few);
 
 } // namespace fog::two_level
