@@ -467,6 +467,7 @@ def main() -> None:
         points, failures = before["points"], before["failures"]
     for world in worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute):
         begin = time.perf_counter()
+        failures = [each for each in failures if not each.startswith(f"{world.name}, {world.hosts} hosts,")]
         try:
             found = measure(world, arguments.rounds, arguments.steps, arguments.seed, failures)
         except Unavailable as error:
