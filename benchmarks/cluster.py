@@ -91,6 +91,7 @@ GOALS = {
     ("a", 16, "one_peer_exp"): 0.95,
     ("c", 16, "gossip_diloco"): 0.90,
     ("slow host", 16, "async_win"): 0.95,
+    ("slow host", 16, "win_put"): 0.95,
     ("slow host", 16, "async_gossip"): 0.90,
 }
 
