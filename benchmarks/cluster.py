@@ -91,6 +91,7 @@ GOALS = {
     ("a", 16, "one_peer_exp"): 0.95,
     ("c", 16, "gossip_diloco"): 0.90,
     ("slow host", 16, "async_win"): 0.95,
+    ("slow host", 16, "win_put"): 0.95,
     ("slow host", 16, "async_gossip"): 0.90,
 }
 
@@ -467,6 +468,7 @@ def main() -> None:
         points, failures = before["points"], before["failures"]
     for world in worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute):
         begin = time.perf_counter()
+        failures = [each for each in failures if not each.startswith(f"{world.name}, {world.hosts} hosts,")]
         try:
             found = measure(world, arguments.rounds, arguments.steps, arguments.seed, failures)
         except Unavailable as error:

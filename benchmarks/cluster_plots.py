@@ -130,7 +130,7 @@ def draw_efficiency(
         panel.set_title(TITLES[scenario], fontsize="medium")
         panel.set_ylim(0, 104)
         panel.grid(alpha=0.25)
-    panels[0][0].set_ylabel("scaling efficiency, % of steps without exchange")
+    panels[0][0].set_ylabel("scaling efficiency: compute of a step over its time, %")
     handles, labels = [], []
     for panel in panels[0]:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):

@@ -838,10 +838,11 @@ def train_mixed(name: str, model: Mixed) -> None:
     options = IN_STEP.get(name, {})
     optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.05), model, **options)
     for _ in range(5):
-        optimizer.zero_grad()
-        model(rank).backward()
-        for turn in range(size if name == "AsynchronousGossip" else 1):  # all runs need the same schedule
+        # All runs need the same schedule; a rank reads its neighbor from the forward pass on.
+        for turn in range(size if name == "AsynchronousGossip" else 1):
             if turn == rank or name != "AsynchronousGossip":
+                optimizer.zero_grad()
+                model(rank).backward()
                 optimizer.step()
             fogdist.barrier()
     if name == "AsynchronousGossip":

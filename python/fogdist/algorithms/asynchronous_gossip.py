@@ -224,20 +224,20 @@ class _Windows:
         def window(tensor: Tensor, what: str) -> Window:
             return context.backend.create_window(tensor, f"{name}.{what}", peers, peers, zero_init=True)
 
-        self._rank = context.rank
         self._values = [window(x, f"values.{place}") for place, x in enumerate(values)]
         self._inboxes = [window(x, f"inbox.{place}") for place, x in enumerate(values)]
         # Three counts for each peer: moves sent to it, those of them that it has applied, and moves received from it.
         self._sent = dict.fromkeys(peers, 0)
         self._told = dict.fromkeys(peers, 0)
         self._taken = {peer: [0] * len(values) for peer in peers}
-        # The number of each rank's moves in the values that this rank shows; other ranks get it.
-        self._receipts = window(torch.zeros(context.size, dtype=torch.float64, device="cpu"), "receipts")
+        # A peer puts here how many moves of this rank are in the values that it shows.
+        self._receipts = window(torch.zeros(1, dtype=torch.float64, device="cpu"), "receipts")
+        self._shown = dict.fromkeys(peers, 0)  # what this rank has put there
         self.pace = Pace(context, name, peers, peers)
         # These numbers are on the CPU and must not overtake pending work of a device.
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
-        self._moves: list[tuple[int, dist.Work]] = []
+        self._sending: list[tuple[int, dist.Work]] = []
         # The peer whose values are on their way here, and their gets.
         self.being_read: tuple[int, list[dist.Work]] | None = None
 
@@ -271,7 +271,7 @@ class _Windows:
             move = shown.update(-share, [(peer, share)], clone=True)
             shown.tensor.add_(move)
             inbox.p = -1.0  # so that 1 is sent
-            self._moves.append((peer, inbox.accumulate(move, [(peer, -1.0)], with_p=True)))
+            self._sending.append((peer, inbox.accumulate(move, [(peer, -1.0)], with_p=True)))
         self._sent[peer] += 1
 
     def publish(self) -> None:
@@ -285,28 +285,34 @@ class _Windows:
                 shown.update(1.0, [])  # neighbors get only values that an update has written
         self._marks = [Mark(device) for device in self._devices]
         if not self._devices:
-            self.tell()
+            self._show_receipts()
 
     def tell(self) -> None:
-        """Publishes the numbers of moves in the values, after devices have computed them and this rank's moves left."""
+        """Waits for what the step before has sent, and shows the numbers of values that devices computed meanwhile."""
         for mark in self._marks:
             mark.wait()
-        for peer, move in self._moves:
-            self._arrives(move, peer)
-        self._marks, self._moves = [], []
-        for peer, taken in self._taken.items():
-            self._receipts.tensor[peer] = min(taken)
+        for peer, sending in self._sending:
+            self._arrives(sending, peer)
+        self._marks, self._sending = [], []
+        self._show_receipts()
 
     def end_transfers(self) -> None:
-        """Waits until the moves for the peers have arrived, and forgets values that are being read."""
+        """Waits until the peers have what was sent to them, and forgets values that are being read."""
         _, gets = self.being_read or (None, [])
         self.being_read = None
-        wait_until_complete([*gets, *(move for _, move in self._moves)])
+        wait_until_complete([*gets, *(sending for _, sending in self._sending)])
 
     def free(self) -> None:
         """Frees all windows except that of `pace`; collective."""
         for window in (*self._values, *self._inboxes, self._receipts):
             window.free()
+
+    def _show_receipts(self) -> None:
+        for peer, taken in self._taken.items():
+            if min(taken) > self._shown[peer]:
+                self._shown[peer] = min(taken)
+                number = torch.tensor([self._shown[peer]], dtype=torch.float64, device="cpu")
+                self._sending.append((peer, self._receipts.put(number, [(peer, 1.0)], skip_lost=True)))
 
     def _arrives(self, work: dist.Work, peer: int) -> bool:
         """Waits for an operation on a peer. Returns False if the peer is lost."""
@@ -322,8 +328,5 @@ class _Windows:
         if self._receipts.is_gone(peer):
             return False
         if self._told[peer] != sent:
-            if not self._arrives(self._receipts.get([(peer, 1.0)]), peer):
-                return False
-            told = self._receipts.update(0.0, [(peer, 1.0)], clone=True)
-            self._told[peer] = int(told[self._rank])
+            self._told[peer] = int(self._receipts.update(0.0, [(peer, 1.0)], clone=True))
         return self._told[peer] == sent
