@@ -6,7 +6,7 @@ Ranks are forked, and compute by sleep, on one host or, with --hosts, each on a 
 links are also cut, slow and lossy (as root). A world of ranks trains until its faults are over or only two ranks are
 left, and the next one follows, in another mode. A lost rank is not replaced. What is counted and must be 0:
 
-- hangs: ranks that make no step, or do not end, within `PATIENCE_SECONDS`;
+- hangs: ranks that make no step after a loss, or do not end in time;
 - crashes: ranks that ended or raised without a fault of their own;
 - wrong: sums and averages that are not what they must be;
 - orphans and leftovers: processes of ended ranks, and names in /dev/shm.
@@ -168,7 +168,8 @@ class Soak:
         ends = [fault.when for fault in schedule.faults if fault.kind in LOST_BY]
         last = ends[RANKS - LEAST_LIVING - 1] if len(ends) >= RANKS - LEAST_LIVING else self._seconds
         chosen = Schedule(fault for fault in schedule.faults if fault.when <= last)
-        self._run_world(mode, chosen, last + self._every[1], self.totals[mode])
+        tail = self._modes[mode].tail + (2 * HOST_TIMEOUT if self._on_hosts else 0)
+        self._run_world(mode, chosen, last + tail, self.totals[mode])
 
     def _run_world(self, mode: str, schedule: Schedule, seconds: float, totals: Totals) -> None:
         before = leftovers.shared_memory_entries()
@@ -253,6 +254,11 @@ class Soak:
                 after = np.flatnonzero(ends > when)
                 if len(after) > 1:  # the first one may have begun before
                     totals.next_step.append(float(ends[after[1]] - when))
+                else:
+                    totals.hangs += 1
+                    totals.problems.append(
+                        f"rank {rank} made no step in {faults.over - when:.1f} s after a loss"
+                    )
 
 
 class _Faults(threading.Thread):

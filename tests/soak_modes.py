@@ -96,12 +96,14 @@ class Mode:
         all_wait: Whether all ranks wait while one is stopped.
         initialize: Whether the ranks are in a group of fog.
         patience: A rank whose step takes so many seconds hangs.
+        tail: Seconds from the last fault to the end of a world, in which survivors must make a step.
         kinds: Frequencies of the faults that the mode survives, on one host.
     """
 
     all_wait = False
     initialize = True
     patience = PATIENCE_SECONDS
+    tail = 2.0
     kinds: Mapping[Kind, float] = KINDS
 
     def __init__(self, rank: int, board: Board) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,6 +20,17 @@ import torch
 import torch.distributed as dist
 from soak_modes import GROUP_TIMEOUT, MODES, NUMEL, Board, Mode
 
+_SERVER = """
+import sys, threading
+from torchft.coordination import LighthouseServer
+join, heartbeat = map(int, sys.argv[1:])
+server = LighthouseServer(
+    bind="[::]:0", min_replicas=1, join_timeout_ms=join, quorum_tick_ms=100, heartbeat_timeout_ms=heartbeat
+)
+print(server.address(), flush=True)
+threading.Event().wait()
+"""
+
 
 class Torchft(Mode):
     """Averages over those that torchft knows to live."""
@@ -26,25 +38,26 @@ class Torchft(Mode):
     all_wait = True
     initialize = False
     patience = 60.0
+    tail = 30.0
     # Milliseconds for which the server waits.
     JOIN, HEARTBEAT = 10_000, 5_000
 
     @classmethod
     @contextlib.contextmanager
     def around(cls) -> Iterator[dict[str, str]]:
-        from torchft.coordination import LighthouseServer
-
-        server = LighthouseServer(
-            bind="[::]:0",
-            min_replicas=1,
-            join_timeout_ms=cls.JOIN,
-            quorum_tick_ms=100,
-            heartbeat_timeout_ms=cls.HEARTBEAT,
+        # In a process of its own: inside of this one it has crashed it.
+        server = subprocess.Popen(
+            [sys.executable, "-c", _SERVER, str(cls.JOIN), str(cls.HEARTBEAT)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         try:
-            yield {"TORCHFT_LIGHTHOUSE": server.address()}
+            assert server.stdout is not None
+            yield {"TORCHFT_LIGHTHOUSE": server.stdout.readline().strip()}
         finally:
-            server.shutdown()
+            server.kill()
+            server.communicate()
 
     def __init__(self, rank: int, board: Board) -> None:
         from torchft import Manager, ProcessGroupGloo
@@ -91,6 +104,7 @@ class Tuned(Torchft):
     """The same with shorter waits."""
 
     JOIN, HEARTBEAT = 100, 1_000
+    tail = 8.0
 
 
 if __name__ == "__main__":
