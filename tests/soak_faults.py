@@ -330,6 +330,7 @@ class _Faults(threading.Thread):
         """Lets a fault of a link happen; one that is cut stays so until its host ends."""
         if fault.kind == "cut":
             self._cuts.enter_context(cut_link(hosts.INTERFACE, namespace=host))
+            self.ended[fault.rank] = time.monotonic()  # from now on; steps went on until here
         elif fault.kind == "slow":
             with slow_link(hosts.INTERFACE, SLOW_RATE, namespace=host):
                 time.sleep(fault.seconds)
