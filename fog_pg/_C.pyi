@@ -312,6 +312,9 @@ class ProcessGroupFog(Backend):
         that message was missing.
         """
 
+    def note_staleness(self, exchanges: Sequence[tuple[int, int]]) -> None:
+        """Shows in the flight record how many exchanges old the values of ranks are: pairs of a rank and a number."""
+
     @property
     def local_ranks(self) -> list[int]:
         """Ranks of this group on this rank's host, including this rank, in ascending order."""
@@ -701,6 +704,14 @@ def observe_as(rank: int, size: int) -> None:
 
 def observe(on: bool) -> None:
     """Counts operations that begin from now on in `ProcessGroupFog.traffic`, until a matching call with False."""
+
+def note_step() -> None:
+    """Counts a step of this process's training in the flight record, which `fog top` reads. Before the first group it
+    does nothing.
+    """
+
+def note_epoch(epoch: int) -> None:
+    """Shows the epoch of the membership in the flight record, as `note_step`."""
 
 def read_flight_record(pid: int) -> dict[str, object]:
     """Reads the record of the last operations of a process on this host; see `fogdist.flight_record`.

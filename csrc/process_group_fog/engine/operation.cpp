@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <sstream>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -180,6 +181,10 @@ void Operation::on_message(int source, const Header& header, const char* data) {
   receive.arrived = true;
   receive.peer = source;
   receive.header = header;
+  if (latest_ != std::chrono::steady_clock::time_point()) {
+    previous_ = std::exchange(latest_, std::chrono::steady_clock::now());
+    latest_source_ = source;
+  }
   if (times) {
     note_arrival(source, header.bytes);
   }

@@ -125,6 +125,7 @@ class Pace:
         self._last = now
         self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
+        self.context.backend.note_staleness(list(self.staleness().items()))
         if self.is_paused:
             self._say(paused=False)
 
