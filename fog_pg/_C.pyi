@@ -312,9 +312,6 @@ class ProcessGroupFog(Backend):
         that message was missing.
         """
 
-    def note_staleness(self, exchanges: Sequence[tuple[int, int]]) -> None:
-        """Shows in the flight record how many exchanges old the values of ranks are: pairs of a rank and a number."""
-
     @property
     def local_ranks(self) -> list[int]:
         """Ranks of this group on this rank's host, including this rank, in ascending order."""
@@ -712,6 +709,9 @@ def note_step() -> None:
 
 def note_epoch(epoch: int) -> None:
     """Shows the epoch of the membership in the flight record, as `note_step`."""
+
+def note_staleness(exchanges: Sequence[tuple[int, int]]) -> None:
+    """Shows there how many exchanges old the values of ranks are, as pairs of a rank of the job and a number."""
 
 def read_flight_record(pid: int) -> dict[str, object]:
     """Reads the record of the last operations of a process on this host; see `fogdist.flight_record`.

@@ -154,6 +154,7 @@ class Supervisor:
         self._plan = plan
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # whose `put` signal handlers may call
         self._agents: dict[int, _Agent] = {}
+        self._started: set[int] = set()
         self._is_done: set[int] = set()  # agents that have said so
         self._fates: dict[int, Fate] = {}
         self._port = plan.port
@@ -197,6 +198,7 @@ class Supervisor:
         plan, job = self._plan, self._plan.job
         start = plan.starts[number]
         assert start is not None
+        self._started.add(number)
         token = f"fog-{uuid.uuid4()}"
         agent = self._agents[number] = _Agent(number, token, start, self._events)
         environment = {
@@ -225,7 +227,7 @@ class Supervisor:
 
     def _start_others(self) -> None:
         for number, start in enumerate(self._plan.starts):
-            if start is not None and number not in self._agents and self._signal is None:
+            if start is not None and number not in self._started and self._signal is None:
                 self._start(number)
 
     def _handle(self) -> None:
@@ -296,8 +298,13 @@ class Supervisor:
             )
             _say(f"{listed} lost with {how}")
             self._first_status = self._first_status or (status if status > 0 else 128 - status) or 1
-            if number == 0:
-                self._start_others()  # no port will come; they say that they find no Store
+        elif status < 0:
+            _say(f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks")
+        if number == 0 and not self._port:
+            for fate in self._fates.values():
+                if fate.host != 0:
+                    fate.failures.append("was not started, because there is no Store")
+                    fate.status = 1
         if list(self._agents) == [0]:
             self._agents[0].write({"others": "ended"})  # the Store ends with its own ranks
 

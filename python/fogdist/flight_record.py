@@ -14,7 +14,7 @@ import contextlib
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,12 @@ def count_step() -> None:
     """
     if (extension := sys.modules.get("fog_pg._C")) is not None:
         extension.note_step()
+
+
+def note_staleness(exchanges: Mapping[int, int]) -> None:
+    """Shows, for `fog top`, how many exchanges old the values of ranks of the job are."""
+    if (extension := sys.modules.get("fog_pg._C")) is not None:
+        extension.note_staleness(list(exchanges.items()))
 
 
 def read_all() -> list[Process]:

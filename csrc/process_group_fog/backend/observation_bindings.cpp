@@ -100,20 +100,16 @@ void bind_observation(py::module_& module, py::class_<ProcessGroupFog, c10d::Bac
       py::arg("track"), py::arg("name"), py::arg("begin"), py::arg("end"));
   module.def("observe_as", &observe_as, py::arg("rank"), py::arg("size"));
   module.def("observe", [](bool on) { process_engine().observe(on); }, py::arg("on"));
-  group.def("note_staleness", &ProcessGroupFog::note_staleness, py::arg("exchanges"));
-  module.def("note_step", [] {
-    if (auto* record = process_engine().record()) {
-      record->note_step();
-    }
-  });
+  module.def("note_step", &FlightRecord::note_step);
+  module.def("note_epoch", &FlightRecord::note_epoch, py::arg("epoch"));
   module.def(
-      "note_epoch",
-      [](int64_t epoch) {
-        if (auto* record = process_engine().record()) {
-          record->note_epoch(epoch);
+      "note_staleness",
+      [](const std::vector<std::pair<int, int64_t>>& exchanges) {
+        for (const auto& [rank, count] : exchanges) {
+          FlightRecord::note_staleness(rank, count);
         }
       },
-      py::arg("epoch"));
+      py::arg("exchanges"));
   module.def("read_flight_record", read_flight_record, py::arg("pid"));
 }
 

@@ -311,14 +311,6 @@ std::unordered_map<int, PeerTraffic> ProcessGroupFog::traffic() const {
   return group_->engine.traffic(group_);
 }
 
-void ProcessGroupFog::note_staleness(const std::vector<std::pair<int, int64_t>>& exchanges) const {
-  if (auto* record = group_->engine.record()) {
-    for (const auto& [rank, count] : exchanges) {
-      record->note_staleness(group_->members.at(rank).peer_id, count);
-    }
-  }
-}
-
 std::pair<uint64_t, uint64_t> ProcessGroupFog::sent() const {
   return group_->engine.sent(group_);
 }

@@ -252,8 +252,6 @@ class ProcessGroupFog : public c10d::Backend {
   std::pair<uint64_t, uint64_t> sent() const;
   // The traffic with each rank while there was an observer, see Engine::observe().
   std::unordered_map<int, PeerTraffic> traffic() const;
-  // Shows in the flight record how many exchanges old the values of ranks are.
-  void note_staleness(const std::vector<std::pair<int, int64_t>>& exchanges) const;
   // How large data travels to that rank: "shared memory", "rma" or "messages". Throws ValueError unless it is another
   // rank.
   std::string transport(int rank) const;

@@ -123,7 +123,6 @@ void Engine::submit(
       operation->times->start();
     }
     if (record_) {
-      operation->note_arrivals();
       operation->flight = record_->begin(operation->signature(), group->name, group->rank, group->sequence, key);
     }
     operation->begin(group, key, group->sequence++, timeout, deadline, use);
@@ -348,8 +347,7 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   }
   const auto& group = operation->group();
   if (record_) {
-    const auto [source, waited] = operation->last_wait();
-    record_->end(operation->flight, failed, source < 0 ? -1 : group->members[source].peer_id, waited);
+    record_->end(operation->flight, failed);
   }
   if (operation->times) {
     end_times(*operation, failed);

@@ -91,10 +91,6 @@ class Engine final : public Driver, public MessageHandler {
   std::unordered_map<int, PeerTraffic> traffic(const std::shared_ptr<Group>& group);
   // Sets where operations are recorded. Called once, before the first group.
   void record_to(std::unique_ptr<FlightRecord> record);
-  // The record, which stays for the life of the engine; null before.
-  FlightRecord* record() const {
-    return noted_.load(std::memory_order_acquire);
-  }
 
   // Sizes of the containers that could grow while a program runs, for tests.
   struct Bookkeeping {
@@ -322,7 +318,6 @@ class Engine final : public Driver, public MessageHandler {
   bool oversubscribed_ = false;
   std::atomic<int> observers_{0};
   std::unique_ptr<FlightRecord> record_;
-  std::atomic<FlightRecord*> noted_{nullptr}; // the same, for readers without the lock
   std::atomic<bool> used_{false}; // a group exists or is being created
   std::atomic<bool> forked_{false};
   std::thread thread_;

@@ -229,9 +229,7 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   }
   unhealthy_ = true;
   lost_.insert(peer);
-  if (record_) {
-    record_->note_lost(peer);
-  }
+  FlightRecord::note_lost(peer);
   if (silent) {
     silent_.insert(peer);
   }

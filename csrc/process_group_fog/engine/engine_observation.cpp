@@ -38,7 +38,6 @@ void Engine::record_to(std::unique_ptr<FlightRecord> record) {
   const Lock lock(mutex_);
   if (!record_) {
     record_ = std::move(record);
-    noted_.store(record_.get(), std::memory_order_release);
   }
 }
 

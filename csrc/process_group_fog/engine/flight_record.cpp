@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -29,6 +30,9 @@ enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+// The record of this process. Only its engine makes one, and virtual ranks have none.
+std::atomic<FlightRecord*> of_process{nullptr};
 
 // Adds to a word that one thread at a time writes, without the cost of an atomic addition.
 template <typename Number>
@@ -55,6 +59,10 @@ struct FlightRecord::Slot {
   uint64_t key;
   int64_t began;
   int64_t ended;
+  // Only for the writer: when the last message came, and the one before or the start; and the sender, -1 for none.
+  int64_t arrived;
+  int64_t arrived_before;
+  int32_t source;
   Signature signature;
   std::array<Awaited, kNamed> awaited;
   std::array<char, 48> group;
@@ -110,10 +118,12 @@ FlightRecord::FlightRecord(int rank, int size, const std::string& host) {
   copy_text(file_->host, host);
   std::atomic_thread_fence(std::memory_order_release);
   file_->magic = kMagic;
+  of_process.store(this, std::memory_order_release);
 }
 
 FlightRecord::~FlightRecord() {
   if (file_ != nullptr) {
+    of_process.store(nullptr, std::memory_order_release);
     munmap(file_, sizeof(File));
     close(fd_);
   }
@@ -144,6 +154,8 @@ uint64_t FlightRecord::begin(const Signature& signature, const std::string& grou
       slot.sequence = sequence;
       slot.key = key;
       slot.began = now();
+      slot.arrived = slot.began;
+      slot.source = -1;
       slot.signature = signature;
       copy_text(slot.group, group);
     });
@@ -165,15 +177,9 @@ void FlightRecord::wait(uint64_t number, const std::vector<Awaited>& awaited, si
   }
 }
 
-void FlightRecord::end(uint64_t number, bool failed, int peer, std::chrono::nanoseconds waited) {
-  if (file_ == nullptr) {
-    return;
-  }
-  if (failed) {
+void FlightRecord::end(uint64_t number, bool failed) {
+  if (file_ != nullptr && failed) {
     add<uint64_t>(file_->failed, 1);
-  }
-  if (peer >= 0 && peer < kPeers) {
-    add<int64_t>(file_->peers[peer].waited, waited.count());
   }
   if (number == 0) {
     return;
@@ -183,32 +189,48 @@ void FlightRecord::end(uint64_t number, bool failed, int peer, std::chrono::nano
       slot->state = failed ? State::kFailed : State::kDone;
       slot->ended = now();
     });
+    if (slot->source >= 0 && slot->source < kPeers) {
+      add<int64_t>(file_->peers[slot->source].waited, slot->arrived - slot->arrived_before);
+    }
   }
 }
 
-void FlightRecord::note_step() noexcept {
-  if (file_ != nullptr) {
-    file_->steps.fetch_add(1, std::memory_order_relaxed);
-    file_->stepped.store(now(), std::memory_order_relaxed);
-  }
-}
-
-void FlightRecord::note_epoch(int64_t epoch) noexcept {
-  if (file_ != nullptr) {
-    file_->epoch_plus_one.store(epoch + 1, std::memory_order_relaxed);
-  }
-}
-
-void FlightRecord::note_staleness(int peer, int64_t exchanges) noexcept {
-  if (file_ != nullptr && peer >= 0 && peer < kPeers) {
-    file_->peers[peer].staleness_plus_one.store(exchanges + 1, std::memory_order_relaxed);
+void FlightRecord::note_arrival(uint64_t number, int peer) noexcept {
+  const auto* record = number == 0 ? nullptr : of_process.load(std::memory_order_acquire);
+  if (auto* slot = record == nullptr ? nullptr : record->slot_of(number)) {
+    slot->arrived_before = std::exchange(slot->arrived, now());
+    slot->source = peer;
   }
 }
 
 void FlightRecord::note_lost(int peer) noexcept {
-  if (file_ != nullptr && peer >= 0 && peer < kPeers) {
-    file_->peers[peer].lost.store(1, std::memory_order_relaxed);
+  if (auto* file = file_of_process(); file != nullptr && peer >= 0 && peer < kPeers) {
+    file->peers[peer].lost.store(1, std::memory_order_relaxed);
   }
+}
+
+void FlightRecord::note_step() noexcept {
+  if (auto* file = file_of_process()) {
+    file->steps.fetch_add(1, std::memory_order_relaxed);
+    file->stepped.store(now(), std::memory_order_relaxed);
+  }
+}
+
+void FlightRecord::note_epoch(int64_t epoch) noexcept {
+  if (auto* file = file_of_process()) {
+    file->epoch_plus_one.store(epoch + 1, std::memory_order_relaxed);
+  }
+}
+
+void FlightRecord::note_staleness(int peer, int64_t exchanges) noexcept {
+  if (auto* file = file_of_process(); file != nullptr && peer >= 0 && peer < kPeers) {
+    file->peers[peer].staleness_plus_one.store(exchanges + 1, std::memory_order_relaxed);
+  }
+}
+
+FlightRecord::File* FlightRecord::file_of_process() noexcept {
+  const auto* record = of_process.load(std::memory_order_acquire);
+  return record == nullptr ? nullptr : record->file_;
 }
 
 std::vector<FlightRecord::Peer> FlightRecord::peers_of(const File& file) {

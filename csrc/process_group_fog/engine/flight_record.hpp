@@ -9,7 +9,6 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -40,14 +39,16 @@ class FlightRecord {
   };
   // Records that the operation is waiting for `count` ranks; `awaited` holds the first of them.
   void wait(uint64_t number, const std::vector<Awaited>& awaited, size_t count);
-  // Records the end of an operation. For `waited` only the message of the world rank `peer` was missing; -1: of none.
-  void end(uint64_t number, bool failed, int peer, std::chrono::nanoseconds waited);
+  void end(uint64_t number, bool failed);
 
-  // The progress of the training. Any thread may call these, without the engine's lock.
-  void note_step() noexcept; // a step has ended
-  void note_epoch(int64_t epoch) noexcept; // of the membership
-  void note_staleness(int peer, int64_t exchanges) noexcept; // of a world rank's values
-  void note_lost(int peer) noexcept; // a world rank was lost
+  // These write to the record of this process, if there is one.
+  // A message of a world rank has come for the operation; of the last one, the time since the one before is counted.
+  static void note_arrival(uint64_t number, int peer) noexcept;
+  static void note_lost(int peer) noexcept; // a world rank was lost
+  // The progress of the training; any thread may call these, without the engine's lock.
+  static void note_step() noexcept; // a step has ended
+  static void note_epoch(int64_t epoch) noexcept; // of the membership
+  static void note_staleness(int peer, int64_t exchanges) noexcept; // of a world rank's values
 
   struct Operation {
     std::string what; // "allreduce(SUM, float32[3])"
@@ -90,6 +91,7 @@ class FlightRecord {
   struct File;
 
   Slot* slot_of(uint64_t number) const;
+  static File* file_of_process() noexcept;
   static std::vector<Peer> peers_of(const File& file);
 
   File* file_ = nullptr;

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <iterator>
 #include <sstream>
-#include <utility>
 
 #include <c10/util/Exception.h>
 
+#include "engine/flight_record.hpp"
 #include "engine/group.hpp"
 
 namespace fog {
@@ -181,10 +181,7 @@ void Operation::on_message(int source, const Header& header, const char* data) {
   receive.arrived = true;
   receive.peer = source;
   receive.header = header;
-  if (latest_ != std::chrono::steady_clock::time_point()) {
-    previous_ = std::exchange(latest_, std::chrono::steady_clock::now());
-    latest_source_ = source;
-  }
+  FlightRecord::note_arrival(flight, group_->members[source].peer_id);
   if (times) {
     note_arrival(source, header.bytes);
   }

@@ -94,14 +94,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool asked_early = false; // the awaited ranks were asked before the timeout
   std::unique_ptr<OperationTimes> times; // while there is an observer
   uint64_t flight = 0; // its number in the flight record
-  // Notes from now on when messages come, for last_wait().
-  void note_arrivals() {
-    latest_ = std::chrono::steady_clock::now();
-  }
-  // The rank whose message came last, and for how long it was the only one to be missing; -1 if none has come.
-  std::pair<int, std::chrono::nanoseconds> last_wait() const {
-    return {latest_source_, latest_ - previous_};
-  }
   Deadline next_note = {}; // when its wait is recorded there again
   bool warned = false; // about its long wait
   Deadline watched = {}; // when the transport last watched the awaited ranks
@@ -326,9 +318,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool has_outputs_ = false;
   c10::SmallVector<Receive, 1> receives_;
   ReceiveIndex index_; // of receives_, if there are many
-  std::chrono::steady_clock::time_point previous_; // when the last message but one came, or the operation began
-  std::chrono::steady_clock::time_point latest_; // when the last message came; not set without a flight record
-  int latest_source_ = -1; // its sender
   std::vector<Going> going_; // transfers that peers, or the transport, may still read
   std::vector<size_t> to_move_; // receives whose data has to be copied to its destination
   std::vector<Move> moves_; // for run()
