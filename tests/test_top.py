@@ -96,7 +96,7 @@ def test_a_process_that_ended_keeps_its_row() -> None:
     found = [process(steps=2)]
     jobs = watch.look(2.0)
     assert [row.state for row in jobs[0].rows] == ["runs", "ended"] and jobs[0].rows[0].rate == 2.0
-    assert looks.title(jobs[0]) == "1 of 3 ranks are on this host (j)"
+    assert looks.title(jobs[0]) == "1 of 3 ranks are on this host, of the job at j"
     assert is_bad(jobs[0].rows[1]) and not is_bad(jobs[0].rows[0])
 
 
@@ -186,8 +186,8 @@ def staleness_of_a_slow_rank() -> dict[int, int]:
     fogdist.init()
     rank = dist.get_rank()
     model = torch.nn.Linear(4, 1)
-    wrapped = fogdist.DecentralizedDataParallel(model, mode="async")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = fogdist.DecentralizedDataParallel(model, optimizer, mode="async")
     for _ in range(3 if rank == 0 else 6):
         wrapped(torch.ones(4)).sum().backward()
         optimizer.step()

@@ -150,7 +150,8 @@ def agent_by_ssh(job: Job, host: Host) -> Command:
 
     Everything else comes over its standard input, so no variable and no argument shows in lists of processes.
     """
-    words = ["ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=10"]
+    options = ("BatchMode=yes", "ConnectTimeout=60", "ServerAliveInterval=30", "ServerAliveCountMax=10")
+    words = ["ssh", *(word for option in options for word in ("-o", option))]
     if job.ssh_port:
         words += ["-p", str(job.ssh_port)]
     path = job.environment.get("PYTHONPATH")

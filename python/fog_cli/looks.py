@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # The states of /proc/PID/stat that are no ordinary running or sleeping.
 _STATES = {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended", "D": "in a system call"}
-# The variables that all ranks of a job have in common.
-_OF_JOBS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 
 
 @dataclass(frozen=True)
@@ -186,13 +184,14 @@ def process_state(pid: int) -> str:
 
 
 def job_name(pid: int) -> str:
-    """Returns what the ranks of a process's job have in common, from the variables with which it was started."""
+    """Returns where the ranks of a process's job meet, from the variables with which it was started; "" if unknown."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
     variables = dict(entry.partition("=")[::2] for entry in entries)
-    return " ".join(f"{name}={variables[name]}" for name in _OF_JOBS if variables.get(name))
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+    return f"{address}:{port}" if address and port else ""
 
 
 # --- texts that the terminal and the page have in common ---
@@ -255,7 +254,7 @@ def top(numbers: dict[int, Any], most: int = 3) -> list[tuple[int, Any]]:
 def title(job: Job) -> str:
     """Returns the heading of a job."""
     living = len({row.rank for row in job.rows if row.state != "ended"})
-    name = f" ({job.name})" if job.name else ""
+    name = f", of the job at {job.name}" if job.name else ""
     return f"{living} of {job.size} ranks are on this host{name}"
 
 
