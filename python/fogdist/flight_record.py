@@ -140,6 +140,12 @@ def count_step() -> None:
         extension.note_step()
 
 
+def note_epoch(epoch: int) -> None:
+    """Shows the epoch of this rank's membership, for `fog top`."""
+    if (extension := sys.modules.get("fog_pg._C")) is not None:
+        extension.note_epoch(epoch)
+
+
 def note_staleness(exchanges: Mapping[int, int]) -> None:
     """Shows, for `fog top`, how many exchanges old the values of ranks of the job are."""
     if (extension := sys.modules.get("fog_pg._C")) is not None:
