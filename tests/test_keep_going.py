@@ -55,7 +55,9 @@ def agent_and_guard(running: Job) -> tuple[int, int]:
     """Returns the processes of the agent of this host, and of its guard, which also adopts others."""
     (guard,) = children(running._process.pid)
     (found,) = (
-        pid for pid in children(guard) if b"fog_cli.programs.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in children(guard)
+        if b"fog_cli.programs.agent" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     return found, guard
 

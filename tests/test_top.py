@@ -60,12 +60,12 @@ def test_rates_and_waits_are_those_since_the_last_look() -> None:
         step_age=0.5,
         failed=2,
         epoch=4,
-        peers=[Peer(1, 3.0, -1, False), Peer(2, 4.0, 5, True)],
+        peers=[Peer(1, 3.0, -1, False), Peer(2, 4.0, 6, True), Peer(3, 0.0, 5, False)],
         operations=[operation()],
     )
     row = row_of(now, before, 4.0, "runs")
     assert (row.rate, row.steps, row.step_age, row.failed, row.epoch) == (1.5, 16, 0.5, 2, 4)
-    assert row.waits == {1: 0.25} and row.staleness == {2: 5} and row.lost == [2]
+    assert row.waits == {1: 0.25} and row.staleness == {3: 5} and row.lost == [2]
     assert (row.number, row.operation_state, row.operation_age) == (7, "done", 2.0)
     first = row_of(now, None, 4.0, "runs")
     assert first.rate is None and first.waits == {}
@@ -79,7 +79,7 @@ def test_the_oldest_operation_in_flight_is_shown() -> None:
     row = row_of(
         process(operations=[operation(), waiting, operation(number=9, state="in flight")]), None, 1.0, "runs"
     )
-    assert (row.number, row.operation_age, row.waits_for) == (8, 12.0, [2])
+    assert (row.number, row.operation_age, row.waits_for, row.waits) == (8, 12.0, [2], {2: 1.0})
     shown = dict(zip(COLUMNS, cells(row)))
     assert shown["operation"] == "#8 allreduce(SUM, float32[3]) … waits for 2" and shown["age"] == "12.0 s"
 
@@ -135,11 +135,11 @@ class _Tags(HTMLParser):
 def test_the_page_shows_everything_and_loads_nothing() -> None:
     names = [
         process(host="<host>", operations=[operation(what="f(<x>)", state="failed")], failed=1),
-        process(pid=72, rank=1, peers=[Peer(0, 0.0, -1, False), Peer(2, 0.5, 9, True)]),
+        process(pid=72, rank=1, peers=[Peer(0, 0.0, -1, False), Peer(2, 0.5, 9, False)]),
     ]
     watch = Watch(lambda: names, lambda _: ["rank 0 is <late>"], lambda _: "runs", lambda _: "A=1")
     watch.look(1.0)
-    names[1] = replace(names[1], peers=[Peer(0, 0.25, -1, False), Peer(2, 1.5, 9, True)])
+    names[1] = replace(names[1], peers=[Peer(0, 0.25, -1, False), Peer(2, 1.5, 9, False)])
     text = page(watch.look(3.0), "here & now", "today", 2.0)
     tags = _Tags()
     tags.feed(text)

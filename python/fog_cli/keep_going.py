@@ -299,7 +299,9 @@ class Supervisor:
             _say(f"{listed} lost with {how}")
             self._first_status = self._first_status or (status if status > 0 else 128 - status) or 1
         elif status < 0:
-            _say(f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks")
+            _say(
+                f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
+            )
         if number == 0 and not self._port:
             for fate in self._fates.values():
                 if fate.host != 0:

@@ -40,7 +40,8 @@ class Row:
         operation_state: "in flight", "done" or "failed".
         operation_age: Seconds since it began, if it is in flight, and otherwise since it ended.
         waits_for: Ranks that it waits for now, for more than a second.
-        waits: By rank, the share of the time since the last look in which only that rank's message was missing.
+        waits: By rank, the share of the time since the last look in which only that rank's message was missing, or for
+            which an operation in flight has waited for it.
         staleness: By rank, how many exchanges old its values are, where ranks go at their own pace.
         lost: The ranks that it has lost.
     """
@@ -97,6 +98,10 @@ def row_of(now: Process, before: Process | None, seconds: float, state: str) -> 
         if before and seconds > 0 and peer.waited > earlier.get(peer.rank, 0.0)
     }
     in_flight = now.in_flight
+    if seconds > 0:
+        for operation in in_flight:  # its wait is counted when it ends
+            for rank, _ in operation.awaited:
+                waits[rank] = max(waits.get(rank, 0.0), min(operation.age / seconds, 1.0))
     shown: Operation | None = in_flight[0] if in_flight else now.operations[-1] if now.operations else None
     age = 0.0
     if shown is not None:
@@ -117,7 +122,7 @@ def row_of(now: Process, before: Process | None, seconds: float, state: str) -> 
         operation_age=age,
         waits_for=sorted({rank for operation in in_flight for rank, _ in operation.awaited}),
         waits=waits,
-        staleness={peer.rank: peer.staleness for peer in now.peers if peer.staleness >= 0},
+        staleness={peer.rank: peer.staleness for peer in now.peers if peer.staleness >= 0 and not peer.lost},
         lost=[peer.rank for peer in now.peers if peer.lost],
     )
 
@@ -242,7 +247,7 @@ def cells(row: Row) -> list[str]:
 
 def is_bad(row: Row) -> bool:
     """Whether a row is to be seen first."""
-    return row.state in ("stopped", "traced", "ended") or bool(row.failed or row.lost)
+    return row.state in ("stopped", "traced", "ended") or row.failed > 0
 
 
 def top(numbers: dict[int, Any], most: int = 3) -> list[tuple[int, Any]]:

@@ -73,8 +73,8 @@ def _matrix(job: Job) -> str:
     )
     return (
         "<h3>Waits: a row waits for a column</h3>\n"
-        '<p class="dim">The share of the time in which only that rank\'s message was missing. +n: its values are n '
-        "exchanges old.</p>\n"
+        '<p class="dim">The share of the time in which only that rank\'s message was missing, or in which it is waited '
+        "for until now. +n: its values are n exchanges old.</p>\n"
         f'<div class="wide"><table class="matrix">\n<tr><th></th>{head}</tr>\n{body}</table></div>\n'
     )
 
