@@ -274,7 +274,7 @@ if os.environ["RANK"] == "1" and int(os.environ["FOG_RESTARTS"]) < int(sys.argv[
 """
 
 
-@pytest.mark.parametrize(("failures", "status"), [(2, 0), (3, 137)])
+@pytest.mark.parametrize(("failures", "status"), [(2, 0), pytest.param(3, 137, marks=pytest.mark.long)])
 def test_a_lost_rank_starts_again_up_to_a_number(tmp_path: Path, failures: int, status: int) -> None:
     (tmp_path / "script.py").write_text(RESTARTED)
     words = [*FOG, "-np", "2", "--max-restarts", "2"]
@@ -340,7 +340,9 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_signals_end_all_ranks_and_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     running = job(tmp_path, WAITING, ["-np", "2", "--max-restarts", "5"])
     with started([running]):
@@ -365,15 +367,18 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("who", ["agent", "guard"])
+@pytest.mark.parametrize("who", ["agent", "guard", pytest.param("both", marks=pytest.mark.long)])
 def test_a_killed_agent_leaves_nothing(tmp_path: Path, who: str) -> None:
-    """The ranks ignore SIGTERM, and have processes in sessions of their own."""
+    """If the guard lives, also ranks that ignore SIGTERM, and processes in sessions of their own."""
     running = job(tmp_path, STUBBORN if who == "agent" else WAITING, ["-np", "2"])
     with started([running]):
         running.wait_for(lambda output: output.count("ready") == 2, TIMEOUT)
-        os.kill(agent_and_guard(running)[who == "guard"], signal.SIGKILL)
-        assert running.wait(TIMEOUT) == (137 if who == "agent" else 3), running.output
+        first, second = agent_and_guard(running)
+        for pid in {"agent": [first], "guard": [second], "both": [second, first]}[who]:
+            os.kill(pid, signal.SIGKILL)
+        assert running.wait(TIMEOUT) == (3 if who == "guard" else 137), running.output
     reason = {
+        "both": "fog run: ranks 0, 1 lost with the agent, which ended by SIGKILL",
         "agent": "fog run: ranks 0, 1 lost with the agent, which ended by SIGKILL",
         "guard": "fog run: the guard of the agent ended by SIGKILL, so the agent ended its ranks",
     }
@@ -473,12 +478,13 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path) -> None:
             rank = next(
                 pid
                 for pid in running.processes()
-                if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
+                if f"\0RANK={lost}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
             )
             parent = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(parent, signal.SIGKILL)
             assert running.wait(TIMEOUT) == 137, running.output
-    assert f"fog run: rank 1 lost with the agent on {address(1)}, which ended by SIGKILL" in running.output
+    reason = f"fog run: rank {lost} lost with the agent on {address(lost)}, which ended by SIGKILL"
+    assert reason in running.output
     assert "fog run: 1 of 2 ranks ended well\n" in running.output
 
 
