@@ -466,9 +466,12 @@ def test_two_hosts_by_ssh(tmp_path: Path) -> None:
     assert "fog run: 2 of 4 ranks ended well\n" in running.output
 
 
-def test_a_host_that_is_lost_ends_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.long)])
+def test_a_host_that_is_lost_ends_no_other(tmp_path: Path, lost: int) -> None:
+    """Also not if it is the first one, whose agent has the Store."""
     script = (
-        "import os, time\nprint('ready', flush=True)\ntime.sleep(600 if os.environ['RANK'] == '1' else 5)\n"
+        "import os, time\nprint('ready', flush=True)\n"
+        f"time.sleep(600 if os.environ['RANK'] == '{lost}' else 5)\nprint('goes on')\n"
     )
     with hosts(tmp_path, 2) as (_, variables):
         words = ["-np", "2", "-H", f"{address(0)}:1,{address(1)}:1", "-p", "22"]
@@ -484,7 +487,7 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path) -> None:
             os.kill(parent, signal.SIGKILL)
             assert running.wait(TIMEOUT) == 137, running.output
     reason = f"fog run: rank {lost} lost with the agent on {address(lost)}, which ended by SIGKILL"
-    assert reason in running.output
+    assert reason in running.output and f"[{1 - lost}] goes on\n" in running.output
     assert "fog run: 1 of 2 ranks ended well\n" in running.output
 
 
