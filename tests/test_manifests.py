@@ -1,4 +1,4 @@
-"""Checks the manifests of examples/kubernetes against the published schemas, and what they and the Slurm script start."""
+"""Checks the manifests for Kubernetes against the published schemas, and what they and the script for Slurm start."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ import fog_cli
 from fog_cli.commands import run
 
 MANIFESTS = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
+PAGE = ROOT / "docs" / "howto" / "kubernetes.md"
 # The first version in which `backoffLimitPerIndex` is stable.
 LEAST_VERSION = "1.33"
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
+    """Returns the documents of a manifest, or of all manifests in a page of the documentation."""
     yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all(path.read_text()))
+    text = path.read_text()
+    if path.suffix == ".md":
+        text = "\n---\n".join(re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    return list(yaml.safe_load_all(text))
 
 
-@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*MANIFESTS, PAGE], ids=lambda path: path.name)
 def test_manifests_follow_the_schema(path: Path) -> None:
     validator = pytest.importorskip("kubernetes_validate")
-    for document in documents(path):
+    found = documents(path)
+    assert [document["kind"] for document in found] == ["Service", "Job"]
+    for document in found:
         validator.validate(document, LEAST_VERSION, strict=True)
 
 
@@ -73,6 +80,12 @@ def test_the_job_keeps_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_script_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "examples" / "slurm" / "training.sbatch").read_text()
+    page = (ROOT / "docs" / "howto" / "slurm.md").read_text()
+    plain = [re.sub(r" # .*", "", line) for line in text.splitlines()]
+    assert (
+        "\n".join([plain[0], *(line for line in plain if re.match("#SBATCH --(nodes|ex|no-)|exec", line))])
+        in page
+    )
     assert re.search(r"^#SBATCH --no-kill\b", text, re.MULTILINE)
     nodes = re.search(r"^#SBATCH --nodes=(\d+)$", text, re.MULTILINE)
     assert nodes
