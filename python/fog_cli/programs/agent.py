@@ -38,8 +38,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The seconds that ranks have to end after a signal, as under torchrun, and what they leave behind after SIGTERM.
 _STOP_TIMEOUT = 30.0
 _GRACE = 5.0
-# The first new start of a rank is immediate; the next ones wait, twice as long each time, up to this number of seconds.
+# The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
+# time, up to this number of seconds.
 _LONGEST_DELAY = 30.0
+_SHORT_LIFE = 60.0
 # The pauses of the guard between two looks at what is left, and of the agent between two looks at the Store.
 _LOOK_INTERVAL = 0.05
 _STORE_INTERVAL = 1.0
@@ -115,9 +117,9 @@ def rank_environment(task: Task, rank: int, port: int, restarts: int) -> dict[st
     return task.environment | {name: str(value) for name, value in own.items()}
 
 
-def delay_of(restarts: int) -> float:
-    """Returns the seconds to wait before a rank is started again, after so many restarts."""
-    return min(2.0 ** (restarts - 1), _LONGEST_DELAY) if restarts else 0.0
+def delay_of(short_lives: int) -> float:
+    """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
+    return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
 
 
 def uses_of(port: int, tables: str) -> int:
@@ -161,6 +163,7 @@ class Agent:
         self._unread = b""
         self._living: dict[int, _Rank] = {}  # by process ID
         self._restarts = dict.fromkeys(range(task.first, task.first + task.count), 0)
+        self._short_lives = dict.fromkeys(self._restarts, 0)  # in a row
         self._due: dict[int, float] = {}  # ranks to start again, and when
         self._left: list[
             tuple[float, set[tuple[int, int]]]
@@ -289,7 +292,7 @@ class Agent:
                     self._on_end(rank, os.waitstatus_to_exitcode(status))
 
     def _on_end(self, rank: _Rank, status: int) -> None:
-        again = None
+        again, lived = None, time.monotonic() - rank.begun
         if status != 0:
             # A rank that was killed could not end its own processes. One that ended well may leave some at work, as
             # a logger that sends its last lines; the guard ends these at the end of the job.
@@ -298,7 +301,9 @@ class Agent:
                     processes.send(process, signal.SIGTERM)
                 self._left.append((time.monotonic() + _GRACE, left))
             if self._stop_at is None and self._restarts[rank.number] < self._task.max_restarts:
-                again = delay_of(self._restarts[rank.number])
+                short = self._short_lives[rank.number] + 1 if lived < _SHORT_LIFE else 0
+                self._short_lives[rank.number] = short
+                again = delay_of(short)
                 self._restarts[rank.number] += 1
                 self._due[rank.number] = time.monotonic() + again
         self._tell(
@@ -306,7 +311,7 @@ class Agent:
             rank=rank.number,
             pid=rank.pid,
             status=status,
-            seconds=time.monotonic() - rank.begun,
+            seconds=lived,
             again=again,
         )
 
