@@ -155,6 +155,9 @@ void Engine::tell_early_load() {
 }
 
 void Engine::lose(int peer_id, const std::string& how, bool announced) {
+  if (announced) {
+    FlightRecord::note_lost(peer_id);
+  }
   const auto closed = closed_groups_;
   for (const auto& [id, ranks] : closed) {
     forget_closed(id, peer_id);
@@ -229,7 +232,6 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   }
   unhealthy_ = true;
   lost_.insert(peer);
-  FlightRecord::note_lost(peer);
   if (silent) {
     silent_.insert(peer);
   }
